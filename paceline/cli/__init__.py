@@ -1,0 +1,54 @@
+"""The command line: one thin file a verb. Only this package prints and exits.
+
+stdout is data, stderr is talk. torch is imported by the verbs that need it, inside them, so that
+help answers at once.
+"""
+
+import sys
+
+import typer
+
+from paceline.cli import demo, plan, recipes, report, train
+from paceline.cli.talk import print_problems
+from paceline.errors import EXIT_CODES, Outcome, PacelineError
+
+app = typer.Typer(
+    name="paceline",
+    help="Take a PyTorch training job from bare machines to a finished, explained run.\n\n"
+    "Start with: paceline demo",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(demo.demo)
+app.command()(recipes.recipes)
+app.command()(plan.plan)
+app.command()(train.train)
+app.command()(report.report)
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: bool = typer.Option(False, "--version", help="Print the version and leave."),
+) -> None:
+    if show:
+        from paceline import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; every refusal is one message and its exit code."""
+    try:
+        app()
+    except PacelineError as error:
+        print_problems(error)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(EXIT_CODES[Outcome.INTERRUPTED])
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of stdout left, as `head` does
+        sys.exit(0)

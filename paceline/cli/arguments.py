@@ -1,0 +1,23 @@
+"""Arguments that several verbs share, so that they read and behave the same everywhere."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A recipe's name, a YAML file, FILE.py:Class, or +experiment=NAME.",
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="a.b=c and ++a.b=c set, +a.b=c adds, ~a.b drops."),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", help="The run directory; runs/NAME-UTC when left away."),
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print the record as JSON on stdout.")]

@@ -1,0 +1,152 @@
+"""What a person sees on stderr: progress, problems, and how a run ended. Readable without colour."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from paceline.errors import Outcome, PacelineError
+from paceline.records import Plan, Result
+from paceline.rundir import RunDir
+
+PLAIN_INTERVAL_S = 5.0
+
+
+class ConsoleTalk:
+    """Progress on a terminal; a line every few seconds where stderr is a file or a pipe."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        self._last_line_at = 0.0
+
+    def say(self, text: str) -> None:
+        self.console.print(escape(text))
+
+    def training(self, run: RunDir, plan: Plan) -> Callable[[dict[str, str]], None]:
+        ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+        self.say(
+            f"training {plan.name} for {plan.steps} steps on {ranks} ({plan.device.value},"
+            f" {plan.strategy.value}, {plan.precision.value}) in {shown(run.root)}"
+        )
+        if not self.console.is_terminal:
+            return lambda row: self._plain_row(row, plan)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        task = self._progress.add_task("starting ranks", total=plan.steps)
+        self._progress.start()
+        progress = self._progress
+
+        def update(row: dict[str, str]) -> None:
+            progress.update(task, completed=int(row["step"]), description=_describe(row))
+
+        return update
+
+    def trained(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _plain_row(self, row: dict[str, str], plan: Plan) -> None:
+        is_last = int(row["step"]) == plan.steps
+        if is_last or time.monotonic() - self._last_line_at >= PLAIN_INTERVAL_S:
+            self._last_line_at = time.monotonic()
+            self.say(f"step {row['step']}/{plan.steps}  {_describe(row)}")
+
+
+def _describe(row: dict[str, str]) -> str:
+    rate = row["tokens_per_s"] or row["samples_per_s"]
+    unit = "tokens/s" if row["tokens_per_s"] else "samples/s"
+    step_ms = float(row["step_s"]) * 1000
+    return f"loss {float(row['loss']):.4f}  {step_ms:.1f} ms/step  {float(rate):,.0f} {unit}"
+
+
+def print_problems(error: PacelineError) -> None:
+    """Every problem, its hint below it, nothing cut."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for problem in error.problems:
+        console.print(f"[bold red]error:[/] {escape(problem)}")
+
+
+def refusal_json(error: PacelineError) -> str:
+    body = {"outcome": error.outcome, "exit_code": error.exit_code, "problems": error.problems}
+    return json.dumps(body, indent=2)
+
+
+def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
+    """The last lines of a run: how it ended, its figures with their window, its report."""
+    if result.outcome is Outcome.OK:
+        talk.say(f"finished {result.steps} steps, loss {_number(result.final_loss)}{_val(result)}")
+    else:
+        _say_failure(talk, result, run)
+    if result.window and result.step_s:
+        rate, unit = result.tokens_per_s or result.samples_per_s, "samples/s"
+        unit = "tokens/s" if result.tokens_per_s else unit
+        talk.say(
+            f"{rate:,.0f} {unit}, step p50 {result.step_s.p50 * 1000:.1f} ms"
+            f" ({result.window.file}, steps {result.window.first_step}"
+            f" to {result.window.last_step})"
+        )
+    talk.say(f"report: {shown(run.report)}")
+
+
+def _say_failure(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
+    talk.say(f"run ended as {result.outcome} (exit {result.exit_code}) after step {result.steps}")
+    if result.bad_step is not None:
+        talk.say(
+            f"the loss or gradient of step {result.bad_step} was not finite and the update was not"
+            f" applied; samples {result.bad_sample_ids[:8]}{' ...' * (len(result.bad_sample_ids) > 8)}"
+        )
+    failure = result.failure
+    if failure is not None:
+        talk.say(
+            f"rank {failure.rank} on {failure.host}, step {failure.step}, in {failure.phase}:"
+            f" {failure.message}"
+        )
+        talk.say(f"its log: {shown(run.root / failure.log)}")
+        for line in _tail(run.root / failure.log):
+            talk.say(f"    {line}")
+    for other in failure.others if failure else []:
+        talk.say(f"  then {other}")
+
+
+def _tail(path: Path, num_lines: int = 12) -> list[str]:
+    if not path.is_file():
+        return []
+    return path.read_text(errors="replace").splitlines()[-num_lines:]
+
+
+def _val(result: Result) -> str:
+    if result.val_loss is None:
+        return ""
+    entropy = result.data_facts.get("unigram_entropy")
+    beside = f" (byte-unigram entropy {entropy:.3f})" if entropy is not None else ""
+    return f", validation loss {result.val_loss:.3f}{beside}"
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4f}"
+
+
+def shown(path: Path) -> str:
+    """A path as the user would type it from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def print_json(text: str) -> None:
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")

@@ -1,0 +1,1 @@
+"""The machines: `facts` probes what is there, without touching CUDA."""

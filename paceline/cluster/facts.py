@@ -1,0 +1,116 @@
+"""env.json: what this machine is and has, as probed. Never a constant, never a secret.
+
+Probing does not create a CUDA context: the processes that fork ranks must stay clean of one.
+"""
+
+import os
+import platform
+import socket
+import subprocess
+from importlib.metadata import distributions
+from pathlib import Path
+
+import psutil
+
+from paceline.cluster.gpus import Nvml
+from paceline.files import fingerprint
+from paceline.records import Env, Git
+
+# Variables that change how a run behaves. Anything else, and so every secret, stays out.
+ALLOWED_PREFIXES = ("NCCL_", "TORCH_", "TORCHELASTIC_", "OMP_", "MKL_", "GLOO_", "SLURM_JOB_")
+ALLOWED_NAMES = frozenset(
+    {
+        "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING",
+        "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
+        "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTHONHASHSEED",
+    }
+)  # fmt: skip
+SECRET_PARTS = ("TOKEN", "SECRET", "PASSW", "KEY", "CREDENTIAL")
+
+
+def probe() -> Env:
+    """Look at this machine. Takes well under a second, and no GPU."""
+    import torch
+
+    nvml = Nvml.open()
+    return Env(
+        host=socket.gethostname(),
+        os=platform.platform(),
+        cpu=_cpu_name(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=_memory_limit(),
+        gpus=[handle.describe() for handle in nvml.handles] if nvml else [],
+        links=nvml.links() if nvml else [],
+        driver=nvml.driver if nvml else None,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        nccl=_nccl_version() if torch.version.cuda else None,
+        packages={dist.name: dist.version for dist in distributions() if dist.name},
+        git=probe_git(Path.cwd()),
+        variables=allowed_variables(dict(os.environ)),
+    )
+
+
+def hardware_fingerprint(env: Env) -> str:
+    """Changes when a figure measured here would no longer compare."""
+    gpus = [f"{gpu.name}/{gpu.memory_bytes}" for gpu in env.gpus]
+    links = [f"{link.a}-{link.b}:{link.kind}x{link.nvlinks}" for link in env.links]
+    return fingerprint(env.host, env.cpu, str(env.cores), str(env.driver), *gpus, *links)
+
+
+def allowed_variables(environment: dict[str, str]) -> dict[str, str]:
+    """The part of an environment that may be written down."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if (name in ALLOWED_NAMES or name.startswith(ALLOWED_PREFIXES))
+        and not any(part in name for part in SECRET_PARTS)
+    }
+
+
+def probe_git(folder: Path) -> Git | None:
+    """Commit, branch and whether files differ; None outside a checkout or without git."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD")
+    status = _git(folder, "status", "--porcelain")
+    if commit is None or branch is None or status is None:
+        return None
+    return Git(commit=commit, branch=branch, dirty=bool(status))
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _memory_limit() -> int:
+    """Bytes of memory this process may use: the container's limit where there is one."""
+    total = int(psutil.virtual_memory().total)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _nccl_version() -> str | None:
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())

@@ -1,0 +1,136 @@
+"""GPUs through NVML: names, memory, links and live samples, without creating a CUDA context."""
+
+import os
+from dataclasses import dataclass
+from typing import Any, Self
+
+from paceline.records import Gpu, Link
+
+# NVML's common-ancestor levels, nearest first.
+ANCESTORS = {
+    0: "same_board",
+    10: "pcie_switch",
+    20: "pcie_switches",
+    30: "host_bridge",
+    40: "numa_node",
+    50: "system",
+}
+
+
+@dataclass(frozen=True)
+class GpuHandle:
+    """`index` counts the visible GPUs, as torch does; `handle` is NVML's."""
+
+    index: int
+    handle: Any
+    nvml: Any
+
+    def describe(self) -> Gpu:
+        major, minor = self.nvml.nvmlDeviceGetCudaComputeCapability(self.handle)
+        return Gpu(
+            index=self.index,
+            name=_text(self.nvml.nvmlDeviceGetName(self.handle)),
+            uuid=_text(self.nvml.nvmlDeviceGetUUID(self.handle)),
+            compute_capability=f"{major}.{minor}",
+            memory_bytes=int(self.nvml.nvmlDeviceGetMemoryInfo(self.handle).total),
+        )
+
+    def sample(self) -> dict[str, float]:
+        """Live values; one that this GPU does not report is left out."""
+        nvml, handle = self.nvml, self.handle
+        readings = {
+            "utilisation_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "memory_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
+            "clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(
+                handle, nvml.NVML_TEMPERATURE_GPU
+            ),
+        }
+        values = {}
+        for name, read in readings.items():
+            try:
+                values[name] = float(read())
+            except nvml.NVMLError:
+                continue
+        return values
+
+
+@dataclass(frozen=True)
+class Nvml:
+    """An open NVML session over the visible GPUs; None from `open` where there is no driver."""
+
+    driver: str
+    handles: list[GpuHandle]
+    nvml: Any
+
+    @classmethod
+    def open(cls) -> Self | None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+        except Exception:  # no driver, no library, no GPU: each has its own exception type
+            return None
+        count = pynvml.nvmlDeviceGetCount()
+        every = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in every]
+        visible = visible_indices(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids)
+        handles = [GpuHandle(n, every[index], pynvml) for n, index in enumerate(visible)]
+        return cls(_text(pynvml.nvmlSystemGetDriverVersion()), handles, pynvml)
+
+    def links(self) -> list[Link]:
+        """How each pair of visible GPUs is connected, as the driver reports it."""
+        pairs = [(a, b) for a in self.handles for b in self.handles if a.index < b.index]
+        return [self._link(a, b) for a, b in pairs]
+
+    def _link(self, a: GpuHandle, b: GpuHandle) -> Link:
+        nvlinks = self._count_nvlinks(a, b)
+        if nvlinks:
+            return Link(a=a.index, b=b.index, kind="nvlink", nvlinks=nvlinks)
+        level = self.nvml.nvmlDeviceGetTopologyCommonAncestor(a.handle, b.handle)
+        kind = ANCESTORS.get(int(level), f"level_{int(level)}")
+        return Link(a=a.index, b=b.index, kind=kind, nvlinks=0)
+
+    def _count_nvlinks(self, a: GpuHandle, b: GpuHandle) -> int:
+        """Active NVLinks from a that end at b, or at a switch if b's NVLinks do too."""
+        to_b, to_switch = self._nvlink_ends(a, b)
+        from_b, b_to_switch = self._nvlink_ends(b, a)
+        return to_b or from_b or min(to_switch, b_to_switch)
+
+    def _nvlink_ends(self, a: GpuHandle, b: GpuHandle) -> tuple[int, int]:
+        nvml = self.nvml
+        bus_of_b = _text(nvml.nvmlDeviceGetPciInfo(b.handle).busId)
+        direct = switched = 0
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+            try:
+                if not nvml.nvmlDeviceGetNvLinkState(a.handle, link):
+                    continue
+                remote = nvml.nvmlDeviceGetNvLinkRemotePciInfo(a.handle, link)
+                kind = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(a.handle, link)
+            except nvml.NVMLError:
+                continue
+            direct += _text(remote.busId) == bus_of_b
+            switched += kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+        return direct, switched
+
+
+def visible_indices(setting: str | None, uuids: list[str]) -> list[int]:
+    """Physical indices that CUDA_VISIBLE_DEVICES leaves visible, in its order, as CUDA reads it:
+    the list ends at the first entry that names no device."""
+    if setting is None:
+        return list(range(len(uuids)))
+    chosen: list[int] = []
+    for entry in (part.strip() for part in setting.split(",")):
+        if entry.isdigit() and int(entry) < len(uuids):
+            chosen.append(int(entry))
+            continue
+        match = [index for index, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
+        if len(match) != 1:
+            break
+        chosen.append(match[0])
+    return chosen
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,228 @@
+"""From the files the ranks left to result.json: how the run ended, why, and what it measured."""
+
+import json
+import math
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.cluster.facts import hardware_fingerprint
+from paceline.errors import EXIT_CODES, Outcome
+from paceline.files import fingerprint
+from paceline.launch.base import LaunchEnd
+from paceline.records import (
+    Env,
+    Failure,
+    Fingerprints,
+    Plan,
+    RankMemory,
+    RankVerdict,
+    Result,
+)
+from paceline.rundir import RunDir
+from paceline.stats.windows import Throughput, measure_throughput
+from paceline.tables import TrainingRow, read_training
+
+MFU_FORMULA = "MFU = FLOPs per sample x samples/s / (world size x peak FLOP/s)"
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What the supervisor knows and no file holds."""
+
+    end: LaunchEnd
+    config_fingerprint: str
+    code_fingerprint: str
+    data_facts: dict[str, float]
+    started_at: float
+    ended_at: float
+
+
+def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
+    """Read every rank's verdict and the training table; decide the one outcome."""
+    verdicts = load_verdicts(run, plan.world_size)
+    outcome = _outcome(verdicts, plan.world_size, known.end)
+    rows = read_training(run.training)
+    rates = measure_throughput(rows, run.training.name)
+    tflops, mfu, note = _utilisation(plan, verdicts, rates)
+    bad_step, bad_ids = _bad_samples(verdicts)
+    peaks = [verdicts[rank] for rank in sorted(verdicts)]
+    return Result(
+        run_dir=str(run.root),
+        name=plan.name,
+        outcome=outcome,
+        exit_code=EXIT_CODES[outcome],
+        steps=rows[-1].step if rows else 0,
+        final_loss=_final_loss(rows),
+        val_loss=next((r.val_loss for r in reversed(rows) if r.val_loss is not None), None),
+        step_s=rates.step_s if rates else None,
+        samples_per_s=rates.samples_per_s if rates else None,
+        tokens_per_s=rates.tokens_per_s if rates else None,
+        steps_per_s=rates.steps_per_s if rates else None,
+        tflops_per_rank=tflops,
+        mfu=mfu,
+        mfu_note=note,
+        window=rates.window if rates else None,
+        peak_active_bytes=_largest([v.peak_active_bytes for v in peaks]),
+        peak_reserved_bytes=_largest([v.peak_reserved_bytes for v in peaks]),
+        rank_memory=[
+            RankMemory(
+                rank=v.rank,
+                peak_active_bytes=v.peak_active_bytes,
+                peak_reserved_bytes=v.peak_reserved_bytes,
+            )
+            for v in peaks
+        ],
+        world_size=plan.world_size,
+        strategy=plan.strategy.value,
+        precision=plan.precision.value,
+        fingerprints=Fingerprints(
+            config=known.config_fingerprint,
+            code=known.code_fingerprint,
+            data=_data_fingerprint(verdicts),
+            hardware=hardware_fingerprint(env),
+        ),
+        data_facts=known.data_facts,
+        skipped_steps=sum(row.skipped for row in rows),
+        bad_step=bad_step,
+        bad_sample_ids=bad_ids,
+        failure=_failure(run, verdicts, plan.world_size, known.end)
+        if outcome is not Outcome.OK
+        else None,
+        started_at=known.started_at,
+        elapsed_s=known.ended_at - known.started_at,
+    )
+
+
+def load_verdicts(run: RunDir, num_ranks: int) -> dict[int, RankVerdict]:
+    """The verdicts there are; a rank that was killed has none."""
+    paths = {rank: run.verdict(rank) for rank in range(num_ranks)}
+    return {rank: RankVerdict.load(path) for rank, path in paths.items() if path.is_file()}
+
+
+def _outcome(verdicts: dict[int, RankVerdict], num_ranks: int, end: LaunchEnd) -> Outcome:
+    if end.signal is not None:
+        return Outcome.INTERRUPTED
+    cause = _root_cause(verdicts, num_ranks)
+    if cause is None:
+        return next(iter(verdicts.values())).outcome
+    return verdicts[cause].outcome if cause in verdicts else Outcome.CRASHED
+
+
+def _root_cause(verdicts: dict[int, RankVerdict], num_ranks: int) -> int | None:
+    """The rank that failed first; None when every rank came to the same end together.
+
+    A rank without a verdict was killed and said nothing: the others' errors came after it.
+    """
+    silent = [rank for rank in range(num_ranks) if rank not in verdicts]
+    errors = [verdict for verdict in verdicts.values() if verdict.error is not None]
+    told = [v for v in errors if not _is_echo(v)]
+    if told:
+        return min(told, key=lambda verdict: verdict.ended_at).rank
+    if silent:
+        return silent[0]
+    if errors:
+        return min(errors, key=lambda verdict: verdict.ended_at).rank
+    return None
+
+
+def _is_echo(verdict: RankVerdict) -> bool:
+    """True for an error that only says that another rank went away."""
+    assert verdict.error is not None
+    text = verdict.error.message
+    echoes = ("Connection reset", "Connection closed", "connection closed", "Broken pipe")
+    return verdict.error.kind in ("DistNetworkError", "DistBackendError") or any(
+        echo in text for echo in echoes
+    )
+
+
+def _failure(
+    run: RunDir, verdicts: dict[int, RankVerdict], num_ranks: int, end: LaunchEnd
+) -> Failure | None:
+    cause = _root_cause(verdicts, num_ranks)
+    if cause is None:
+        return None
+    verdict = verdicts.get(cause)
+    step, phase = _last_beat(run.heartbeat(cause))
+    others = [
+        f"rank {v.rank}: {v.error.kind}: {v.error.message.splitlines()[0] if v.error.message else ''}"
+        for v in verdicts.values()
+        if v.error is not None and v.rank != cause
+    ]
+    return Failure(
+        rank=cause,
+        host=verdict.host if verdict else _host(run, cause),
+        step=verdict.step if verdict else step,
+        phase=phase,
+        message=_message(verdict, end.exit_codes.get(cause)),
+        log=str(run.rank_log(cause).relative_to(run.root)),
+        others=others,
+    )
+
+
+def _message(verdict: RankVerdict | None, exit_code: int | None) -> str:
+    if verdict is not None and verdict.error is not None:
+        return f"{verdict.error.kind}: {verdict.error.message}"
+    if exit_code is not None and exit_code < 0:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    if exit_code is not None:
+        return f"left early with exit code {exit_code}"
+    return "ended without a verdict"
+
+
+def _last_beat(path: Path) -> tuple[int, str]:
+    """Step and phase of a rank's last heartbeat."""
+    try:
+        beat = json.loads(path.read_text().splitlines()[-1])
+    except (OSError, IndexError, ValueError):
+        return 0, "start"
+    return int(beat["step"]), str(beat["phase"])
+
+
+def _host(run: RunDir, rank: int) -> str:
+    launch = json.loads(run.launch.read_text())
+    return str(launch["ranks"][rank]["host"])
+
+
+def _utilisation(
+    plan: Plan, verdicts: dict[int, RankVerdict], rates: Throughput | None
+) -> tuple[float | None, float | None, str]:
+    """TFLOP/s a rank, MFU, and how they were computed or why they were not."""
+    first = verdicts.get(0)
+    flops = first.flops_per_sample if first else None
+    if rates is None or flops is None:
+        why = "no steps after warm-up" if rates is None else (first.flops_source if first else "")
+        return None, None, f"not computed: {why or 'rank 0 left no verdict'}"
+    achieved = flops * rates.samples_per_s
+    tflops = achieved / plan.world_size / 1e12
+    window = rates.window
+    source = f"FLOPs {first.flops_source if first else ''}; samples/s from {window.file},"
+    source += f" steps {window.first_step} to {window.last_step}"
+    peak = plan.peak_flops.value
+    if peak is None:
+        return tflops, None, f"no MFU: {plan.peak_flops.because}. {source}"
+    mfu = achieved / (plan.world_size * peak)
+    return tflops, mfu, f"{MFU_FORMULA}; {plan.peak_flops.because}; {source}"
+
+
+def _bad_samples(verdicts: dict[int, RankVerdict]) -> tuple[int | None, list[int]]:
+    """The samples of the vetoed step: those of the ranks whose own loss was bad, or of all."""
+    bad = [v for v in verdicts.values() if v.bad_step is not None]
+    guilty = [v for v in bad if not v.loss_was_finite] or bad
+    ids = [index for v in guilty for index in v.bad_sample_ids]
+    return (bad[0].bad_step if bad else None), ids
+
+
+def _data_fingerprint(verdicts: dict[int, RankVerdict]) -> str:
+    names = sorted({verdict.data_fingerprint for verdict in verdicts.values()})
+    return names[0] if len(names) == 1 else fingerprint(*names)
+
+
+def _final_loss(rows: list[TrainingRow]) -> float | None:
+    finite = [row.loss for row in rows if math.isfinite(row.loss)]
+    return finite[-1] if finite else None
+
+
+def _largest(values: list[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return max(known) if known else None

@@ -1,0 +1,99 @@
+"""The schema in words: every key with its type, default and meaning, and the nearest known key."""
+
+import difflib
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from paceline.records import Part
+
+_SIGNS = {
+    annotated_types.Ge: (">=", "ge"),
+    annotated_types.Gt: (">", "gt"),
+    annotated_types.Le: ("<=", "le"),
+    annotated_types.Lt: ("<", "lt"),
+}
+_NOUNS = {int: "whole number", float: "number", str: "text", bool: "true|false"}
+
+
+class Key(Part):
+    """One key of the config, as `paceline recipes --keys` shows it."""
+
+    path: str
+    type: str
+    default: Any
+    meaning: str
+
+
+def iter_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[Key]:
+    for name, field in schema.model_fields.items():
+        path = f"{prefix}{name}"
+        if is_section(field.annotation):
+            assert isinstance(field.annotation, type)
+            yield from iter_keys(field.annotation, f"{path}.")
+        else:
+            yield Key(
+                path=path,
+                type=wants(field),
+                default="(required)" if field.is_required() else field.get_default(),
+                meaning=field.description or "",
+            )
+
+
+def field_at(schema: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
+    """The field a dotted path names, or None when the schema has no such key."""
+    field = schema.model_fields.get(path[0]) if path else None
+    if field is None or len(path) == 1:
+        return field
+    if not is_section(field.annotation):
+        return None
+    assert isinstance(field.annotation, type)
+    return field_at(field.annotation, path[1:])
+
+
+def is_open_map(field: FieldInfo) -> bool:
+    """True for a section that takes any key, such as a map of environment variables."""
+    return get_origin(field.annotation) is dict
+
+
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def wants(field: FieldInfo) -> str:
+    """What a value must be, in words: `auto, or whole number >= 1`."""
+    bounds = "".join(_bound(item) for item in field.metadata)
+    return _words(field.annotation) + bounds
+
+
+def nearest(path: str, schema: type[BaseModel]) -> str | None:
+    """The known key a misspelt one most likely meant."""
+    known = [key.path for key in iter_keys(schema)]
+    by_leaf = [key for key in known if key.rsplit(".", 1)[-1] == path.rsplit(".", 1)[-1]]
+    close = by_leaf or difflib.get_close_matches(path, known, n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def _words(annotation: Any) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "|".join(str(arg) for arg in args)
+    if origin in (Union, types.UnionType):
+        return ", or ".join(_words(arg) for arg in args)
+    if origin is Annotated:
+        field_info = [bound for item in args[1:] for bound in getattr(item, "metadata", [item])]
+        return _words(args[0]) + "".join(_bound(item) for item in field_info)
+    if origin in (list, tuple):
+        return f"list of {_words(args[0])}"
+    if origin is dict or is_section(annotation):
+        return "a map of keys"
+    return _NOUNS.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _bound(item: Any) -> str:
+    sign = _SIGNS.get(type(item))
+    return f" {sign[0]} {getattr(item, sign[1]):g}" if sign else ""

@@ -1,0 +1,216 @@
+"""From what was typed to a frozen `RunConfig`, or to one error that lists every problem.
+
+    draft = read_draft("lm_tiny", ["train.steps=50"])     YAML and overrides, nothing trusted yet
+    config = validate(draft, schema)                      all problems at once, or a config
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from paceline.config.describe import field_at, is_open_map, is_section, wants
+from paceline.config.overrides import Override, apply_override, parse_override, unknown_key
+from paceline.config.schema import RunConfig
+from paceline.errors import ConfigError
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 20
+# Keys by which other tools import code that a YAML file names. Ours never does.
+IMPORTING_KEYS = frozenset({"_target_", "_component_", "_partial_", "_call_", "class_path"})
+SECRET_NAME = re.compile(
+    r"token|secret|passw|credential|api_?key|access_?key|private", re.IGNORECASE
+)
+_ENV_REFERENCE = re.compile(r"oc\.env:\s*([^,}\s]+)")
+
+
+@dataclass
+class Draft:
+    """What was asked, before it is checked: the recipe's tree and the overrides on it."""
+
+    place: str
+    tree: DictConfig
+    overrides: list[Override]
+    problems: list[str] = field(default_factory=list)
+
+    def typed(self, key: str) -> Any | None:
+        """The value the command line gives `key`, or None when it does not."""
+        values = [item.value for item in self.overrides if item.key == key]
+        return values[-1] if values else None
+
+
+def recipe_names() -> list[str]:
+    folder = resources.files("paceline.config") / "recipes"
+    return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir())
+
+
+def recipe_text(name: str) -> str:
+    if name not in recipe_names():
+        raise ConfigError(
+            f"there is no recipe or file '{name}'\nhint: the recipes are {', '.join(recipe_names())}"
+        )
+    return (resources.files("paceline.config") / "recipes" / f"{name}.yaml").read_text()
+
+
+def read_draft(source: str | None, overrides: Sequence[str]) -> Draft:
+    """Read a recipe's name or a YAML file (None: an empty tree), and parse the overrides."""
+    if source is None:
+        place, text = "the defaults", "{}"
+    elif source.endswith((".yaml", ".yml")):
+        place, text = source, _read_file(Path(source))
+    else:
+        place, text = f"recipe {source}", recipe_text(source)
+    draft = Draft(place, _parse_yaml(text, place), [])
+    for item in overrides:
+        try:
+            draft.overrides.append(parse_override(item))
+        except ValueError as error:
+            draft.problems.append(str(error))
+    return draft
+
+
+def validate(draft: Draft, schema: type[RunConfig]) -> RunConfig:
+    """Apply the overrides and check every key; `ConfigError` lists all that is wrong."""
+    problems = list(draft.problems)
+    for override in draft.overrides:
+        try:
+            apply_override(draft.tree, override, schema)
+        except (ValueError, OmegaConfBaseException) as error:
+            problems.append(str(error))
+    problems += _forbidden(draft)
+    tree = _resolve(draft, problems)
+    try:
+        config = schema.model_validate(tree)
+    except ValidationError as error:
+        problems += _explain(error, draft, schema)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """run.yaml: every key with the value that was used."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def load_config(path: Path, schema: type[RunConfig]) -> RunConfig:
+    """Read back what `dump_config` wrote; no interpolation, no overrides."""
+    return schema.model_validate(yaml.safe_load(path.read_text()))
+
+
+def _read_file(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_BYTES >> 20} MiB: not a run's config")
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def _parse_yaml(text: str, place: str) -> DictConfig:
+    """Safe YAML only: no tags, no aliases (they can blow up), bounded depth."""
+    try:
+        depth = 0
+        for event in yaml.parse(text):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent):
+                raise ConfigError(f"{place} uses a YAML alias\nhint: write the value out")
+            if depth > MAX_DEPTH:
+                raise ConfigError(f"{place} is nested more than {MAX_DEPTH} levels deep")
+            tag = getattr(event, "tag", None)
+            if tag is not None:
+                raise ConfigError(
+                    f"{place} carries the YAML tag {tag}\nhint: plain values only; tags run code"
+                )
+        tree = OmegaConf.create(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{place} is not valid YAML: {error}") from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(f"{place} must be a map of keys, not a list")
+    return tree
+
+
+def _forbidden(draft: Draft) -> Iterator[str]:
+    """Keys that import code, and references to secrets, wherever they stand."""
+    for path, value in _leaves(OmegaConf.to_container(draft.tree, resolve=False)):
+        if IMPORTING_KEYS.intersection(path):
+            key = ".".join(path)
+            yield f"{key} in {draft.place} would import code that a file names: refused"
+        for name in _ENV_REFERENCE.findall(value) if isinstance(value, str) else []:
+            if SECRET_NAME.search(name):
+                yield (
+                    f"{'.'.join(path)} reads the secret {name}; configs are written to the run"
+                    " directory\nhint: let your code read it from the environment"
+                )
+
+
+def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from _leaves(value, (*path, str(key)))
+    elif isinstance(tree, list) and tree:
+        for value in tree:
+            yield from _leaves(value, path)
+    else:
+        yield path, tree
+
+
+def _resolve(draft: Draft, problems: list[str]) -> Any:
+    try:
+        return OmegaConf.to_container(draft.tree, resolve=True)
+    except OmegaConfBaseException as error:
+        first = str(error).splitlines()[0]
+        problems.append(f"{error.full_key or 'a value'} in {draft.place}: {first}")
+        return OmegaConf.to_container(draft.tree, resolve=False)
+
+
+def _explain(error: ValidationError, draft: Draft, schema: type[BaseModel]) -> Iterator[str]:
+    """Pydantic's errors in our words, one for each key however many types its value missed."""
+    seen: set[tuple[str, ...]] = set()
+    for item in error.errors():
+        path = _real_path(item["loc"], schema)
+        if path in seen:
+            continue
+        seen.add(path)
+        key, place = ".".join(path), _place(path, draft)
+        known = field_at(schema, path)
+        if item["type"] == "extra_forbidden":
+            if not _overridden(path, draft):  # an override's unknown key is reported already
+                yield unknown_key(key, place, schema)
+        elif item["type"] == "missing":
+            yield f"{key} is required and {draft.place} does not set it"
+        elif item["type"] == "value_error":
+            yield f"{key} in {place}: {item['msg'].removeprefix('Value error, ')}"
+        elif known is not None:
+            yield f"{key}={item['input']} in {place}; it wants {wants(known)}"
+        else:
+            yield f"{key} in {place}: {item['msg']}"
+
+
+def _real_path(loc: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str, ...]:
+    """The key an error is about; pydantic appends the tried type's name to it."""
+    path = tuple(str(part) for part in loc)
+    for length in range(1, len(path)):
+        known = field_at(schema, path[:length])
+        if known is not None and not is_section(known.annotation) and not is_open_map(known):
+            return path[:length]
+    return path
+
+
+def _overridden(path: tuple[str, ...], draft: Draft) -> bool:
+    return any(item.path == path[: len(item.path)] for item in draft.overrides)
+
+
+def _place(path: tuple[str, ...], draft: Draft) -> str:
+    for item in reversed(draft.overrides):
+        if item.path == path[: len(item.path)]:
+            return f"override '{item.text}'"
+    return draft.place

@@ -1,0 +1,89 @@
+"""Overrides as Hydra users write them: `a.b=c` and `++a.b=c` set, `+a.b=c` adds, `~a.b` drops."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel
+from yaml import YAMLError
+
+from paceline.config.describe import field_at, is_open_map, nearest
+
+_SHAPE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.\-]*)(?:=(?P<value>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Override:
+    text: str
+    action: Literal["set", "add", "drop"]
+    path: tuple[str, ...]
+    value: Any = None
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+
+def parse_override(text: str) -> Override:
+    """Read one override; `ValueError` says what is wrong with it."""
+    found = _SHAPE.fullmatch(text)
+    if not found:
+        raise ValueError(f"'{text}' is not an override\nhint: write key=value, as in train.steps=50")
+    sign, key, value = found["sign"], found["key"], found["value"]
+    path = tuple(key.split("."))
+    if not all(path):
+        raise ValueError(f"'{text}' has an empty part in its key")
+    if sign == "~":
+        return Override(text, "drop", path)
+    if value is None:
+        raise ValueError(f"'{text}' has no value\nhint: write {key}=VALUE")
+    action: Literal["set", "add"] = "add" if sign == "+" else "set"
+    return Override(text, action, path, _parse_value(text, value))
+
+
+def apply_override(tree: DictConfig, override: Override, schema: type[BaseModel]) -> None:
+    """Change `tree` in place; `ValueError` when the schema has no place for it."""
+    field = field_at(schema, override.path)
+    if field is None and not _under_open_map(schema, override.path):
+        raise ValueError(unknown_key(override.key, f"override '{override.text}'", schema))
+    if override.action == "drop":
+        _drop(tree, override)
+    elif override.action == "add" and field is not None:
+        raise ValueError(
+            f"'{override.text}' adds a key that the schema already has\n"
+            f"hint: write {override.text.lstrip('+')}; + is for the open maps only"
+        )
+    else:
+        OmegaConf.update(tree, override.key, override.value, merge=False, force_add=True)
+
+
+def unknown_key(key: str, place: str, schema: type[BaseModel]) -> str:
+    close = nearest(key, schema)
+    hint = f"did you mean {close}?" if close else "`paceline recipes --keys` lists every key"
+    return f"unknown key {key} in {place}\nhint: {hint}"
+
+
+def _parse_value(text: str, value: str) -> Any:
+    if not value:
+        return ""
+    try:
+        tree = OmegaConf.from_dotlist([f"v={value}"])
+    except (YAMLError, ValueError, OmegaConfBaseException) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"the value of '{text}' cannot be read: {first}") from error
+    # Interpolations are resolved later, when the whole tree is there.
+    return OmegaConf.to_container(tree, resolve=False)["v"]  # type: ignore[index,call-overload]
+
+
+def _under_open_map(schema: type[BaseModel], path: tuple[str, ...]) -> bool:
+    parents = (field_at(schema, path[:length]) for length in range(1, len(path)))
+    return any(parent is not None and is_open_map(parent) for parent in parents)
+
+
+def _drop(tree: DictConfig, override: Override) -> None:
+    parent = OmegaConf.select(tree, ".".join(override.path[:-1])) if override.path[1:] else tree
+    if not isinstance(parent, DictConfig) or override.path[-1] not in parent:
+        raise ValueError(f"'{override.text}' drops a key that the recipe does not set")
+    del parent[override.path[-1]]

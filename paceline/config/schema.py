@@ -1,0 +1,188 @@
+"""Every key of a run, with its type, default and meaning. Unknown keys are refused.
+
+A workload brings the schema of its own `model` and `data` sections (`run_schema`); all other
+sections are here. `paceline recipes --keys` prints this file for people.
+"""
+
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic.fields import FieldInfo
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Strict and frozen: `"4"` is not a 4, a misspelt key is an error, nobody edits it later."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, validate_default=True, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _switches(cls, given: Any) -> Any:
+        """YAML reads a bare `off` as false: give switches that are words their word back."""
+        if not isinstance(given, dict):
+            return given
+        words = {True: "on", False: "off"}
+        return {
+            key: words[value]
+            if isinstance(value, bool) and _takes_word(cls.model_fields.get(key), words[value])
+            else value
+            for key, value in given.items()
+        }
+
+
+def _takes_word(field: FieldInfo | None, word: str) -> bool:
+    """True when `word` is one of the literals that a field's type allows."""
+    if field is None:
+        return False
+    parts = [field.annotation, *get_args(field.annotation)]
+    return any(get_origin(part) is Literal and word in get_args(part) for part in parts)
+
+
+class TrainConfig(Section):
+    steps: Positive = Field(100, description="Optimizer steps to take.")
+    seed: Count = Field(0, description="Seeds the weights, the data order and dropout.")
+    micro_batch_size: Positive = Field(8, description="Samples per forward pass on one rank.")
+    grad_accum: Literal["auto"] | Positive = Field(
+        "auto",
+        description="Forward passes per optimizer step. auto: 1, or what global_batch_size needs.",
+    )
+    global_batch_size: Literal["auto"] | Positive = Field(
+        "auto",
+        description="Samples per optimizer step over all ranks. auto: micro x accumulation x dp.",
+    )
+    log_every: Positive = Field(
+        10, description="Steps between gathering the losses of all ranks into training.csv."
+    )
+    eval_every: Literal["off"] | Positive = Field(
+        "off", description="Steps between evaluations on validation data; also after the last."
+    )
+    eval_samples: Literal["all"] | Positive = Field(
+        "all", description="Validation samples per evaluation."
+    )
+    max_skips: Count = Field(
+        0, description="Updates vetoed for a non-finite loss or gradient before the run ends."
+    )
+    compile: Literal[
+        "off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+    ] = Field("off", description="Mode of torch.compile.")
+    compile_dynamic: Literal["auto", "off", "on"] = Field(
+        "off", description="Dynamic shapes in torch.compile; auto lets it decide on a recompile."
+    )
+
+
+class ScheduleConfig(Section):
+    name: Literal["cosine", "constant"] = Field("cosine", description="Shape after the warm-up.")
+    warmup_steps: Count = Field(
+        0, description="Steps of linear warm-up; step 1 uses lr / warmup_steps."
+    )
+    floor: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="Last learning rate of the cosine, as a share of optim.lr."
+    )
+
+
+class OptimConfig(Section):
+    name: Literal["adamw", "sgd"] = Field("adamw", description="The optimizer.")
+    lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="Highest learning rate.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.1, description="Applied to matrices only, not to norms and biases."
+    )
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW's first beta.")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="AdamW's second beta.")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="SGD's momentum.")
+    fused: Literal["auto", "on", "off"] = Field(
+        "auto", description="One kernel for the update, with the veto inside. auto: on."
+    )
+    clip: Literal["off"] | Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Largest global gradient norm."
+    )
+    schedule: ScheduleConfig = Field(ScheduleConfig(), description="Learning rate over time.")
+
+
+class PrecisionConfig(Section):
+    mode: Literal["auto", "fp32", "bf16"] = Field(
+        "auto",
+        description="Compute type; weights and optimizer stay fp32. auto: bf16 where the GPU has"
+        " it, fp32 on CPU.",
+    )
+
+
+class StrategyConfig(Section):
+    name: Literal["single", "ddp"] = Field("ddp", description="How ranks share the work.")
+    bucket_mb: Annotated[float, Field(gt=0)] = Field(
+        25.0, description="DDP: MiB of gradients per all-reduce."
+    )
+    static_graph: bool = Field(
+        False, description="DDP: the same parameters are used, in the same order, every step."
+    )
+    find_unused_parameters: bool = Field(
+        False, description="DDP: look for parameters that got no gradient; costs a walk each step."
+    )
+
+
+class LaunchConfig(Section):
+    launcher: Literal["auto", "local"] = Field("auto", description="What starts the ranks.")
+    nproc: Literal["auto"] | Positive = Field(
+        "auto", description="Ranks on this machine. auto: one a GPU; 1 on CPU."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where there is a GPU."
+    )
+    backend: Literal["auto", "nccl", "gloo"] = Field(
+        "auto", description="Collectives library. auto: nccl on GPUs of their own, else gloo."
+    )
+
+
+class DataConfig(Section):
+    """What the loader itself reads; a workload adds the keys of its data set."""
+
+    num_workers: Literal["auto"] | Count = Field(
+        "auto", description="Loader processes a rank. auto: free cores per rank, at most 4."
+    )
+    prefetch: Positive = Field(2, description="Microbatches each loader process keeps ready.")
+    timeout_s: Seconds = Field(
+        120.0, description="Longest wait for a microbatch from a loader process."
+    )
+
+
+class ObserveConfig(Section):
+    heartbeat_s: Seconds = Field(1.0, description="Seconds between heartbeats of a rank.")
+    telemetry_s: Seconds = Field(
+        1.0, description="Seconds between samples of GPU and host in telemetry.csv."
+    )
+    warmup_steps: Count = Field(
+        5, description="First steps, marked as warm-up: recorded, but outside every throughput."
+    )
+
+
+class RunConfig(Section):
+    """One run, as asked. `model` and `data` get their types from the workload."""
+
+    name: str = Field("run", min_length=1, max_length=200, description="Names the run directory.")
+    workload: str = Field(
+        description="Model, data and loss: a registered name; FILE.py:Class only when typed."
+    )
+    model: Section = Field(Section(), description="The workload's model.")
+    data: DataConfig = Field(DataConfig(), description="The workload's data and its loader.")
+    train: TrainConfig = Field(TrainConfig(), description="The loop.")
+    optim: OptimConfig = Field(OptimConfig(), description="The optimizer.")
+    precision: PrecisionConfig = Field(PrecisionConfig(), description="Number formats.")
+    strategy: StrategyConfig = Field(StrategyConfig(), description="Parallelism.")
+    launch: LaunchConfig = Field(LaunchConfig(), description="Where ranks run.")
+    observe: ObserveConfig = Field(ObserveConfig(), description="What is measured while it runs.")
+
+
+@cache
+def run_schema(model: type[Section], data: type[DataConfig]) -> type[RunConfig]:
+    """`RunConfig` with a workload's own `model` and `data` sections in place."""
+    sections: dict[str, Any] = {
+        "model": (model, Field(default_factory=model, description="The workload's model.")),
+        "data": (data, Field(default_factory=data, description="The workload's data.")),
+    }
+    return create_model("RunConfig", __base__=RunConfig, **sections)

@@ -1,0 +1,86 @@
+"""Which sample stands at which place of the run, as a pure function: no state to save or skip.
+
+`Order(num_samples, seed).at(positions)` maps global positions 0, 1, 2, ... to sample indices.
+Each epoch is another permutation, computed in place by a small Feistel network, so position
+ten million costs the same as position zero and nothing depends on ranks or loader workers.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+ROUNDS = 4
+_MASK = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The endless sequence of samples of one run; `shuffle=False` goes through them in order."""
+
+    num_samples: int
+    seed: int
+    shuffle: bool = True
+
+    def at(self, positions: Indices) -> Indices:
+        """Sample indices at global positions (any shape)."""
+        epochs, offsets = np.divmod(positions, self.num_samples)
+        if not self.shuffle:
+            return offsets
+        return _permute(offsets, epochs, self.num_samples, self.seed)
+
+
+@dataclass(frozen=True)
+class StepSlice:
+    """Which positions of a step one data-parallel rank reads.
+
+    A step takes `global_size` consecutive positions, whatever the number of ranks; microbatch a
+    of rank r is the (a * dp + r)-th piece of `micro` of them.
+    """
+
+    micro: int
+    grad_accum: int
+    dp: int
+    dp_rank: int
+
+    @property
+    def global_size(self) -> int:
+        return self.micro * self.grad_accum * self.dp
+
+    def positions(self, microbatch: int) -> Indices:
+        """Positions of this rank's n-th microbatch, counted from the start of the run."""
+        step, a = divmod(microbatch, self.grad_accum)
+        first = step * self.global_size + (a * self.dp + self.dp_rank) * self.micro
+        return np.arange(first, first + self.micro, dtype=np.int64)
+
+
+def _permute(offsets: Indices, epochs: Indices, size: int, seed: int) -> Indices:
+    """Permute [0, size) by a Feistel network over the next even power of two, cycle-walking.
+
+    A Feistel network is a bijection of [0, 4^h); stepping again while outside [0, size) keeps it
+    one on [0, size). Fewer than four steps are needed on average, as 4^h < 4 * size.
+    """
+    half_bits = max(1, -(-(size - 1).bit_length() // 2))
+    keys = _mix(epochs.astype(np.uint64) + _mix(np.full_like(epochs, seed).astype(np.uint64)))
+    value = _feistel(offsets.astype(np.uint64), keys, half_bits)
+    while np.any(outside := value >= size):
+        value = np.where(outside, _feistel(value, keys, half_bits), value)
+    return value.astype(np.int64)
+
+
+def _feistel(value: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
+    shift, mask = np.uint64(bits), np.uint64((1 << bits) - 1)
+    left, right = value >> shift, value & mask
+    for turn in range(ROUNDS):
+        left, right = right, left ^ (_mix(right ^ keys ^ np.uint64(turn << 48)) & mask)
+    return (left << shift) | right
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finaliser: every input bit reaches every output bit."""
+    with np.errstate(over="ignore"):
+        x = (x + np.uint64(0x9E3779B97F4A7C15)) & _MASK
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

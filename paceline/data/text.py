@@ -1,0 +1,260 @@
+"""Text to token shards: files, folders, JSONL or Python's own sources, byte by byte.
+
+    prepare_tokens(config.data, say)      once, before ranks start: shards and manifest.json
+    open_tokens(config.data, "train")     on every rank: memory-mapped, by index
+
+A token is a byte; 256 stands between documents. A document belongs to train or to validation by
+the hash of its content, so neither changes when files are added or the order differs.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.config.lm import LMData
+from paceline.errors import DataError
+from paceline.files import fingerprint, sync_directory
+from paceline.records import Part, Record
+
+DOCUMENT_END = 256
+DTYPE = np.dtype("<u2")
+SHARD_TOKENS = 16 << 20
+TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".text"})
+JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+SPLITS = ("train", "val")
+
+
+class Shard(Part):
+    file: str
+    split: str
+    num_tokens: int
+    sha256: str
+
+
+class Manifest(Record):
+    """What the shards hold, and proof that they hold it."""
+
+    source: str
+    num_documents: int
+    num_tokens: int
+    unigram_entropy: float
+    shards: list[Shard]
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(*(shard.sha256 for shard in self.shards))
+
+
+def prepare_tokens(data: LMData, say: Callable[[str], None]) -> Manifest:
+    """Tokenise the source unless its shards are there already; safe to call from any process."""
+    files = list_files(data)
+    home = _home(data, files)
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(home.with_suffix(".lock")):
+        if not (home / "manifest.json").is_file():
+            total_mb = sum(path.stat().st_size for path in files) / 1e6
+            say(f"reading {len(files)} files ({total_mb:.1f} MB) of {data.source} as bytes")
+            _build(data, files, home, say)
+    return Manifest.load(home / "manifest.json")
+
+
+def open_tokens(data: LMData, split: str) -> "PackedTokens | None":
+    """The prepared samples of a split; None when it holds less than one."""
+    home = _home(data, list_files(data))
+    if not (home / "manifest.json").is_file():
+        raise DataError(f"{data.source} is not tokenised yet in {home}")
+    manifest = Manifest.load(home / "manifest.json")
+    parts = []
+    for shard in manifest.shards:
+        if shard.split == split:
+            parts.append(_map_shard(home / shard.file, shard))
+    tokens = PackedTokens(parts, data.seq_len, manifest.fingerprint)
+    return tokens if len(tokens) else None
+
+
+def list_files(data: LMData) -> list[Path]:
+    """The text files of a source, in a fixed order, at most `max_files` of them."""
+    root = Path(sysconfig.get_paths()["stdlib"] if data.source == "stdlib" else data.source)
+    root = root.expanduser()
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise DataError(
+            f"data.source={data.source} is neither synthetic, stdlib, a file nor a folder"
+        )
+    wanted = TEXT_SUFFIXES | JSONL_SUFFIXES
+    found = sorted(
+        path
+        for path in root.rglob("*.py" if data.source == "stdlib" else "*")
+        if path.suffix in wanted and "site-packages" not in path.parts and path.is_file()
+    )
+    if not found:
+        raise DataError(f"{root} holds no text: looked for {', '.join(sorted(wanted))}")
+    return found if data.max_files == "all" else found[: data.max_files]
+
+
+class PackedTokens:
+    """Sample i is tokens [i T, i T + T], T + 1 of them: the last is the next sample's first."""
+
+    def __init__(self, parts: list[NDArray[np.uint16]], seq_len: int, name: str) -> None:
+        self.parts, self.seq_len = parts, seq_len
+        self.fingerprint = f"{name}-{seq_len}"
+        self.num_samples = [max(0, (len(part) - 1) // seq_len) for part in parts]
+        self.starts = np.concatenate(([0], np.cumsum(self.num_samples)))
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"tokens": self.batch([index])["tokens"][0]}
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Samples (B, T + 1) as int32: the narrowest type that indexing on a GPU accepts."""
+        out = np.empty((len(indices), self.seq_len + 1), dtype=np.int32)
+        places = np.searchsorted(self.starts, indices, side="right") - 1
+        for row, (index, place) in enumerate(zip(indices, places, strict=True)):
+            first = (index - self.starts[place]) * self.seq_len
+            out[row] = self.parts[place][first : first + self.seq_len + 1]
+        return {"tokens": torch.from_numpy(out)}
+
+
+def iter_documents(files: Sequence[Path], text_field: str) -> Iterator[bytes]:
+    """Each file is a document, and each row of a JSONL file is one."""
+    for path in files:
+        if path.suffix in JSONL_SUFFIXES:
+            yield from _jsonl_documents(path, text_field)
+        else:
+            yield path.read_bytes()
+
+
+def _jsonl_documents(path: Path, text_field: str) -> Iterator[bytes]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)[text_field].encode()
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise DataError(
+                    f"{path}:{number} is not a JSON row with text in '{text_field}': {error!r}\n"
+                    "hint: data.text_field names the field"
+                ) from error
+
+
+def _build(data: LMData, files: Sequence[Path], home: Path, say: Callable[[str], None]) -> None:
+    """Write shards and manifest aside, then rename: a kill leaves nothing half done."""
+    aside = Path(tempfile.mkdtemp(dir=home.parent, prefix=f".{home.name}."))
+    try:
+        writers = {split: _ShardWriter(aside, split) for split in SPLITS}
+        counts = np.zeros(DOCUMENT_END + 1, dtype=np.int64)
+        num_documents = 0
+        for document in iter_documents(files, data.text_field):
+            tokens = np.frombuffer(document, dtype=np.uint8).astype(DTYPE)
+            writers[_split_of(document, data.val_fraction)].add(tokens)
+            counts[:DOCUMENT_END] += np.bincount(tokens, minlength=DOCUMENT_END)
+            counts[DOCUMENT_END] += 1
+            num_documents += 1
+        shards = [shard for writer in writers.values() for shard in writer.close()]
+        manifest = Manifest(
+            source=data.source,
+            num_documents=num_documents,
+            num_tokens=int(counts.sum()),
+            unigram_entropy=unigram_entropy(counts),
+            shards=shards,
+        )
+        manifest.save(aside / "manifest.json")
+        os.replace(aside, home)
+        sync_directory(home.parent)
+        say(f"{manifest.num_tokens / 1e6:.1f} M tokens in {len(shards)} shards")
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+class _ShardWriter:
+    """Appends documents of one split to shards of about SHARD_TOKENS tokens."""
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self.folder, self.split = folder, split
+        self.pending: list[NDArray[np.uint16]] = []
+        self.num_pending = 0
+        self.shards: list[Shard] = []
+
+    def add(self, tokens: NDArray[np.uint16]) -> None:
+        self.pending += [tokens, np.array([DOCUMENT_END], dtype=DTYPE)]
+        self.num_pending += len(tokens) + 1
+        if self.num_pending >= SHARD_TOKENS:
+            self._flush()
+
+    def close(self) -> list[Shard]:
+        if self.num_pending:
+            self._flush()
+        return self.shards
+
+    def _flush(self) -> None:
+        raw = np.concatenate(self.pending).tobytes()
+        name = f"{self.split}_{len(self.shards):05d}.bin"
+        with (self.folder / name).open("wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        digest = hashlib.sha256(raw).hexdigest()
+        self.shards.append(
+            Shard(file=name, split=self.split, num_tokens=self.num_pending, sha256=digest)
+        )
+        self.pending, self.num_pending = [], 0
+
+
+def unigram_entropy(counts: NDArray[np.int64]) -> float:
+    """Entropy in nats of drawing one token from these counts: a model that knows only how often
+    each byte occurs has this loss."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def _split_of(document: bytes, val_fraction: float) -> str:
+    draw = int.from_bytes(hashlib.sha256(document).digest()[:8], "little") / 2**64
+    return "val" if draw < val_fraction else "train"
+
+
+def _home(data: LMData, files: Sequence[Path]) -> Path:
+    """Where this source's shards lie: another name when a file, or how it is read, changes."""
+    state = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files]
+    how = f"{Manifest.SCHEMA}:{data.text_field}:{data.val_fraction!r}"
+    stem = "stdlib" if data.source == "stdlib" else Path(data.source).stem
+    return Path(data.cache_dir).expanduser() / "tokens" / f"{stem}-{fingerprint(how, *state)}"
+
+
+def _map_shard(path: Path, shard: Shard) -> NDArray[np.uint16]:
+    expected = shard.num_tokens * DTYPE.itemsize
+    found = path.stat().st_size if path.is_file() else 0
+    if found != expected:
+        raise DataError(
+            f"{path} has {found} bytes, its manifest says {expected}\n"
+            f"hint: delete {path.parent} and it is made anew"
+        )
+    return np.memmap(path, dtype=DTYPE, mode="r")
+
+
+class _locked:
+    """An exclusive lock on a file, so that two processes never build the same shards."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        self.handle = self.path.open("w")
+        fcntl.flock(self.handle, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        self.handle.close()

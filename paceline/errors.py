@@ -1,0 +1,94 @@
+"""How a run can end, and the exceptions that say so.
+
+    PacelineError
+    ├── ConfigError          the user asked for something impossible      exit 2
+    ├── ClusterError         the machines cannot do what was asked        exit 3
+    ├── DataError            the data is missing, damaged or too small    exit 4
+    ├── RankDied             a rank ended without a verdict               exit 5
+    ├── NumericError         loss or gradient stopped being a number      exit 7
+    ├── OutOfResources       memory or disk ran out                       exit 10
+    └── Interrupted          the user stopped it                          exit 130
+
+Library code raises these; only `paceline.cli` prints them and exits.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import ClassVar
+
+
+class Outcome(StrEnum):
+    """How a run ended. `EXIT_CODES` maps each to the process exit code of every verb."""
+
+    OK = "ok"
+    CHECK_FAILED = "check_failed"
+    REFUSED_CONFIG = "refused_config"
+    REFUSED_CLUSTER = "refused_cluster"
+    REFUSED_DATA = "refused_data"
+    CRASHED = "crashed"
+    STALL = "stall"
+    NAN = "nan"
+    CHECKPOINT_NOT_WRITTEN = "checkpoint_not_written"
+    NO_VALID_CHECKPOINT = "no_valid_checkpoint"
+    OUT_OF_RESOURCES = "out_of_resources"
+    PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"
+
+
+EXIT_CODES: dict[Outcome, int] = {
+    Outcome.OK: 0,
+    Outcome.CHECK_FAILED: 1,
+    Outcome.REFUSED_CONFIG: 2,
+    Outcome.REFUSED_CLUSTER: 3,
+    Outcome.REFUSED_DATA: 4,
+    Outcome.CRASHED: 5,
+    Outcome.STALL: 6,
+    Outcome.NAN: 7,
+    Outcome.CHECKPOINT_NOT_WRITTEN: 8,
+    Outcome.NO_VALID_CHECKPOINT: 9,
+    Outcome.OUT_OF_RESOURCES: 10,
+    Outcome.PREEMPTED: 75,
+    Outcome.INTERRUPTED: 130,
+}
+
+
+class PacelineError(Exception):
+    """One or more problems for a person: each says what was asked, what is true, what to change."""
+
+    outcome: ClassVar[Outcome] = Outcome.CRASHED
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.outcome]
+
+
+class ConfigError(PacelineError):
+    outcome = Outcome.REFUSED_CONFIG
+
+
+class ClusterError(PacelineError):
+    outcome = Outcome.REFUSED_CLUSTER
+
+
+class DataError(PacelineError):
+    outcome = Outcome.REFUSED_DATA
+
+
+class RankDied(PacelineError):
+    outcome = Outcome.CRASHED
+
+
+class NumericError(PacelineError):
+    outcome = Outcome.NAN
+
+
+class OutOfResources(PacelineError):
+    outcome = Outcome.OUT_OF_RESOURCES
+
+
+class Interrupted(PacelineError):
+    outcome = Outcome.INTERRUPTED

@@ -1,0 +1,124 @@
+"""Ranks on this machine, through torch elastic and a fork server that has torch loaded already."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from paceline.errors import ConfigError
+from paceline.job import Job
+from paceline.launch.base import LaunchEnd
+from paceline.launch.rank import RankTicket, rank_main
+from paceline.records import Env, LaunchPlan, Plan, RankPlace
+from paceline.rundir import RunDir
+
+ELASTIC_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+GRACE_S = 10
+
+
+class LocalLauncher:
+    def plan(self, job: Job, plan: Plan, env: Env) -> LaunchPlan:
+        cuda = plan.device.value == "cuda"
+        return LaunchPlan(
+            launcher="local",
+            nproc=plan.world_size,
+            entrypoint=f"{rank_main.__module__}:{rank_main.__name__}",
+            workload=_absolute(job.config.workload),
+            env={"OMP_NUM_THREADS": str(plan.threads.value)},
+            ranks=[
+                RankPlace(
+                    rank=rank,
+                    local_rank=rank,
+                    host=env.host,
+                    device=f"cuda:{rank}" if cuda else "cpu",
+                )
+                for rank in range(plan.world_size)
+            ],
+        )
+
+    def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise ConfigError(
+                "this process is itself a rank of torchrun; ranks cannot start ranks\n"
+                "hint: run `paceline train` without torchrun: it starts its own"
+            )
+        ticket = RankTicket(
+            str(run.root), os.getcwd(), dict(os.environ) | launch.env, os.getpid()
+        )
+        multiprocessing.set_forkserver_preload([rank_main.__module__])
+        with _signals_restored(), _elastic_logs_to(run.launcher_log):
+            return _launch(launch.nproc, ticket)
+
+
+def _launch(nproc: int, ticket: RankTicket) -> LaunchEnd:
+    # Without it a restarted rank can read the address of a dead one from the shared store.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # a free port, never a fixed one
+        local_addr="localhost",
+        max_restarts=0,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        shutdown_timeout=GRACE_S,
+    )
+    try:
+        elastic_launch(config, rank_main)(ticket)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        return LaunchEnd(exit_codes=codes)
+    except SignalException as error:
+        return LaunchEnd(signal=int(error.sigval))
+    return LaunchEnd(exit_codes=dict.fromkeys(range(nproc), 0))
+
+
+def _absolute(workload: str) -> str:
+    """FILE.py:Class with a full path: a rank must find it whatever its working directory."""
+    if ".py:" not in workload:
+        return workload
+    file, _, name = workload.rpartition(":")
+    return f"{Path(file).resolve()}:{name}"
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """elastic replaces these handlers and leaves its own behind."""
+    before = {number: signal.getsignal(number) for number in ELASTIC_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _elastic_logs_to(path: Path) -> Iterator[None]:
+    """elastic talks to launcher.log, not to the user's terminal."""
+    names = [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.")]
+    loggers = [logging.getLogger(name) for name in ("torch.distributed", *names)]
+    before = [(logger, logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for logger in loggers:
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for logger, handlers, propagate, level in before:
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
+        handler.close()

@@ -1,0 +1,55 @@
+"""heartbeat_rank<r>.jsonl: this rank is alive, in this phase of this step, written by a thread."""
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Where the rank is; the loop's clock."""
+
+    step: int
+    phase: str
+
+
+class Ticker:
+    """Calls `tick` every `interval_s` on a daemon thread, and once more when it stops."""
+
+    def __init__(self, interval_s: float, name: str) -> None:
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def tick(self) -> None:
+        raise AssertionError("a ticker must say what it does")
+
+    def _run(self) -> None:
+        self.tick()
+        while not self._stop.wait(self._interval_s):
+            self.tick()
+        self.tick()
+
+
+class Heartbeat(Ticker):
+    def __init__(self, path: Path, rank: int, progress: Progress, interval_s: float) -> None:
+        super().__init__(interval_s, "heartbeat")
+        self._file = path.open("a", buffering=1)
+        self._rank, self._progress = rank, progress
+
+    def tick(self) -> None:
+        beat = {
+            "time": round(time.time(), 3),
+            "rank": self._rank,
+            "step": self._progress.step,
+            "phase": self._progress.phase,
+        }
+        self._file.write(json.dumps(beat) + "\n")

@@ -1,0 +1,1 @@
+"""Deciding: config (asked) + env (found) -> plan, with every reason and every problem."""

@@ -1,0 +1,308 @@
+"""Config and env in, plan out: every choice with its reason, every problem at once.
+
+Needs no GPU and no process group: `paceline plan lm_1b launch.nproc=64` runs on a laptop.
+"""
+
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from paceline.config.schema import RunConfig
+from paceline.errors import ConfigError, PacelineError
+from paceline.job import Job
+from paceline.plan.constraints import check_idle_settings
+from paceline.plan.peaks import peak_flops
+from paceline.records import BatchSplit, Choice, Env, Finding, Plan
+from paceline.strategies import find_strategy
+from paceline.workloads.base import Workload
+
+MAX_LOADER_WORKERS = 4
+BF16_CAPABILITY = (8, 0)
+
+
+def make_plan(job: Job, env: Env) -> Plan:
+    """Decide everything that can be decided before a device is held. Problems are findings."""
+    config, workload = job.config, job.workload
+    device = choose_device(config, env)
+    world = _world_size(config, env, device)
+    batch, batch_problems = split_batch(config, dp=world)
+    strategy = _choose_strategy(config, world)
+    precision = choose_precision(config, env, device)
+    num_parameters = count_parameters(workload, config)
+    plan = Plan(
+        name=config.name,
+        workload=config.workload,
+        unit=workload.unit,
+        world_size=world,
+        mesh={"dp": world},
+        batch=batch,
+        units_per_sample=workload.units_per_sample(config),
+        steps=config.train.steps,
+        device=device,
+        backend=_choose_backend(config, env, device, world),
+        strategy=strategy,
+        precision=precision,
+        compile=Choice(
+            requested=config.train.compile, value=config.train.compile, because="as asked"
+        ),
+        fused_optimizer=_choose_fused(config),
+        threads=_choose_threads(env, device, world),
+        loader_workers=_choose_workers(config, env, world),
+        num_parameters=num_parameters,
+        state_bytes=find_strategy(strategy.value).estimate(num_parameters, config, world),
+        flops_per_sample=_choose_flops(workload, config),
+        peak_flops=peak_flops(
+            env.gpus[0].name if device.value == "cuda" and env.gpus else None, precision.value
+        ),
+        findings=[],
+    )
+    findings = [*batch_problems, *workload.problems(config), *_problems(config, env, plan)]
+    return plan.model_copy(update={"findings": findings})
+
+
+def choose_device(config: RunConfig, env: Env) -> Choice:
+    asked = config.launch.device
+    if asked != "auto":
+        return Choice(requested=asked, value=asked, because="as asked")
+    if env.gpus and env.cuda:
+        return Choice(requested=asked, value="cuda", because=f"{len(env.gpus)} GPUs are visible")
+    why = "no GPU is visible" if not env.gpus else "this torch is built without CUDA"
+    return Choice(requested=asked, value="cpu", because=why)
+
+
+def choose_precision(config: RunConfig, env: Env, device: Choice) -> Choice:
+    asked = config.precision.mode
+    if asked != "auto":
+        return Choice(requested=asked, value=asked, because="as asked")
+    if device.value == "cpu":
+        return Choice(requested=asked, value="fp32", because="the CPU's fastest exact format")
+    if not env.gpus:
+        return Choice(requested=asked, value="bf16", because="cuda was asked; no GPU to look at")
+    capability = min(_capability(gpu.compute_capability) for gpu in env.gpus)
+    text = ".".join(str(part) for part in capability)
+    if capability >= BF16_CAPABILITY:
+        return Choice(requested=asked, value="bf16", because=f"compute capability {text}")
+    return Choice(
+        requested=asked, value="fp32", because=f"compute capability {text} has no fast bf16"
+    )
+
+
+def split_batch(config: RunConfig, dp: int) -> tuple[BatchSplit, list[Finding]]:
+    """global = micro x accumulation x dp; what does not divide is a problem with a way out."""
+    train = config.train
+    micro, asked = train.micro_batch_size, train.global_batch_size
+    accum = 1 if train.grad_accum == "auto" else train.grad_accum
+    problems = []
+    if asked != "auto":
+        accum, problem = _accumulation(config, asked, dp)
+        problems = [problem] if problem else []
+    split = BatchSplit(micro=micro, grad_accum=accum, dp=dp, global_size=micro * accum * dp)
+    return split, problems
+
+
+def count_parameters(workload: Workload, config: RunConfig) -> int:
+    """Trainable parameters of the model, built on meta: no memory, any size. Tied ones once."""
+    try:
+        with torch.device("meta"):
+            model = workload.build_model(config)
+    except PacelineError:
+        raise
+    except Exception:
+        # It reads a value while it is built, which meta tensors do not have: build it for real.
+        model = _build_for_real(workload, config)
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def _build_for_real(workload: Workload, config: RunConfig) -> torch.nn.Module:
+    try:
+        return workload.build_model(config)
+    except Exception as error:
+        name = f"{type(workload).__name__}.build_model"
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(line.filename).name}:{line.lineno}"
+        raise ConfigError(f"{name} failed at {place}: {type(error).__name__}: {error}") from error
+
+
+def _accumulation(config: RunConfig, asked: int, dp: int) -> tuple[int, Finding | None]:
+    """Forward passes per step that make up a global batch, or the problem with it."""
+    micro, wanted = config.train.micro_batch_size, config.train.grad_accum
+    where = "train.global_batch_size"
+    if asked < dp:
+        return 1, Finding(
+            severity="error",
+            where=where,
+            what=f"{asked} samples cannot be shared by {dp} ranks: some would have none",
+            hint=f"set it to a multiple of {dp}, or launch.nproc to {asked} or fewer",
+        )
+    if asked % (micro * dp):
+        nearest = max(1, round(asked / (micro * dp))) * micro * dp
+        return 1, Finding(
+            severity="error",
+            where=where,
+            what=f"{asked} is not a multiple of micro_batch_size {micro} x {dp} ranks",
+            hint=f"set it to {nearest}, or change train.micro_batch_size",
+        )
+    accum = asked // (micro * dp)
+    if wanted not in ("auto", accum):
+        return accum, Finding(
+            severity="error",
+            where="train.grad_accum",
+            what=f"{wanted} contradicts {where}={asked}, which needs {accum} ({asked} ="
+            f" {micro} x {accum} x {dp})",
+            hint="leave train.grad_accum at auto, or drop train.global_batch_size",
+        )
+    return accum, None
+
+
+def _world_size(config: RunConfig, env: Env, device: Choice) -> int:
+    asked = config.launch.nproc
+    if asked != "auto":
+        return asked
+    return max(1, len(env.gpus)) if device.value == "cuda" else 1
+
+
+def _choose_strategy(config: RunConfig, world: int) -> Choice:
+    asked = config.strategy.name
+    if asked == "ddp" and world == 1:
+        return Choice(requested=asked, value="single", because="one rank has nobody to reduce with")
+    return Choice(requested=asked, value=asked, because="as asked")
+
+
+def _choose_backend(config: RunConfig, env: Env, device: Choice, world: int) -> Choice:
+    asked = config.launch.backend
+    if asked != "auto":
+        return Choice(requested=asked, value=asked, because="as asked")
+    if device.value == "cuda":
+        return Choice(requested=asked, value="nccl", because="each rank has a GPU of its own")
+    return Choice(requested=asked, value="gloo", because="the ranks are on CPU")
+
+
+def _choose_fused(config: RunConfig) -> Choice:
+    asked = config.optim.fused
+    if config.optim.name == "sgd" and config.optim.momentum:
+        because = "torch's fused SGD leaves its momentum undefined if update 1 is vetoed"
+        return Choice(requested=asked, value=False, because=because)
+    if asked == "auto":
+        return Choice(requested=asked, value=True, because="one kernel for all parameters")
+    return Choice(requested=asked, value=asked == "on", because="as asked")
+
+
+def _choose_threads(env: Env, device: Choice, world: int) -> Choice:
+    asked = env.variables.get("OMP_NUM_THREADS", "auto")
+    if asked.isdigit() and int(asked) > 0:
+        return Choice(requested=asked, value=int(asked), because="OMP_NUM_THREADS is set")
+    share = max(1, env.cores // world)
+    why = f"{env.cores} cores over {world} ranks"
+    return Choice(requested=asked, value=share, because=why)
+
+
+def _choose_workers(config: RunConfig, env: Env, world: int) -> Choice:
+    asked = config.data.num_workers
+    if asked != "auto":
+        return Choice(requested=asked, value=asked, because="as asked")
+    # One core of each rank's share trains; the rest may load.
+    spare = env.cores // world - 1
+    if spare < 1:
+        why = f"{env.cores} cores over {world} ranks leave none to load with"
+        return Choice(requested=asked, value=0, because=why)
+    value = min(spare, MAX_LOADER_WORKERS)
+    return Choice(requested=asked, value=value, because=f"{spare} spare cores a rank")
+
+
+def _choose_flops(workload: Workload, config: RunConfig) -> Choice:
+    counted = workload.flops(config)
+    if counted is None:
+        because = "counted on the first batch by torch.utils.flop_counter"
+        return Choice(requested="auto", value=None, because=because)
+    because = "counted by the workload: forward and backward, causal attention counted half"
+    return Choice(requested="auto", value=counted, because=because)
+
+
+def _problems(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
+    yield from _device_problems(plan, env)
+    yield from find_strategy(plan.strategy.value).problems(config, env)
+    if plan.strategy.value == "single" and plan.world_size > 1:
+        yield Finding(
+            severity="error",
+            where="strategy.name",
+            what=f"single trains on one rank, and {plan.world_size} were asked for",
+            hint="set strategy.name=ddp, or launch.nproc=1",
+        )
+    if config.optim.schedule.warmup_steps >= config.train.steps:
+        yield Finding(
+            severity="warning",
+            where="optim.schedule.warmup_steps",
+            what=f"{config.optim.schedule.warmup_steps} steps of warm-up in a run of"
+            f" {config.train.steps}: the learning rate never reaches {config.optim.lr:g}",
+        )
+    if config.observe.warmup_steps >= config.train.steps:
+        yield Finding(
+            severity="note",
+            where="observe.warmup_steps",
+            what=f"all {config.train.steps} steps count as warm-up: no throughput is reported",
+        )
+    yield from check_idle_settings(config, plan)
+
+
+def _device_problems(plan: Plan, env: Env) -> Iterator[Finding]:
+    if plan.device.value == "cuda":
+        num_gpus = len(env.gpus) if env.cuda else 0
+        if num_gpus < plan.world_size:
+            yield Finding(
+                severity="error",
+                where="launch.nproc",
+                what=f"{plan.world_size} ranks want a GPU each, and {num_gpus} are usable here",
+                hint=f"set launch.nproc={num_gpus}" if num_gpus else "set launch.device=cpu",
+                cause="cluster",
+            )
+        yield from _gpu_memory_problems(plan, env)
+    elif plan.backend.value == "nccl":
+        yield Finding(
+            severity="error",
+            where="launch.backend",
+            what="nccl moves data between GPUs, and the ranks are on CPU",
+            hint="set launch.backend=gloo",
+            cause="cluster",
+        )
+    if plan.device.value == "cpu":
+        yield from _host_problems(plan, env)
+
+
+def _host_problems(plan: Plan, env: Env) -> Iterator[Finding]:
+    if plan.world_size > env.cores:
+        yield Finding(
+            severity="warning",
+            where="launch.nproc",
+            what=f"{plan.world_size} ranks share {env.cores} cores and will wait for each other",
+            cause="cluster",
+        )
+    needed = plan.state_bytes.total * plan.world_size
+    if needed > env.memory_bytes:
+        yield Finding(
+            severity="warning",
+            where="launch.nproc",
+            what=f"{plan.world_size} ranks hold {needed / 2**30:.0f} GiB of state; this machine"
+            f" has {env.memory_bytes / 2**30:.0f} GiB",
+            cause="cluster",
+        )
+
+
+def _gpu_memory_problems(plan: Plan, env: Env) -> Iterator[Finding]:
+    smallest = min((gpu.memory_bytes for gpu in env.gpus), default=0)
+    needed = plan.state_bytes.total
+    if smallest and needed > smallest:
+        yield Finding(
+            severity="error",
+            where="strategy.name",
+            what=f"{plan.strategy.value} holds {needed / 2**30:.1f} GiB of state on every rank;"
+            f" the smallest GPU has {smallest / 2**30:.1f} GiB",
+            hint="use a smaller model, or a strategy that shards",
+            cause="cluster",
+        )
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    return int(major), int(minor)

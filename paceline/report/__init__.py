@@ -1,0 +1,3 @@
+"""summary.md and report.html from the files of a run. A pure reader: no torch, no other stage."""
+from paceline.rundir import RunDir
+def write_report(run: RunDir) -> None: ...

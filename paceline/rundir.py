@@ -1,0 +1,176 @@
+"""The run directory: where each stage finds the files of the stage before it.
+
+`RunDir.create` makes one and locks it; every other stage opens it and reads.
+"""
+
+import fcntl
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from paceline.errors import ConfigError, DataError
+
+LATEST = "latest"
+
+
+def slug(name: str) -> str:
+    """A name that is safe as one path component: `$(rm) ../x` becomes `rm-x`."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[:60] or "run"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths inside one run's directory."""
+
+    root: Path
+
+    @classmethod
+    def create(cls, name: str, out: Path | None) -> Self:
+        """Make the directory of a new run: `out`, or `runs/NAME-UTC`, and point `latest` to it."""
+        root = out if out is not None else _unused(Path("runs"), slug(name))
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the run directory {root}: {error.strerror}\n"
+                "hint: give --out a directory that can be created and written"
+            ) from error
+        if out is None:
+            _point_latest(root)
+        return cls(root.resolve())
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        run = cls(path.resolve())
+        if not run.config.is_file():
+            hint = "runs/latest is the newest run" if Path("runs").is_dir() else "no runs/ here yet"
+            raise DataError(f"{path} is not a run directory (no run.yaml in it)\nhint: {hint}")
+        return run
+
+    def lock(self) -> "RunLock":
+        return RunLock(self.root)
+
+    def require_fresh(self) -> None:
+        """Refuse a directory that holds anything but our own lock. Call with the lock held."""
+        if any(path.name != RunLock.NAME for path in self.root.iterdir()):
+            raise ConfigError(
+                f"{self.root} already holds files; a run never writes over another\n"
+                "hint: give --out another directory, or leave it away for runs/NAME-UTC"
+            )
+
+    @property
+    def config(self) -> Path:
+        return self.root / "run.yaml"
+
+    @property
+    def env(self) -> Path:
+        return self.root / "env.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def launch(self) -> Path:
+        return self.root / "launch.json"
+
+    @property
+    def launcher_log(self) -> Path:
+        return self.root / "launcher.log"
+
+    @property
+    def train_log(self) -> Path:
+        return self.root / "train.log"
+
+    @property
+    def training(self) -> Path:
+        return self.root / "training.csv"
+
+    @property
+    def telemetry(self) -> Path:
+        return self.root / "telemetry.csv"
+
+    @property
+    def result(self) -> Path:
+        return self.root / "result.json"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.md"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def ranks(self) -> Path:
+        return self.root / "ranks"
+
+    def rank(self, rank: int) -> Path:
+        return self.ranks / f"rank{rank}"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.rank(rank) / "log.txt"
+
+    def verdict(self, rank: int) -> Path:
+        return self.rank(rank) / "verdict.json"
+
+    def steps(self, rank: int) -> Path:
+        return self.rank(rank) / "steps.csv"
+
+    def heartbeat(self, rank: int) -> Path:
+        return self.root / f"heartbeat_rank{rank}.jsonl"
+
+
+class RunLock:
+    """Held while a run is live. The kernel lets go of it when its process dies."""
+
+    NAME = ".lock"
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / self.NAME
+        self._handle: int | None = None
+
+    def __enter__(self) -> Self:
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.read(handle, 64).decode(errors="replace").strip()
+            os.close(handle)
+            raise ConfigError(
+                f"{self._path.parent} belongs to a live run (process {owner})\n"
+                "hint: wait for it, or give this run another --out"
+            ) from error
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+        self._handle = handle
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._handle is not None, "the lock was not taken"
+        os.close(self._handle)
+
+
+def _unused(parent: Path, name: str) -> Path:
+    """`parent/name-UTC`, with a counter when two runs start within a second."""
+    stem = f"{name}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    candidates = (parent / (stem + (f"-{n}" if n else "")) for n in range(1000))
+    for candidate in candidates:
+        try:
+            candidate.mkdir(parents=True)
+            return candidate
+        except FileExistsError:
+            continue
+    raise ConfigError(f"1000 runs named {stem} exist\nhint: set name= or --out")
+
+
+def _point_latest(root: Path) -> None:
+    link = root.parent / LATEST
+    temporary = root.parent / f".{LATEST}.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(root.name)
+    os.replace(temporary, link)

@@ -1,0 +1,1 @@
+"""Figures from recorded steps. No torch: it reads files of runs made anywhere."""

@@ -1,0 +1,86 @@
+"""The seam between the one loop and every way of sharing its work.
+
+A `Strategy` says what it cannot do, what it would cost, and builds an `Engine`. The loop drives
+an engine without knowing which one it is: it hands over microbatches and one scale, so that
+whatever the strategy, the gradient is that of  sum of losses / units in the global step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.config.schema import RunConfig
+from paceline.records import Env, Finding, Plan, StateBytes
+from paceline.train.timing import Clock
+from paceline.workloads.base import Workload
+
+
+class Totals(NamedTuple):
+    """Loss summed over units, and the units: zeros on a rank that computes no loss."""
+
+    loss_sum: Tensor
+    count: int | Tensor
+
+
+class StepInfo(NamedTuple):
+    """Scalars on the device. `skipped` is 1 where the update was vetoed on every rank."""
+
+    grad_norm: Tensor
+    skipped: Tensor
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is built from."""
+
+    config: RunConfig
+    plan: Plan
+    workload: Workload
+    device: torch.device
+
+
+class Engine(Protocol):
+    def forward_backward(
+        self, batches: Sequence[Any], scale: float | Tensor, clock: Clock
+    ) -> Totals:
+        """Accumulate the gradient of this rank's share of a step, through `normalise`."""
+        ...
+
+    def step(self, lr: float, clock: Clock) -> StepInfo:
+        """Clip and update, unless the gradient of any rank is not finite; clear the gradient."""
+        ...
+
+    def evaluate(self, batch: Any) -> Totals:
+        """Loss without gradients. All ranks call it the same number of times."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Weights and optimizer state, by name."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class Strategy(Protocol):
+    def problems(self, config: RunConfig, env: Env) -> list[Finding]:
+        """What is wrong with asking for this strategy here; empty when nothing is."""
+        ...
+
+    def estimate(self, num_parameters: int, config: RunConfig, world_size: int) -> StateBytes:
+        """Bytes of state one rank holds at rest."""
+        ...
+
+    def build(self, parts: EngineParts) -> Engine: ...
+
+
+def normalise(loss_sum: Tensor, scale: float | Tensor) -> Tensor:
+    """The one place where a loss is scaled. A loss that is not finite makes its gradient NaN.
+
+    `loss - loss` is 0 for a number and NaN for inf or NaN. So one rank's bad loss reaches every
+    rank inside the gradients that they exchange anyway, and all veto the step together: no
+    collective, no look at the value from the host.
+    """
+    return loss_sum * (scale + (loss_sum - loss_sum).detach())

@@ -1,0 +1,54 @@
+"""What one optimizer step consumes: this rank's microbatches on the device, and the loss scale."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.data.loader import Microbatch, to_device
+from paceline.records import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """`scale` = dp degree / units in the global step: the loss normalisation of every strategy."""
+
+    batches: list[Any]
+    scale: float | Tensor
+    sample_ids: list[int]
+
+
+class Feed:
+    """Step batches, one after the other, from an iterator of microbatches."""
+
+    def __init__(
+        self, microbatches: Iterator[Microbatch], plan: Plan, device: torch.device
+    ) -> None:
+        self.microbatches, self.plan, self.device = microbatches, plan, device
+        self.fixed_units = (
+            plan.batch.global_size * plan.units_per_sample
+            if plan.units_per_sample is not None
+            else None
+        )
+
+    def next(self) -> StepBatch:
+        loaded = [next(self.microbatches) for _ in range(self.plan.batch.grad_accum)]
+        return StepBatch(
+            [to_device(item.batch, self.device) for item in loaded],
+            self.plan.batch.dp / self._units_in_step(loaded),
+            [index for item in loaded for index in item.sample_ids],
+        )
+
+    def _units_in_step(self, loaded: list[Microbatch]) -> float | Tensor:
+        """Units over all ranks; a collective only where samples differ in size."""
+        if self.fixed_units is not None:
+            return self.fixed_units
+        local = float(sum(item.units for item in loaded))
+        units = torch.tensor(local, dtype=torch.float64, device=self.device)
+        # Over every rank: a rank that is not its group's first in the dp axis adds its copies too,
+        # so divide them out again.
+        dist.all_reduce(units)
+        return units * self.plan.batch.dp / self.plan.world_size

@@ -1,0 +1,90 @@
+"""The only training loop. It drives any engine and never asks which one it is.
+
+    begin -> data -> forward and backward -> update -> other (record) -> eval -> begin -> ...
+
+Nothing in a step waits for the device. The host learns one step late that an update was vetoed.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from paceline.config.schema import RunConfig
+from paceline.errors import Outcome
+from paceline.records import Plan
+from paceline.strategies.base import Engine
+from paceline.train.evaluation import Evaluation
+from paceline.train.feed import Feed
+from paceline.train.metrics import Ledger
+from paceline.train.optim import learning_rate
+from paceline.train.timing import Clock
+
+LATENESS = 1  # steps after which the host must know how a step went
+
+
+@dataclass(frozen=True)
+class LoopParts:
+    config: RunConfig
+    plan: Plan
+    engine: Engine
+    feed: Feed
+    clock: Clock
+    ledger: Ledger
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True)
+class LoopEnd:
+    """Why the loop stopped. `sample_ids` are this rank's in the step that was vetoed."""
+
+    outcome: Outcome
+    step: int
+    bad_step: int | None = None
+    sample_ids: tuple[int, ...] = ()
+    loss_was_finite: bool = True
+
+
+def train(parts: LoopParts, first_step: int = 1) -> LoopEnd:
+    """Take the steps first_step..plan.steps; end early when too many updates were vetoed."""
+    plan, engine, clock, ledger = parts.plan, parts.engine, parts.clock, parts.ledger
+    judge = _Judge(ledger, parts.config.train.max_skips)
+    end = None
+    for step in range(first_step, plan.steps + 1):
+        clock.begin(step)
+        batch = parts.feed.next()
+        totals = engine.forward_backward(batch.batches, batch.scale, clock)
+        lr = learning_rate(step, plan.steps, parts.config.optim)
+        info = engine.step(lr, clock)
+
+        clock.enter("other")
+        judge.remember(step, batch.sample_ids)
+        ledger.record(step, lr, totals, info)
+        end = judge.verdict(step, through=step - LATENESS)
+        if end is not None:
+            break
+        ledger.settle(step)
+        if parts.evaluation.due(step):
+            clock.enter("eval")
+            ledger.note_evaluation(step, parts.evaluation.run(engine))
+    end = end or judge.verdict(plan.steps, through=plan.steps)
+    clock.begin(0)  # closes the last step
+    ledger.close()
+    return end or LoopEnd(Outcome.OK, plan.steps)
+
+
+class _Judge:
+    """Ends the run when more than `max_skips` updates were vetoed. Every rank sees the same."""
+
+    def __init__(self, ledger: Ledger, max_skips: int) -> None:
+        self.ledger, self.max_skips, self.num_skips = ledger, max_skips, 0
+        self.recent: deque[tuple[int, list[int]]] = deque(maxlen=LATENESS + 1)
+
+    def remember(self, step: int, sample_ids: list[int]) -> None:
+        self.recent.append((step, sample_ids))
+
+    def verdict(self, step: int, through: int) -> LoopEnd | None:
+        for bad_step, loss_was_finite in self.ledger.vetoes(through):
+            self.num_skips += 1
+            if self.num_skips > self.max_skips:
+                ids = tuple(dict(self.recent)[bad_step])
+                return LoopEnd(Outcome.NAN, step, bad_step, ids, loss_was_finite)
+        return None

@@ -1,0 +1,232 @@
+"""The ledger: what every step did, into training.csv (rank 0) and ranks/rank<r>/steps.csv.
+
+Losses stay on the device and are summed over ranks once in `log_every` steps, in one collective.
+"""
+
+import csv
+import io
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.config.schema import RunConfig
+from paceline.errors import ConfigError
+from paceline.records import Plan
+from paceline.strategies.base import StepInfo, Totals
+from paceline.train.readback import Readback
+from paceline.train.timing import Clock, StepTimes
+
+LOG = logging.getLogger("paceline")
+TRAINING_COLUMNS = (
+    "step", "loss", "lr", "grad_norm", "step_s", "samples_per_s", "tokens_per_s",
+    "skipped", "warmup", "val_loss",
+)  # fmt: skip
+PHASE_COLUMNS = ("data", "forward", "backward", "optimizer", "eval", "other")
+STEP_COLUMNS = (
+    "step", "warmup", "wall_s", *(f"{phase}_s" for phase in PHASE_COLUMNS), "unaccounted_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LedgerFiles:
+    """`training` is None on every rank but 0."""
+
+    steps: Path
+    training: Path | None
+
+
+@dataclass
+class _Row:
+    """One step while its numbers come in from device, clock and other ranks."""
+
+    lr: float
+    loss: float | None = None
+    count: float = 0.0
+    grad_norm: float | None = None
+    skipped: bool = False
+    val_loss: float | None = None
+    times: StepTimes | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.loss is not None and self.grad_norm is not None and self.times is not None
+
+
+class Ledger:
+    """Call `record` and `settle` every step, `close` at the end."""
+
+    def __init__(
+        self, config: RunConfig, plan: Plan, clock: Clock, device: torch.device, files: LedgerFiles
+    ) -> None:
+        self.plan, self.clock, self.device = plan, clock, device
+        self.log_every = config.train.log_every
+        self.warmup_steps = config.observe.warmup_steps
+        self._rows: dict[int, _Row] = {}
+        self._window: list[tuple[int, Totals]] = []
+        self._windows: dict[int, list[int]] = {}
+        self._scalars, self._sums = Readback(device), Readback(device)
+        self._steps = _CsvFile(files.steps, STEP_COLUMNS)
+        self._training = _CsvFile(files.training, TRAINING_COLUMNS) if files.training else None
+
+    def record(self, step: int, lr: float, totals: Totals, info: StepInfo) -> None:
+        self._rows[step] = _Row(lr)
+        self._window.append((step, totals))
+        self._scalars.push(step, torch.stack([totals.loss_sum, info.grad_norm, info.skipped]))
+
+    def vetoes(self, through: int) -> list[tuple[int, bool]]:
+        """Steps up to `through` whose update was vetoed, and whether this rank's loss was finite."""
+        found = []
+        for step, (loss_sum, grad_norm, skipped) in self._scalars.pop(through, wait=True):
+            row = self._rows[step]
+            row.grad_norm, row.skipped = grad_norm, bool(skipped)
+            if row.skipped:
+                found.append((step, math.isfinite(loss_sum)))
+        return found
+
+    def note_evaluation(self, step: int, loss: float) -> None:
+        self._rows[step].val_loss = loss
+
+    def settle(self, step: int) -> None:
+        """Every `log_every` steps gather the losses; write whatever has become complete."""
+        if step % self.log_every == 0:
+            self._gather()
+        self._collect(wait=False)
+
+    def close(self) -> None:
+        """Gather, wait for and write what is left."""
+        if self._window:
+            self._gather()
+        self.vetoes(through=max(self._rows, default=0))
+        self._collect(wait=True)
+        self._steps.close()
+        if self._training:
+            self._training.close()
+
+    def _gather(self) -> None:
+        """Start summing this window's losses and counts over all ranks."""
+        losses = torch.stack([totals.loss_sum for _, totals in self._window]).double()
+        counts = _as_vector([totals.count for _, totals in self._window], self.device)
+        sums = torch.stack([losses, counts])
+        dist.all_reduce(sums)
+        last = self._window[-1][0]
+        self._windows[last] = [step for step, _ in self._window]
+        self._sums.push(last, sums)
+        self._window = []
+
+    def _collect(self, wait: bool) -> None:
+        for times in self.clock.finished(wait):
+            self._rows[times.step].times = times
+            self._steps.add(self._step_row(times))
+        newest = max(self._windows, default=0)
+        for tag, (losses, counts) in self._sums.pop(newest, wait):  # type: ignore[misc]
+            self._fill_losses(self._windows.pop(tag), losses, counts)  # type: ignore[arg-type]
+        self._write_complete()
+
+    def _fill_losses(self, steps: list[int], losses: list[float], counts: list[float]) -> None:
+        for step, loss, count in zip(steps, losses, counts, strict=True):
+            self._require_count(step, count)
+            row = self._rows[step]
+            row.loss, row.count = (loss / count if count else math.nan), count
+
+    def _require_count(self, step: int, count: float) -> None:
+        """The loss must have summed as many units as the normalisation divided by."""
+        per_sample = self.plan.units_per_sample
+        if per_sample is None:
+            return
+        expected = self.plan.batch.global_size * per_sample
+        if round(count) != expected:
+            raise ConfigError(
+                f"the loss of step {step} summed {count:.0f} {self.plan.unit}, but"
+                f" units_per_sample() promises {expected}\n"
+                "hint: return (sum, count) from loss(), and let units_per_sample() be"
+                " count / samples, or None where it varies"
+            )
+
+    def _write_complete(self) -> None:
+        """Write rows in order, as far as they are whole; at most one window's worth is held."""
+        done = []
+        for step, row in self._rows.items():
+            if not row.is_complete:
+                break
+            done.append(step)
+            if self._training:
+                self._training.add(self._training_row(step, row))
+        for step in done:
+            self._log_progress(step)
+            del self._rows[step]
+        if done:
+            self._steps.flush()
+            if self._training:
+                self._training.flush()
+
+    def _log_progress(self, step: int) -> None:
+        """One line a window into the rank's log, and so into train.log."""
+        row = self._rows[step]
+        due = step % self.log_every == 0 or step == self.plan.steps
+        if self._training is None or row.times is None or not due:
+            return
+        val = f" val_loss {row.val_loss:.4f}" if row.val_loss is not None else ""
+        LOG.info(
+            "step %d/%d loss %.4f%s lr %.3g grad_norm %.3g step_s %.4g",
+            step, self.plan.steps, row.loss, val, row.lr, row.grad_norm, row.times.wall_s,
+        )  # fmt: skip
+
+    def _training_row(self, step: int, row: _Row) -> Sequence[object]:
+        assert row.times is not None
+        step_s = row.times.wall_s - row.times.phases_s.get("eval", 0.0)
+        samples_per_s = self.plan.batch.global_size / step_s
+        tokens_per_s = row.count / step_s if self.plan.unit == "tokens" else None
+        return (
+            step, row.loss, row.lr, row.grad_norm, step_s, samples_per_s, tokens_per_s,
+            int(row.skipped), int(step <= self.warmup_steps), row.val_loss,
+        )  # fmt: skip
+
+    def _step_row(self, times: StepTimes) -> Sequence[object]:
+        phases = (times.phases_s.get(phase, 0.0) for phase in PHASE_COLUMNS)
+        warmup = int(times.step <= self.warmup_steps)
+        return (times.step, warmup, times.wall_s, *phases, times.unaccounted_s)
+
+
+def _as_vector(counts: list[int | Tensor], device: torch.device) -> Tensor:
+    if any(isinstance(count, Tensor) for count in counts):
+        parts = [torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts]
+        return torch.stack(parts)
+    return torch.tensor(counts, dtype=torch.float64, device=device)
+
+
+class _CsvFile:
+    """Rows are kept in memory until `flush`, which is one write of whole lines."""
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self._file: TextIO = path.open("w", newline="")
+        self._rows: list[Sequence[object]] = [columns]
+        self.flush()
+
+    def add(self, row: Sequence[object]) -> None:
+        self._rows.append(row)
+
+    def flush(self) -> None:
+        buffer = io.StringIO()
+        csv.writer(buffer, lineterminator="\n").writerows(
+            [_cell(value) for value in row] for row in self._rows
+        )
+        self._rows = []
+        self._file.write(buffer.getvalue())
+        self._file.flush()
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    return "" if value is None else value

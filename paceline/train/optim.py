@@ -1,0 +1,41 @@
+"""Optimizers and the learning rate of each step."""
+
+import math
+from collections.abc import Iterable
+
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from paceline.config.schema import OptimConfig, ScheduleConfig
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig, fused: bool) -> Optimizer:
+    """AdamW or SGD; weight decay on matrices only, for it shrinks norms and biases for nothing."""
+    kept = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in kept if p.dim() >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in kept if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if optim.name == "sgd":
+        return SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)
+    return AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=fused)
+
+
+def learning_rate(step: int, num_steps: int, optim: OptimConfig) -> float:
+    """The rate of step 1, 2, ..., num_steps: linear warm-up, then cosine down to the floor.
+
+    Step 1 uses lr / warmup_steps, not 0; the last step uses exactly floor x lr.
+    """
+    schedule = optim.schedule
+    if step <= schedule.warmup_steps:
+        return optim.lr * step / schedule.warmup_steps
+    return optim.lr * _after_warmup(step, num_steps, schedule)
+
+
+def _after_warmup(step: int, num_steps: int, schedule: ScheduleConfig) -> float:
+    if schedule.name == "constant":
+        return 1.0
+    length = max(1, num_steps - schedule.warmup_steps)
+    done = min(1.0, (step - schedule.warmup_steps) / length)
+    return schedule.floor + (1 - schedule.floor) * 0.5 * (1 + math.cos(math.pi * done))

@@ -1,0 +1,108 @@
+"""Where a step's time goes, without adding a synchronisation to it.
+
+The loop and the engine call `clock.enter("forward")` when a phase begins; the phase before it
+ends there. On CPU a phase is host time. On GPU it is the time between two CUDA events on the
+stream, read only once the device has passed them.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+PHASES = ("data", "forward", "backward", "comm", "optimizer", "other")
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """One step of one rank, in seconds. `wall_s` runs from this step's start to the next one's."""
+
+    step: int
+    wall_s: float
+    phases_s: dict[str, float]
+
+    @property
+    def unaccounted_s(self) -> float:
+        """Wall time that no phase saw: negative when the device was still busy with a step before."""
+        return self.wall_s - sum(self.phases_s.values())
+
+
+class HostClock:
+    """Phases by the host's clock: right where the host does the work itself."""
+
+    def __init__(self) -> None:
+        self.step, self.phase = 0, "start"
+        self._times: dict[str, float] = {}
+        self._started_at = self._entered_at = perf_counter()
+        self._done: list[StepTimes] = []
+
+    def begin(self, step: int) -> None:
+        """End the step before, if there is one, and start `step` in phase data."""
+        now = perf_counter()
+        if self.step:
+            self._times[self.phase] = self._times.get(self.phase, 0.0) + now - self._entered_at
+            self._done.append(StepTimes(self.step, now - self._started_at, self._times))
+        self._times = {}
+        self.step, self.phase = step, "data"
+        self._started_at = self._entered_at = now
+
+    def enter(self, phase: str) -> None:
+        now = perf_counter()
+        self._times[self.phase] = self._times.get(self.phase, 0.0) + now - self._entered_at
+        self.phase, self._entered_at = phase, now
+
+    def finished(self, wait: bool = False) -> list[StepTimes]:
+        """Steps whose times are known since the last call."""
+        done, self._done = self._done, []
+        return done
+
+
+class DeviceClock:
+    """Phases by CUDA events on the current stream. Wall time stays the host's."""
+
+    def __init__(self) -> None:
+        self.step, self.phase = 0, "start"
+        self._free: list[torch.cuda.Event] = []
+        self._marks: list[tuple[str, torch.cuda.Event]] = []
+        self._open: deque[tuple[int, float, list[tuple[str, torch.cuda.Event]]]] = deque()
+        self._started_at = perf_counter()
+
+    def begin(self, step: int) -> None:
+        now = perf_counter()
+        end = self._record()
+        if self.step:
+            self._open.append((self.step, now - self._started_at, [*self._marks, ("end", end)]))
+        self._marks = [("data", end)]
+        self.step, self.phase = step, "data"
+        self._started_at = now
+
+    def enter(self, phase: str) -> None:
+        self._marks.append((phase, self._record()))
+        self.phase = phase
+
+    def finished(self, wait: bool = False) -> list[StepTimes]:
+        return list(self._iter_finished(wait))
+
+    def _iter_finished(self, wait: bool) -> Iterator[StepTimes]:
+        while self._open and (wait or self._open[0][2][-1][1].query()):
+            step, wall_s, marks = self._open.popleft()
+            marks[-1][1].synchronize()
+            phases: dict[str, float] = {}
+            for (phase, start), (_, end) in zip(marks, marks[1:], strict=False):
+                phases[phase] = phases.get(phase, 0.0) + start.elapsed_time(end) / 1000
+            self._free += [event for _, event in marks[:-1]]  # the last one starts the next step
+            yield StepTimes(step, wall_s, phases)
+
+    def _record(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+Clock = HostClock | DeviceClock
+
+
+def build_clock(device: torch.device) -> Clock:
+    return DeviceClock() if device.type == "cuda" else HostClock()

@@ -1,0 +1,229 @@
+"""What one rank does from its first line to its verdict: build, loop, say how it ended.
+
+Run by `paceline.launch.rank` in a process of its own; tests call `RankRun(...).execute()`.
+"""
+
+import os
+import resource
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.data.cursor import Order, StepSlice
+from paceline.data.loader import LoaderPlan, Microbatch, MicrobatchSource, iter_microbatches
+from paceline.errors import DataError, Outcome, PacelineError
+from paceline.job import Job
+from paceline.observe.heartbeat import Heartbeat, Ticker
+from paceline.observe.telemetry import Telemetry
+from paceline.records import Plan, RankError, RankVerdict
+from paceline.rundir import RunDir
+from paceline.strategies import find_strategy
+from paceline.strategies.base import EngineParts
+from paceline.train.evaluation import Evaluation
+from paceline.train.feed import Feed
+from paceline.train.flops import flops_per_sample
+from paceline.train.loop import LoopParts, train
+from paceline.train.metrics import Ledger, LedgerFiles
+from paceline.train.timing import Clock, HostClock, build_clock
+from paceline.workloads.base import Dataset
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands among the others."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def from_environment(cls) -> "Place":
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        return cls(*(int(os.environ[name]) for name in names))
+
+
+class RankRun:
+    """One rank's run. Whatever is known when it ends, however it ends, goes into the verdict."""
+
+    def __init__(self, job: Job, plan: Plan, run: RunDir, place: Place) -> None:
+        self.job, self.plan, self.run, self.place = job, plan, run, place
+        self.device = torch.device("cpu")
+        self.clock: Clock = HostClock()
+        self.flops: float | None = None
+        self.flops_source = ""
+        self.data_fingerprint = "n/a"
+
+    def execute(self) -> RankVerdict:
+        """Train; save a verdict before anything is torn down; raise what went wrong."""
+        self.run.rank(self.place.rank).mkdir(parents=True, exist_ok=True)
+        try:
+            self.device = claim_device(self.plan, self.place)
+            self.clock = build_clock(self.device)
+            with _observed(self.job, self.run, self.place, self.clock):
+                if not dist.is_initialized():
+                    init_process_group(self.plan, self.place, self.device)
+                end = train(self._build())
+        except BaseException as error:
+            self._save(self._verdict(_outcome_of(error), self.clock.step, error=_explain(error)))
+            raise
+        verdict = self._verdict(
+            end.outcome,
+            end.step,
+            bad_step=end.bad_step,
+            bad_sample_ids=list(end.sample_ids),
+            loss_was_finite=end.loss_was_finite,
+        )
+        self._save(verdict)
+        return verdict
+
+    def _build(self) -> LoopParts:
+        """Data, engine, feed and ledger, in the order they need each other."""
+        job, plan, place, device = self.job, self.plan, self.place, self.device
+        config, workload = job.config, job.workload
+        data = _require_data(workload.build_data(config, "train"), plan)
+        self.data_fingerprint = str(getattr(data, "fingerprint", "n/a"))
+        parts = EngineParts(config, plan, workload, device)
+        engine = find_strategy(plan.strategy.value).build(parts)
+        torch.manual_seed(config.train.seed + 1 + place.rank)  # dropout must differ between ranks
+        source = _source(job, plan, data, place)
+        self.flops, self.flops_source = flops_per_sample(
+            workload, config, plan, lambda: source[0].batch
+        )
+        files = LedgerFiles(
+            steps=self.run.steps(place.rank),
+            training=self.run.training if place.rank == 0 else None,
+        )
+        val = workload.build_data(config, "val") if config.train.eval_every != "off" else None
+        return LoopParts(
+            config=config,
+            plan=plan,
+            engine=engine,
+            feed=Feed(_microbatches(job, plan, source, device), plan, device),
+            clock=self.clock,
+            ledger=Ledger(config, plan, self.clock, device, files),
+            evaluation=Evaluation(config, plan, val, place.rank, device),
+        )
+
+    def _verdict(self, outcome: Outcome, step: int, **more: Any) -> RankVerdict:
+        active, reserved = peak_memory(self.device)
+        return RankVerdict(
+            rank=self.place.rank,
+            host=socket.gethostname(),
+            outcome=outcome,
+            step=step,
+            ended_at=time.time(),
+            flops_per_sample=self.flops,
+            flops_source=self.flops_source,
+            data_fingerprint=self.data_fingerprint,
+            peak_active_bytes=active,
+            peak_reserved_bytes=reserved,
+            **more,
+        )
+
+    def _save(self, verdict: RankVerdict) -> None:
+        verdict.save(self.run.verdict(self.place.rank))
+
+
+@contextmanager
+def _observed(job: Job, run: RunDir, place: Place, clock: Clock) -> Iterator[None]:
+    """Heartbeat on every rank, telemetry on one rank of each machine."""
+    observe = job.config.observe
+    tickers: list[Ticker] = [
+        Heartbeat(run.heartbeat(place.rank), place.rank, clock, observe.heartbeat_s)
+    ]
+    if place.local_rank == 0:
+        tickers.append(Telemetry(run.telemetry, observe.telemetry_s))
+    for ticker in tickers:
+        ticker.start()
+    try:
+        yield
+    finally:
+        for ticker in tickers:
+            ticker.stop()
+
+
+def _source(job: Job, plan: Plan, data: Dataset, place: Place) -> MicrobatchSource:
+    batch = plan.batch
+    return MicrobatchSource(
+        data,
+        Order(len(data), job.config.train.seed),
+        StepSlice(batch.micro, batch.grad_accum, batch.dp, dp_rank=place.rank),
+        job.workload,
+        plan.units_per_sample,
+    )
+
+
+def _microbatches(
+    job: Job, plan: Plan, source: MicrobatchSource, device: torch.device
+) -> Iterator[Microbatch]:
+    settings = job.config.data
+    loader = LoaderPlan(
+        plan.loader_workers.value, settings.prefetch, settings.timeout_s, device.type == "cuda"
+    )
+    return iter_microbatches(source, range(plan.steps * plan.batch.grad_accum), loader)
+
+
+def _require_data(data: Dataset | None, plan: Plan) -> Dataset:
+    found = len(data) if data is not None else 0
+    if data is None or found < plan.batch.global_size:
+        raise DataError(
+            f"the training data has {found} samples, and one step takes {plan.batch.global_size}\n"
+            "hint: give it more data, or set a smaller train.micro_batch_size or data.seq_len"
+        )
+    return data
+
+
+def claim_device(plan: Plan, place: Place) -> torch.device:
+    if plan.device.value == "cpu":
+        return torch.device("cpu")
+    # A launcher that gives each rank one GPU shows it as device 0, whatever the local rank.
+    index = 0 if torch.cuda.device_count() == 1 else place.local_rank
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def init_process_group(
+    plan: Plan, place: Place, device: torch.device, store: dist.Store | None = None
+) -> None:
+    """Join the other ranks: through `store`, or the address in the environment."""
+    dist.init_process_group(
+        plan.backend.value,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        device_id=device if plan.backend.value == "nccl" else None,
+    )
+
+
+def _explain(error: BaseException) -> RankError:
+    return RankError(
+        kind=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def _outcome_of(error: BaseException) -> Outcome:
+    if isinstance(error, PacelineError):
+        return error.outcome
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return Outcome.OUT_OF_RESOURCES
+    if isinstance(error, KeyboardInterrupt):
+        return Outcome.INTERRUPTED
+    return Outcome.CRASHED
+
+
+def peak_memory(device: torch.device) -> tuple[int | None, int | None]:
+    """Peak active and reserved bytes. A CPU has no such count: reserved is its largest RSS."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        return stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    return None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

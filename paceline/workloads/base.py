@@ -1,0 +1,158 @@
+"""The workload seam: what a job must bring to be trained. Built-in ones use nothing more.
+
+    class MyWorkload(Workload):
+        def build_model(self, config): ...               an nn.Module
+        def build_data(self, config, split): ...         a Dataset; None where there is no such split
+        def loss(self, model, batch): ...                (sum of the losses, how many were summed)
+
+    paceline train my_job.py:MyWorkload train.steps=50
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from paceline.config.schema import DataConfig, RunConfig, Section
+from paceline.errors import ConfigError
+from paceline.files import fingerprint
+from paceline.records import Finding
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Split = Literal["train", "val"]
+GROUP = "paceline.workloads"
+
+
+class Dataset(Protocol):
+    """Samples by index. `batch(indices)`, if there is one, builds a whole batch at once."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class Workload:
+    """Base of every workload. Override what differs; the three methods that raise are required."""
+
+    Model: ClassVar[type[Section]] = Section
+    Data: ClassVar[type[DataConfig]] = DataConfig
+    unit: ClassVar[str] = "samples"
+    # True: the model has `init_weights()`, is built on meta and filled once it is on its device.
+    meta_init: ClassVar[bool] = False
+
+    def build_model(self, config: Any) -> nn.Module:
+        """The model, on torch's default device: it is called once, where the weights will live."""
+        raise ConfigError(f"{type(self).__name__} must define build_model(self, config)")
+
+    def build_data(self, config: Any, split: Split) -> Dataset | None:
+        """The samples of a split, by index; None when this workload has no such split."""
+        raise ConfigError(f"{type(self).__name__} must define build_data(self, config, split)")
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int | Tensor]:
+        """The loss *summed* over the batch's units, and how many units that is."""
+        raise ConfigError(f"{type(self).__name__} must define loss(self, model, batch)")
+
+    def units_per_sample(self, config: Any) -> int | None:
+        """Units in each sample; None when they vary and `units` must count every batch."""
+        return 1
+
+    def units(self, batch: Any) -> int:
+        """Units in one batch. Needed only where `units_per_sample` is None."""
+        raise ConfigError(f"{type(self).__name__}.units_per_sample is None: define units(batch)")
+
+    def flops(self, config: Any) -> float | None:
+        """Forward and backward FLOPs of a sample; None: counted on the first batch."""
+        return None
+
+    def prepare(self, config: Any, say: Any) -> dict[str, float]:
+        """Work on data that must be done once, before ranks start. Returns facts to report."""
+        return {}
+
+    def problems(self, config: Any) -> Sequence[Finding]:
+        """What is wrong with this config for this workload, known before launch."""
+        return ()
+
+
+def find_workload(name: str, typed: bool) -> type[Workload]:
+    """The class a name stands for: a registered one, or FILE.py:Class if the user typed it."""
+    if ".py:" in name:
+        if not typed:
+            raise ConfigError(
+                f"workload: {name} stands in a YAML file; a file may not choose code to run\n"
+                f"hint: type it: paceline train {name} ..., or workload={name}"
+            )
+        return _from_file(name)
+    known = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in known:
+        raise ConfigError(
+            f"there is no workload '{name}'\n"
+            f"hint: the installed ones are {', '.join(sorted(known))}; yours is FILE.py:Class"
+        )
+    return _require_workload(known[name].load(), name)
+
+
+def code_fingerprint(workload: str) -> str:
+    """Changes when Paceline's sources or the user's workload file change."""
+    package = Path(__file__).parents[1]
+    sources = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
+    if ".py:" in workload:
+        sources.append(Path(workload.rsplit(":", 1)[0]).read_bytes())
+    return fingerprint(*sources)
+
+
+def _from_file(name: str) -> type[Workload]:
+    file, _, class_name = name.rpartition(":")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise ConfigError(f"{file} does not exist\nhint: give the path of your workload's file")
+    module_name = f"paceline_job_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # pickling its classes to loader workers needs the entry
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # so that it can import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        place = _line_in(path, error)
+        raise ConfigError(
+            f"{file}{place} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(module, class_name):
+        found = [key for key, value in vars(module).items() if _is_workload(value)]
+        raise ConfigError(
+            f"{file} has no class {class_name}\nhint: its workloads: {', '.join(found) or 'none'}"
+        )
+    return _require_workload(getattr(module, class_name), name)
+
+
+def _line_in(path: Path, error: BaseException) -> str:
+    """`:12` for the user's own line that raised, if there is one."""
+    if isinstance(error, SyntaxError):
+        return f":{error.lineno}"
+    trace, line = error.__traceback__, ""
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = f":{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
+
+
+def _is_workload(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Workload) and value is not Workload
+
+
+def _require_workload(value: object, name: str) -> type[Workload]:
+    if not _is_workload(value):
+        raise ConfigError(
+            f"{name} is not a workload\nhint: class {name.rsplit(':', 1)[-1]}(paceline.Workload)"
+        )
+    assert isinstance(value, type)
+    return value

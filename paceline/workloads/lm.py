@@ -1,0 +1,85 @@
+"""The language-model workload: next-token prediction on text or on synthetic tokens.
+
+torch is imported where it is used, so that `paceline recipes` can read the schema without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.lm import LMData, LMModel
+from paceline.records import Finding
+from paceline.workloads.base import Dataset, Split, Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+BYTE_VOCABULARY = 257  # 256 bytes and the mark between documents
+
+
+class LanguageModel(Workload):
+    Model = LMModel
+    Data = LMData
+    unit = "tokens"
+    meta_init = True
+
+    def build_model(self, config: Any) -> nn.Module:
+        from paceline.models.lm import LM
+
+        return LM(config.model, config.data.seq_len)
+
+    def build_data(self, config: Any, split: Split) -> Dataset | None:
+        from paceline.data.synthetic import SyntheticTokens
+        from paceline.data.text import open_tokens
+
+        if config.data.source == "synthetic":
+            if split == "val":
+                return None
+            return SyntheticTokens(
+                config.data.synthetic_samples,
+                config.data.seq_len,
+                config.model.vocab_size,
+                config.train.seed,
+            )
+        return open_tokens(config.data, split)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        from torch.nn.functional import cross_entropy
+
+        tokens_BT1 = batch["tokens"]  # T + 1 tokens: inputs are the first T, targets the last T
+        targets_BT = tokens_BT1[:, 1:].long()
+        logits_BTV = model(tokens_BT1[:, :-1].long())
+        loss = cross_entropy(
+            logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum"
+        )
+        return loss, targets_BT.numel()
+
+    def units_per_sample(self, config: Any) -> int:
+        return int(config.data.seq_len)
+
+    def flops(self, config: Any) -> float:
+        from paceline.models.lm import flops_per_token
+
+        return flops_per_token(config.model, config.data.seq_len) * config.data.seq_len
+
+    def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, float]:
+        from paceline.data.text import prepare_tokens
+
+        if config.data.source == "synthetic":
+            return {}
+        manifest = prepare_tokens(config.data, say)
+        return {"unigram_entropy": manifest.unigram_entropy}
+
+    def problems(self, config: Any) -> Sequence[Finding]:
+        vocab_size = config.model.vocab_size
+        if config.data.source == "synthetic" or vocab_size >= BYTE_VOCABULARY:
+            return ()
+        return (
+            Finding(
+                severity="error",
+                where="model.vocab_size",
+                what=f"{vocab_size} rows cannot hold byte tokens, which need {BYTE_VOCABULARY}",
+                hint=f"set model.vocab_size={BYTE_VOCABULARY} or more",
+            ),
+        )
