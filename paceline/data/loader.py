@@ -4,7 +4,7 @@ A loader's state is one number, the next microbatch: to resume is to start count
 """
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ class Microbatch:
     """One forward pass's worth of samples; `units` is what the workload counts in them."""
 
     batch: Any
-    sample_ids: list[int]
+    sample_ids: Indices
     units: int
 
     def pin_memory(self) -> "Microbatch":
@@ -67,26 +67,26 @@ class MicrobatchSource(TorchDataset[Microbatch]):
         )
         return Microbatch(batch, sample_ids, units)
 
-    def _sample_ids(self, index: int) -> list[int]:
+    def _sample_ids(self, index: int) -> Indices:
         block, row = divmod(index, BLOCK)
         if block != self._block:
             first = block * BLOCK
             positions = [self.step_slice.positions(n) for n in range(first, first + BLOCK)]
             self._block, self._block_ids = block, self.order.at(np.stack(positions))
-        ids: list[int] = self._block_ids[row].tolist()
+        ids: Indices = self._block_ids[row]
         return ids
 
 
-def collate(data: Dataset, sample_ids: Sequence[int]) -> Any:
+def collate(data: Dataset, sample_ids: Indices) -> Any:
     """The data set's own `batch`, or its samples stacked by torch's default rules."""
     whole = getattr(data, "batch", None)
     try:
         if whole is not None:
             return whole(sample_ids)
-        return default_collate([data[index] for index in sample_ids])
+        return default_collate([data[index] for index in sample_ids.tolist()])
     except Exception as error:
         raise DataError(
-            f"the data set failed on samples {list(sample_ids)}: {type(error).__name__}: {error}"
+            f"the data set failed on samples {sample_ids.tolist()}: {type(error).__name__}: {error}"
         ) from error
 
 

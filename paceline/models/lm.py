@@ -74,9 +74,8 @@ class LM(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=1e-5)
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tied:
-            self.head.weight = self.embedding.weight
+        # Tied by having one matrix, not two names for it: moving off meta would part them.
+        self.head = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
         for name, table in zip(("rope_cos", "rope_sin"), self._rope_tables(), strict=True):
             self.register_buffer(name, table, persistent=False)
 
@@ -86,7 +85,8 @@ class LM(nn.Module):
         x_BTD = self.embedding(tokens_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD, rope_TE)
-        return self.head(self.norm(x_BTD))
+        head_VD = self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(self.norm(x_BTD), head_VD)
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -79,8 +79,9 @@ class Strategy(Protocol):
 def normalise(loss_sum: Tensor, scale: float | Tensor) -> Tensor:
     """The one place where a loss is scaled. A loss that is not finite makes its gradient NaN.
 
-    `loss - loss` is 0 for a number and NaN for inf or NaN. So one rank's bad loss reaches every
+    `x - x` is 0 for a number and NaN for inf or NaN. So one rank's bad loss reaches every
     rank inside the gradients that they exchange anyway, and all veto the step together: no
     collective, no look at the value from the host.
     """
-    return loss_sum * (scale + (loss_sum - loss_sum).detach())
+    value = loss_sum.detach()
+    return loss_sum * (scale + (value - value))

@@ -58,7 +58,7 @@ class ModuleEngine:
         norm = get_total_norm(gradients, foreach=True)
         if self.clip != "off":
             clip_grads_with_norm_(self.parameters, self.clip, norm, foreach=True)
-        skipped = norm.isfinite().logical_not().float()
+        skipped = (norm - norm).isnan().float()  # 1 where the norm is inf or NaN
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self.veto_on_device:
@@ -66,7 +66,8 @@ class ModuleEngine:
             self.optimizer.step()
         elif not skipped.item():
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
         return StepInfo(norm, skipped)
 
     @torch.no_grad()

@@ -1,5 +1,6 @@
 """Validation: each sample once over all ranks, the mean over units, the same number everywhere."""
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -34,7 +35,7 @@ class Evaluation:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for ids in self.batches:
             # A rank without samples still runs a forward pass: others may wait for it inside one.
-            batch = collate(self.data, ids.tolist() or [0])
+            batch = collate(self.data, ids if len(ids) else np.zeros(1, dtype=np.int64))
             loss, count = engine.evaluate(to_device(batch, self.device))
             if len(ids):
                 sums[0] += loss

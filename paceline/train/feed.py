@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.data.cursor import Indices
 from paceline.data.loader import Microbatch, to_device
 from paceline.records import Plan
 
@@ -18,7 +19,7 @@ class StepBatch:
 
     batches: list[Any]
     scale: float | Tensor
-    sample_ids: list[int]
+    sample_ids: list[Indices]
 
 
 class Feed:
@@ -39,7 +40,7 @@ class Feed:
         return StepBatch(
             [to_device(item.batch, self.device) for item in loaded],
             self.plan.batch.dp / self._units_in_step(loaded),
-            [index for item in loaded for index in item.sample_ids],
+            [item.sample_ids for item in loaded],
         )
 
     def _units_in_step(self, loaded: list[Microbatch]) -> float | Tensor:

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from paceline.config.schema import RunConfig
+from paceline.data.cursor import Indices
 from paceline.errors import Outcome
 from paceline.records import Plan
 from paceline.strategies.base import Engine
@@ -76,15 +77,15 @@ class _Judge:
 
     def __init__(self, ledger: Ledger, max_skips: int) -> None:
         self.ledger, self.max_skips, self.num_skips = ledger, max_skips, 0
-        self.recent: deque[tuple[int, list[int]]] = deque(maxlen=LATENESS + 1)
+        self.recent: deque[tuple[int, list[Indices]]] = deque(maxlen=LATENESS + 1)
 
-    def remember(self, step: int, sample_ids: list[int]) -> None:
+    def remember(self, step: int, sample_ids: list[Indices]) -> None:
         self.recent.append((step, sample_ids))
 
     def verdict(self, step: int, through: int) -> LoopEnd | None:
         for bad_step, loss_was_finite in self.ledger.vetoes(through):
             self.num_skips += 1
             if self.num_skips > self.max_skips:
-                ids = tuple(dict(self.recent)[bad_step])
+                ids = tuple(int(i) for part in dict(self.recent)[bad_step] for i in part)
                 return LoopEnd(Outcome.NAN, step, bad_step, ids, loss_was_finite)
         return None

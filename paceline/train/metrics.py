@@ -78,7 +78,7 @@ class Ledger:
     def record(self, step: int, lr: float, totals: Totals, info: StepInfo) -> None:
         self._rows[step] = _Row(lr)
         self._window.append((step, totals))
-        self._scalars.push(step, torch.stack([totals.loss_sum, info.grad_norm, info.skipped]))
+        self._scalars.push(step, (totals.loss_sum, info.grad_norm, info.skipped))
 
     def vetoes(self, through: int) -> list[tuple[int, bool]]:
         """Steps up to `through` whose update was vetoed, and whether this rank's loss was finite."""
@@ -94,10 +94,11 @@ class Ledger:
         self._rows[step].val_loss = loss
 
     def settle(self, step: int) -> None:
-        """Every `log_every` steps gather the losses; write whatever has become complete."""
+        """Every `log_every` steps gather the losses; a step later write what has arrived."""
         if step % self.log_every == 0:
             self._gather()
-        self._collect(wait=False)
+        if step % self.log_every == 1 % self.log_every:
+            self._collect(wait=False)
 
     def close(self) -> None:
         """Gather, wait for and write what is left."""
@@ -117,7 +118,7 @@ class Ledger:
         dist.all_reduce(sums)
         last = self._window[-1][0]
         self._windows[last] = [step for step, _ in self._window]
-        self._sums.push(last, sums)
+        self._sums.push(last, (sums[0], sums[1]))
         self._window = []
 
     def _collect(self, wait: bool) -> None:
@@ -125,8 +126,8 @@ class Ledger:
             self._rows[times.step].times = times
             self._steps.add(self._step_row(times))
         newest = max(self._windows, default=0)
-        for tag, (losses, counts) in self._sums.pop(newest, wait):  # type: ignore[misc]
-            self._fill_losses(self._windows.pop(tag), losses, counts)  # type: ignore[arg-type]
+        for tag, (losses, counts) in self._sums.pop(newest, wait):
+            self._fill_losses(self._windows.pop(tag), losses, counts)
         self._write_complete()
 
     def _fill_losses(self, steps: list[int], losses: list[float], counts: list[float]) -> None:

@@ -3,6 +3,7 @@
 Run by `paceline.launch.rank` in a process of its own; tests call `RankRun(...).execute()`.
 """
 
+import gc
 import os
 import resource
 import socket
@@ -25,7 +26,7 @@ from paceline.observe.telemetry import Telemetry
 from paceline.records import Plan, RankError, RankVerdict
 from paceline.rundir import RunDir
 from paceline.strategies import find_strategy
-from paceline.strategies.base import EngineParts
+from paceline.strategies.base import Engine, EngineParts
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
 from paceline.train.flops import flops_per_sample
@@ -56,6 +57,7 @@ class RankRun:
         self.job, self.plan, self.run, self.place = job, plan, run, place
         self.device = torch.device("cpu")
         self.clock: Clock = HostClock()
+        self.engine: Engine | None = None
         self.flops: float | None = None
         self.flops_source = ""
         self.data_fingerprint = "n/a"
@@ -69,7 +71,9 @@ class RankRun:
             with _observed(self.job, self.run, self.place, self.clock):
                 if not dist.is_initialized():
                     init_process_group(self.plan, self.place, self.device)
-                end = train(self._build())
+                parts = self._build()
+                with _settled_heap():
+                    end = train(parts)
         except BaseException as error:
             self._save(self._verdict(_outcome_of(error), self.clock.step, error=_explain(error)))
             raise
@@ -90,7 +94,7 @@ class RankRun:
         data = _require_data(workload.build_data(config, "train"), plan)
         self.data_fingerprint = str(getattr(data, "fingerprint", "n/a"))
         parts = EngineParts(config, plan, workload, device)
-        engine = find_strategy(plan.strategy.value).build(parts)
+        self.engine = engine = find_strategy(plan.strategy.value).build(parts)
         torch.manual_seed(config.train.seed + 1 + place.rank)  # dropout must differ between ranks
         source = _source(job, plan, data, place)
         self.flops, self.flops_source = flops_per_sample(
@@ -147,6 +151,18 @@ def _observed(job: Job, run: RunDir, place: Place, clock: Clock) -> Iterator[Non
     finally:
         for ticker in tickers:
             ticker.stop()
+
+
+@contextmanager
+def _settled_heap() -> Iterator[None]:
+    """Take what exists now out of the garbage collector's rounds: torch's half a million objects
+    would be walked again and again in the middle of steps, and none of them is garbage."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _source(job: Job, plan: Plan, data: Dataset, place: Place) -> MicrobatchSource:

@@ -30,7 +30,8 @@ GROUP = "paceline.workloads"
 
 
 class Dataset(Protocol):
-    """Samples by index. `batch(indices)`, if there is one, builds a whole batch at once."""
+    """Samples by index. `batch(indices)`, if there is one, builds a whole batch at once from a
+    numpy array of indices."""
 
     def __len__(self) -> int: ...
 

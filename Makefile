@@ -1,0 +1,38 @@
+# Two commands do everything: `make demo` and `make test`. Both make .venv first.
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-all check figures format clean
+
+demo: $(READY)
+	$(BIN)/paceline demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not figure"
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -m "not figure"
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit/test_budgets.py tests/unit/test_imports.py
+
+# The figures in the issues, one script each, on a quiet machine. Installs the peers they race.
+figures: $(READY)
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e '.[peers]'
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step_overhead.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ddp_parity.py
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(READY): pyproject.toml constraints.txt scripts/make_venv
+	scripts/make_venv $(VENV)
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,109 @@
+"""report.html: one self-contained page, light and dark, readable on a phone."""
+
+from functools import cache
+from importlib import resources
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from paceline import __version__
+from paceline.report.markdown import shown
+from paceline.report.plots import Axes, Series, line_chart, stacked_bars
+from paceline.report.story import Story, duration, headline, size
+
+MAX_SAMPLE_IDS = 64
+
+
+def render_html(story: Story) -> str:
+    """The page; every name from outside is escaped by the template."""
+    style = (resources.files("paceline.report") / "report.css").read_text()
+    return _template().render(
+        story=story,
+        figures=headline(story),
+        charts=_charts(story),
+        style=Markup(style),
+        version=__version__,
+        max_ids=MAX_SAMPLE_IDS,
+    )
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("paceline.report", "."), autoescape=True, undefined=StrictUndefined
+    )
+    environment.filters.update(size=size, duration=duration, shown=shown)
+    return environment
+
+
+def _template() -> Template:
+    return _environment().get_template("report.html.jinja")
+
+
+def _charts(story: Story) -> list[tuple[str, str, Markup]]:
+    """Title, how to read it, and the drawing."""
+    charts = [
+        ("Loss", "mean over all ranks of each step, from training.csv", _loss(story)),
+        ("Throughput", "work over wall time of each step, from training.csv", _rate(story)),
+        (
+            "Where a step's time goes",
+            "ranks/rank<r>/steps.csv; unaccounted is wall time that no phase saw",
+            _phases(story),
+        ),
+        ("Memory", "resident set or GPU memory over time, from telemetry.csv", _memory(story)),
+    ]
+    return [(title, note, Markup(svg)) for title, note, svg in charts]
+
+
+def _loss(story: Story) -> str:
+    train = [(float(row.step), row.loss) for row in story.training]
+    val = [(float(row.step), row.val_loss) for row in story.training if row.val_loss is not None]
+    entropy = story.result.data_facts.get("unigram_entropy") if story.result else None
+    axes = Axes("step", "loss", line_at=entropy, line_label="byte-unigram entropy")
+    return line_chart([Series("training", train, "c1"), Series("validation", val, "c2", True)], axes)
+
+
+def _rate(story: Story) -> str:
+    has_tokens = any(row.tokens_per_s is not None for row in story.training)
+    unit = "tokens/s" if has_tokens else "samples/s"
+    points = [
+        (float(row.step), (row.tokens_per_s if has_tokens else row.samples_per_s) or 0.0)
+        for row in story.training
+    ]
+    warmup = [row.step for row in story.training if row.warmup]
+    axes = Axes(
+        "step",
+        unit,
+        from_zero=True,
+        shaded_to=float(max(warmup)) if warmup else None,
+        shaded_label="warm-up: recorded, outside the figures",
+    )
+    return line_chart([Series(unit, points, "c1")], axes)
+
+
+def _phases(story: Story) -> str:
+    rows = {f"rank {rank}": phases for rank, phases in story.phases_s.items()}
+    used = [
+        name
+        for name in (next(iter(rows.values())) if rows else {})
+        if any(phases[name] > 0 for phases in rows.values())
+    ]
+    kept = {rank: {name: phases[name] for name in used} for rank, phases in rows.items()}
+    return stacked_bars(kept, "ms", 1000.0)
+
+
+def _memory(story: Story) -> str:
+    if not story.telemetry:
+        return line_chart([], Axes("", ""))
+    start = story.telemetry[0].time
+    series = []
+    for number, source in enumerate(sorted({row.source for row in story.telemetry}), 1):
+        name = "rss_bytes" if source == "host" else "memory_bytes"
+        label = "rank 0 resident set" if source == "host" else f"{source} memory"
+        points = [
+            (row.time - start, row.values[name] / 2**30)
+            for row in story.telemetry
+            if row.source == source and name in row.values
+        ]
+        series.append(Series(label, points, f"c{min(number, 6)}"))
+    return line_chart(series, Axes("seconds", "GiB", from_zero=True))

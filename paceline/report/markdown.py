@@ -1,0 +1,118 @@
+"""summary.md: what a person pastes into an issue."""
+
+from paceline.records import Git
+from paceline.report.story import Story, duration, headline, size
+
+
+def render_markdown(story: Story) -> str:
+    blocks = [
+        f"# {_cell(story.name)}",
+        _table(
+            ("figure", "value", "from"),
+            [(figure.label, figure.value, figure.source) for figure in headline(story)],
+        ),
+        *_failure(story),
+        "## Decided",
+        _table(
+            ("choice", "requested", "effective", "because"),
+            [
+                (name, str(choice.requested), shown(choice.value), choice.because)
+                for name, choice in story.plan.choices().items()
+            ],
+        ),
+        _batch(story),
+        *(f"- {finding.severity}: {_cell(str(finding))}" for finding in story.plan.findings),
+        "## Where a step's time goes (median after warm-up)",
+        _phases(story),
+        "## Machine",
+        _machine(story),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _failure(story: Story) -> list[str]:
+    result = story.result
+    if result is None or (result.failure is None and result.bad_step is None):
+        return []
+    lines = ["## What went wrong"]
+    if result.bad_step is not None:
+        ids = ", ".join(str(index) for index in result.bad_sample_ids[:32])
+        lines.append(
+            f"Loss or gradient of step {result.bad_step} was not finite; the update was not"
+            f" applied. Samples: {ids}"
+        )
+    if result.failure is not None:
+        failure = result.failure
+        lines.append(
+            f"Rank {failure.rank} on {_cell(failure.host)}, step {failure.step}, in"
+            f" {failure.phase}: {_cell(failure.message)} (log: {failure.log})"
+        )
+        lines += [f"then {_cell(other)}" for other in failure.others]
+    return lines
+
+
+def _batch(story: Story) -> str:
+    batch, state = story.plan.batch, story.plan.state_bytes
+    return (
+        f"{batch.global_size} samples a step = {batch.micro} micro x {batch.grad_accum}"
+        f" accumulation x {batch.dp} dp; {story.plan.num_parameters:,} parameters;"
+        f" {size(state.total)} of state a rank."
+    )
+
+
+def _phases(story: Story) -> str:
+    by_rank = story.phases_s
+    if not by_rank:
+        return "No steps were recorded."
+    names = list(next(iter(by_rank.values())))
+    rows = [
+        (f"rank {rank}", *(duration(max(0.0, phases[name])) for name in names))
+        for rank, phases in by_rank.items()
+    ]
+    return _table(("", *names), rows)
+
+
+def _machine(story: Story) -> str:
+    env = story.env
+    gpus = ", ".join(f"{gpu.name} ({size(gpu.memory_bytes)})" for gpu in env.gpus) or "none"
+    rows = [
+        ("host", env.host),
+        ("CPU", f"{env.cpu}, {env.cores} cores, {size(env.memory_bytes)}"),
+        ("GPUs", gpus),
+        ("torch", f"{env.torch}, CUDA {env.cuda}, NCCL {env.nccl}, Python {env.python}"),
+        ("git", _git(env.git)),
+    ]
+    if story.result is not None:
+        marks = story.result.fingerprints
+        rows.append(
+            (
+                "fingerprints",
+                f"config {marks.config}, code {marks.code}, data {marks.data},"
+                f" hardware {marks.hardware}",
+            )
+        )
+    return _table(("", ""), rows)
+
+
+def _git(git: Git | None) -> str:
+    if git is None:
+        return "not a checkout"
+    return f"{git.commit[:12]} ({git.branch}{', dirty' if git.dirty else ''})"
+
+
+def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """One line, with what Markdown or HTML would act on made plain."""
+    flat = " ".join(text.split())
+    for sign, plain in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|")):
+        flat = flat.replace(sign, plain)
+    return flat

@@ -1,0 +1,207 @@
+"""Charts as inline SVG: no script, no network, colours from the page's style sheet."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 640, 240
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 24, 38
+MAX_POINTS = 400
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """`kind` picks the colour: one of the classes in report.css."""
+
+    name: str
+    points: Sequence[Point]
+    kind: str
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Axes:
+    x_label: str
+    y_label: str
+    from_zero: bool = False
+    shaded_to: float | None = None
+    shaded_label: str = ""
+    line_at: float | None = None
+    line_label: str = ""
+
+
+@dataclass(frozen=True)
+class _Scale:
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        span = self.high - self.low or 1.0
+        return self.start + (value - self.low) / span * (self.end - self.start)
+
+
+def line_chart(series: Sequence[Series], axes: Axes) -> str:
+    """Lines over a shared x axis; gaps where a value is not finite."""
+    thinned = [Series(s.name, thin(s.points), s.kind, s.dots) for s in series if s.points]
+    finite = [p for s in thinned for p in s.points if math.isfinite(p[1])]
+    if not finite:
+        return '<p class="empty">Nothing was recorded for this chart.</p>'
+    x_scale = _x_scale(finite)
+    y_scale = _y_scale(finite, axes)
+    parts = [
+        *_grid(x_scale, y_scale, axes),
+        *(_draw(s, x_scale, y_scale) for s in thinned),
+        *(_hover(s, x_scale, y_scale, axes) for s in thinned),
+    ]
+    legend = _legend([(s.name, s.kind) for s in thinned]) if len(thinned) > 1 else ""
+    return f"{_svg(axes.y_label, HEIGHT, parts)}{legend}"
+
+
+def stacked_bars(rows: dict[str, dict[str, float]], unit: str, scale: float) -> str:
+    """One horizontal bar a row, split by phase; `scale` turns values into `unit`."""
+    if not rows:
+        return '<p class="empty">Nothing was recorded for this chart.</p>'
+    step, bar = 34, 20
+    height = TOP + step * len(rows) + BOTTOM
+    widest = max(sum(max(0.0, v) for v in phases.values()) for phases in rows.values()) or 1.0
+    x_scale = _Scale(0.0, widest * scale, LEFT, WIDTH - RIGHT)
+    bottom = height - BOTTOM
+    parts = [_tick_x(x_scale(t), bottom, _short(t)) for t in ticks(0.0, widest * scale)]
+    for number, (name, phases) in enumerate(rows.items()):
+        y = TOP + number * step + (step - bar) / 2
+        parts.append(f'<text class="label" x="{LEFT - 8}" y="{y + bar * 0.7:.1f}">{escape(name)}</text>')
+        x = 0.0
+        for phase, value in phases.items():
+            width = max(0.0, value) * scale
+            left, right = x_scale(x), x_scale(x + width)
+            parts.append(
+                f'<rect class="bar {escape(phase)}" x="{left:.1f}" y="{y:.1f}"'
+                f' width="{max(0.0, right - left - 1):.1f}" height="{bar}">'
+                f"<title>{escape(name)}, {escape(phase)}: {width:.3g} {unit}</title></rect>"
+            )
+            x += width
+    parts.append(_axis_label(height, f"{unit} a step, median after warm-up"))
+    names = list(next(iter(rows.values())))
+    return _svg("phases of a step by rank", height, parts) + _legend([(n, n) for n in names])
+
+
+def thin(points: Sequence[Point]) -> list[Point]:
+    """At most MAX_POINTS points: the mean of each bin, not finite where any of the bin is not."""
+    if len(points) <= MAX_POINTS:
+        return list(points)
+    size = math.ceil(len(points) / MAX_POINTS)
+    bins = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(part[-1][0], math.fsum(y for _, y in part) / len(part)) for part in bins]
+
+
+def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """About `wanted` round values inside [low, high]."""
+    span = high - low
+    if not span > 0:
+        return [low]
+    raw = span / wanted
+    magnitude = 10 ** math.floor(math.log10(raw))
+    step = next((m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw), raw)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def _x_scale(points: Sequence[Point]) -> _Scale:
+    xs = [x for x, _ in points]
+    return _Scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
+
+
+def _y_scale(points: Sequence[Point], axes: Axes) -> _Scale:
+    ys = [y for _, y in points] + ([axes.line_at] if axes.line_at is not None else [])
+    low, high = min(ys), max(ys)
+    margin = (high - low or abs(high) or 1.0) * 0.06
+    low = 0.0 if axes.from_zero else low - margin
+    return _Scale(low, high + margin, HEIGHT - BOTTOM, TOP)
+
+
+def _grid(x_scale: _Scale, y_scale: _Scale, axes: Axes) -> list[str]:
+    parts = []
+    bottom = HEIGHT - BOTTOM
+    if axes.shaded_to is not None and axes.shaded_to > x_scale.low:
+        right = x_scale(min(axes.shaded_to, x_scale.high))
+        parts.append(
+            f'<rect class="shade" x="{LEFT}" y="{TOP}" width="{right - LEFT:.1f}"'
+            f' height="{bottom - TOP}"><title>{escape(axes.shaded_label)}</title></rect>'
+        )
+    for value in ticks(y_scale.low, y_scale.high):
+        y = y_scale(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="label" x="{LEFT - 8}" y="{y + 4:.1f}">{_short(value)}</text>')
+    parts += [_tick_x(x_scale(value), bottom, _short(value)) for value in ticks(x_scale.low, x_scale.high)]
+    parts.append(_axis_label(HEIGHT, axes.x_label))
+    parts.append(f'<text class="unit" x="4" y="14">{escape(axes.y_label)}</text>')
+    if axes.line_at is not None:
+        y = y_scale(axes.line_at)
+        parts.append(f'<line class="mark" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(
+            f'<text class="note" x="{WIDTH - RIGHT - 4}" y="{y - 5:.1f}">{escape(axes.line_label)}</text>'
+        )
+    return parts
+
+
+def _draw(series: Series, x_scale: _Scale, y_scale: _Scale) -> str:
+    if series.dots:
+        return "".join(
+            f'<circle class="dot {series.kind}" cx="{x_scale(x):.1f}" cy="{y_scale(y):.1f}" r="4"/>'
+            for x, y in series.points
+            if math.isfinite(y)
+        )
+    commands, pen_down = [], False
+    for x, y in series.points:
+        if math.isfinite(y):
+            commands.append(f"{'L' if pen_down else 'M'}{x_scale(x):.1f} {y_scale(y):.1f}")
+        pen_down = math.isfinite(y)
+    return f'<path class="line {series.kind}" d="{"".join(commands)}"/>'
+
+
+def _hover(series: Series, x_scale: _Scale, y_scale: _Scale, axes: Axes) -> str:
+    """Invisible targets with the exact value as their tooltip."""
+    return "".join(
+        f'<circle class="target" cx="{x_scale(x):.1f}" cy="{y_scale(y):.1f}" r="7">'
+        f"<title>{escape(axes.x_label)} {_short(x)}: {escape(series.name)} {y:.5g}</title></circle>"
+        for x, y in series.points
+        if math.isfinite(y)
+    )
+
+
+def _tick_x(x: float, bottom: float, text: str) -> str:
+    return f'<text class="tick" x="{x:.1f}" y="{bottom + 16:.1f}">{text}</text>'
+
+
+def _axis_label(height: float, text: str) -> str:
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    return f'<text class="tick" x="{middle:.0f}" y="{height - 4:.0f}">{escape(text)}</text>'
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> str:
+    items = "".join(
+        f'<span class="key"><i class="swatch {escape(kind)}"></i>{escape(name)}</span>'
+        for name, kind in entries
+    )
+    return f'<div class="legend">{items}</div>'
+
+
+def _svg(title: str, height: float, parts: Sequence[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">'
+        + "".join(parts)
+        + "</svg>"
+    )
+
+
+def _short(value: float) -> str:
+    """1500 -> 1.5k: tick labels that fit."""
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g}{unit}"
+    return f"{value:.4g}"

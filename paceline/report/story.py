@@ -1,0 +1,133 @@
+"""Everything a report tells, read from a run directory; what is not there yet is None or empty."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from paceline.records import Env, Plan, Result
+from paceline.rundir import RunDir
+from paceline.tables import (
+    StepRow,
+    TelemetryRow,
+    TrainingRow,
+    read_steps,
+    read_telemetry,
+    read_training,
+)
+
+UNACCOUNTED = "unaccounted"
+
+
+@dataclass(frozen=True)
+class Story:
+    """`result` is None while the run goes on, or when its supervisor was killed."""
+
+    name: str
+    plan: Plan
+    env: Env
+    result: Result | None
+    training: list[TrainingRow]
+    steps: dict[int, list[StepRow]]
+    telemetry: list[TelemetryRow]
+    config: str
+
+    @property
+    def phases_s(self) -> dict[int, dict[str, float]]:
+        """Median seconds of each phase after warm-up, by rank, with the unaccounted rest."""
+        return {rank: _median_phases(rows) for rank, rows in self.steps.items() if rows}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of the headline, with what it was computed from."""
+
+    label: str
+    value: str
+    source: str = ""
+
+
+def read_story(run: RunDir) -> Story:
+    plan = Plan.load(run.plan)
+    return Story(
+        name=plan.name,
+        plan=plan,
+        env=Env.load(run.env),
+        result=Result.load(run.result) if run.result.is_file() else None,
+        training=read_training(run.training),
+        steps={rank: read_steps(run.steps(rank)) for rank in range(plan.world_size)},
+        telemetry=read_telemetry(run.telemetry),
+        config=run.config.read_text(),
+    )
+
+
+def headline(story: Story) -> list[Figure]:
+    """The figures a reader looks for first. Each names the file and steps it comes from."""
+    result = story.result
+    if result is None:
+        return [Figure("state", "no result yet: running, or its supervisor was killed")]
+    figures = [
+        Figure("outcome", str(result.outcome), f"exit code {result.exit_code}"),
+        Figure("steps", f"{result.steps} of {story.plan.steps}"),
+    ]
+    figures += _loss_figures(result)
+    figures += _rate_figures(result)
+    memory = result.peak_active_bytes or result.peak_reserved_bytes
+    if memory:
+        kind = "allocator, active" if result.peak_active_bytes else "resident set of the process"
+        figures.append(Figure("peak memory a rank", size(memory), kind))
+    return figures
+
+
+def _loss_figures(result: Result) -> list[Figure]:
+    figures = []
+    if result.final_loss is not None:
+        figures.append(Figure("loss", f"{result.final_loss:.4f}", "training.csv, last finite row"))
+    if result.val_loss is not None:
+        entropy = result.data_facts.get("unigram_entropy")
+        beside = f"byte-unigram entropy {entropy:.4f}" if entropy is not None else "training.csv"
+        figures.append(Figure("validation loss", f"{result.val_loss:.4f}", beside))
+    return figures
+
+
+def _rate_figures(result: Result) -> list[Figure]:
+    if result.window is None or result.step_s is None or result.samples_per_s is None:
+        return []
+    window = result.window
+    source = f"{window.file}, steps {window.first_step} to {window.last_step}"
+    figures = []
+    if result.tokens_per_s is not None:
+        figures.append(Figure("tokens/s", f"{result.tokens_per_s:,.0f}", source))
+    figures += [
+        Figure("samples/s", f"{result.samples_per_s:,.4g}", source),
+        Figure("step p50", duration(result.step_s.p50), source),
+        Figure("step p90", duration(result.step_s.p90), source),
+    ]
+    if result.tflops_per_rank is not None:
+        figures.append(Figure("TFLOP/s a rank", f"{result.tflops_per_rank:.3g}", source))
+    if result.mfu is not None:
+        figures.append(Figure("MFU", f"{result.mfu:.1%}", source))
+    return figures
+
+
+def _median_phases(rows: Sequence[StepRow]) -> dict[str, float]:
+    kept = [row for row in rows if not row.warmup] or rows
+    names = [*kept[0].phases_s, UNACCOUNTED]
+    middle = {}
+    for name in names:
+        values = [
+            row.unaccounted_s if name == UNACCOUNTED else row.phases_s[name] for row in kept
+        ]
+        middle[name] = median(values)
+    return middle
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: `812 MiB`, `1.30 GiB`."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,37 @@
+"""Fixtures for all tests: one thread a process, no cache shared with the user's."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from pathlib import Path
+
+import pytest
+
+TEXT = "the quick brown fox jumps over the lazy dog; " * 40
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder of 40 small text documents."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text(f"document {number}\n{TEXT}")
+    return folder
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> list[str]:
+    """Overrides that make lm_tiny a matter of milliseconds, on synthetic tokens."""
+    return [
+        "data.source=synthetic",
+        "data.synthetic_samples=512",
+        "data.seq_len=16",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        "model.dim=32",
+        "model.num_layers=2",
+        "train.eval_every=off",
+        "train.eval_samples=all",
+        "launch.device=cpu",
+    ]

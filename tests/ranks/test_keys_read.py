@@ -1,0 +1,110 @@
+"""A key that exists is read: every recipe is planned, launched on paper and run for 2 steps while
+a proxy notes each key that anything looks at."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cluster.facts import probe
+from paceline.config.describe import iter_keys
+from paceline.config.load import recipe_names
+from paceline.config.schema import Section
+from paceline.job import load_job
+from paceline.launch import find_launcher
+from paceline.plan.planner import make_plan
+from paceline.rundir import RunDir
+from tests.harness import run_here
+
+# The recipe at a size that a test can afford. The keys are the recipe's own.
+SMALL = [
+    "train.steps=2", "model.dim=32", "model.num_layers=1", "model.num_heads=2",
+    "model.num_kv_heads=2", "model.vocab_size=320", "data.seq_len=16", "data.synthetic_samples=64",
+    "train.micro_batch_size=4", "train.compile=off", "launch.device=cpu",
+    "optim.schedule.warmup_steps=1",
+]  # fmt: skip
+# Keys that another choice brings into play: one run for each.
+VARIANTS = [
+    ["data.source=synthetic"],
+    ["train.eval_every=2", "train.eval_samples=8", "data.num_workers=1"],
+    ["optim.name=sgd", "optim.momentum=0.9"],
+]
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
+    """(section class, field) of every read that is not pydantic's own."""
+    seen: set[tuple[str, str]] = set()
+    plain = Section.__getattribute__
+
+    def noting(self: Section, name: str) -> Any:
+        # The table of settings without effect looks at keys in order to say that nobody does.
+        reader = sys._getframe(1).f_globals["__name__"]
+        is_key = not name.startswith("_") and name in type(self).model_fields
+        if is_key and reader != "paceline.plan.constraints":
+            seen.add((type(self).__name__, name))
+        return plain(self, name)
+
+    monkeypatch.setattr(Section, "__getattribute__", noting)
+    yield seen
+
+
+class Extra(Section):
+    """Stands for a key that somebody added and forgot to use."""
+
+    unused: int = 0
+
+
+def test_the_proxy_sees_reads_and_only_reads(reads: set[tuple[str, str]]) -> None:
+    section = Extra()
+    section.model_dump()
+    assert not reads
+    assert section.unused == 0
+    assert reads == {("Extra", "unused")}
+
+
+def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, corpus: Path) -> None:
+    text = [f"data.cache_dir={tmp_path / 'cache'}", f"data.source={corpus}", "data.val_fraction=0.3"]
+    schema = None
+    for name in recipe_names():
+        for number, variant in enumerate(VARIANTS):
+            overrides = [*SMALL, *text, *variant]
+            run_here(tmp_path / f"{name}-{number}", name, overrides)
+            # Built, not run: compiling takes a minute and reads no further key.
+            job = load_job(name, [*overrides, "launch.nproc=2", "train.compile=default"])
+            env = probe()
+            plan = make_plan(job, env)
+            find_launcher(job.config.launch.launcher).plan(job, plan, env)
+            _build_ddp(job, plan, tmp_path)
+            RunDir.create(job.config.name, tmp_path / f"{name}-{number}-name")
+            schema = type(job.config)
+    assert schema is not None
+    unread = [key.path for key in iter_keys(schema) if _owner(schema, key.path) not in reads]
+    assert unread == [], "keys that nothing reads: take them out, or use them"
+
+
+def _owner(schema: type[Section], path: str) -> tuple[str, str]:
+    """The class and field that a dotted path ends in."""
+    *parents, leaf = path.split(".")
+    section: Any = schema
+    for part in parents:
+        section = section.model_fields[part].annotation
+    return section.__name__, leaf
+
+
+def _build_ddp(job: Any, plan: Any, tmp_path: Path) -> None:
+    """What a rank of two would build; one process stands in for both."""
+    import torch
+    import torch.distributed as dist
+
+    from paceline.strategies import find_strategy
+    from paceline.strategies.base import EngineParts
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parts = EngineParts(job.config, plan, job.workload, torch.device("cpu"))
+        find_strategy("ddp").build(parts)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,108 @@
+"""A loss or gradient that is not finite: all ranks agree, nothing is applied, the samples are
+named (F45)."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import Outcome
+from tests.harness import run_here, run_ranks
+
+JOB = '''
+import torch
+from torch import nn
+from paceline import Section, Workload
+from pydantic import Field
+
+class Data:
+    fingerprint = "line"
+    def __len__(self): return 64
+    def __getitem__(self, index): return {"x": torch.full((4,), index / 64), "id": torch.tensor(index)}
+
+class Model(Section):
+    poison: int = Field(-1, description="sample whose loss is bad")
+    kind: str = Field("nan", description="nan loss, inf loss with a finite gradient, or bad gradient")
+
+class Bad(Workload):
+    Model = Model
+    def __init__(self): self.poison, self.kind = -1, "nan"
+    def build_model(self, config):
+        self.poison, self.kind = config.model.poison, config.model.kind
+        return nn.Linear(4, 1)
+    def build_data(self, config, split): return Data() if split == "train" else None
+    def loss(self, model, batch):
+        y = model(batch["x"]).squeeze(1)
+        bad = (batch["id"] == self.poison).any()
+        loss = (y ** 2).sum()
+        if self.kind == "nan" and bad: loss = loss * float("nan")
+        if self.kind == "inf": loss = loss + torch.where(bad, float("inf"), 0.0)
+        if self.kind == "grad" and bad: y.register_hook(lambda g: g * float("nan"))
+        return loss, len(y)
+'''
+STEPS = 8
+COMMON = [
+    f"train.steps={STEPS}", "train.micro_batch_size=4", "data.num_workers=0", "optim.lr=0.1",
+    "launch.device=cpu", "train.log_every=3",
+]  # fmt: skip
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    (tmp_path / "bad_job.py").write_text(JOB)
+    return f"{tmp_path / 'bad_job.py'}:Bad"
+
+
+def poisoned_sample(job: str, tmp_path: Path, rank: int) -> int:
+    """A sample that `rank` of 2 meets in step 5."""
+    from paceline.data.cursor import Order, StepSlice
+
+    ids = Order(64, 0).at(StepSlice(4, 1, 2, rank).positions(4))
+    return int(ids[0])
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf", "grad"])
+def test_one_rank_stops_both_and_nothing_is_applied(job: str, kind: str, tmp_path: Path) -> None:
+    sample = poisoned_sample(job, tmp_path, rank=1)
+    overrides = [*COMMON, "launch.nproc=2", f"model.poison={sample}", f"model.kind={kind}"]
+    ends = run_ranks(tmp_path / "run", job, overrides)
+    assert {verdict.outcome for verdict in ends.verdicts} == {Outcome.NAN}
+    assert {verdict.bad_step for verdict in ends.verdicts} == {5}
+    assert sample in ends.verdicts[1].bad_sample_ids
+    if kind != "grad":
+        assert [v.loss_was_finite for v in ends.verdicts] == [True, False]
+    for state in ends.states:
+        assert all(torch.isfinite(weight).all() for weight in state["model"].values())
+    assert torch.equal(ends.states[0]["model"]["weight"], ends.states[1]["model"]["weight"])
+    bad = next(row for row in ends.rows if row.step == 5)
+    assert bad.skipped and not math.isfinite(bad.grad_norm)
+
+
+def test_the_vetoed_step_leaves_no_trace(job: str, tmp_path: Path) -> None:
+    """With skips allowed, the run goes on as if the bad step's gradient had been nothing."""
+    sample = poisoned_sample(job, tmp_path, rank=1)
+    skips = ["train.max_skips=1", "launch.nproc=2", f"model.poison={sample}"]
+    ends = run_ranks(tmp_path / "run", job, [*COMMON, *skips])
+    assert {verdict.outcome for verdict in ends.verdicts} == {Outcome.OK}
+    assert [row.step for row in ends.rows if row.skipped] == [5]
+    assert all(math.isfinite(row.loss) for row in ends.rows if row.step != 5)
+    optimizer = ends.states[0]["optimizer"]["state"]
+    assert {float(entry["step"]) for entry in optimizer.values()} == {STEPS - 1}
+
+
+def test_the_last_step_is_judged_too(job: str, tmp_path: Path) -> None:
+    from paceline.data.cursor import Order, StepSlice
+
+    sample = int(Order(64, 0).at(StepSlice(4, 1, 1, 0).positions(STEPS - 1))[0])
+    ends = run_here(tmp_path / "run", job, [*COMMON, f"model.poison={sample}"])
+    assert ends.verdicts[0].outcome is Outcome.NAN and ends.verdicts[0].bad_step == STEPS
+
+
+def test_a_loss_that_counts_wrongly_is_caught(tmp_path: Path) -> None:
+    from paceline.errors import ConfigError
+
+    file = tmp_path / "bad_job.py"
+    file.write_text(JOB.replace("return loss, len(y)", "return loss, 2 * len(y)"))
+    with pytest.raises(ConfigError, match="summed 8 samples, but units_per_sample.. promises 4"):
+        run_here(tmp_path / "run", f"{file}:Bad", COMMON)

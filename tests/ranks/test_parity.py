@@ -1,0 +1,110 @@
+"""Every strategy computes what one process computes: SGD, fp32, the same global batch.
+
+SGD and not AdamW: AdamW divides the gradient by its own size and hides a wrong scale.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import RankEnds, run_here, run_ranks
+
+STEPS = 50
+SGD = ["optim.name=sgd", "optim.lr=0.5", "optim.weight_decay=0.01", f"train.steps={STEPS}"]
+BATCH = ["train.global_batch_size=16", "train.log_every=7", "data.num_workers=0"]
+
+# One row a strategy and a way of splitting the batch.
+ROWS = {
+    "ddp": ["strategy.name=ddp", "train.micro_batch_size=8"],
+    "ddp, accumulation": ["strategy.name=ddp", "train.micro_batch_size=2"],
+    "ddp, small buckets, static graph": [
+        "strategy.name=ddp",
+        "train.micro_batch_size=8",
+        "strategy.bucket_mb=0.01",
+        "strategy.static_graph=true",
+    ],
+    "ddp, loader workers": [
+        "strategy.name=ddp",
+        "train.micro_batch_size=8",
+        "data.num_workers=2",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> RankEnds:
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    return run_here(folder, "lm_tiny", [*tiny_model(), *SGD, *BATCH, "train.micro_batch_size=16"])
+
+
+def tiny_model() -> list[str]:
+    return [
+        "data.source=synthetic",
+        "data.synthetic_samples=512",
+        "data.seq_len=16",
+        "model.dim=32",
+        "model.num_layers=2",
+        "train.eval_every=off",
+        "train.eval_samples=all",
+        "launch.device=cpu",
+    ]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_two_ranks_equal_one(row: str, reference: RankEnds, tmp_path: Path) -> None:
+    overrides = [*tiny_model(), *SGD, *BATCH, *ROWS[row], "launch.nproc=2"]
+    ends = run_ranks(tmp_path / "run", "lm_tiny", overrides)
+    assert_same_curve(reference, ends)
+    assert_same_weights(reference, ends)
+
+
+def assert_same_curve(reference: RankEnds, ends: RankEnds) -> None:
+    assert [row.step for row in ends.rows] == list(range(1, STEPS + 1))
+    losses = [(a.loss, b.loss) for a, b in zip(reference.rows, ends.rows, strict=True)]
+    assert losses[0][1] == pytest.approx(losses[0][0], rel=1e-6)
+    assert ends.rows[0].grad_norm == pytest.approx(reference.rows[0].grad_norm, rel=1e-5)
+    for expected, found in losses:
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert losses[-1][0] != losses[0][0], "nothing was learned, so nothing was compared"
+
+
+def assert_same_weights(reference: RankEnds, ends: RankEnds) -> None:
+    expected = reference.states[0]["model"]
+    first = ends.states[0]["model"]
+    for name, weight in expected.items():
+        torch.testing.assert_close(first[name], weight, rtol=1e-4, atol=1e-6)
+    for other in ends.states[1:]:
+        for name in first:
+            assert torch.equal(first[name], other["model"][name]), f"replicas differ in {name}"
+
+
+def test_a_wrong_gradient_scale_is_caught(
+    reference: RankEnds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check can fail: twice the gradient departs from the reference at once."""
+    from paceline.strategies import engine
+
+    right = engine.normalise
+    monkeypatch.setattr(engine, "normalise", lambda loss, scale: 2 * right(loss, scale))
+    overrides = [*tiny_model(), *SGD, *BATCH, "train.micro_batch_size=16", "optim.clip=off"]
+    ends = run_here(tmp_path / "run", "lm_tiny", overrides)
+    with pytest.raises(AssertionError):
+        assert_same_curve(reference, ends)
+
+
+def test_state_survives_a_round_trip(tmp_path: Path) -> None:
+    """load_state(state()) puts weights and optimizer back, bit for bit."""
+    from paceline.strategies import find_strategy
+    from paceline.strategies.base import EngineParts
+    from tests.harness import prepare_run
+
+    job, plan, _ = prepare_run(tmp_path / "run", "lm_tiny", [*tiny_model(), "launch.nproc=1"])
+    parts = EngineParts(job.config, plan, job.workload, torch.device("cpu"))
+    first = find_strategy("single").build(parts)
+    trained = run_here(tmp_path / "trained", "lm_tiny", [*tiny_model(), "train.steps=3"])
+    first.load_state(trained.states[0])
+    for name, weight in trained.states[0]["model"].items():
+        assert torch.equal(first.state()["model"][name], weight)
+    moments = first.state()["optimizer"]["state"]
+    assert moments and all(float(entry["step"]) == 3 for entry in moments.values())

@@ -1,0 +1,174 @@
+"""Config: strict, all problems at once, and nothing in a file runs code (F46b)."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.config.describe import iter_keys
+from paceline.config.lm import LMData, LMModel
+from paceline.config.load import (
+    dump_config,
+    load_config,
+    read_draft,
+    recipe_names,
+    validate,
+)
+from paceline.config.schema import RunConfig, run_schema
+from paceline.errors import ConfigError
+from paceline.job import load_job
+
+SCHEMA = run_schema(LMModel, LMData)
+
+
+def load(*overrides: str, source: str = "lm_tiny") -> RunConfig:
+    return validate(read_draft(source, overrides), SCHEMA)
+
+
+def problems(*overrides: str, source: str = "lm_tiny") -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides, source=source)
+    assert caught.value.exit_code == 2
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_loads(name: str) -> None:
+    assert load_job(name, []).config.name == name
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("train.steps=7", "train.steps", 7),
+        ("++train.steps=7", "train.steps", 7),
+        ("optim.lr=1e-3", "optim.lr", 1e-3),
+        ("name='two words'", "name", "two words"),
+        ('name="off"', "name", "off"),
+        ("train.compile=off", "train.compile", "off"),
+        ("optim.fused=on", "optim.fused", "on"),
+        ("model.tied=false", "model.tied", False),
+        ("~train.eval_every", "train.eval_every", "off"),
+        ("data.source=/some/where", "data.source", "/some/where"),
+    ],
+)
+def test_overrides_as_hydra_users_write_them(override: str, path: str, value: object) -> None:
+    found: object = load(override)
+    for part in path.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_experiment_stands_in_for_the_recipe() -> None:
+    assert load_job("+experiment=lm_tiny", ["train.steps=3"]).config.train.steps == 3
+
+
+def test_the_last_override_wins() -> None:
+    assert load("train.steps=3", "train.steps=4").train.steps == 4
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    found = problems("train.stps=5", "launch.nproc=two", "=", "+foo.bar=1", "model.num_kv_heads=3")
+    text = "\n".join(found)
+    assert len(found) == 5
+    assert "unknown key train.stps in override 'train.stps=5'\nhint: did you mean train.steps?" in text
+    assert "launch.nproc=two in override 'launch.nproc=two'; it wants auto, or whole number" in text
+    assert "'=' is not an override" in text
+    assert "unknown key foo.bar" in text
+    assert "num_heads 4 must be a multiple of num_kv_heads 3" in text
+
+
+def test_plus_is_for_open_maps_only() -> None:
+    assert "already has" in problems("+train.steps=5")[0]
+
+
+def test_dropping_what_the_recipe_does_not_set_is_said() -> None:
+    assert "drops a key that the recipe does not set" in problems("~optim.clip")[0]
+
+
+def test_an_unknown_key_in_a_file_names_file_and_key(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("workload: lm\ntrain:\n  stepz: 3\n")
+    assert problems(source=str(file)) == [
+        f"unknown key train.stepz in {file}\nhint: did you mean train.steps?"
+    ]
+
+
+def test_a_number_in_quotes_is_not_a_number() -> None:
+    assert "it wants whole number >= 1" in problems("train.steps='7'")[0]
+
+
+def test_bare_off_in_yaml_is_the_word(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("workload: lm\ntrain:\n  compile: off\noptim:\n  fused: on\n")
+    config = load(source=str(file))
+    assert (config.train.compile, config.optim.fused) == ("off", "on")
+
+
+def test_environment_variables_with_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_NAME", "from-env")
+    assert load("name=${oc.env:MY_NAME}").name == "from-env"
+    assert load("name=${oc.env:NOT_THERE,fallback}").name == "fallback"
+    assert "NOT_THERE" in problems("name=${oc.env:NOT_THERE}")[0]
+
+
+def test_a_secret_is_never_read_into_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    found = problems("name=${oc.env:HF_TOKEN}")
+    assert "reads the secret HF_TOKEN" in found[0]
+    assert "hf_secret" not in "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("name: !!python/object/apply:os.system ['touch hacked']\n", "YAML tag"),
+        ("name: !!python/name:os.system\n", "YAML tag"),
+        ("a: &x [1]\nb: *x\n", "alias"),
+        ("[" * 30 + "]" * 30, "levels deep"),
+        ("- 1\n- 2\n", "must be a map"),
+        ("name: [\n", "not valid YAML"),
+        ("workload: lm\nmodel:\n  _target_: torch.hub.load\n", "would import code"),
+    ],
+)
+def test_yaml_that_would_run_code_is_refused(
+    text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "evil.yaml"
+    file.write_text(text)
+    assert says in "\n".join(problems(source=str(file)))
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
+    file = tmp_path / "huge.yaml"
+    file.write_text("a: {b: " * 2_000_000)
+    assert "larger than 1 MiB" in problems(source=str(file))[0]
+
+
+def test_a_tag_in_an_override_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    problems("name=!!python/object/apply:os.system ['touch hacked']")
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_a_file_may_not_choose_code_to_run(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text("raise SystemExit('it ran')")
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"workload: {job}:Mine\n")
+    with pytest.raises(ConfigError, match="a file may not choose code"):
+        load_job(str(file), [])
+
+
+def test_configs_are_frozen_and_survive_the_disk(tmp_path: Path) -> None:
+    config = load("train.steps=9")
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.steps = 10  # type: ignore[misc]
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "run.yaml", SCHEMA) == config
+
+
+def test_every_key_has_a_type_and_a_meaning() -> None:
+    for key in iter_keys(SCHEMA):
+        assert key.meaning and key.type, key.path

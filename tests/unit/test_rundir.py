@@ -1,0 +1,95 @@
+"""The run directory: never two runs in one, never a path outside, never half a file."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ConfigError, DataError
+from paceline.files import write_atomic
+from paceline.records import Choice, Env, Finding
+from paceline.rundir import RunDir, slug
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("lm_tiny", "lm_tiny"),
+        ("$(touch x); ../../etc", "touch-x-..-..-etc"),
+        ("a\nb", "a-b"),
+        ("<script>", "script"),
+        ("..", "run"),
+        ("/", "run"),
+    ],
+)
+def test_names_are_one_safe_path_component(name: str, expected: str) -> None:
+    assert slug(name) == expected
+    assert "/" not in slug(name) and slug(name) not in ("", ".", "..")
+
+
+def test_latest_points_to_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = RunDir.create("a", None), RunDir.create("a", None)
+    assert first.root != second.root
+    assert (tmp_path / "runs" / "latest").resolve() == second.root
+
+
+def test_a_live_run_keeps_others_out(tmp_path: Path) -> None:
+    run = RunDir.create("a", tmp_path / "run")
+    with run.lock():
+        run.require_fresh()
+        with pytest.raises(ConfigError, match=f"live run .process {os.getpid()}"):
+            run.lock().__enter__()
+    with run.lock():  # the lock is free again once its owner has left
+        pass
+
+
+def test_a_used_directory_is_not_written_over(tmp_path: Path) -> None:
+    run = RunDir.create("a", tmp_path / "run")
+    run.config.write_text("name: mine")
+    with run.lock(), pytest.raises(ConfigError, match="never writes over another"):
+        run.require_fresh()
+    assert run.config.read_text() == "name: mine"
+
+
+def test_out_in_a_place_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot make the run directory"):
+        RunDir.create("a", tmp_path / "file" / "run")
+
+
+def test_opening_what_is_no_run_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not a run directory"):
+        RunDir.open(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    write_atomic(path, "old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path], "a temporary file is left"
+
+
+def test_records_carry_their_schema(tmp_path: Path) -> None:
+    path = tmp_path / "env.json"
+    path.write_text('{"schema": 999}')
+    with pytest.raises(DataError, match="schema 999, this Paceline reads 1"):
+        Env.load(path)
+    path.write_text("not json")
+    with pytest.raises(DataError, match="not a Env record"):
+        Env.load(path)
+
+
+def test_a_finding_reads_as_a_sentence() -> None:
+    finding = Finding(severity="error", where="a.b", what="is wrong", hint="set a.b=1")
+    assert str(finding) == "a.b: is wrong\nhint: set a.b=1"
+    assert Choice(requested="auto", value=1, because="why").because == "why"

@@ -1,0 +1,104 @@
+"""Text to token shards: nothing lost, documents apart, train and validation apart."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.config.lm import LMData
+from paceline.data.text import DOCUMENT_END, list_files, open_tokens, prepare_tokens, unigram_entropy
+from paceline.errors import DataError
+
+
+def data(source: Path | str, tmp_path: Path, **more: object) -> LMData:
+    settings = {"source": str(source), "cache_dir": str(tmp_path / "cache"), "seq_len": 32}
+    return LMData.model_validate(settings | more)
+
+
+def quiet(text: str) -> None:
+    del text
+
+
+def documents(tokens: np.ndarray) -> list[bytes]:
+    ends = np.flatnonzero(tokens == DOCUMENT_END)
+    starts = [0, *(ends[:-1] + 1)]
+    return [tokens[a:b].astype(np.uint8).tobytes() for a, b in zip(starts, ends, strict=True)]
+
+
+def test_every_document_comes_back_and_belongs_to_one_split(corpus: Path, tmp_path: Path) -> None:
+    settings = data(corpus, tmp_path, val_fraction=0.3)
+    manifest = prepare_tokens(settings, quiet)
+    train, val = open_tokens(settings, "train"), open_tokens(settings, "val")
+    assert train is not None and val is not None
+    found = [documents(np.concatenate(split.parts)) for split in (train, val)]
+    assert found[0] and found[1] and not set(found[0]) & set(found[1])
+    assert sorted(found[0] + found[1]) == sorted(p.read_bytes() for p in corpus.iterdir())
+    assert manifest.num_documents == 40
+    assert manifest.num_tokens == sum(p.stat().st_size + 1 for p in corpus.iterdir())
+
+
+def test_samples_overlap_by_the_token_to_predict(corpus: Path, tmp_path: Path) -> None:
+    settings = data(corpus, tmp_path)
+    prepare_tokens(settings, quiet)
+    train = open_tokens(settings, "train")
+    assert train is not None
+    stream = np.concatenate(train.parts)
+    for index in (0, 1, len(train) - 1):
+        expected = stream[index * 32 : index * 32 + 33]
+        assert train[index]["tokens"].tolist() == expected.tolist()
+    batch = train.batch(np.array([3, 1]))["tokens"]
+    assert batch.shape == (2, 33) and batch[1].tolist() == train[1]["tokens"].tolist()
+
+
+def test_jsonl_rows_are_documents(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"body": f"row {n}"}) + "\n" for n in range(50)))
+    settings = data(file, tmp_path, text_field="body", val_fraction=0.0)
+    assert prepare_tokens(settings, quiet).num_documents == 50
+
+
+def test_a_bad_row_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "good"}\n{"txt": "bad"}\n')
+    with pytest.raises(DataError, match="rows.jsonl:2 is not a JSON row"):
+        prepare_tokens(data(file, tmp_path), quiet)
+    assert not list((tmp_path / "cache" / "tokens").glob("rows*/")), "half-made shards are left"
+
+
+def test_shards_are_made_once_and_again_when_a_file_changes(corpus: Path, tmp_path: Path) -> None:
+    settings, said = data(corpus, tmp_path), list[str]()
+    first = prepare_tokens(settings, said.append)
+    assert said
+    assert prepare_tokens(settings, pytest.fail) == first
+    (corpus / "99.txt").write_text("one more document")
+    assert prepare_tokens(settings, quiet).fingerprint != first.fingerprint
+
+
+def test_max_files_and_the_standard_library(tmp_path: Path) -> None:
+    files = list_files(data("stdlib", tmp_path, max_files=5))
+    assert len(files) == 5 and all(path.suffix == ".py" for path in files)
+    every = list_files(data("stdlib", tmp_path))
+    assert not any("site-packages" in path.parts for path in every)
+    assert sum(path.stat().st_size for path in every) > 5_000_000
+
+
+def test_a_truncated_shard_is_refused(corpus: Path, tmp_path: Path) -> None:
+    settings = data(corpus, tmp_path)
+    prepare_tokens(settings, quiet)
+    shard = next((tmp_path / "cache" / "tokens").glob("*/train_*.bin"))
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(DataError, match="its manifest says"):
+        open_tokens(settings, "train")
+
+
+@pytest.mark.parametrize("source", ["/no/such/place", "nowhere"])
+def test_a_missing_source_is_named(source: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=source):
+        prepare_tokens(data(source, tmp_path), quiet)
+
+
+def test_entropy_of_known_counts() -> None:
+    # Four equally likely tokens: log 4 nats. One token: 0.
+    assert unigram_entropy(np.array([5, 5, 5, 5])) == pytest.approx(np.log(4))
+    assert unigram_entropy(np.array([9, 0])) == 0
