@@ -352,7 +352,9 @@ def judge(label: str, seconds: dict[str, list[float]], losses: dict) -> list[dic
     hand = seconds["hand loop"]
     middle = statistics.median(hand)
     print(f"\n{label} step: hand loop {middle * 1e3:.2f} ms, {len(hand)} rounds")
-    print(f"{'':<12} {'median of pairs':>16} {'95 % interval':>17} {'minima':>8} {'added':>9}  losses")
+    print(
+        f"{'':<12} {'median of pairs':>16} {'95 % interval':>17} {'minima':>8} {'added':>9}  losses"
+    )
     rows = []
     for name, own in seconds.items():
         pairs = [a / b for a, b in zip(own, hand, strict=True)]

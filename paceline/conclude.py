@@ -23,6 +23,7 @@ from paceline.rundir import RunDir
 from paceline.stats.windows import Throughput, measure_throughput
 from paceline.tables import TrainingRow, read_training
 
+NEWLINE = "\n"
 MFU_FORMULA = "MFU = FLOPs per sample x samples/s / (world size x peak FLOP/s)"
 
 
@@ -145,7 +146,7 @@ def _failure(
     verdict = verdicts.get(cause)
     step, phase = _last_beat(run.heartbeat(cause))
     others = [
-        f"rank {v.rank}: {v.error.kind}: {v.error.message.splitlines()[0] if v.error.message else ''}"
+        f"rank {v.rank}: {v.error.kind}: {v.error.message.partition(NEWLINE)[0]}"
         for v in verdicts.values()
         if v.error is not None and v.rank != cause
     ]

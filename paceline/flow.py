@@ -1,6 +1,6 @@
 """One run from config to report: read this file first, then one folder per stage, in this order.
 
-    asked (run.yaml) -> found (env.json) -> decided (plan.json) -> launched -> recorded -> reported
+asked (run.yaml) -> found (env.json) -> decided (plan.json) -> launched -> recorded -> reported
 """
 
 import time

@@ -1,7 +1,7 @@
 """What the user asked to run: a checked config and the workload it names.
 
-    job = load_job("lm_tiny", ["train.steps=50"])
-    job = load_job("my_job.py:MyWorkload", [])
+job = load_job("lm_tiny", ["train.steps=50"])
+job = load_job("my_job.py:MyWorkload", [])
 """
 
 from collections.abc import Sequence

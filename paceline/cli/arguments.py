@@ -14,7 +14,9 @@ Source = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="a.b=c and ++a.b=c set, +a.b=c adds, ~a.b drops."),
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="a.b=c and ++a.b=c set, +a.b=c adds, ~a.b drops."
+    ),
 ]
 OutOption = Annotated[
     Path | None,

@@ -1,4 +1,4 @@
-"""What a person sees on stderr: progress, problems, and how a run ended. Readable without colour."""
+"""What a person sees on stderr: progress, problems, how a run ended. Readable without colour."""
 
 import json
 import sys
@@ -15,6 +15,7 @@ from paceline.records import Plan, Result
 from paceline.rundir import RunDir
 
 PLAIN_INTERVAL_S = 5.0
+MAX_SAMPLE_IDS = 8
 
 
 class ConsoleTalk:
@@ -105,9 +106,10 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
 def _say_failure(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
     talk.say(f"run ended as {result.outcome} (exit {result.exit_code}) after step {result.steps}")
     if result.bad_step is not None:
+        more = " and more" if len(result.bad_sample_ids) > MAX_SAMPLE_IDS else ""
         talk.say(
             f"the loss or gradient of step {result.bad_step} was not finite and the update was not"
-            f" applied; samples {result.bad_sample_ids[:8]}{' ...' * (len(result.bad_sample_ids) > 8)}"
+            f" applied; samples {result.bad_sample_ids[:MAX_SAMPLE_IDS]}{more}"
         )
     failure = result.failure
     if failure is not None:

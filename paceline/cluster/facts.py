@@ -113,4 +113,5 @@ def _nccl_version() -> str | None:
 
     if not torch.distributed.is_nccl_available():
         return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(str(part) for part in version)

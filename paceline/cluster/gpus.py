@@ -50,7 +50,7 @@ class GpuHandle:
         values = {}
         for name, read in readings.items():
             try:
-                values[name] = float(read())
+                values[name] = float(read())  # type: ignore[no-untyped-call]
             except nvml.NVMLError:
                 continue
         return values

@@ -1,7 +1,7 @@
 """From what was typed to a frozen `RunConfig`, or to one error that lists every problem.
 
-    draft = read_draft("lm_tiny", ["train.steps=50"])     YAML and overrides, nothing trusted yet
-    config = validate(draft, schema)                      all problems at once, or a config
+draft = read_draft("lm_tiny", ["train.steps=50"])     YAML and overrides, nothing trusted yet
+config = validate(draft, schema)                      all problems at once, or a config
 """
 
 import re
@@ -54,7 +54,8 @@ def recipe_names() -> list[str]:
 def recipe_text(name: str) -> str:
     if name not in recipe_names():
         raise ConfigError(
-            f"there is no recipe or file '{name}'\nhint: the recipes are {', '.join(recipe_names())}"
+            f"there is no recipe or file '{name}'\n"
+            f"hint: the recipes are {', '.join(recipe_names())}"
         )
     return (resources.files("paceline.config") / "recipes" / f"{name}.yaml").read_text()
 

@@ -30,7 +30,9 @@ def parse_override(text: str) -> Override:
     """Read one override; `ValueError` says what is wrong with it."""
     found = _SHAPE.fullmatch(text)
     if not found:
-        raise ValueError(f"'{text}' is not an override\nhint: write key=value, as in train.steps=50")
+        raise ValueError(
+            f"'{text}' is not an override\nhint: write key=value, as in train.steps=50"
+        )
     sign, key, value = found["sign"], found["key"], found["value"]
     path = tuple(key.split("."))
     if not all(path):

@@ -1,1 +1,1 @@
-"""Data: sets that answer by index, and `cursor` and `loader`, which turn a position into batches."""
+"""Data: sets that answer by index; `cursor` and `loader` turn a position into batches."""

@@ -51,9 +51,7 @@ class LocalLauncher:
                 "this process is itself a rank of torchrun; ranks cannot start ranks\n"
                 "hint: run `paceline train` without torchrun: it starts its own"
             )
-        ticket = RankTicket(
-            str(run.root), os.getcwd(), dict(os.environ) | launch.env, os.getpid()
-        )
+        ticket = RankTicket(str(run.root), os.getcwd(), dict(os.environ) | launch.env, os.getpid())
         multiprocessing.set_forkserver_preload([rank_main.__module__])
         with _signals_restored(), _elastic_logs_to(run.launcher_log):
             return _launch(launch.nproc, ticket)

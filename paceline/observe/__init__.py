@@ -1,1 +1,1 @@
-"""Watching a rank from a thread of its own: heartbeat and telemetry. Training never waits for it."""
+"""Watching a rank from a thread of its own: heartbeat and telemetry. Training never waits."""

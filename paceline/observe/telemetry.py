@@ -44,4 +44,3 @@ class Telemetry(Ticker):
 def _gpu_row(sample: dict[str, float]) -> tuple[Any, ...]:
     names = ("utilisation_percent", "memory_bytes", "clock_mhz", "power_w", "temperature_c")
     return (*(sample.get(name, "") for name in names), "")
-

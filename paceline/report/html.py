@@ -60,7 +60,9 @@ def _loss(story: Story) -> str:
     val = [(float(row.step), row.val_loss) for row in story.training if row.val_loss is not None]
     entropy = story.result.data_facts.get("unigram_entropy") if story.result else None
     axes = Axes("step", "loss", line_at=entropy, line_label="byte-unigram entropy")
-    return line_chart([Series("training", train, "c1"), Series("validation", val, "c2", True)], axes)
+    return line_chart(
+        [Series("training", train, "c1"), Series("validation", val, "c2", True)], axes
+    )
 
 
 def _rate(story: Story) -> str:

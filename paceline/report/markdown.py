@@ -1,5 +1,7 @@
 """summary.md: what a person pastes into an issue."""
 
+from collections.abc import Sequence
+
 from paceline.records import Git
 from paceline.report.story import Story, duration, headline, size
 
@@ -104,7 +106,7 @@ def _git(git: Git | None) -> str:
     return f"{git.commit[:12]} ({git.branch}{', dirty' if git.dirty else ''})"
 
 
-def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
     return "\n".join(lines)

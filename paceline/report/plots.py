@@ -70,10 +70,10 @@ def stacked_bars(rows: dict[str, dict[str, float]], unit: str, scale: float) -> 
     widest = max(sum(max(0.0, v) for v in phases.values()) for phases in rows.values()) or 1.0
     x_scale = _Scale(0.0, widest * scale, LEFT, WIDTH - RIGHT)
     bottom = height - BOTTOM
-    parts = [_tick_x(x_scale(t), bottom, _short(t)) for t in ticks(0.0, widest * scale)]
+    parts = [_text("tick", x_scale(t), bottom + 16, _short(t)) for t in ticks(0.0, widest * scale)]
     for number, (name, phases) in enumerate(rows.items()):
         y = TOP + number * step + (step - bar) / 2
-        parts.append(f'<text class="label" x="{LEFT - 8}" y="{y + bar * 0.7:.1f}">{escape(name)}</text>')
+        parts.append(_text("label", LEFT - 8, y + bar * 0.7, name))
         x = 0.0
         for phase, value in phases.items():
             width = max(0.0, value) * scale
@@ -135,17 +135,22 @@ def _grid(x_scale: _Scale, y_scale: _Scale, axes: Axes) -> list[str]:
         )
     for value in ticks(y_scale.low, y_scale.high):
         y = y_scale(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="label" x="{LEFT - 8}" y="{y + 4:.1f}">{_short(value)}</text>')
-    parts += [_tick_x(x_scale(value), bottom, _short(value)) for value in ticks(x_scale.low, x_scale.high)]
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+        parts.append(_text("label", LEFT - 8, y + 4, _short(value)))
+    parts += [
+        _text("tick", x_scale(value), bottom + 16, _short(value))
+        for value in ticks(x_scale.low, x_scale.high)
+    ]
     parts.append(_axis_label(HEIGHT, axes.x_label))
-    parts.append(f'<text class="unit" x="4" y="14">{escape(axes.y_label)}</text>')
+    parts.append(_text("unit", 4, 14, axes.y_label))
     if axes.line_at is not None:
         y = y_scale(axes.line_at)
-        parts.append(f'<line class="mark" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(
-            f'<text class="note" x="{WIDTH - RIGHT - 4}" y="{y - 5:.1f}">{escape(axes.line_label)}</text>'
+            f'<line class="mark" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
+        parts.append(_text("note", WIDTH - RIGHT - 4, y - 5, axes.line_label))
     return parts
 
 
@@ -174,13 +179,12 @@ def _hover(series: Series, x_scale: _Scale, y_scale: _Scale, axes: Axes) -> str:
     )
 
 
-def _tick_x(x: float, bottom: float, text: str) -> str:
-    return f'<text class="tick" x="{x:.1f}" y="{bottom + 16:.1f}">{text}</text>'
+def _text(kind: str, x: float, y: float, text: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
 
 
 def _axis_label(height: float, text: str) -> str:
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    return f'<text class="tick" x="{middle:.0f}" y="{height - 4:.0f}">{escape(text)}</text>'
+    return _text("tick", (LEFT + WIDTH - RIGHT) / 2, height - 4, text)
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:

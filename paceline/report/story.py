@@ -114,9 +114,7 @@ def _median_phases(rows: Sequence[StepRow]) -> dict[str, float]:
     names = [*kept[0].phases_s, UNACCOUNTED]
     middle = {}
     for name in names:
-        values = [
-            row.unaccounted_s if name == UNACCOUNTED else row.phases_s[name] for row in kept
-        ]
+        values = [row.unaccounted_s if name == UNACCOUNTED else row.phases_s[name] for row in kept]
         middle[name] = median(values)
     return middle
 

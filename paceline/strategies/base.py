@@ -22,7 +22,7 @@ class Totals(NamedTuple):
     """Loss summed over units, and the units: zeros on a rank that computes no loss."""
 
     loss_sum: Tensor
-    count: int | Tensor
+    units: int | Tensor
 
 
 class StepInfo(NamedTuple):

@@ -16,7 +16,7 @@ def build_module(parts: EngineParts) -> nn.Module:
         with torch.device("meta"):
             model = parts.workload.build_model(config)
         model.to_empty(device=device)
-        model.init_weights()
+        model.init_weights()  # type: ignore[operator]
     else:
         with device:
             model = parts.workload.build_model(config).to(device)

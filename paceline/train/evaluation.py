@@ -15,7 +15,12 @@ class Evaluation:
     """Knows when validation is due and runs it; without validation data it never is."""
 
     def __init__(
-        self, config: RunConfig, plan: Plan, data: Dataset | None, dp_rank: int, device: torch.device
+        self,
+        config: RunConfig,
+        plan: Plan,
+        data: Dataset | None,
+        dp_rank: int,
+        device: torch.device,
     ) -> None:
         self.every, self.num_steps = config.train.eval_every, plan.steps
         self.data, self.device = data, device

@@ -81,7 +81,7 @@ class Ledger:
         self._scalars.push(step, (totals.loss_sum, info.grad_norm, info.skipped))
 
     def vetoes(self, through: int) -> list[tuple[int, bool]]:
-        """Steps up to `through` whose update was vetoed, and whether this rank's loss was finite."""
+        """Steps up to `through` that were vetoed, and whether this rank's loss was finite."""
         found = []
         for step, (loss_sum, grad_norm, skipped) in self._scalars.pop(through, wait=True):
             row = self._rows[step]
@@ -113,7 +113,7 @@ class Ledger:
     def _gather(self) -> None:
         """Start summing this window's losses and counts over all ranks."""
         losses = torch.stack([totals.loss_sum for _, totals in self._window]).double()
-        counts = _as_vector([totals.count for _, totals in self._window], self.device)
+        counts = _as_vector([totals.units for _, totals in self._window], self.device)
         sums = torch.stack([losses, counts])
         dist.all_reduce(sums)
         last = self._window[-1][0]

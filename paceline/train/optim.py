@@ -9,7 +9,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from paceline.config.schema import OptimConfig, ScheduleConfig
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig, fused: bool) -> Optimizer:
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], optim: OptimConfig, fused: bool
+) -> Optimizer:
     """AdamW or SGD; weight decay on matrices only, for it shrinks norms and biases for nothing."""
     kept = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [

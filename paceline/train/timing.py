@@ -25,7 +25,7 @@ class StepTimes:
 
     @property
     def unaccounted_s(self) -> float:
-        """Wall time that no phase saw: negative when the device was still busy with a step before."""
+        """Wall time that no phase saw; negative while the device is busy with a step before."""
         return self.wall_s - sum(self.phases_s.values())
 
 

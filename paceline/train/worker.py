@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from paceline.data.cursor import Order, StepSlice
 from paceline.data.loader import LoaderPlan, Microbatch, MicrobatchSource, iter_microbatches
@@ -207,7 +208,7 @@ def claim_device(plan: Plan, place: Place) -> torch.device:
 
 
 def init_process_group(
-    plan: Plan, place: Place, device: torch.device, store: dist.Store | None = None
+    plan: Plan, place: Place, device: torch.device, store: Store | None = None
 ) -> None:
     """Join the other ranks: through `store`, or the address in the environment."""
     dist.init_process_group(

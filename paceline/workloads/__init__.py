@@ -1,1 +1,1 @@
-"""What is trained: model, data and loss behind one seam. `base` is the seam, one file a workload."""
+"""What is trained: model, data and loss. `base` is the seam, then one file a workload."""

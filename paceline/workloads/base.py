@@ -1,11 +1,11 @@
 """The workload seam: what a job must bring to be trained. Built-in ones use nothing more.
 
-    class MyWorkload(Workload):
-        def build_model(self, config): ...               an nn.Module
-        def build_data(self, config, split): ...         a Dataset; None where there is no such split
-        def loss(self, model, batch): ...                (sum of the losses, how many were summed)
+class MyWorkload(Workload):
+    def build_model(self, config): ...               an nn.Module
+    def build_data(self, config, split): ...         a Dataset; None where there is no such split
+    def loss(self, model, batch): ...                (sum of the losses, how many were summed)
 
-    paceline train my_job.py:MyWorkload train.steps=50
+paceline train my_job.py:MyWorkload train.steps=50
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from paceline.config.schema import DataConfig, RunConfig, Section
+from paceline.config.schema import DataConfig, Section
 from paceline.errors import ConfigError
 from paceline.files import fingerprint
 from paceline.records import Finding

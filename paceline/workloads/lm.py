@@ -61,7 +61,8 @@ class LanguageModel(Workload):
     def flops(self, config: Any) -> float:
         from paceline.models.lm import flops_per_token
 
-        return flops_per_token(config.model, config.data.seq_len) * config.data.seq_len
+        seq_len: int = config.data.seq_len
+        return flops_per_token(config.model, seq_len) * seq_len
 
     def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, float]:
         from paceline.data.text import prepare_tokens

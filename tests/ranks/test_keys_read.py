@@ -66,7 +66,11 @@ def test_the_proxy_sees_reads_and_only_reads(reads: set[tuple[str, str]]) -> Non
 
 
 def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, corpus: Path) -> None:
-    text = [f"data.cache_dir={tmp_path / 'cache'}", f"data.source={corpus}", "data.val_fraction=0.3"]
+    text = [
+        f"data.cache_dir={tmp_path / 'cache'}",
+        f"data.source={corpus}",
+        "data.val_fraction=0.3",
+    ]
     schema = None
     for name in recipe_names():
         for number, variant in enumerate(VARIANTS):

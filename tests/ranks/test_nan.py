@@ -10,7 +10,7 @@ import torch
 from paceline.errors import Outcome
 from tests.harness import run_here, run_ranks
 
-JOB = '''
+JOB = """
 import torch
 from torch import nn
 from paceline import Section, Workload
@@ -19,11 +19,12 @@ from pydantic import Field
 class Data:
     fingerprint = "line"
     def __len__(self): return 64
-    def __getitem__(self, index): return {"x": torch.full((4,), index / 64), "id": torch.tensor(index)}
+    def __getitem__(self, index):
+        return {"x": torch.full((4,), index / 64), "id": torch.tensor(index)}
 
 class Model(Section):
     poison: int = Field(-1, description="sample whose loss is bad")
-    kind: str = Field("nan", description="nan loss, inf loss with a finite gradient, or bad gradient")
+    kind: str = Field("nan", description="nan loss, inf loss with a finite gradient, or grad")
 
 class Bad(Workload):
     Model = Model
@@ -40,7 +41,7 @@ class Bad(Workload):
         if self.kind == "inf": loss = loss + torch.where(bad, float("inf"), 0.0)
         if self.kind == "grad" and bad: y.register_hook(lambda g: g * float("nan"))
         return loss, len(y)
-'''
+"""
 STEPS = 8
 COMMON = [
     f"train.steps={STEPS}", "train.micro_batch_size=4", "data.num_workers=0", "optim.lr=0.1",

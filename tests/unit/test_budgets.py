@@ -1,4 +1,4 @@
-"""Sizes that keep the code readable: files, functions, flags. Over budget means split, not raise."""
+"""Sizes that keep the code readable: files, functions, flags. Over budget: split, do not raise."""
 
 import ast
 import re

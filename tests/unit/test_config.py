@@ -70,7 +70,9 @@ def test_every_problem_is_reported_at_once() -> None:
     found = problems("train.stps=5", "launch.nproc=two", "=", "+foo.bar=1", "model.num_kv_heads=3")
     text = "\n".join(found)
     assert len(found) == 5
-    assert "unknown key train.stps in override 'train.stps=5'\nhint: did you mean train.steps?" in text
+    assert (
+        "unknown key train.stps in override 'train.stps=5'\nhint: did you mean train.steps?" in text
+    )
     assert "launch.nproc=two in override 'launch.nproc=two'; it wants auto, or whole number" in text
     assert "'=' is not an override" in text
     assert "unknown key foo.bar" in text

@@ -34,9 +34,7 @@ def test_the_order_looks_random() -> None:
 def test_a_step_is_the_same_samples_for_any_split(micro: int, accum: int, dp: int) -> None:
     slices = [StepSlice(micro, accum, dp, rank) for rank in range(dp)]
     step = 5
-    seen = np.concatenate(
-        [s.positions(step * accum + a) for s in slices for a in range(accum)]
-    )
+    seen = np.concatenate([s.positions(step * accum + a) for s in slices for a in range(accum)])
     assert sorted(seen.tolist()) == list(range(step * 16, (step + 1) * 16))
 
 

@@ -11,9 +11,7 @@ from paceline.train.readback import Readback
 
 def row(step: int, step_s: float, warmup: bool = False) -> TrainingRow:
     # 8 samples of 16 tokens a step.
-    return TrainingRow(
-        step, 1.0, 0.1, 1.0, step_s, 8 / step_s, 128 / step_s, False, warmup, None
-    )
+    return TrainingRow(step, 1.0, 0.1, 1.0, step_s, 8 / step_s, 128 / step_s, False, warmup, None)
 
 
 def test_throughput_is_work_over_time_after_warm_up() -> None:

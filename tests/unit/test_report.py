@@ -53,7 +53,8 @@ def run(tmp_path: Path) -> RunDir:
 def verdict(rank: int, **more: object) -> RankVerdict:
     facts = {
         "rank": rank, "host": "box", "outcome": Outcome.OK, "step": 20, "ended_at": 10.0 + rank,
-        "flops_per_sample": 1e9, "flops_source": "counted", "peak_reserved_bytes": 2**20 * (rank + 1),
+        "flops_per_sample": 1e9, "flops_source": "counted",
+        "peak_reserved_bytes": 2**20 * (rank + 1),
     }  # fmt: skip
     return RankVerdict.model_validate(facts | more)
 

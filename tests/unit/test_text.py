@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from paceline.config.lm import LMData
-from paceline.data.text import DOCUMENT_END, list_files, open_tokens, prepare_tokens, unigram_entropy
+from paceline.data.text import (
+    DOCUMENT_END,
+    list_files,
+    open_tokens,
+    prepare_tokens,
+    unigram_entropy,
+)
 from paceline.errors import DataError
 
 
