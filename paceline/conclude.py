@@ -24,6 +24,8 @@ from paceline.stats.windows import Throughput, measure_throughput
 from paceline.tables import TrainingRow, read_training
 
 NEWLINE = "\n"
+ECHO_KINDS = ("DistNetworkError", "DistBackendError")
+ECHOES = ("connection reset", "connection closed", "broken pipe", "remote worker crash")
 MFU_FORMULA = "MFU = FLOPs per sample x samples/s / (world size x peak FLOP/s)"
 
 
@@ -104,18 +106,20 @@ def load_verdicts(run: RunDir, num_ranks: int) -> dict[int, RankVerdict]:
 def _outcome(verdicts: dict[int, RankVerdict], num_ranks: int, end: LaunchEnd) -> Outcome:
     if end.signal is not None:
         return Outcome.INTERRUPTED
-    cause = _root_cause(verdicts, num_ranks)
+    cause = _root_cause(verdicts, num_ranks, end)
     if cause is None:
         return next(iter(verdicts.values())).outcome
     return verdicts[cause].outcome if cause in verdicts else Outcome.CRASHED
 
 
-def _root_cause(verdicts: dict[int, RankVerdict], num_ranks: int) -> int | None:
+def _root_cause(verdicts: dict[int, RankVerdict], num_ranks: int, end: LaunchEnd) -> int | None:
     """The rank that failed first; None when every rank came to the same end together.
 
-    A rank without a verdict was killed and said nothing: the others' errors came after it.
+    A rank without a verdict was killed and said nothing: the others' errors came after it. Of
+    several, it is the one that the launcher saw fail; the launcher itself ended the rest.
     """
     silent = [rank for rank in range(num_ranks) if rank not in verdicts]
+    silent.sort(key=lambda rank: not end.exit_codes.get(rank))
     errors = [verdict for verdict in verdicts.values() if verdict.error is not None]
     told = [v for v in errors if not _is_echo(v)]
     if told:
@@ -130,17 +134,14 @@ def _root_cause(verdicts: dict[int, RankVerdict], num_ranks: int) -> int | None:
 def _is_echo(verdict: RankVerdict) -> bool:
     """True for an error that only says that another rank went away."""
     assert verdict.error is not None
-    text = verdict.error.message
-    echoes = ("Connection reset", "Connection closed", "connection closed", "Broken pipe")
-    return verdict.error.kind in ("DistNetworkError", "DistBackendError") or any(
-        echo in text for echo in echoes
-    )
+    text = verdict.error.message.lower()
+    return verdict.error.kind in ECHO_KINDS or any(echo in text for echo in ECHOES)
 
 
 def _failure(
     run: RunDir, verdicts: dict[int, RankVerdict], num_ranks: int, end: LaunchEnd
 ) -> Failure | None:
-    cause = _root_cause(verdicts, num_ranks)
+    cause = _root_cause(verdicts, num_ranks, end)
     if cause is None:
         return None
     verdict = verdicts.get(cause)
@@ -168,7 +169,7 @@ def _message(verdict: RankVerdict | None, exit_code: int | None) -> str:
         return f"killed by {signal.Signals(-exit_code).name}"
     if exit_code is not None:
         return f"left early with exit code {exit_code}"
-    return "ended without a verdict"
+    return "left early, without an error"
 
 
 def _last_beat(path: Path) -> tuple[int, str]:

@@ -106,6 +106,9 @@ def iter_microbatches(
         timeout=plan.timeout_s,
         pin_memory=plan.pin_memory,
         persistent_workers=True,
+        # A rank is a child of a fork server and would start its loaders from another one: slow,
+        # and unable to pickle what a user's own file defines.
+        multiprocessing_context="fork",
         worker_init_fn=_quiet_worker,
     )
     try:

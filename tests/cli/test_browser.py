@@ -1,0 +1,50 @@
+"""The report in a real browser: it renders, without an error and without asking the network."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from paceline.rundir import RunDir
+from tests.unit.test_report import finish
+from tests.unit.test_report import run as run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+QUIET = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--hide-scrollbars",
+]  # fmt: skip
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+
+
+def browse(tmp_path: Path, page: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    assert CHROMIUM is not None
+    return subprocess.run(
+        [CHROMIUM, *QUIET, f"--user-data-dir={tmp_path / 'profile'}", *arguments, page.as_uri()],
+        capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [1100, 390])
+def test_the_report_renders_and_fits(run: RunDir, tmp_path: Path, width: int) -> None:
+    finish(run)
+    # The page itself measures whether anything is wider than the window.
+    probe = run.report.with_name("probe.html")
+    script = (
+        "<script>document.title = [document.querySelectorAll('svg').length,"
+        " document.documentElement.scrollWidth <= window.innerWidth,"
+        " getComputedStyle(document.querySelector('.card')).borderRadius].join('|')</script>"
+    )
+    probe.write_text(run.report.read_text().replace("</body>", f"{script}</body>"))
+    done = browse(tmp_path, probe, f"--window-size={width},1200", "--dump-dom")
+    assert "<title>3|true|8px</title>" in done.stdout, done.stdout[:300]
+
+
+def test_a_picture_of_it_is_not_blank(run: RunDir, tmp_path: Path) -> None:
+    finish(run)
+    picture = tmp_path / "page.png"
+    browse(tmp_path, run.report, "--window-size=1100,1400", f"--screenshot={picture}")
+    assert picture.stat().st_size > 20_000, "an empty page compresses to much less"

@@ -1,0 +1,69 @@
+"""The README does what it says: its job, its commands, the demo."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.cli.program import paceline
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands() -> list[str]:
+    lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    return [line for line in lines if line.startswith("paceline ")]
+
+
+def test_the_readme_names_every_verb() -> None:
+    from paceline.cli import app
+
+    verbs = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    assert verbs == {"demo", "recipes", "plan", "train", "report"}
+    text = " ".join(commands()) + " make demo"
+    assert all(verb in text for verb in verbs)
+
+
+def test_the_job_in_the_readme_is_short_and_trains(tmp_path: Path) -> None:
+    (job,) = blocks("python")
+    assert len(job.splitlines()) <= 45
+    (tmp_path / "my_job.py").write_text(job)
+    (command,) = [c for c in commands() if "my_job.py" in c]
+    ran = paceline(*shlex.split(command)[1:], "--json", cwd=tmp_path)
+    assert ran.code == 0, ran.err
+    result = json.loads(ran.out)
+    assert result["world_size"] == 2 and result["steps"] == 50
+    assert result["tflops_per_rank"] is not None, "counted on the first batch"
+    assert result["final_loss"] < 0.69, "it has learned more than a coin toss"
+    wider = paceline(
+        "train", "my_job.py:MyWorkload", "model.hidden=8", "train.steps=2", cwd=tmp_path
+    )
+    assert wider.code == 0, wider.err
+    wrong = paceline("train", "my_job.py:MyWorkload", "model.hiden=8", cwd=tmp_path)
+    assert wrong.code == 2 and "did you mean model.hidden?" in wrong.err
+
+
+@pytest.mark.timeout(300)
+def test_the_other_commands_run_as_written(tmp_path: Path) -> None:
+    for command in commands():
+        if "my_job.py" not in command:
+            ran = paceline(*shlex.split(command)[1:], cwd=tmp_path)
+            assert ran.code == 0, f"{command}\n{ran.err}"
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_learns(tmp_path: Path) -> None:
+    ran = paceline("demo", "--json", cwd=tmp_path)
+    assert ran.code == 0, ran.err
+    result = json.loads(ran.out)
+    entropy = result["data_facts"]["unigram_entropy"]
+    assert result["val_loss"] < entropy
+    assert f"byte frequencies alone give {entropy:.3f}: it has learned structure" in ran.err
+    assert "report: runs/demo-" in ran.err
+    assert "step " in ran.err, "progress is shown"

@@ -1,0 +1,99 @@
+"""Help that answers at once, data on stdout, and mistakes as one clear message."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.program import paceline
+
+VERBS = ("demo", "recipes", "plan", "train", "report")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *[[verb, "--help"] for verb in VERBS]])
+def test_help_teaches_and_answers_at_once(arguments: list[str], tmp_path: Path) -> None:
+    elapsed_s = []
+    for _ in range(3):
+        started_at = time.perf_counter()
+        ran = paceline(*arguments, cwd=tmp_path)
+        elapsed_s.append(time.perf_counter() - started_at)
+    assert ran.code == 0
+    assert "Example: paceline" in ran.out or arguments == ["--help"]
+    # 0.5 s on a quiet core; the best of three, with room for a loaded one.
+    assert min(elapsed_s) < 0.8, elapsed_s
+
+
+def test_help_does_not_load_torch(tmp_path: Path) -> None:
+    ran = paceline("--version", cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
+    assert "typer" in ran.err and not re.search(r"\btorch\b", ran.err)
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", ran.out)
+
+
+def test_recipes_list_copy_and_keys(tmp_path: Path) -> None:
+    names = [row["name"] for row in json.loads(paceline("recipes", "--json", cwd=tmp_path).out)]
+    assert names == ["lm_125m", "lm_1b", "lm_tiny"]
+    keys = json.loads(paceline("recipes", "--keys", "lm_tiny", "--json", cwd=tmp_path).out)
+    assert {"path": "train.steps", "type": "whole number >= 1"}.items() <= {
+        key["path"]: key for key in keys
+    }["train.steps"].items()
+    copied = paceline("recipes", "--copy", "lm_tiny", "mine.yaml", cwd=tmp_path)
+    assert copied.code == 0 and "paceline train mine.yaml" in copied.err
+    again = paceline("recipes", "--copy", "lm_tiny", "mine.yaml", cwd=tmp_path)
+    assert again.code == 2 and "not overwritten" in again.err
+    planned = paceline("plan", "mine.yaml", "--json", cwd=tmp_path)
+    assert json.loads(planned.out)["name"] == "lm_tiny"
+
+
+def test_plan_for_64_ranks_on_this_machine(tmp_path: Path) -> None:
+    ran = paceline("plan", "lm_1b", "launch.nproc=64", "launch.device=cpu", cwd=tmp_path)
+    assert ran.code == 0
+    assert "1024 samples a step = 16 micro x 1 accumulation x 64 dp" in ran.out
+    assert "1,345,423,360 parameters" in ran.out and "20.05 GiB a rank" in ran.out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+    ran = paceline("train", "lm_tiny", "--dry-run", "--json", cwd=tmp_path)
+    assert ran.code == 0 and json.loads(ran.out)["schema"] == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["train", "lm_tin"], 2, "there is no recipe or file 'lm_tin'\nhint: the recipes are"),
+        (["train", "no.yaml"], 2, "cannot read no.yaml"),
+        (["train", "lm_tiny", "train.stps=1"], 2, "did you mean train.steps?"),
+        (["train", "lm_tiny", "--stpes"], 2, "No such option: --stpes"),
+        (["train", "lm_tiny", "--otu", "x"], 2, "--out"),
+        (["tran", "lm_tiny"], 2, "train"),
+        (["train"], 2, "Missing argument"),
+        (["train", "lm_tiny", "launch.backend=nccl", "launch.device=cpu"], 3, "backend=gloo"),
+        (["train", "lm_tiny", "data.source=nowhere"], 4, "data.source=nowhere is neither"),
+        (["report", "nowhere"], 4, "nowhere is not a run directory"),
+        (["train", "gone.py:Job"], 2, "gone.py does not exist"),
+        (["train", "lm_tiny", "workload=lmm"], 2, "there is no workload 'lmm'"),
+    ],
+)
+def test_mistakes_are_one_clear_message(
+    arguments: list[str], code: int, says: str, tmp_path: Path
+) -> None:
+    ran = paceline(*arguments, cwd=tmp_path)
+    assert (ran.code, ran.out) == (code, "")
+    assert says in ran.err and "Traceback" not in ran.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_refusal_is_data_too(tmp_path: Path) -> None:
+    ran = paceline("train", "lm_tiny", "train.stps=1", "optim.lr=no", "--json", cwd=tmp_path)
+    refusal = json.loads(ran.out)
+    assert refusal["exit_code"] == ran.code == 2 and len(refusal["problems"]) == 2
+
+
+def test_ranks_do_not_start_ranks(tmp_path: Path) -> None:
+    ran = paceline(
+        "train", "lm_tiny", "data.source=synthetic", cwd=tmp_path, TORCHELASTIC_RUN_ID="1"
+    )
+    assert ran.code == 2 and "ranks cannot start ranks" in ran.err
