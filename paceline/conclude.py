@@ -24,8 +24,14 @@ from paceline.stats.windows import Throughput, measure_throughput
 from paceline.tables import TrainingRow, read_training
 
 NEWLINE = "\n"
+SIGNAL_HINTS = {
+    "SIGKILL": "\nhint: the kernel does that when memory runs out; see telemetry.csv",
+    "SIGILL": "\nhint: if this was bf16 on a CPU, its AMX may not be usable: set"
+    " ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or precision.mode=fp32",
+}
 ECHO_KINDS = ("DistNetworkError", "DistBackendError")
 ECHOES = ("connection reset", "connection closed", "broken pipe", "remote worker crash")
+REFUSALS = (Outcome.REFUSED_CONFIG, Outcome.REFUSED_CLUSTER, Outcome.REFUSED_DATA)
 MFU_FORMULA = "MFU = FLOPs per sample x samples/s / (world size x peak FLOP/s)"
 
 
@@ -50,14 +56,18 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
     tflops, mfu, note = _utilisation(plan, verdicts, rates)
     bad_step, bad_ids = _bad_samples(verdicts)
     peaks = [verdicts[rank] for rank in sorted(verdicts)]
+    val_loss = next((r.val_loss for r in reversed(rows) if r.val_loss is not None), None)
+    notes = {note for verdict in peaks for note in verdict.notes}
+    if val_loss is not None and not math.isfinite(val_loss):
+        notes.add("the last validation loss is not finite")
     return Result(
         run_dir=str(run.root),
         name=plan.name,
         outcome=outcome,
         exit_code=EXIT_CODES[outcome],
-        steps=rows[-1].step if rows else 0,
+        steps=_completed(run, plan, rows, verdicts),
         final_loss=_final_loss(rows),
-        val_loss=next((r.val_loss for r in reversed(rows) if r.val_loss is not None), None),
+        val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
         step_s=rates.step_s if rates else None,
         samples_per_s=rates.samples_per_s if rates else None,
         tokens_per_s=rates.tokens_per_s if rates else None,
@@ -89,9 +99,10 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
         skipped_steps=sum(row.skipped for row in rows),
         bad_step=bad_step,
         bad_sample_ids=bad_ids,
-        failure=_failure(run, verdicts, plan.world_size, known.end)
-        if outcome is not Outcome.OK
-        else None,
+        failure=None
+        if outcome in (Outcome.OK, Outcome.INTERRUPTED)
+        else _failure(run, verdicts, plan.world_size, known.end),
+        notes=sorted(notes),
         started_at=known.started_at,
         elapsed_s=known.ended_at - known.started_at,
     )
@@ -101,6 +112,17 @@ def load_verdicts(run: RunDir, num_ranks: int) -> dict[int, RankVerdict]:
     """The verdicts there are; a rank that was killed has none."""
     paths = {rank: run.verdict(rank) for rank in range(num_ranks)}
     return {rank: RankVerdict.load(path) for rank, path in paths.items() if path.is_file()}
+
+
+def _completed(
+    run: RunDir, plan: Plan, rows: list[TrainingRow], verdicts: dict[int, RankVerdict]
+) -> int:
+    """Optimizer steps that every rank finished: the table may lag behind a run that was cut off."""
+    recorded = rows[-1].step if rows else 0
+    if all(v.outcome in (Outcome.OK, Outcome.NAN) for v in verdicts.values()) and verdicts:
+        return recorded
+    begun = [_last_beat(run.heartbeat(rank))[0] for rank in range(plan.world_size)]
+    return max(recorded, min(begun) - 1)
 
 
 def _outcome(verdicts: dict[int, RankVerdict], num_ranks: int, end: LaunchEnd) -> Outcome:
@@ -134,8 +156,10 @@ def _root_cause(verdicts: dict[int, RankVerdict], num_ranks: int, end: LaunchEnd
 def _is_echo(verdict: RankVerdict) -> bool:
     """True for an error that only says that another rank went away."""
     assert verdict.error is not None
+    if verdict.error.kind in ECHO_KINDS:
+        return True
     text = verdict.error.message.lower()
-    return verdict.error.kind in ECHO_KINDS or any(echo in text for echo in ECHOES)
+    return verdict.error.kind == "RuntimeError" and any(echo in text for echo in ECHOES)
 
 
 def _failure(
@@ -164,9 +188,13 @@ def _failure(
 
 def _message(verdict: RankVerdict | None, exit_code: int | None) -> str:
     if verdict is not None and verdict.error is not None:
-        return f"{verdict.error.kind}: {verdict.error.message}"
+        error = verdict.error
+        # A refusal of ours is a sentence for people; its class says nothing more.
+        said = error.message if verdict.outcome in REFUSALS else f"{error.kind}: {error.message}"
+        return f"{said} ({error.place})" if error.place else said
     if exit_code is not None and exit_code < 0:
-        return f"killed by {signal.Signals(-exit_code).name}"
+        name = signal.Signals(-exit_code).name
+        return f"killed by {name}{SIGNAL_HINTS.get(name, '')}"
     if exit_code is not None:
         return f"left early with exit code {exit_code}"
     return "left early, without an error"

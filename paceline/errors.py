@@ -3,13 +3,10 @@
     PacelineError
     ├── ConfigError          the user asked for something impossible      exit 2
     ├── ClusterError         the machines cannot do what was asked        exit 3
-    ├── DataError            the data is missing, damaged or too small    exit 4
-    ├── RankDied             a rank ended without a verdict               exit 5
-    ├── NumericError         loss or gradient stopped being a number      exit 7
-    ├── OutOfResources       memory or disk ran out                       exit 10
-    └── Interrupted          the user stopped it                          exit 130
+    └── DataError            the data is missing, damaged or too small    exit 4
 
-Library code raises these; only `paceline.cli` prints them and exits.
+Library code raises these; only `paceline.cli` prints them and exits. What happens to a rank is no
+exception in the supervisor: it is an outcome, read from the rank's verdict (conclude.py).
 """
 
 from collections.abc import Sequence
@@ -76,19 +73,3 @@ class ClusterError(PacelineError):
 
 class DataError(PacelineError):
     outcome = Outcome.REFUSED_DATA
-
-
-class RankDied(PacelineError):
-    outcome = Outcome.CRASHED
-
-
-class NumericError(PacelineError):
-    outcome = Outcome.NAN
-
-
-class OutOfResources(PacelineError):
-    outcome = Outcome.OUT_OF_RESOURCES
-
-
-class Interrupted(PacelineError):
-    outcome = Outcome.INTERRUPTED

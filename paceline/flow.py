@@ -3,8 +3,11 @@
 asked (run.yaml) -> found (env.json) -> decided (plan.json) -> launched -> recorded -> reported
 """
 
+import json
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -62,7 +65,9 @@ def run_job(job: Job, out: Path | None, talk: Talk) -> Result:
     require_feasible(plan)
     for finding in plan.findings:
         talk.say(f"{finding.severity}: {finding}")
-    data_facts = job.workload.prepare(job.config, talk.say)
+    prepared = job.workload.prepare(job.config, talk.say)
+    # Now, not later: the user may edit the file while the run goes on.
+    code = code_fingerprint(job.config.workload)
 
     run = RunDir.create(job.config.name, out)
     with run.lock():
@@ -70,19 +75,31 @@ def run_job(job: Job, out: Path | None, talk: Talk) -> Result:
         launcher = find_launcher(job.config.launch.launcher)
         launch = launcher.plan(job, plan, env)
         _save_decisions(run, job, env, plan, launch)
+        write_atomic(run.data, json.dumps(prepared, indent=2) + "\n")
         end = _launch(run, plan, launch, launcher.run, talk)
         known = Circumstances(
             end=end,
             config_fingerprint=job.fingerprint,
-            code_fingerprint=code_fingerprint(launch.workload),
-            data_facts=data_facts,
+            code_fingerprint=code,
+            data_facts={k: v for k, v in prepared.items() if isinstance(v, int | float)},
             started_at=started_at,
             ended_at=time.time(),
         )
-        result = conclude(run, plan, env, known)
-        result.save(run.result)
-        write_report(run)
+        with _in_peace():
+            result = conclude(run, plan, env, known)
+            result.save(run.result)
+            write_report(run)
     return result
+
+
+@contextmanager
+def _in_peace() -> Iterator[None]:
+    """Ranks have ended; an impatient second Ctrl-C must not cost the record of the run."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _save_decisions(run: RunDir, job: Job, env: Env, plan: Plan, launch: LaunchPlan) -> None:

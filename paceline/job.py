@@ -4,14 +4,18 @@ job = load_job("lm_tiny", ["train.steps=50"])
 job = load_job("my_job.py:MyWorkload", [])
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from paceline.config.load import Draft, dump_config, load_config, read_draft, validate
 from paceline.config.schema import RunConfig, run_schema
 from paceline.errors import ConfigError
 from paceline.files import fingerprint
+from paceline.rundir import RunDir
 from paceline.workloads.base import Workload, find_workload
 
 EXPERIMENT = "+experiment="
@@ -34,26 +38,29 @@ class Job:
 def load_job(source: str, overrides: Sequence[str]) -> Job:
     """Read RECIPE, FILE.yaml, FILE.py:Class or +experiment=RECIPE, with overrides on top."""
     name = source.removeprefix(EXPERIMENT)
+    if name.endswith(".py"):
+        raise ConfigError(f"{name} needs the name of its class\nhint: {name}:MyWorkload")
     if ".py:" in name:
         draft = read_draft(None, [f"workload={name}", *overrides])
         _name_after_class(draft, name)
     else:
         draft = read_draft(name, overrides)
     typed = draft.typed("workload")
-    chosen = typed if typed is not None else draft.tree.get("workload")
-    if not isinstance(chosen, str):
-        raise ConfigError(
-            [*draft.problems, f"workload is required and {draft.place} does not set it"]
-        )
+    written: Any = OmegaConf.to_container(draft.tree, resolve=False)
+    chosen = typed if typed is not None else written.get("workload")
+    if not isinstance(chosen, str) or "${" in chosen:
+        raise ConfigError([*draft.problems, f"{draft.place} must set workload to a plain name"])
     workload = find_workload(chosen, typed=typed is not None)
     config = validate(draft, run_schema(workload.Model, workload.Data))
     return Job(config, workload(), (source, *overrides))
 
 
-def reload_job(run_yaml: Path, workload: str) -> Job:
+def reload_job(run: RunDir, workload: str) -> Job:
     """The job of a run directory; `workload` is what was typed, from launch.json, not the YAML."""
     kind = find_workload(workload, typed=True)
-    return Job(load_config(run_yaml, run_schema(kind.Model, kind.Data)), kind())
+    job = Job(load_config(run.config, run_schema(kind.Model, kind.Data)), kind())
+    job.workload.prepared = json.loads(run.data.read_text())
+    return job
 
 
 def _name_after_class(draft: Draft, spec: str) -> None:

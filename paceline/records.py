@@ -27,7 +27,7 @@ class Record(Part):
 
     def to_json(self) -> str:
         body = {"schema": self.SCHEMA, **self.model_dump(mode="json")}
-        return json.dumps(body, indent=2) + "\n"
+        return json.dumps(body, indent=2, allow_nan=False) + "\n"
 
     def save(self, path: Path) -> None:
         write_atomic(path, self.to_json())
@@ -38,8 +38,10 @@ class Record(Part):
         try:
             body = json.loads(path.read_text())
             found = body.pop("schema")
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise DataError(f"{path} is not a {cls.__name__} record: {error}") from error
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, AttributeError) as error:
+            raise DataError(f"{path} is damaged: no {cls.__name__} record ({error})") from error
         if found != cls.SCHEMA:
             raise DataError(
                 f"{path} has schema {found}, this Paceline reads {cls.SCHEMA}\n"
@@ -48,7 +50,7 @@ class Record(Part):
         try:
             return cls.model_validate(body)
         except ValueError as error:
-            raise DataError(f"{path} is not a valid {cls.__name__} record: {error}") from error
+            raise DataError(f"{path} is damaged: no {cls.__name__} record ({error})") from error
 
 
 class Choice(Part):
@@ -133,6 +135,15 @@ class BatchSplit(Part):
     global_size: int
 
 
+class ModelSize(Part):
+    """A model's parameters; frozen ones have weights, but no gradients and no optimizer state."""
+
+    num_trainable: int
+    num_frozen: int
+    trainable_bytes: int
+    frozen_bytes: int
+
+
 class StateBytes(Part):
     """Bytes one rank holds at rest: weights, gradients and optimizer state, no activations."""
 
@@ -164,7 +175,7 @@ class Plan(Record):
     fused_optimizer: Choice
     threads: Choice
     loader_workers: Choice
-    num_parameters: int
+    model: ModelSize
     state_bytes: StateBytes
     flops_per_sample: Choice = Field(description="Forward and backward, recomputation not counted.")
     peak_flops: Choice = Field(description="Dense peak of one device in the chosen precision.")
@@ -202,6 +213,7 @@ class LaunchPlan(Record):
 class RankError(Part):
     kind: str
     message: str
+    place: str = Field("", description="The user's own line that led to it, where there is one.")
     traceback: str = ""
 
 
@@ -217,6 +229,7 @@ class RankVerdict(Record):
     bad_step: int | None = None
     bad_sample_ids: list[int] = []
     loss_was_finite: bool = True
+    notes: list[str] = []
     flops_per_sample: float | None = None
     flops_source: str = ""
     data_fingerprint: str = ""
@@ -294,5 +307,6 @@ class Result(Record):
     bad_step: int | None
     bad_sample_ids: list[int]
     failure: Failure | None
+    notes: list[str]
     started_at: float
     elapsed_s: float

@@ -30,17 +30,19 @@ class RunDir:
     @classmethod
     def create(cls, name: str, out: Path | None) -> Self:
         """Make the directory of a new run: `out`, or `runs/NAME-UTC`, and point `latest` to it."""
-        root = out if out is not None else _unused(Path("runs"), slug(name))
         try:
+            root = out if out is not None else _unused(Path("runs"), slug(name))
             root.mkdir(parents=True, exist_ok=True)
+            if out is None:
+                _point_latest(root)
         except OSError as error:
             raise ConfigError(
-                f"cannot make the run directory {root}: {error.strerror}\n"
+                f"cannot make a run directory: {error.filename}: {error.strerror}\n"
                 "hint: give --out a directory that can be created and written"
             ) from error
-        if out is None:
-            _point_latest(root)
-        return cls(root.resolve())
+        run = cls(root.resolve())
+        run.require_fresh()
+        return run
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -54,11 +56,14 @@ class RunDir:
         return RunLock(self.root)
 
     def require_fresh(self) -> None:
-        """Refuse a directory that holds anything but our own lock. Call with the lock held."""
-        if any(path.name != RunLock.NAME for path in self.root.iterdir()):
+        """Refuse a directory that holds anything but our own lock. The lock held, it stays so."""
+        names = {path.name for path in self.root.iterdir()}
+        if names - {RunLock.NAME}:
+            if RunLock.NAME in names:
+                self.lock().__enter__().__exit__()  # says so if the run in it is alive
             raise ConfigError(
                 f"{self.root} already holds files; a run never writes over another\n"
-                "hint: give --out another directory, or leave it away for runs/NAME-UTC"
+                "hint: give --out another directory, or none for runs/NAME-UTC"
             )
 
     @property
@@ -72,6 +77,10 @@ class RunDir:
     @property
     def plan(self) -> Path:
         return self.root / "plan.json"
+
+    @property
+    def data(self) -> Path:
+        return self.root / "data.json"
 
     @property
     def launch(self) -> Path:
@@ -164,7 +173,9 @@ def _unused(parent: Path, name: str) -> Path:
             candidate.mkdir(parents=True)
             return candidate
         except FileExistsError:
-            continue
+            if parent.is_dir():
+                continue
+            raise
     raise ConfigError(f"1000 runs named {stem} exist\nhint: set name= or --out")
 
 

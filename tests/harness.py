@@ -3,6 +3,7 @@
 `run_ranks` trains a job without the launcher and returns what every rank held at the end.
 """
 
+import json
 import multiprocessing
 import os
 import traceback
@@ -21,7 +22,7 @@ from paceline.plan.planner import make_plan
 from paceline.records import Plan, RankVerdict
 from paceline.rundir import RunDir
 from paceline.tables import TrainingRow, read_training
-from paceline.train.worker import Place, RankRun, init_process_group
+from paceline.train.worker import Place, RankRun, claim_device, init_process_group
 
 TIMEOUT_S = 90
 multiprocessing.set_forkserver_preload(["tests.harness"])
@@ -43,8 +44,9 @@ def prepare_run(folder: Path, source: str, overrides: list[str]) -> tuple[Job, P
     job = load_job(source, overrides)
     plan = make_plan(job, probe())
     require_feasible(plan)
-    job.workload.prepare(job.config, lambda text: None)
+    job.workload.prepared = job.workload.prepare(job.config, lambda text: None)
     run = RunDir.create("test", folder)
+    run.data.write_text(json.dumps(job.workload.prepared))
     run.config.write_text(dump_config(job.config))
     plan.save(run.plan)
     return job, plan, run
@@ -79,7 +81,7 @@ def run_here(folder: Path, source: str, overrides: list[str]) -> RankEnds:
     """The same for one rank, in this process: for tests that look inside it."""
     job, plan, run = prepare_run(folder, source, [*overrides, "launch.nproc=1"])
     place = Place(0, 0, 1)
-    init_process_group(plan, place, torch.device("cpu"), dist.HashStore())
+    init_process_group(plan, place, claim_device(plan, place), dist.HashStore())
     try:
         rank = RankRun(job, plan, run, place)
         verdict = rank.execute()
@@ -98,7 +100,9 @@ def _rank(root: str, source: str, overrides: list[str], rank: int) -> None:
         place = Place(rank, rank, plan.world_size)
         store = dist.FileStore(str(run.root / "store"), plan.world_size)
         init_process_group(plan, place, torch.device("cpu"), store)
-        rank_run = RankRun(load_job(source, overrides), plan, run, place)
+        job = load_job(source, overrides)
+        job.workload.prepared = json.loads(run.data.read_text())
+        rank_run = RankRun(job, plan, run, place)
         rank_run.execute()
         assert rank_run.engine is not None
         torch.save(rank_run.engine.state(), run.rank(rank) / "state.pt")

@@ -5,6 +5,7 @@ help answers at once.
 """
 
 import sys
+import traceback
 
 import typer
 
@@ -52,3 +53,7 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of stdout left, as `head` does
         sys.exit(0)
+    except Exception:
+        traceback.print_exc()
+        print("this is a bug in Paceline: please report it with the lines above", file=sys.stderr)
+        sys.exit(EXIT_CODES[Outcome.CRASHED])

@@ -15,11 +15,12 @@ Source = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...", help="a.b=c and ++a.b=c set, +a.b=c adds, ~a.b drops."
+        metavar="[KEY=VALUE]...",
+        help="a.b=c and ++a.b=c set, ~a.b drops, +a.b=c adds to an open map.",
     ),
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", help="The run directory; runs/NAME-UTC when left away."),
+    typer.Option("--out", help="The run directory; runs/NAME-UTC if not given."),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the record as JSON on stdout.")]

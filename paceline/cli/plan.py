@@ -9,7 +9,6 @@ import typer
 from paceline.cli.arguments import JsonFlag, Overrides, Source
 
 if TYPE_CHECKING:
-    from paceline.job import Job
     from paceline.records import Plan
 
 
@@ -18,19 +17,16 @@ def plan(source: Source, overrides: Overrides = None, as_json: JsonFlag = False)
 
     Example: paceline plan lm_1b launch.nproc=64
     """
+    from paceline.cli.talk import print_json, refusals_on_stdout
     from paceline.job import load_job
 
-    show_plan(load_job(source, overrides or []), as_json)
+    with refusals_on_stdout(as_json):
+        job = load_job(source, overrides or [])
+        from paceline.flow import decide, require_feasible  # imports torch
 
-
-def show_plan(job: Job, as_json: bool) -> None:
-    """Print the plan; leave with the refusal's exit code when it has problems."""
-    from paceline.cli.talk import print_json
-    from paceline.flow import decide, require_feasible
-
-    _, made = decide(job)
+        _, made = decide(job)
     if as_json:
-        print_json(made.to_json())
+        print_json(made.to_json())  # its problems are among its findings
     else:
         _print(made)
     require_feasible(made)
@@ -42,7 +38,9 @@ def _print(plan: Plan) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
+    from paceline.report.story import shown, size
+
+    console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{escape(plan.name)}[/]: {plan.steps} steps of {escape(plan.workload)}")
     batch, state = plan.batch, plan.state_bytes
     console.print(
@@ -51,22 +49,18 @@ def _print(plan: Plan) -> None:
     )
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in plan.mesh.items())
     console.print(f"ranks   {plan.world_size} ({mesh})")
-    console.print(f"model   {plan.num_parameters:,} parameters")
+    frozen = f" and {plan.model.num_frozen:,} frozen" if plan.model.num_frozen else ""
+    console.print(f"model   {plan.model.num_trainable:,} parameters{frozen}")
     console.print(
-        f"state   {_gib(state.total)} a rank = weights {_gib(state.parameters)} + gradients"
-        f" {_gib(state.gradients)} + optimizer {_gib(state.optimizer)}; activations come on top"
+        f"state   {size(state.total)} a rank = weights {size(state.parameters)} + gradients"
+        f" {size(state.gradients)} + optimizer {size(state.optimizer)}; activations come on top"
     )
     table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
     for column in ("choice", "requested", "effective", "because"):
         table.add_column(column, overflow="fold")
     for name, choice in plan.choices().items():
-        value = f"{choice.value:.4g}" if isinstance(choice.value, float) else str(choice.value)
-        table.add_row(name, str(choice.requested), value, escape(choice.because))
+        table.add_row(name, shown(choice.requested), shown(choice.value), escape(choice.because))
     console.print(table)
     for finding in plan.findings:
         if finding.severity != "error":
             console.print(f"{finding.severity}: {escape(str(finding))}")
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

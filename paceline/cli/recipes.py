@@ -1,16 +1,11 @@
 """`paceline recipes`: what there is to run, and every key it takes."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from paceline.cli.arguments import JsonFlag
-
-if TYPE_CHECKING:
-    from paceline.config.describe import Key
 
 
 def recipes(
@@ -20,7 +15,7 @@ def recipes(
     ),
     as_json: JsonFlag = False,
 ) -> None:
-    """List the recipes; --keys RECIPE shows every key with type, default and meaning.
+    """List the recipes; --keys RECIPE shows every key with value, type, default and meaning.
 
     Example: paceline recipes --copy lm_tiny mine.yaml
     """
@@ -31,7 +26,7 @@ def recipes(
     elif keys:
         found = _keys_of(keys)
         if as_json:
-            print_json(_dumps([key.model_dump() for key in found]))
+            print_json(_dumps(found))
         else:
             _print_keys(found)
     else:
@@ -51,23 +46,26 @@ def _recipes() -> list[dict[str, str]]:
     return [{"name": name, "about": text} for name, text in about.items()]
 
 
-def _keys_of(source: str) -> list[Key]:
+def _keys_of(source: str) -> list[dict[str, Any]]:
+    """Every key with what the recipe sets it to, its type, the schema's default, its meaning."""
+    from functools import reduce
+
     from paceline.config.describe import iter_keys
     from paceline.job import load_job
 
-    return list(iter_keys(type(load_job(source, []).config)))
+    config = load_job(source, []).config
+    return [
+        {"value": reduce(getattr, key.path.split("."), config), **key.model_dump()}
+        for key in iter_keys(type(config))
+    ]
 
 
-def _print_keys(keys: list[Key]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("key", "type", "default", "meaning"):
-        table.add_column(column, overflow="fold")
+def _print_keys(keys: list[dict[str, Any]]) -> None:
+    """Two lines a key, never folded: what can be searched, and pasted behind a command."""
     for key in keys:
-        table.add_row(key.path, key.type, str(key.default), key.meaning)
-    Console(highlight=False).print(table)
+        default = "" if key["value"] == key["default"] else f"; default {key['default']}"
+        print(f"{key['path']}={key['value']}   ({key['type']}{default})")
+        print(f"    {key['meaning']}")
 
 
 def _copy(name: str, target: Path) -> None:
@@ -80,7 +78,10 @@ def _copy(name: str, target: Path) -> None:
         raise ConfigError(f"{target} must end in .yaml to be read as a recipe")
     if target.exists():
         raise ConfigError(f"{target} exists and is not overwritten\nhint: choose another name")
-    write_atomic(target, text)
+    try:
+        write_atomic(target, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}") from error
     typer.echo(f"{target}: change it, then: paceline train {target}", err=True)
 
 

@@ -3,13 +3,15 @@
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from paceline.conclude import REFUSALS
 from paceline.errors import Outcome, PacelineError
 from paceline.records import Plan, Result
 from paceline.rundir import RunDir
@@ -22,7 +24,7 @@ class ConsoleTalk:
     """Progress on a terminal; a line every few seconds where stderr is a file or a pipe."""
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
         self._progress: Progress | None = None
         self._last_line_at = 0.0
 
@@ -61,37 +63,56 @@ class ConsoleTalk:
             self._progress = None
 
     def _plain_row(self, row: dict[str, str], plan: Plan) -> None:
-        is_last = int(row["step"]) == plan.steps
-        if is_last or time.monotonic() - self._last_line_at >= PLAIN_INTERVAL_S:
-            self._last_line_at = time.monotonic()
-            self.say(f"step {row['step']}/{plan.steps}  {_describe(row)}")
+        now = time.monotonic()
+        is_due = now - self._last_line_at >= PLAIN_INTERVAL_S
+        if is_due or row["val_loss"] or int(row["step"]) == plan.steps:
+            self._last_line_at = now
+            left_s = (plan.steps - int(row["step"])) * float(row["step_s"])
+            left = f"  about {left_s:.0f} s left" if left_s >= 1 else ""
+            self.say(f"step {row['step']}/{plan.steps}  {_describe(row)}{left}")
 
 
 def _describe(row: dict[str, str]) -> str:
     rate = row["tokens_per_s"] or row["samples_per_s"]
     unit = "tokens/s" if row["tokens_per_s"] else "samples/s"
+    val = f"  validation {float(row['val_loss']):.4g}" if row["val_loss"] else ""
     step_ms = float(row["step_s"]) * 1000
-    return f"loss {float(row['loss']):.4f}  {step_ms:.1f} ms/step  {float(rate):,.0f} {unit}"
+    return f"loss {float(row['loss']):.4g}{val}  {step_ms:.1f} ms/step  {float(rate):,.0f} {unit}"
 
 
 def print_problems(error: PacelineError) -> None:
     """Every problem, its hint below it, nothing cut."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     for problem in error.problems:
         console.print(f"[bold red]error:[/] {escape(problem)}")
 
 
-def refusal_json(error: PacelineError) -> str:
-    body = {"outcome": error.outcome, "exit_code": error.exit_code, "problems": error.problems}
-    return json.dumps(body, indent=2)
+@contextmanager
+def refusals_on_stdout(as_json: bool) -> Iterator[None]:
+    """With --json a refusal is data too: outcome, exit code and every problem."""
+    try:
+        yield
+    except PacelineError as error:
+        if as_json:
+            body = {
+                "outcome": error.outcome,
+                "exit_code": error.exit_code,
+                "problems": error.problems,
+            }
+            print_json(json.dumps(body, indent=2))
+        raise
 
 
 def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
     """The last lines of a run: how it ended, its figures with their window, its report."""
     if result.outcome is Outcome.OK:
         talk.say(f"finished {result.steps} steps, loss {_number(result.final_loss)}{_val(result)}")
+    elif result.outcome is Outcome.INTERRUPTED:
+        talk.say(f"interrupted; {result.steps} steps are recorded (exit {result.exit_code})")
     else:
         _say_failure(talk, result, run)
+    for note in result.notes:
+        talk.say(f"note: {note}")
     if result.window and result.step_s:
         rate, unit = result.tokens_per_s or result.samples_per_s, "samples/s"
         unit = "tokens/s" if result.tokens_per_s else unit
@@ -104,24 +125,28 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
 
 
 def _say_failure(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
-    talk.say(f"run ended as {result.outcome} (exit {result.exit_code}) after step {result.steps}")
     if result.bad_step is not None:
         more = " and more" if len(result.bad_sample_ids) > MAX_SAMPLE_IDS else ""
         talk.say(
-            f"the loss or gradient of step {result.bad_step} was not finite and the update was not"
-            f" applied; samples {result.bad_sample_ids[:MAX_SAMPLE_IDS]}{more}"
+            f"run ended as {result.outcome} (exit {result.exit_code}): the loss or gradient of"
+            f" step {result.bad_step} was not finite, and the update was not applied; samples"
+            f" {result.bad_sample_ids[:MAX_SAMPLE_IDS]}{more}"
         )
+        return
+    talk.say(f"run ended as {result.outcome} (exit {result.exit_code})")
     failure = result.failure
-    if failure is not None:
-        talk.say(
-            f"rank {failure.rank} on {failure.host}, step {failure.step}, in {failure.phase}:"
-            f" {failure.message}"
-        )
-        talk.say(f"its log: {shown(run.root / failure.log)}")
+    if failure is None:
+        return
+    talk.say(
+        f"rank {failure.rank} on {failure.host}, step {failure.step}, in {failure.phase}:"
+        f" {failure.message}"
+    )
+    for other in failure.others:
+        talk.say(f"  then {other}")
+    if result.outcome not in REFUSALS:  # a refusal has said all there is to know
+        talk.say(f"the end of its log, {shown(run.root / failure.log)}:")
         for line in _tail(run.root / failure.log):
             talk.say(f"    {line}")
-    for other in failure.others if failure else []:
-        talk.say(f"  then {other}")
 
 
 def _tail(path: Path, num_lines: int = 12) -> list[str]:
@@ -131,15 +156,19 @@ def _tail(path: Path, num_lines: int = 12) -> list[str]:
 
 
 def _val(result: Result) -> str:
+    """Validation loss, and beside it what knowing only the frequency of each byte would give."""
     if result.val_loss is None:
         return ""
+    text = f", validation loss {result.val_loss:.4g}"
     entropy = result.data_facts.get("unigram_entropy")
-    beside = f" (byte-unigram entropy {entropy:.3f})" if entropy is not None else ""
-    return f", validation loss {result.val_loss:.3f}{beside}"
+    if entropy is None:
+        return text
+    side = "below" if result.val_loss < entropy else "not below"
+    return f"{text} nats a byte, {side} the corpus's byte-unigram entropy {entropy:.4g}"
 
 
 def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4f}"
+    return "unknown" if value is None else f"{value:.4g}"
 
 
 def shown(path: Path) -> str:

@@ -20,29 +20,27 @@ def train(
 
     Your own job: paceline train my_job.py:MyWorkload train.steps=50
     """
-    from paceline.cli.plan import show_plan
-    from paceline.cli.talk import ConsoleTalk, print_json, refusal_json, say_result
-    from paceline.errors import PacelineError
+    if dry_run:
+        from paceline.cli.plan import plan
+
+        plan(source, overrides, as_json)
+    finish(source, overrides or [], out, as_json)
+
+
+def finish(source: str, overrides: list[str], out: Path | None, as_json: bool) -> None:
+    """Run a job to its report, say how it ended, and leave with its exit code."""
+    from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout, say_result
+    from paceline.job import load_job
+    from paceline.rundir import RunDir
 
     talk = ConsoleTalk()
-    try:
-        from paceline.job import load_job
-
-        job = load_job(source, overrides or [])
-        if dry_run:
-            show_plan(job, as_json)
-            return
-        from paceline.flow import run_job
-        from paceline.rundir import RunDir
-
+    with refusals_on_stdout(as_json):
+        job = load_job(source, overrides)
         talk.say("checking the machine and planning")
+        from paceline.flow import run_job  # imports torch: only once the config is right
+
         result = run_job(job, out, talk)
-    except PacelineError as error:
-        if as_json:
-            print_json(refusal_json(error))
-        raise
-    run = RunDir(Path(result.run_dir))
-    say_result(talk, result, run)
+    say_result(talk, result, RunDir(Path(result.run_dir)))
     if as_json:
         print_json(result.to_json())
     raise typer.Exit(result.exit_code)

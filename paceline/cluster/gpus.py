@@ -88,8 +88,11 @@ class Nvml:
         nvlinks = self._count_nvlinks(a, b)
         if nvlinks:
             return Link(a=a.index, b=b.index, kind="nvlink", nvlinks=nvlinks)
-        level = self.nvml.nvmlDeviceGetTopologyCommonAncestor(a.handle, b.handle)
-        kind = ANCESTORS.get(int(level), f"level_{int(level)}")
+        try:
+            level = int(self.nvml.nvmlDeviceGetTopologyCommonAncestor(a.handle, b.handle))
+            kind = ANCESTORS.get(level, f"level_{level}")
+        except self.nvml.NVMLError:  # virtual machines hide their topology
+            kind = "unknown"
         return Link(a=a.index, b=b.index, kind=kind, nvlinks=0)
 
     def _count_nvlinks(self, a: GpuHandle, b: GpuHandle) -> int:

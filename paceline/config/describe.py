@@ -72,10 +72,16 @@ def wants(field: FieldInfo) -> str:
 
 def nearest(path: str, schema: type[BaseModel]) -> str | None:
     """The known key a misspelt one most likely meant."""
-    known = [key.path for key in iter_keys(schema)]
-    by_leaf = [key for key in known if key.rsplit(".", 1)[-1] == path.rsplit(".", 1)[-1]]
-    close = by_leaf or difflib.get_close_matches(path, known, n=1, cutoff=0.6)
-    return close[0] if close else None
+    known = {key.path: key.path.rpartition(".") for key in iter_keys(schema)}
+    section, _, leaf = path.rpartition(".")
+    beside = {parts[2]: key for key, parts in known.items() if parts[0] == section}
+    anywhere = {parts[2]: key for key, parts in known.items()}
+    # The last part decides: two keys of one section are alike in most of their letters.
+    for leaves in (beside, anywhere):
+        close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.65)
+        if close:
+            return leaves[close[0]]
+    return None
 
 
 def _words(annotation: Any) -> str:

@@ -4,6 +4,8 @@ draft = read_draft("lm_tiny", ["train.steps=50"])     YAML and overrides, nothin
 config = validate(draft, schema)                      all problems at once, or a config
 """
 
+import difflib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +28,7 @@ MAX_DEPTH = 20
 # Keys by which other tools import code that a YAML file names. Ours never does.
 IMPORTING_KEYS = frozenset({"_target_", "_component_", "_partial_", "_call_", "class_path"})
 SECRET_NAME = re.compile(
-    r"token|secret|passw|credential|api_?key|access_?key|private", re.IGNORECASE
+    r"token|secret|passw|pwd|credential|api_?key|access_?key|private", re.IGNORECASE
 )
 _ENV_REFERENCE = re.compile(r"oc\.env:\s*([^,}\s]+)")
 
@@ -53,9 +55,11 @@ def recipe_names() -> list[str]:
 
 def recipe_text(name: str) -> str:
     if name not in recipe_names():
+        close = difflib.get_close_matches(name, recipe_names(), n=1)
+        guess = f"did you mean {close[0]}? " if close else ""
         raise ConfigError(
             f"there is no recipe or file '{name}'\n"
-            f"hint: the recipes are {', '.join(recipe_names())}"
+            f"hint: {guess}the recipes are {', '.join(recipe_names())}"
         )
     return (resources.files("paceline.config") / "recipes" / f"{name}.yaml").read_text()
 
@@ -88,7 +92,8 @@ def validate(draft: Draft, schema: type[RunConfig]) -> RunConfig:
     problems += _forbidden(draft)
     tree = _resolve(draft, problems)
     try:
-        config = schema.model_validate(tree)
+        # As JSON: strict about numbers, yet a list may fill a tuple and text a path or an enum.
+        config = schema.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         problems += _explain(error, draft, schema)
     if problems:
@@ -103,7 +108,7 @@ def dump_config(config: RunConfig) -> str:
 
 def load_config(path: Path, schema: type[RunConfig]) -> RunConfig:
     """Read back what `dump_config` wrote; no interpolation, no overrides."""
-    return schema.model_validate(yaml.safe_load(path.read_text()))
+    return schema.model_validate_json(json.dumps(yaml.safe_load(path.read_text())))
 
 
 def _read_file(path: Path) -> str:
@@ -112,7 +117,8 @@ def _read_file(path: Path) -> str:
             raise ConfigError(f"{path} is larger than {MAX_BYTES >> 20} MiB: not a run's config")
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"cannot read {path}: {why}") from error
 
 
 def _parse_yaml(text: str, place: str) -> DictConfig:
@@ -131,11 +137,13 @@ def _parse_yaml(text: str, place: str) -> DictConfig:
                 raise ConfigError(
                     f"{place} carries the YAML tag {tag}\nhint: plain values only; tags run code"
                 )
+        root = yaml.compose(text)
+        if root is not None and not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{place} must be a map of keys")
         tree = OmegaConf.create(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{place} is not valid YAML: {error}") from error
-    if not isinstance(tree, DictConfig):
-        raise ConfigError(f"{place} must be a map of keys, not a list")
+    assert isinstance(tree, DictConfig), "a map was read"
     return tree
 
 
@@ -146,6 +154,8 @@ def _forbidden(draft: Draft) -> Iterator[str]:
             key = ".".join(path)
             yield f"{key} in {draft.place} would import code that a file names: refused"
         for name in _ENV_REFERENCE.findall(value) if isinstance(value, str) else []:
+            if name.startswith("${"):
+                yield f"{'.'.join(path)} computes the name of a variable: write the name out"
             if SECRET_NAME.search(name):
                 yield (
                     f"{'.'.join(path)} reads the secret {name}; configs are written to the run"

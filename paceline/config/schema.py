@@ -19,7 +19,12 @@ class Section(BaseModel):
     """Strict and frozen: `"4"` is not a 4, a misspelt key is an error, nobody edits it later."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, validate_default=True, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
     )
 
     @model_validator(mode="before")
@@ -47,7 +52,9 @@ def _takes_word(field: FieldInfo | None, word: str) -> bool:
 
 class TrainConfig(Section):
     steps: Positive = Field(100, description="Optimizer steps to take.")
-    seed: Count = Field(0, description="Seeds the weights, the data order and dropout.")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        0, description="Seeds the weights, the data order and dropout."
+    )
     micro_batch_size: Positive = Field(8, description="Samples per forward pass on one rank.")
     grad_accum: Literal["auto"] | Positive = Field(
         "auto",
@@ -143,7 +150,8 @@ class DataConfig(Section):
     """What the loader itself reads; a workload adds the keys of its data set."""
 
     num_workers: Literal["auto"] | Count = Field(
-        "auto", description="Loader processes a rank. auto: free cores per rank, at most 4."
+        "auto",
+        description="Loader processes a rank. auto: a rank's spare cores, at most 4; few on CPU.",
     )
     prefetch: Positive = Field(2, description="Microbatches each loader process keeps ready.")
     timeout_s: Seconds = Field(

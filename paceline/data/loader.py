@@ -3,8 +3,9 @@
 A loader's state is one number, the next microbatch: to resume is to start counting there.
 """
 
+import ctypes
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from paceline.data.cursor import Indices, Order, StepSlice
 from paceline.errors import DataError
 from paceline.workloads.base import Dataset, Workload
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BLOCK = 128  # microbatches whose sample ids are computed together: the hash costs more than the sum
 
 
@@ -83,16 +85,27 @@ def collate(data: Dataset, sample_ids: Indices) -> Any:
     try:
         if whole is not None:
             return whole(sample_ids)
-        return default_collate([data[index] for index in sample_ids.tolist()])
+        return default_collate([_sample(data, index) for index in sample_ids.tolist()])
+    except DataError:
+        raise
     except Exception as error:
-        raise DataError(
-            f"the data set failed on samples {sample_ids.tolist()}: {type(error).__name__}: {error}"
-        ) from error
+        raise _data_error(f"samples {sample_ids.tolist()}", error) from error
+
+
+def _sample(data: Dataset, index: int) -> Any:
+    try:
+        return data[index]
+    except Exception as error:
+        raise _data_error(f"sample {index}", error) from error
+
+
+def _data_error(what: str, error: Exception) -> DataError:
+    return DataError(f"the data set failed on {what}: {type(error).__name__}: {error}")
 
 
 def iter_microbatches(
     source: MicrobatchSource, indices: range, plan: LoaderPlan
-) -> Iterator[Microbatch]:
+) -> Generator[Microbatch]:
     """Microbatches in order; loader processes keep `prefetch` of them ready each."""
     if plan.num_workers == 0:
         yield from map(source.__getitem__, indices)
@@ -131,7 +144,8 @@ def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
     if isinstance(batch, dict):
         return {key: map_tensors(change, value) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(change, value) for value in batch)
+        changed = [map_tensors(change, value) for value in batch]
+        return type(batch)(*changed) if hasattr(batch, "_fields") else type(batch)(changed)
     return batch
 
 
@@ -147,7 +161,9 @@ def eval_ids(num_samples: int, micro: int, dp: int, dp_rank: int) -> list[Indice
 
 
 def _quiet_worker(_: int) -> None:
-    """Ctrl-C and TERM go to the whole group; the rank decides when its loaders end, not they."""
+    """Ctrl-C and TERM go to the whole group; the rank decides when its loaders end, not they.
+    And they end with it, even one that hangs in a user's code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)

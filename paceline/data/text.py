@@ -1,7 +1,7 @@
 """Text to token shards: files, folders, JSONL or Python's own sources, byte by byte.
 
-    prepare_tokens(config.data, say)      once, before ranks start: shards and manifest.json
-    open_tokens(config.data, "train")     on every rank: memory-mapped, by index
+    prepare_tokens(config.data, say)           once, before ranks start: shards, manifest.json
+    open_tokens(folder, seq_len, "train")      on every rank: memory-mapped, by index
 
 A token is a byte; 256 stands between documents. A document belongs to train or to validation by
 the hash of its content, so neither changes when files are added or the order differs.
@@ -14,7 +14,7 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,8 @@ from paceline.records import Part, Record
 DOCUMENT_END = 256
 DTYPE = np.dtype("<u2")
 SHARD_TOKENS = 16 << 20
+PIECE_BYTES = 1 << 18
+VERIFIED_BYTES = 1 << 30
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".text"})
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 SPLITS = ("train", "val")
@@ -56,30 +58,31 @@ class Manifest(Record):
         return fingerprint(*(shard.sha256 for shard in self.shards))
 
 
-def prepare_tokens(data: LMData, say: Callable[[str], None]) -> Manifest:
+def prepare_tokens(data: LMData, say: Callable[[str], None]) -> tuple[Path, Manifest]:
     """Tokenise the source unless its shards are there already; safe to call from any process."""
     files = list_files(data)
     home = _home(data, files)
-    home.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(home.with_suffix(".lock")):
-        if not (home / "manifest.json").is_file():
-            total_mb = sum(path.stat().st_size for path in files) / 1e6
-            say(f"reading {len(files)} files ({total_mb:.1f} MB) of {data.source} as bytes")
-            _build(data, files, home, say)
-    return Manifest.load(home / "manifest.json")
-
-
-def open_tokens(data: LMData, split: str) -> "PackedTokens | None":
-    """The prepared samples of a split; None when it holds less than one."""
-    home = _home(data, list_files(data))
-    if not (home / "manifest.json").is_file():
-        raise DataError(f"{data.source} is not tokenised yet in {home}")
+    try:
+        home.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(home.with_suffix(".lock")):
+            if not (home / "manifest.json").is_file():
+                total_mb = sum(path.stat().st_size for path in files) / 1e6
+                say(f"reading {len(files)} files ({total_mb:.1f} MB) of {data.source} as bytes")
+                _build(data, files, home, say)
+    except OSError as error:
+        raise DataError(
+            f"cannot keep token shards in data.cache_dir={data.cache_dir}: {error}"
+        ) from error
     manifest = Manifest.load(home / "manifest.json")
-    parts = []
-    for shard in manifest.shards:
-        if shard.split == split:
-            parts.append(_map_shard(home / shard.file, shard))
-    tokens = PackedTokens(parts, data.seq_len, manifest.fingerprint)
+    _verify(home, manifest, say)
+    return home, manifest
+
+
+def open_tokens(home: Path, seq_len: int, split: str) -> "PackedTokens | None":
+    """The prepared samples of a split; None when it holds less than one."""
+    manifest = Manifest.load(home / "manifest.json")
+    parts = [_map_shard(home / s.file, s) for s in manifest.shards if s.split == split]
+    tokens = PackedTokens(parts, seq_len, manifest.fingerprint)
     return tokens if len(tokens) else None
 
 
@@ -93,15 +96,21 @@ def list_files(data: LMData) -> list[Path]:
         raise DataError(
             f"data.source={data.source} is neither synthetic, stdlib, a file nor a folder"
         )
-    wanted = TEXT_SUFFIXES | JSONL_SUFFIXES
-    found = sorted(
-        path
-        for path in root.rglob("*.py" if data.source == "stdlib" else "*")
-        if path.suffix in wanted and "site-packages" not in path.parts and path.is_file()
-    )
+    wanted = {".py"} if data.source == "stdlib" else TEXT_SUFFIXES | JSONL_SUFFIXES
+    found = sorted(_iter_files(root, wanted))
     if not found:
         raise DataError(f"{root} holds no text: looked for {', '.join(sorted(wanted))}")
     return found if data.max_files == "all" else found[: data.max_files]
+
+
+def _iter_files(root: Path, wanted: Collection[str]) -> Iterator[Path]:
+    """Files below `root`, without hidden folders, installed packages and our own run records."""
+    for folder, subfolders, names in os.walk(root):
+        if "run.yaml" in names:
+            subfolders.clear()
+            continue
+        subfolders[:] = [n for n in subfolders if not n.startswith(".") and n != "site-packages"]
+        yield from (Path(folder, name) for name in names if Path(name).suffix in wanted)
 
 
 class PackedTokens:
@@ -159,9 +168,11 @@ def _build(data: LMData, files: Sequence[Path], home: Path, say: Callable[[str],
         writers = {split: _ShardWriter(aside, split) for split in SPLITS}
         counts = np.zeros(DOCUMENT_END + 1, dtype=np.int64)
         num_documents = 0
-        for document in iter_documents(files, data.text_field):
-            tokens = np.frombuffer(document, dtype=np.uint8).astype(DTYPE)
-            writers[_split_of(document, data.val_fraction)].add(tokens)
+        for piece in _pieces(iter_documents(files, data.text_field)):
+            tokens = np.frombuffer(piece, dtype=np.uint8).astype(DTYPE)
+            # The first goes to train: a source of one piece is no use as validation only.
+            split = _split_of(piece, data.val_fraction) if num_documents else "train"
+            writers[split].add(tokens)
             counts[:DOCUMENT_END] += np.bincount(tokens, minlength=DOCUMENT_END)
             counts[DOCUMENT_END] += 1
             num_documents += 1
@@ -179,6 +190,13 @@ def _build(data: LMData, files: Sequence[Path], home: Path, say: Callable[[str],
         say(f"{manifest.num_tokens / 1e6:.1f} M tokens in {len(shards)} shards")
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _pieces(documents: Iterator[bytes]) -> Iterator[bytes]:
+    """A long document counts as several, so that one large file has a validation part too."""
+    for document in documents:
+        for start in range(0, max(1, len(document)), PIECE_BYTES):
+            yield document[start : start + PIECE_BYTES]
 
 
 class _ShardWriter:
@@ -233,6 +251,20 @@ def _home(data: LMData, files: Sequence[Path]) -> Path:
     how = f"{Manifest.SCHEMA}:{data.text_field}:{data.val_fraction!r}"
     stem = "stdlib" if data.source == "stdlib" else Path(data.source).stem
     return Path(data.cache_dir).expanduser() / "tokens" / f"{stem}-{fingerprint(how, *state)}"
+
+
+def _verify(home: Path, manifest: Manifest, say: Callable[[str], None]) -> None:
+    """Shards hold what they held when they were made; hashing more than a GiB takes too long."""
+    if sum(shard.num_tokens for shard in manifest.shards) * DTYPE.itemsize > VERIFIED_BYTES:
+        say(f"the shards in {home} are large and are checked by size only")
+        return
+    for shard in manifest.shards:
+        _map_shard(home / shard.file, shard)
+        if hashlib.sha256((home / shard.file).read_bytes()).hexdigest() != shard.sha256:
+            raise DataError(
+                f"{home / shard.file} is not what its manifest says\n"
+                f"hint: delete {home} and it is made anew"
+            )
 
 
 def _map_shard(path: Path, shard: Shard) -> NDArray[np.uint16]:

@@ -71,8 +71,9 @@ def _launch(nproc: int, ticket: RankTicket) -> LaunchEnd:
         max_restarts=0,
         start_method="forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        shutdown_timeout=GRACE_S,
     )
+    if hasattr(config, "shutdown_timeout"):  # torch before 2.12 waits a fixed 30 s
+        config.shutdown_timeout = GRACE_S
     try:
         elastic_launch(config, rank_main)(ticket)
     except ChildFailedError as error:
@@ -104,9 +105,9 @@ def _signals_restored() -> Iterator[None]:
 
 @contextmanager
 def _elastic_logs_to(path: Path) -> Iterator[None]:
-    """elastic talks to launcher.log, not to the user's terminal."""
-    names = [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.")]
-    loggers = [logging.getLogger(name) for name in ("torch.distributed", *names)]
+    """elastic, and what it calls in torch, talks to launcher.log, not to the user's terminal."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.")]
+    loggers = [logging.getLogger(name) for name in ("torch", *names)]
     before = [(logger, logger.handlers, logger.propagate, logger.level) for logger in loggers]
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -5,10 +5,13 @@ The fork server imports this module, and with it torch, once; every rank is then
 
 import faulthandler
 import logging
+import multiprocessing
 import os
 import select
+import socket
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +19,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline.errors import EXIT_CODES, Outcome, PacelineError
+from paceline.errors import EXIT_CODES, Outcome
 from paceline.job import reload_job
-from paceline.records import LaunchPlan, Plan
+from paceline.records import LaunchPlan, Plan, RankVerdict
 from paceline.rundir import RunDir
-from paceline.train.worker import Place, RankRun
+from paceline.train.worker import Place, RankRun, explain, outcome_of
 
 LOG = logging.getLogger("paceline")
 # What elastic tells a rank. All other variables come with `RankTicket.environment`, because the
@@ -54,17 +57,39 @@ def rank_main(ticket: RankTicket) -> int:
     try:
         plan = Plan.load(run.plan)
         torch.set_num_threads(plan.threads.value)
-        job = reload_job(run.config, LaunchPlan.load(run.launch).workload)
+        job = reload_job(run, LaunchPlan.load(run.launch).workload)
         LOG.info("rank %d of %d: process %d", place.rank, place.world_size, os.getpid())
         verdict = RankRun(job, plan, run, place).execute()
         LOG.info("%s after step %d", verdict.outcome, verdict.step)
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
-        outcome = error.outcome if isinstance(error, PacelineError) else Outcome.CRASHED
-        os._exit(EXIT_CODES[outcome])
+        _require_verdict(run, place, error)
+        _end_children()
+        os._exit(EXIT_CODES[outcome_of(error)])
+    _end_children()
     dist.destroy_process_group()
     return 0
+
+
+def _require_verdict(run: RunDir, place: Place, error: BaseException) -> None:
+    """A rank that failed before its run began has not said why yet."""
+    if not run.verdict(place.rank).is_file():
+        verdict = RankVerdict(
+            rank=place.rank,
+            host=socket.gethostname(),
+            outcome=outcome_of(error),
+            step=0,
+            ended_at=time.time(),
+            error=explain(error),
+        )
+        verdict.save(run.verdict(place.rank))
+
+
+def _end_children() -> None:
+    """Loaders ignore TERM; one that hangs in a user's code must not outlive the rank."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def _apply_environment(ticket: RankTicket) -> None:

@@ -1,10 +1,108 @@
-"""Settings that cannot take effect together: each is a finding, never silence."""
+"""What is wrong with a plan, or has no effect in it: each is a finding, never silence."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.config.schema import RunConfig, Section
-from paceline.records import Finding, Plan
+from paceline.records import Env, Finding, Plan
+from paceline.strategies import find_strategy
+
+
+def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
+    """Everything wrong with, or idle in, what was asked for here."""
+    yield from _device_problems(plan, env)
+    yield from find_strategy(plan.strategy.value).problems(config, env)
+    if plan.strategy.value == "single" and plan.world_size > 1:
+        yield Finding(
+            severity="error",
+            where="strategy.name",
+            what=f"single trains on one rank, and {plan.world_size} were asked for",
+            hint="set strategy.name=ddp, or launch.nproc=1",
+        )
+    if config.optim.schedule.warmup_steps > config.train.steps:
+        yield Finding(
+            severity="warning",
+            where="optim.schedule.warmup_steps",
+            what=f"{config.optim.schedule.warmup_steps} steps of warm-up in a run of"
+            f" {config.train.steps}: the learning rate never reaches {config.optim.lr:g}",
+        )
+    if config.optim.fused == "on" and not plan.fused_optimizer.value:
+        yield Finding(
+            severity="warning",
+            where="optim.fused",
+            what=f"on was asked, off is used: {plan.fused_optimizer.because}",
+        )
+    if plan.device.value == "cuda" and not plan.fused_optimizer.value:
+        yield Finding(
+            severity="note",
+            where="optim.fused",
+            what="without the fused kernel the host waits for the device before each update, to"
+            " know whether the gradient is finite",
+        )
+    if config.observe.warmup_steps >= config.train.steps:
+        yield Finding(
+            severity="note",
+            where="observe.warmup_steps",
+            what=f"all {config.train.steps} steps count as warm-up: no throughput is reported",
+        )
+    yield from check_idle_settings(config, plan)
+
+
+def _device_problems(plan: Plan, env: Env) -> Iterator[Finding]:
+    if plan.device.value == "cuda":
+        num_gpus = len(env.gpus) if env.cuda else 0
+        if num_gpus < plan.world_size:
+            yield Finding(
+                severity="error",
+                where="launch.nproc",
+                what=f"each rank wants a GPU: {plan.world_size} asked for, {num_gpus} usable here",
+                hint=f"set launch.nproc={num_gpus}" if num_gpus else "set launch.device=cpu",
+                cause="cluster",
+            )
+        yield from _gpu_memory_problems(plan, env)
+    elif plan.backend.value == "nccl":
+        yield Finding(
+            severity="error",
+            where="launch.backend",
+            what="nccl moves data between GPUs, and the ranks are on CPU",
+            hint="set launch.backend=gloo",
+            cause="cluster",
+        )
+    if plan.device.value == "cpu":
+        yield from _host_problems(plan, env)
+
+
+def _host_problems(plan: Plan, env: Env) -> Iterator[Finding]:
+    if plan.world_size > env.cores:
+        yield Finding(
+            severity="warning",
+            where="launch.nproc",
+            what=f"{plan.world_size} ranks share {env.cores} cores and will wait for each other",
+            cause="cluster",
+        )
+    needed = plan.state_bytes.total * plan.world_size
+    if needed > env.memory_bytes:
+        yield Finding(
+            severity="warning",
+            where="launch.nproc",
+            what=f"{plan.world_size} ranks hold {needed / 2**30:.0f} GiB of state; this machine"
+            f" has {env.memory_bytes / 2**30:.0f} GiB",
+            cause="cluster",
+        )
+
+
+def _gpu_memory_problems(plan: Plan, env: Env) -> Iterator[Finding]:
+    smallest = min((gpu.memory_bytes for gpu in env.gpus), default=0)
+    needed = plan.state_bytes.total
+    if smallest and needed > smallest:
+        yield Finding(
+            severity="error",
+            where="strategy.name",
+            what=f"{plan.strategy.value} holds {needed / 2**30:.1f} GiB of state on every rank;"
+            f" the smallest GPU has {smallest / 2**30:.1f} GiB",
+            hint="use a smaller model, or a strategy that shards",
+            cause="cluster",
+        )
 
 
 @dataclass(frozen=True)

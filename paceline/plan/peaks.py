@@ -29,7 +29,9 @@ def peak_flops(gpu_name: str | None, precision: str) -> Choice:
     """FLOP/s of one device in `precision`; value None, and why, where it is not known."""
     if gpu_name is None:
         return Choice(requested="auto", value=None, because="a CPU has no stated peak")
-    for pattern, bf16, fp32 in PEAKS:
+    # A MIG slice carries the whole GPU's name and has a part of its rate.
+    known = () if "MIG" in gpu_name else PEAKS
+    for pattern, bf16, fp32 in known:
         if re.search(pattern, gpu_name):
             rate = bf16 if precision == "bf16" else fp32
             return Choice(

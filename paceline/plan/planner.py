@@ -4,7 +4,6 @@ Needs no GPU and no process group: `paceline plan lm_1b launch.nproc=64` runs on
 """
 
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,9 +11,9 @@ import torch
 from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.job import Job
-from paceline.plan.constraints import check_idle_settings
+from paceline.plan.constraints import check
 from paceline.plan.peaks import peak_flops
-from paceline.records import BatchSplit, Choice, Env, Finding, Plan
+from paceline.records import BatchSplit, Choice, Env, Finding, ModelSize, Plan
 from paceline.strategies import find_strategy
 from paceline.workloads.base import Workload
 
@@ -30,7 +29,8 @@ def make_plan(job: Job, env: Env) -> Plan:
     batch, batch_problems = split_batch(config, dp=world)
     strategy = _choose_strategy(config, world)
     precision = choose_precision(config, env, device)
-    num_parameters = count_parameters(workload, config)
+    workers = _choose_workers(config, env, device, world)
+    model = measure_model(workload, config)
     plan = Plan(
         name=config.name,
         workload=config.workload,
@@ -48,17 +48,17 @@ def make_plan(job: Job, env: Env) -> Plan:
             requested=config.train.compile, value=config.train.compile, because="as asked"
         ),
         fused_optimizer=_choose_fused(config),
-        threads=_choose_threads(env, device, world),
-        loader_workers=_choose_workers(config, env, world),
-        num_parameters=num_parameters,
-        state_bytes=find_strategy(strategy.value).estimate(num_parameters, config, world),
+        threads=_choose_threads(env, device, world, workers.value),
+        loader_workers=workers,
+        model=model,
+        state_bytes=find_strategy(strategy.value).estimate(model, config, world),
         flops_per_sample=_choose_flops(workload, config),
         peak_flops=peak_flops(
             env.gpus[0].name if device.value == "cuda" and env.gpus else None, precision.value
         ),
         findings=[],
     )
-    findings = [*batch_problems, *workload.problems(config), *_problems(config, env, plan)]
+    findings = [*batch_problems, *workload.problems(config), *check(config, env, plan)]
     return plan.model_copy(update={"findings": findings})
 
 
@@ -77,7 +77,7 @@ def choose_precision(config: RunConfig, env: Env, device: Choice) -> Choice:
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
     if device.value == "cpu":
-        return Choice(requested=asked, value="fp32", because="the CPU's fastest exact format")
+        return Choice(requested=asked, value="fp32", because="every CPU computes it")
     if not env.gpus:
         return Choice(requested=asked, value="bf16", because="cuda was asked; no GPU to look at")
     capability = min(_capability(gpu.compute_capability) for gpu in env.gpus)
@@ -102,8 +102,8 @@ def split_batch(config: RunConfig, dp: int) -> tuple[BatchSplit, list[Finding]]:
     return split, problems
 
 
-def count_parameters(workload: Workload, config: RunConfig) -> int:
-    """Trainable parameters of the model, built on meta: no memory, any size. Tied ones once."""
+def measure_model(workload: Workload, config: RunConfig) -> ModelSize:
+    """Parameters of the model, built on meta: no memory, any size. Tied ones count once."""
     try:
         with torch.device("meta"):
             model = workload.build_model(config)
@@ -112,7 +112,17 @@ def count_parameters(workload: Workload, config: RunConfig) -> int:
     except Exception:
         # It reads a value while it is built, which meta tensors do not have: build it for real.
         model = _build_for_real(workload, config)
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+    parameters = list(model.parameters())
+    trainable = [p for p in parameters if p.requires_grad]
+    frozen = [p for p in parameters if not p.requires_grad]
+    if not trainable:
+        raise ConfigError(f"{type(workload).__name__}.build_model gave nothing to train")
+    return ModelSize(
+        num_trainable=sum(p.numel() for p in trainable),
+        num_frozen=sum(p.numel() for p in frozen),
+        trainable_bytes=sum(p.numel() * p.element_size() for p in trainable),
+        frozen_bytes=sum(p.numel() * p.element_size() for p in frozen),
+    )
 
 
 def _build_for_real(workload: Workload, config: RunConfig) -> torch.nn.Module:
@@ -189,26 +199,31 @@ def _choose_fused(config: RunConfig) -> Choice:
     return Choice(requested=asked, value=asked == "on", because="as asked")
 
 
-def _choose_threads(env: Env, device: Choice, world: int) -> Choice:
+def _choose_threads(env: Env, device: Choice, world: int, workers: int) -> Choice:
     asked = env.variables.get("OMP_NUM_THREADS", "auto")
     if asked.isdigit() and int(asked) > 0:
         return Choice(requested=asked, value=int(asked), because="OMP_NUM_THREADS is set")
-    share = max(1, env.cores // world)
-    why = f"{env.cores} cores over {world} ranks"
-    return Choice(requested=asked, value=share, because=why)
+    # Loaders of a CPU rank work on its own cores; threads that spin beside them slow both.
+    share = env.cores // world
+    value = max(1, share - workers if device.value == "cpu" else share)
+    loading = f" less {workers} for loading" if workers and device.value == "cpu" else ""
+    why = f"{env.cores} cores over {_ranks(world)}{loading}"
+    return Choice(requested=asked, value=value, because=why)
 
 
-def _choose_workers(config: RunConfig, env: Env, world: int) -> Choice:
+def _choose_workers(config: RunConfig, env: Env, device: Choice, world: int) -> Choice:
     asked = config.data.num_workers
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
-    # One core of each rank's share trains; the rest may load.
-    spare = env.cores // world - 1
-    if spare < 1:
-        why = f"{env.cores} cores over {world} ranks leave none to load with"
-        return Choice(requested=asked, value=0, because=why)
-    value = min(spare, MAX_LOADER_WORKERS)
-    return Choice(requested=asked, value=value, because=f"{spare} spare cores a rank")
+    # A GPU rank needs one core to launch kernels; a CPU rank computes on its cores.
+    share = env.cores // world
+    value = min(MAX_LOADER_WORKERS, share - 1 if device.value == "cuda" else share // 4)
+    why = f"{env.cores} cores over {_ranks(world)}"
+    return Choice(requested=asked, value=max(0, value), because=why)
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _choose_flops(workload: Workload, config: RunConfig) -> Choice:
@@ -218,89 +233,6 @@ def _choose_flops(workload: Workload, config: RunConfig) -> Choice:
         return Choice(requested="auto", value=None, because=because)
     because = "counted by the workload: forward and backward, causal attention counted half"
     return Choice(requested="auto", value=counted, because=because)
-
-
-def _problems(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
-    yield from _device_problems(plan, env)
-    yield from find_strategy(plan.strategy.value).problems(config, env)
-    if plan.strategy.value == "single" and plan.world_size > 1:
-        yield Finding(
-            severity="error",
-            where="strategy.name",
-            what=f"single trains on one rank, and {plan.world_size} were asked for",
-            hint="set strategy.name=ddp, or launch.nproc=1",
-        )
-    if config.optim.schedule.warmup_steps >= config.train.steps:
-        yield Finding(
-            severity="warning",
-            where="optim.schedule.warmup_steps",
-            what=f"{config.optim.schedule.warmup_steps} steps of warm-up in a run of"
-            f" {config.train.steps}: the learning rate never reaches {config.optim.lr:g}",
-        )
-    if config.observe.warmup_steps >= config.train.steps:
-        yield Finding(
-            severity="note",
-            where="observe.warmup_steps",
-            what=f"all {config.train.steps} steps count as warm-up: no throughput is reported",
-        )
-    yield from check_idle_settings(config, plan)
-
-
-def _device_problems(plan: Plan, env: Env) -> Iterator[Finding]:
-    if plan.device.value == "cuda":
-        num_gpus = len(env.gpus) if env.cuda else 0
-        if num_gpus < plan.world_size:
-            yield Finding(
-                severity="error",
-                where="launch.nproc",
-                what=f"{plan.world_size} ranks want a GPU each, and {num_gpus} are usable here",
-                hint=f"set launch.nproc={num_gpus}" if num_gpus else "set launch.device=cpu",
-                cause="cluster",
-            )
-        yield from _gpu_memory_problems(plan, env)
-    elif plan.backend.value == "nccl":
-        yield Finding(
-            severity="error",
-            where="launch.backend",
-            what="nccl moves data between GPUs, and the ranks are on CPU",
-            hint="set launch.backend=gloo",
-            cause="cluster",
-        )
-    if plan.device.value == "cpu":
-        yield from _host_problems(plan, env)
-
-
-def _host_problems(plan: Plan, env: Env) -> Iterator[Finding]:
-    if plan.world_size > env.cores:
-        yield Finding(
-            severity="warning",
-            where="launch.nproc",
-            what=f"{plan.world_size} ranks share {env.cores} cores and will wait for each other",
-            cause="cluster",
-        )
-    needed = plan.state_bytes.total * plan.world_size
-    if needed > env.memory_bytes:
-        yield Finding(
-            severity="warning",
-            where="launch.nproc",
-            what=f"{plan.world_size} ranks hold {needed / 2**30:.0f} GiB of state; this machine"
-            f" has {env.memory_bytes / 2**30:.0f} GiB",
-            cause="cluster",
-        )
-
-
-def _gpu_memory_problems(plan: Plan, env: Env) -> Iterator[Finding]:
-    smallest = min((gpu.memory_bytes for gpu in env.gpus), default=0)
-    needed = plan.state_bytes.total
-    if smallest and needed > smallest:
-        yield Finding(
-            severity="error",
-            where="strategy.name",
-            what=f"{plan.strategy.value} holds {needed / 2**30:.1f} GiB of state on every rank;"
-            f" the smallest GPU has {smallest / 2**30:.1f} GiB",
-            hint="use a smaller model, or a strategy that shards",
-            cause="cluster",
-        )
 
 
 def _capability(text: str) -> tuple[int, int]:

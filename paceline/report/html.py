@@ -7,9 +7,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from paceline import __version__
-from paceline.report.markdown import shown
 from paceline.report.plots import Axes, Series, line_chart, stacked_bars
-from paceline.report.story import Story, duration, headline, size
+from paceline.report.story import Story, asked, duration, headline, shown, size, started
 
 MAX_SAMPLE_IDS = 64
 
@@ -20,6 +19,8 @@ def render_html(story: Story) -> str:
     return _template().render(
         story=story,
         figures=headline(story),
+        asked=asked(story),
+        started=started(story),
         charts=_charts(story),
         style=Markup(style),
         version=__version__,
@@ -42,15 +43,33 @@ def _template() -> Template:
 
 def _charts(story: Story) -> list[tuple[str, str, Markup]]:
     """Title, how to read it, and the drawing."""
+    grad_norm = [(float(row.step), row.grad_norm) for row in story.training]
+    lr = [(float(row.step), row.lr) for row in story.training]
     charts = [
         ("Loss", "mean over all ranks of each step, from training.csv", _loss(story)),
-        ("Throughput", "work over wall time of each step, from training.csv", _rate(story)),
+        (
+            "Throughput",
+            "work over the time of each step, evaluation apart, from training.csv; grey: warm-up,"
+            " outside the figures above",
+            _rate(story),
+        ),
         (
             "Where a step's time goes",
-            "ranks/rank<r>/steps.csv; unaccounted is wall time that no phase saw",
+            "median of the steps after warm-up, or of all if there are no others, from"
+            " ranks/rank<r>/steps.csv; unaccounted: wall time that no phase saw",
             _phases(story),
         ),
-        ("Memory", "resident set or GPU memory over time, from telemetry.csv", _memory(story)),
+        ("Memory", "over time, from telemetry.csv", _memory(story)),
+        (
+            "Gradient norm",
+            "over all ranks, before clipping, from training.csv",
+            line_chart([Series("gradient norm", grad_norm, "c3")], Axes("step", "norm")),
+        ),
+        (
+            "Learning rate",
+            "of each step, from training.csv",
+            line_chart([Series("learning rate", lr, "c4")], Axes("step", "lr", from_zero=True)),
+        ),
     ]
     return [(title, note, Markup(svg)) for title, note, svg in charts]
 
@@ -78,7 +97,6 @@ def _rate(story: Story) -> str:
         unit,
         from_zero=True,
         shaded_to=float(max(warmup)) if warmup else None,
-        shaded_label="warm-up: recorded, outside the figures",
     )
     return line_chart([Series(unit, points, "c1")], axes)
 

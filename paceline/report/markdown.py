@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-from paceline.records import Git
-from paceline.report.story import Story, duration, headline, size
+from paceline.records import Env, Git
+from paceline.report.story import Story, duration, headline, shown, size
+
+SIGNS = (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("[", "\\["), ("`", "\\`"))
 
 
 def render_markdown(story: Story) -> str:
@@ -18,22 +20,18 @@ def render_markdown(story: Story) -> str:
         _table(
             ("choice", "requested", "effective", "because"),
             [
-                (name, str(choice.requested), shown(choice.value), choice.because)
+                (name, shown(choice.requested), shown(choice.value), choice.because)
                 for name, choice in story.plan.choices().items()
             ],
         ),
         _batch(story),
         *(f"- {finding.severity}: {_cell(str(finding))}" for finding in story.plan.findings),
-        "## Where a step's time goes (median after warm-up)",
+        "## Where a step's time goes (median; warm-up left out if there is more)",
         _phases(story),
         "## Machine",
         _machine(story),
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
-
-
-def shown(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _failure(story: Story) -> list[str]:
@@ -61,7 +59,7 @@ def _batch(story: Story) -> str:
     batch, state = story.plan.batch, story.plan.state_bytes
     return (
         f"{batch.global_size} samples a step = {batch.micro} micro x {batch.grad_accum}"
-        f" accumulation x {batch.dp} dp; {story.plan.num_parameters:,} parameters;"
+        f" accumulation x {batch.dp} dp; {story.plan.model.num_trainable:,} parameters;"
         f" {size(state.total)} of state a rank."
     )
 
@@ -72,7 +70,7 @@ def _phases(story: Story) -> str:
         return "No steps were recorded."
     names = list(next(iter(by_rank.values())))
     rows = [
-        (f"rank {rank}", *(duration(max(0.0, phases[name])) for name in names))
+        (f"rank {rank}", *(duration(phases[name]) for name in names))
         for rank, phases in by_rank.items()
     ]
     return _table(("", *names), rows)
@@ -85,7 +83,7 @@ def _machine(story: Story) -> str:
         ("host", env.host),
         ("CPU", f"{env.cpu}, {env.cores} cores, {size(env.memory_bytes)}"),
         ("GPUs", gpus),
-        ("torch", f"{env.torch}, CUDA {env.cuda}, NCCL {env.nccl}, Python {env.python}"),
+        ("software", _software(env)),
         ("git", _git(env.git)),
     ]
     if story.result is not None:
@@ -98,6 +96,11 @@ def _machine(story: Story) -> str:
             )
         )
     return _table(("", ""), rows)
+
+
+def _software(env: Env) -> str:
+    parts = {"torch": env.torch, "CUDA": env.cuda, "NCCL": env.nccl, "Python": env.python}
+    return ", ".join(f"{name} {version}" for name, version in parts.items() if version)
 
 
 def _git(git: Git | None) -> str:
@@ -115,6 +118,6 @@ def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 def _cell(text: str) -> str:
     """One line, with what Markdown or HTML would act on made plain."""
     flat = " ".join(text.split())
-    for sign, plain in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|")):
+    for sign, plain in SIGNS:
         flat = flat.replace(sign, plain)
     return flat

@@ -1,11 +1,12 @@
 """Charts as inline SVG: no script, no network, colours from the page's style sheet."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 640, 240
+WIDTH, HEIGHT = 520, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 24, 38
 MAX_POINTS = 400
 Point = tuple[float, float]
@@ -27,7 +28,6 @@ class Axes:
     y_label: str
     from_zero: bool = False
     shaded_to: float | None = None
-    shaded_label: str = ""
     line_at: float | None = None
     line_label: str = ""
 
@@ -49,7 +49,7 @@ def line_chart(series: Sequence[Series], axes: Axes) -> str:
     thinned = [Series(s.name, thin(s.points), s.kind, s.dots) for s in series if s.points]
     finite = [p for s in thinned for p in s.points if math.isfinite(p[1])]
     if not finite:
-        return '<p class="empty">Nothing was recorded for this chart.</p>'
+        return '<p class="empty">Nothing finite was recorded for this chart.</p>'
     x_scale = _x_scale(finite)
     y_scale = _y_scale(finite, axes)
     parts = [
@@ -57,7 +57,7 @@ def line_chart(series: Sequence[Series], axes: Axes) -> str:
         *(_draw(s, x_scale, y_scale) for s in thinned),
         *(_hover(s, x_scale, y_scale, axes) for s in thinned),
     ]
-    legend = _legend([(s.name, s.kind) for s in thinned]) if len(thinned) > 1 else ""
+    legend = _legend([(s.name, s.kind) for s in thinned])
     return f"{_svg(axes.y_label, HEIGHT, parts)}{legend}"
 
 
@@ -65,6 +65,7 @@ def stacked_bars(rows: dict[str, dict[str, float]], unit: str, scale: float) -> 
     """One horizontal bar a row, split by phase; `scale` turns values into `unit`."""
     if not rows:
         return '<p class="empty">Nothing was recorded for this chart.</p>'
+    names = list(next(iter(rows.values())))
     step, bar = 34, 20
     height = TOP + step * len(rows) + BOTTOM
     widest = max(sum(max(0.0, v) for v in phases.values()) for phases in rows.values()) or 1.0
@@ -84,9 +85,13 @@ def stacked_bars(rows: dict[str, dict[str, float]], unit: str, scale: float) -> 
                 f"<title>{escape(name)}, {escape(phase)}: {width:.3g} {unit}</title></rect>"
             )
             x += width
-    parts.append(_axis_label(height, f"{unit} a step, median after warm-up"))
-    names = list(next(iter(rows.values())))
-    return _svg("phases of a step by rank", height, parts) + _legend([(n, n) for n in names])
+    parts.append(_axis_label(height, f"{unit} a step"))
+    legend = [(f"{name} {_middle(rows, name) * scale:.3g} {unit}", name) for name in names]
+    return _svg("phases of a step by rank", height, parts) + _legend(legend)
+
+
+def _middle(rows: dict[str, dict[str, float]], name: str) -> float:
+    return statistics.median(phases[name] for phases in rows.values())
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
@@ -98,14 +103,15 @@ def thin(points: Sequence[Point]) -> list[Point]:
     return [(part[-1][0], math.fsum(y for _, y in part) / len(part)) for part in bins]
 
 
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """About `wanted` round values inside [low, high]."""
+def ticks(low: float, high: float, wanted: int = 5, whole: bool = False) -> list[float]:
+    """About `wanted` round values inside [low, high]; only whole numbers if `whole`."""
     span = high - low
     if not span > 0:
         return [low]
     raw = span / wanted
     magnitude = 10 ** math.floor(math.log10(raw))
     step = next((m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw), raw)
+    step = max(1, round(step)) if whole else step
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [number * step for number in range(first, last + 1)]
@@ -131,7 +137,7 @@ def _grid(x_scale: _Scale, y_scale: _Scale, axes: Axes) -> list[str]:
         right = x_scale(min(axes.shaded_to, x_scale.high))
         parts.append(
             f'<rect class="shade" x="{LEFT}" y="{TOP}" width="{right - LEFT:.1f}"'
-            f' height="{bottom - TOP}"><title>{escape(axes.shaded_label)}</title></rect>'
+            f' height="{bottom - TOP}"/>'
         )
     for value in ticks(y_scale.low, y_scale.high):
         y = y_scale(value)
@@ -141,7 +147,7 @@ def _grid(x_scale: _Scale, y_scale: _Scale, axes: Axes) -> list[str]:
         parts.append(_text("label", LEFT - 8, y + 4, _short(value)))
     parts += [
         _text("tick", x_scale(value), bottom + 16, _short(value))
-        for value in ticks(x_scale.low, x_scale.high)
+        for value in ticks(x_scale.low, x_scale.high, whole=axes.x_label == "step")
     ]
     parts.append(_axis_label(HEIGHT, axes.x_label))
     parts.append(_text("unit", 4, 14, axes.y_label))

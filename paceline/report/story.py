@@ -1,5 +1,6 @@
 """Everything a report tells, read from a run directory; what is not there yet is None or empty."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -99,11 +100,12 @@ def _rate_figures(result: Result) -> list[Figure]:
         figures.append(Figure("tokens/s", f"{result.tokens_per_s:,.0f}", source))
     figures += [
         Figure("samples/s", f"{result.samples_per_s:,.4g}", source),
+        Figure("steps/s", f"{result.steps_per_s:,.3g}", source),
         Figure("step p50", duration(result.step_s.p50), source),
         Figure("step p90", duration(result.step_s.p90), source),
     ]
     if result.tflops_per_rank is not None:
-        figures.append(Figure("TFLOP/s a rank", f"{result.tflops_per_rank:.3g}", source))
+        figures.append(Figure("compute a rank", flop_rate(result.tflops_per_rank), source))
     if result.mfu is not None:
         figures.append(Figure("MFU", f"{result.mfu:.1%}", source))
     return figures
@@ -119,12 +121,35 @@ def _median_phases(rows: Sequence[StepRow]) -> dict[str, float]:
     return middle
 
 
+def asked(story: Story) -> str:
+    """The command line, as run.yaml's first line keeps it."""
+    first = story.config.partition("\n")[0]
+    return first.removeprefix("# asked: ").replace("'", "") if first.startswith("# asked") else ""
+
+
+def started(story: Story) -> str:
+    if story.result is None:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(story.result.started_at))
+
+
 def size(num_bytes: float) -> str:
     """Bytes for people: `812 MiB`, `1.30 GiB`."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.3g} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def shown(value: object) -> str:
+    """A value of the plan for people; None is something not known yet."""
+    if value is None:
+        return "unknown"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def flop_rate(tflops: float) -> str:
+    return f"{tflops:.3g} TFLOP/s" if tflops >= 0.1 else f"{tflops * 1000:.3g} GFLOP/s"
 
 
 def duration(seconds: float) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.config.schema import RunConfig
-from paceline.records import Env, Finding, Plan, StateBytes
+from paceline.records import Env, Finding, ModelSize, Plan, StateBytes
 from paceline.train.timing import Clock
 from paceline.workloads.base import Workload
 
@@ -69,7 +69,7 @@ class Strategy(Protocol):
         """What is wrong with asking for this strategy here; empty when nothing is."""
         ...
 
-    def estimate(self, num_parameters: int, config: RunConfig, world_size: int) -> StateBytes:
+    def estimate(self, model: ModelSize, config: RunConfig, world_size: int) -> StateBytes:
         """Bytes of state one rank holds at rest."""
         ...
 

@@ -1,15 +1,16 @@
 """One replica a rank: DistributedDataParallel, and the plain model where there is one rank."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config.schema import RunConfig
-from paceline.records import Env, Finding, StateBytes
+from paceline.records import Env, Finding, ModelSize, StateBytes
 from paceline.strategies.base import Engine, EngineParts
 from paceline.strategies.compose import build_module
 from paceline.strategies.engine import ModuleEngine
 from paceline.train.optim import build_optimizer
 
-FP32 = 4
 STATES = {"adamw": 2, "sgd": 1}
 
 
@@ -32,13 +33,16 @@ class Replicated:
             ]
         return []
 
-    def estimate(self, num_parameters: int, config: RunConfig, world_size: int) -> StateBytes:
-        """Everything whole on every rank: 16 bytes a parameter with AdamW."""
+    def estimate(self, model: ModelSize, config: RunConfig, world_size: int) -> StateBytes:
+        """Everything whole on every rank: 16 bytes a parameter with AdamW on fp32 weights."""
         states = STATES[config.optim.name]
         if config.optim.name == "sgd" and not config.optim.momentum:
             states = 0
-        weights = FP32 * num_parameters
-        return StateBytes(parameters=weights, gradients=weights, optimizer=states * weights)
+        return StateBytes(
+            parameters=model.trainable_bytes + model.frozen_bytes,
+            gradients=model.trainable_bytes,
+            optimizer=states * model.trainable_bytes,
+        )
 
     def build(self, parts: EngineParts) -> Engine:
         module = build_module(parts)
@@ -56,7 +60,27 @@ class Replicated:
             find_unused_parameters=strategy.find_unused_parameters,
         )
         optimizer = build_optimizer(module.parameters(), parts.config.optim, fused)
-        return ModuleEngine(parts, module, wrapped, optimizer, wrapped.no_sync)
+        unsynced = _Unsynced(wrapped, parts.plan.batch.grad_accum - 1, strategy.static_graph)
+        return ModuleEngine(parts, module, wrapped, optimizer, unsynced)
+
+
+class _Unsynced:
+    """no_sync for all but the last microbatch of a step, so that each step exchanges once.
+
+    A static graph learns the order of the gradients in its very first backward pass and asserts
+    if that was not exchanged: the first step exchanges every time. The sum stays right, as the
+    mean of what all ranks hold already is what they hold.
+    """
+
+    def __init__(self, model: DistributedDataParallel, per_step: int, static: bool) -> None:
+        self.model = model
+        self.num_exchanged = per_step if static else 0
+
+    def __call__(self) -> AbstractContextManager[None]:
+        if self.num_exchanged:
+            self.num_exchanged -= 1
+            return nullcontext()
+        return self.model.no_sync()
 
 
 SINGLE = Replicated(wrap=False)

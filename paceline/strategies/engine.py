@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from paceline.errors import ConfigError
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
 from paceline.train.precision import compute_context
 from paceline.train.timing import Clock
@@ -86,4 +87,11 @@ class ModuleEngine:
 
     def _loss(self, batch: Any) -> tuple[Tensor, int | Tensor]:
         with compute_context(self.precision, self.parts.device):
-            return self.parts.workload.loss(self.wrapped, batch)
+            result = self.parts.workload.loss(self.wrapped, batch)
+        if not isinstance(result, tuple) or len(result) != 2 or result[0].dim() != 0:
+            raise ConfigError(
+                f"{type(self.parts.workload).__name__}.loss must return two things: the loss summed"
+                " over the batch, a tensor without dimensions, and how many were summed\n"
+                'hint: return cross_entropy(..., reduction="sum"), len(targets)'
+            )
+        return result

@@ -1,5 +1,7 @@
 """Validation: each sample once over all ranks, the mean over units, the same number everywhere."""
 
+import math
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -47,4 +49,4 @@ class Evaluation:
                 sums[1] += count
         dist.all_reduce(sums)
         loss_sum, units = sums.tolist()
-        return float(loss_sum / units)
+        return float(loss_sum / units) if units else math.nan

@@ -1,6 +1,6 @@
 """What one optimizer step consumes: this rank's microbatches on the device, and the loss scale."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ class StepBatch:
     """`scale` = dp degree / units in the global step: the loss normalisation of every strategy."""
 
     batches: list[Any]
+    units: float | Tensor
     scale: float | Tensor
     sample_ids: list[Indices]
 
@@ -26,7 +27,7 @@ class Feed:
     """Step batches, one after the other, from an iterator of microbatches."""
 
     def __init__(
-        self, microbatches: Iterator[Microbatch], plan: Plan, device: torch.device
+        self, microbatches: Generator[Microbatch], plan: Plan, device: torch.device
     ) -> None:
         self.microbatches, self.plan, self.device = microbatches, plan, device
         self.fixed_units = (
@@ -35,11 +36,17 @@ class Feed:
             else None
         )
 
+    def close(self) -> None:
+        """End the loader's processes now: left to the interpreter's exit, they would hang it."""
+        self.microbatches.close()
+
     def next(self) -> StepBatch:
         loaded = [next(self.microbatches) for _ in range(self.plan.batch.grad_accum)]
+        units = self._units_in_step(loaded)
         return StepBatch(
             [to_device(item.batch, self.device) for item in loaded],
-            self.plan.batch.dp / self._units_in_step(loaded),
+            units,
+            self.plan.batch.dp / units,
             [item.sample_ids for item in loaded],
         )
 
@@ -48,7 +55,9 @@ class Feed:
         if self.fixed_units is not None:
             return self.fixed_units
         local = float(sum(item.units for item in loaded))
-        units = torch.tensor(local, dtype=torch.float64, device=self.device)
+        on_gpu = self.device.type == "cuda"
+        units = torch.tensor(local, dtype=torch.float64, pin_memory=on_gpu)
+        units = units.to(self.device, non_blocking=True)
         # Over every rank: a rank that is not its group's first in the dp axis adds its copies too,
         # so divide them out again.
         dist.all_reduce(units)

@@ -6,6 +6,7 @@ Nothing in a step waits for the device. The host learns one step late that an up
 """
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 from paceline.config.schema import RunConfig
@@ -46,8 +47,17 @@ class LoopEnd:
 
 def train(parts: LoopParts, first_step: int = 1) -> LoopEnd:
     """Take the steps first_step..plan.steps; end early when too many updates were vetoed."""
+    try:
+        return _train(parts, first_step)
+    except BaseException:
+        with suppress(RuntimeError):  # a device in error answers nothing more
+            parts.ledger.abandon()
+        raise
+
+
+def _train(parts: LoopParts, first_step: int) -> LoopEnd:
     plan, engine, clock, ledger = parts.plan, parts.engine, parts.clock, parts.ledger
-    judge = _Judge(ledger, parts.config.train.max_skips)
+    judge = _Judge(parts)
     end = None
     for step in range(first_step, plan.steps + 1):
         clock.begin(step)
@@ -58,32 +68,33 @@ def train(parts: LoopParts, first_step: int = 1) -> LoopEnd:
 
         clock.enter("other")
         judge.remember(step, batch.sample_ids)
-        ledger.record(step, lr, totals, info)
-        end = judge.verdict(step, through=step - LATENESS)
+        ledger.record(step, lr, totals, info, batch.units)
+        end = judge.verdict(step, ledger.vetoes(through=step - LATENESS))
         if end is not None:
             break
         ledger.settle(step)
         if parts.evaluation.due(step):
             clock.enter("eval")
             ledger.note_evaluation(step, parts.evaluation.run(engine))
-    end = end or judge.verdict(plan.steps, through=plan.steps)
     clock.begin(0)  # closes the last step
-    ledger.close()
-    return end or LoopEnd(Outcome.OK, plan.steps)
+    late = ledger.close()
+    return end or judge.verdict(plan.steps, late) or LoopEnd(Outcome.OK, plan.steps)
 
 
 class _Judge:
     """Ends the run when more than `max_skips` updates were vetoed. Every rank sees the same."""
 
-    def __init__(self, ledger: Ledger, max_skips: int) -> None:
-        self.ledger, self.max_skips, self.num_skips = ledger, max_skips, 0
-        self.recent: deque[tuple[int, list[Indices]]] = deque(maxlen=LATENESS + 1)
+    def __init__(self, parts: LoopParts) -> None:
+        self.max_skips, self.num_skips = parts.config.train.max_skips, 0
+        # A loss whose gradient was cut off everywhere is noticed only when losses are gathered.
+        window = parts.config.train.log_every + LATENESS + 1
+        self.recent: deque[tuple[int, list[Indices]]] = deque(maxlen=window)
 
     def remember(self, step: int, sample_ids: list[Indices]) -> None:
         self.recent.append((step, sample_ids))
 
-    def verdict(self, step: int, through: int) -> LoopEnd | None:
-        for bad_step, loss_was_finite in self.ledger.vetoes(through):
+    def verdict(self, step: int, vetoes: list[tuple[int, bool]]) -> LoopEnd | None:
+        for bad_step, loss_was_finite in vetoes:
             self.num_skips += 1
             if self.num_skips > self.max_skips:
                 ids = tuple(int(i) for part in dict(self.recent)[bad_step] for i in part)

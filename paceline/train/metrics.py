@@ -47,6 +47,7 @@ class _Row:
     """One step while its numbers come in from device, clock and other ranks."""
 
     lr: float
+    own_loss: float | None = None
     loss: float | None = None
     count: float = 0.0
     grad_norm: float | None = None
@@ -69,23 +70,27 @@ class Ledger:
         self.log_every = config.train.log_every
         self.warmup_steps = config.observe.warmup_steps
         self._rows: dict[int, _Row] = {}
-        self._window: list[tuple[int, Totals]] = []
+        self._window: list[tuple[int, Totals, float | Tensor]] = []
+        self._late_vetoes: list[tuple[int, bool]] = []
         self._windows: dict[int, list[int]] = {}
         self._scalars, self._sums = Readback(device), Readback(device)
         self._steps = _CsvFile(files.steps, STEP_COLUMNS)
         self._training = _CsvFile(files.training, TRAINING_COLUMNS) if files.training else None
 
-    def record(self, step: int, lr: float, totals: Totals, info: StepInfo) -> None:
+    def record(
+        self, step: int, lr: float, totals: Totals, info: StepInfo, units: float | Tensor
+    ) -> None:
+        """`units` is what the step's loss was divided by, over all ranks."""
         self._rows[step] = _Row(lr)
-        self._window.append((step, totals))
+        self._window.append((step, totals, units))
         self._scalars.push(step, (totals.loss_sum, info.grad_norm, info.skipped))
 
     def vetoes(self, through: int) -> list[tuple[int, bool]]:
         """Steps up to `through` that were vetoed, and whether this rank's loss was finite."""
-        found = []
+        found, self._late_vetoes = self._late_vetoes, []
         for step, (loss_sum, grad_norm, skipped) in self._scalars.pop(through, wait=True):
             row = self._rows[step]
-            row.grad_norm, row.skipped = grad_norm, bool(skipped)
+            row.own_loss, row.grad_norm, row.skipped = loss_sum, grad_norm, bool(skipped)
             if row.skipped:
                 found.append((step, math.isfinite(loss_sum)))
         return found
@@ -100,25 +105,36 @@ class Ledger:
         if step % self.log_every == 1 % self.log_every:
             self._collect(wait=False)
 
-    def close(self) -> None:
-        """Gather, wait for and write what is left."""
+    def close(self) -> list[tuple[int, bool]]:
+        """Gather, wait for and write what is left; return the vetoes nobody has heard of yet."""
         if self._window:
             self._gather()
-        self.vetoes(through=max(self._rows, default=0))
+        found = self.vetoes(through=max(self._rows, default=0))
         self._collect(wait=True)
+        self._close_files()
+        return found + self._late_vetoes
+
+    def abandon(self) -> None:
+        """Keep what this rank knows by itself: after an error nobody may answer a collective."""
+        for times in self.clock.finished():
+            self._steps.add(self._step_row(times))
+        self._close_files()
+
+    def _close_files(self) -> None:
         self._steps.close()
         if self._training:
             self._training.close()
 
     def _gather(self) -> None:
         """Start summing this window's losses and counts over all ranks."""
-        losses = torch.stack([totals.loss_sum for _, totals in self._window]).double()
-        counts = _as_vector([totals.units for _, totals in self._window], self.device)
+        losses = torch.stack([totals.loss_sum for _, totals, _ in self._window]).double()
+        counts = _as_vector([totals.units for _, totals, _ in self._window], self.device)
         sums = torch.stack([losses, counts])
         dist.all_reduce(sums)
+        promised = _as_vector([units for *_, units in self._window], self.device)
         last = self._window[-1][0]
-        self._windows[last] = [step for step, _ in self._window]
-        self._sums.push(last, (sums[0], sums[1]))
+        self._windows[last] = [step for step, *_ in self._window]
+        self._sums.push(last, (sums[0], sums[1], promised))
         self._window = []
 
     def _collect(self, wait: bool) -> None:
@@ -126,29 +142,25 @@ class Ledger:
             self._rows[times.step].times = times
             self._steps.add(self._step_row(times))
         newest = max(self._windows, default=0)
-        for tag, (losses, counts) in self._sums.pop(newest, wait):
-            self._fill_losses(self._windows.pop(tag), losses, counts)
+        # Always waited for: it was enqueued a step ago, and all ranks must learn from it together.
+        for tag, (losses, counts, promised) in self._sums.pop(newest, wait=True):
+            for step, *values in zip(self._windows.pop(tag), losses, counts, promised, strict=True):
+                self._fill(step, *values)
         self._write_complete()
 
-    def _fill_losses(self, steps: list[int], losses: list[float], counts: list[float]) -> None:
-        for step, loss, count in zip(steps, losses, counts, strict=True):
-            self._require_count(step, count)
-            row = self._rows[step]
-            row.loss, row.count = (loss / count if count else math.nan), count
-
-    def _require_count(self, step: int, count: float) -> None:
-        """The loss must have summed as many units as the normalisation divided by."""
-        per_sample = self.plan.units_per_sample
-        if per_sample is None:
-            return
-        expected = self.plan.batch.global_size * per_sample
-        if round(count) != expected:
+    def _fill(self, step: int, loss_sum: float, count: float, promised: float) -> None:
+        if round(count) != round(promised):
             raise ConfigError(
-                f"the loss of step {step} summed {count:.0f} {self.plan.unit}, but"
-                f" units_per_sample() promises {expected}\n"
-                "hint: return (sum, count) from loss(), and let units_per_sample() be"
-                " count / samples, or None where it varies"
+                f"the loss of step {step} summed {count:.0f} {self.plan.unit}, but the workload"
+                f" promised {promised:.0f} before it\n"
+                "hint: units_per_sample(), or units(batch) where it is None, must say how many"
+                " loss() will sum"
             )
+        row = self._rows[step]
+        row.loss, row.count = (loss_sum / count if count else math.nan), count
+        if not math.isfinite(loss_sum) and not row.skipped:
+            # Every path from this loss to a weight was cut, so no gradient carried the news.
+            self._late_vetoes.append((step, math.isfinite(row.own_loss or 0.0)))
 
     def _write_complete(self) -> None:
         """Write rows in order, as far as they are whole; at most one window's worth is held."""
@@ -176,12 +188,12 @@ class Ledger:
         val = f" val_loss {row.val_loss:.4f}" if row.val_loss is not None else ""
         LOG.info(
             "step %d/%d loss %.4f%s lr %.3g grad_norm %.3g step_s %.4g",
-            step, self.plan.steps, row.loss, val, row.lr, row.grad_norm, row.times.wall_s,
+            step, self.plan.steps, row.loss, val, row.lr, row.grad_norm, row.times.step_s,
         )  # fmt: skip
 
     def _training_row(self, step: int, row: _Row) -> Sequence[object]:
         assert row.times is not None
-        step_s = row.times.wall_s - row.times.phases_s.get("eval", 0.0)
+        step_s = row.times.step_s
         samples_per_s = self.plan.batch.global_size / step_s
         tokens_per_s = row.count / step_s if self.plan.unit == "tokens" else None
         return (
@@ -195,11 +207,13 @@ class Ledger:
         return (times.step, warmup, times.wall_s, *phases, times.unaccounted_s)
 
 
-def _as_vector(counts: list[int | Tensor], device: torch.device) -> Tensor:
+def _as_vector(counts: list[int | Tensor] | list[float | Tensor], device: torch.device) -> Tensor:
     if any(isinstance(count, Tensor) for count in counts):
         parts = [torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts]
         return torch.stack(parts)
-    return torch.tensor(counts, dtype=torch.float64, device=device)
+    # From pinned memory: a copy from pageable memory would make the host wait for the device.
+    vector = torch.tensor(counts, dtype=torch.float64, pin_memory=device.type == "cuda")
+    return vector.to(device, non_blocking=True)
 
 
 class _CsvFile:

@@ -12,8 +12,6 @@ from time import perf_counter
 
 import torch
 
-PHASES = ("data", "forward", "backward", "comm", "optimizer", "other")
-
 
 @dataclass(slots=True)
 class StepTimes:
@@ -22,6 +20,11 @@ class StepTimes:
     step: int
     wall_s: float
     phases_s: dict[str, float]
+
+    @property
+    def step_s(self) -> float:
+        """What throughput divides by: wall time without the evaluation after the step."""
+        return self.wall_s - self.phases_s.get("eval", 0.0)
 
     @property
     def unaccounted_s(self) -> float:

@@ -3,15 +3,18 @@
 Run by `paceline.launch.rank` in a process of its own; tests call `RankRun(...).execute()`.
 """
 
+import errno
 import gc
 import os
 import resource
 import socket
+import sysconfig
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,6 +65,7 @@ class RankRun:
         self.flops: float | None = None
         self.flops_source = ""
         self.data_fingerprint = "n/a"
+        self.notes: list[str] = []
 
     def execute(self) -> RankVerdict:
         """Train; save a verdict before anything is torn down; raise what went wrong."""
@@ -73,10 +77,10 @@ class RankRun:
                 if not dist.is_initialized():
                     init_process_group(self.plan, self.place, self.device)
                 parts = self._build()
-                with _settled_heap():
+                with closing(parts.feed), _settled_heap():
                     end = train(parts)
         except BaseException as error:
-            self._save(self._verdict(_outcome_of(error), self.clock.step, error=_explain(error)))
+            self._save(self._verdict(outcome_of(error), self.clock.step, error=explain(error)))
             raise
         verdict = self._verdict(
             end.outcome,
@@ -106,6 +110,8 @@ class RankRun:
             training=self.run.training if place.rank == 0 else None,
         )
         val = workload.build_data(config, "val") if config.train.eval_every != "off" else None
+        if val is None and config.train.eval_every != "off":
+            self.notes.append("train.eval_every is set, but this workload has no validation data")
         return LoopParts(
             config=config,
             plan=plan,
@@ -127,6 +133,7 @@ class RankRun:
             flops_per_sample=self.flops,
             flops_source=self.flops_source,
             data_fingerprint=self.data_fingerprint,
+            notes=self.notes,
             peak_active_bytes=active,
             peak_reserved_bytes=reserved,
             **more,
@@ -179,7 +186,7 @@ def _source(job: Job, plan: Plan, data: Dataset, place: Place) -> MicrobatchSour
 
 def _microbatches(
     job: Job, plan: Plan, source: MicrobatchSource, device: torch.device
-) -> Iterator[Microbatch]:
+) -> Generator[Microbatch]:
     settings = job.config.data
     loader = LoaderPlan(
         plan.loader_workers.value, settings.prefetch, settings.timeout_s, device.type == "cuda"
@@ -188,11 +195,16 @@ def _microbatches(
 
 
 def _require_data(data: Dataset | None, plan: Plan) -> Dataset:
+    if data is not None and not hasattr(data, "__len__"):
+        raise DataError(
+            f"build_data returned a {type(data).__name__}, which has no length\n"
+            "hint: return samples by index: __len__ and __getitem__"
+        )
     found = len(data) if data is not None else 0
     if data is None or found < plan.batch.global_size:
         raise DataError(
             f"the training data has {found} samples, and one step takes {plan.batch.global_size}\n"
-            "hint: give it more data, or set a smaller train.micro_batch_size or data.seq_len"
+            "hint: give it more data, or a smaller train.micro_batch_size or train.grad_accum"
         )
     return data
 
@@ -220,18 +232,45 @@ def init_process_group(
     )
 
 
-def _explain(error: BaseException) -> RankError:
+def explain(error: BaseException) -> RankError:
     return RankError(
         kind=type(error).__name__,
-        message=str(error),
+        message=str(error) + _hint(str(error)),
+        place=_users_line(error),
         traceback="".join(traceback.format_exception(error)),
     )
 
 
-def _outcome_of(error: BaseException) -> Outcome:
+def _hint(message: str) -> str:
+    """What to change, for errors of torch that do not say it in our words."""
+    hints = {
+        "Expected to have finished reduction in the prior iteration": "some parameters got no"
+        " gradient; set strategy.find_unused_parameters=true, or take them out of the model",
+        "out of memory": "set a smaller train.micro_batch_size and a larger train.grad_accum",
+    }
+    found = [hint for text, hint in hints.items() if text in message]
+    return f"\nhint: {found[0]}" if found else ""
+
+
+def _users_line(error: BaseException) -> str:
+    """`job.py:14 in loss`: the last line on the way to the error that is nobody's library."""
+    ours, installed = str(Path(__file__).parents[1]), ("site-packages", "dist-packages")
+    stdlib = sysconfig.get_paths()["stdlib"]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_library = any(part in frame.filename for part in installed)
+        if not is_library and not frame.filename.startswith((ours, stdlib, "<")):
+            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+    return ""
+
+
+def outcome_of(error: BaseException) -> Outcome:
     if isinstance(error, PacelineError):
         return error.outcome
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return Outcome.OUT_OF_RESOURCES
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return Outcome.OUT_OF_RESOURCES
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
         return Outcome.OUT_OF_RESOURCES
     if isinstance(error, KeyboardInterrupt):
         return Outcome.INTERRUPTED

@@ -10,9 +10,10 @@ paceline train my_job.py:MyWorkload train.steps=50
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Split = Literal["train", "val"]
+# Ours; other packages register theirs as entry points of GROUP.
+REGISTRY = {"lm": "paceline.workloads.lm:LanguageModel"}
 GROUP = "paceline.workloads"
 
 
@@ -47,8 +50,11 @@ class Workload:
     # True: the model has `init_weights()`, is built on meta and filled once it is on its device.
     meta_init: ClassVar[bool] = False
 
+    def __init__(self) -> None:
+        self.prepared: dict[str, Any] = {}
+
     def build_model(self, config: Any) -> nn.Module:
-        """The model, on torch's default device: it is called once, where the weights will live."""
+        """The model, on torch's default device. Also called with that set to meta, to count."""
         raise ConfigError(f"{type(self).__name__} must define build_model(self, config)")
 
     def build_data(self, config: Any, split: Split) -> Dataset | None:
@@ -71,8 +77,9 @@ class Workload:
         """Forward and backward FLOPs of a sample; None: counted on the first batch."""
         return None
 
-    def prepare(self, config: Any, say: Any) -> dict[str, float]:
-        """Work on data that must be done once, before ranks start. Returns facts to report."""
+    def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, Any]:
+        """Work on data that must be done once, before ranks start. What it returns goes to every
+        rank as `self.prepared`, through data.json; its numbers are reported."""
         return {}
 
     def problems(self, config: Any) -> Sequence[Finding]:
@@ -89,13 +96,17 @@ def find_workload(name: str, typed: bool) -> type[Workload]:
                 f"hint: type it: paceline train {name} ..., or workload={name}"
             )
         return _from_file(name)
-    known = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in known:
+    if name in REGISTRY:
+        module, _, class_name = REGISTRY[name].partition(":")
+        return _require_workload(getattr(importlib.import_module(module), class_name), name)
+    installed = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in installed:
+        known = sorted({*REGISTRY, *installed})
         raise ConfigError(
             f"there is no workload '{name}'\n"
-            f"hint: the installed ones are {', '.join(sorted(known))}; yours is FILE.py:Class"
+            f"hint: the installed ones are {', '.join(known)}; yours is FILE.py:Class"
         )
-    return _require_workload(known[name].load(), name)
+    return _require_workload(installed[name].load(), name)
 
 
 def code_fingerprint(workload: str) -> str:
@@ -156,4 +167,8 @@ def _require_workload(value: object, name: str) -> type[Workload]:
             f"{name} is not a workload\nhint: class {name.rsplit(':', 1)[-1]}(paceline.Workload)"
         )
     assert isinstance(value, type)
+    required = ("build_model", "build_data", "loss")
+    missing = [method for method in required if getattr(value, method) is getattr(Workload, method)]
+    if missing:
+        raise ConfigError([f"{name} must define {method}" for method in missing])
     return value

@@ -6,6 +6,7 @@ torch is imported where it is used, so that `paceline recipes` can read the sche
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.lm import LMData, LMModel
@@ -42,7 +43,7 @@ class LanguageModel(Workload):
                 config.model.vocab_size,
                 config.train.seed,
             )
-        return open_tokens(config.data, split)
+        return open_tokens(Path(self.prepared["shards"]), config.data.seq_len, split)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
         from torch.nn.functional import cross_entropy
@@ -64,13 +65,13 @@ class LanguageModel(Workload):
         seq_len: int = config.data.seq_len
         return flops_per_token(config.model, seq_len) * seq_len
 
-    def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, float]:
+    def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, Any]:
         from paceline.data.text import prepare_tokens
 
         if config.data.source == "synthetic":
             return {}
-        manifest = prepare_tokens(config.data, say)
-        return {"unigram_entropy": manifest.unigram_entropy}
+        shards, manifest = prepare_tokens(config.data, say)
+        return {"shards": str(shards), "unigram_entropy": manifest.unigram_entropy}
 
     def problems(self, config: Any) -> Sequence[Finding]:
         vocab_size = config.model.vocab_size

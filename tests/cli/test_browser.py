@@ -40,7 +40,7 @@ def test_the_report_renders_and_fits(run: RunDir, tmp_path: Path, width: int) ->
     )
     probe.write_text(run.report.read_text().replace("</body>", f"{script}</body>"))
     done = browse(tmp_path, probe, f"--window-size={width},1200", "--dump-dom")
-    assert "<title>3|true|8px</title>" in done.stdout, done.stdout[:300]
+    assert "<title>5|true|8px</title>" in done.stdout, done.stdout[:300]
 
 
 def test_a_picture_of_it_is_not_blank(run: RunDir, tmp_path: Path) -> None:

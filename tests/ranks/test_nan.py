@@ -105,5 +105,30 @@ def test_a_loss_that_counts_wrongly_is_caught(tmp_path: Path) -> None:
 
     file = tmp_path / "bad_job.py"
     file.write_text(JOB.replace("return loss, len(y)", "return loss, 2 * len(y)"))
-    with pytest.raises(ConfigError, match="summed 8 samples, but units_per_sample.. promises 4"):
+    with pytest.raises(ConfigError, match="summed 8 samples, but the workload promised 4"):
         run_here(tmp_path / "run", f"{file}:Bad", COMMON)
+
+
+def test_a_loss_that_counts_wrongly_is_caught_where_sizes_vary(tmp_path: Path) -> None:
+    from paceline.errors import ConfigError
+
+    file = tmp_path / "bad_job.py"
+    varying = "\n    def units_per_sample(self, config): return None\n"
+    varying += "    def units(self, batch): return 2 * len(batch['id'])\n"
+    file.write_text(JOB + varying)
+    with pytest.raises(ConfigError, match="summed 4 samples, but the workload promised 8"):
+        run_here(tmp_path / "run", f"{file}:Bad", COMMON)
+
+
+def test_a_bad_loss_whose_gradient_is_cut_off_is_noticed(tmp_path: Path) -> None:
+    """relu passes no gradient where it is 0, so no NaN reaches a weight; the loss is inf all the
+    same, and is found when losses are gathered."""
+    file = tmp_path / "bad_job.py"
+    cut = "        if bad: loss = torch.relu(-(y ** 2) - 1).sum() * float('inf')\n"
+    file.write_text(JOB.replace("        return loss, len(y)", cut + "        return loss, len(y)"))
+    sample = poisoned_sample("", tmp_path, rank=1)
+    settings = ["launch.nproc=2", f"model.poison={sample}", "model.kind=none"]
+    ends = run_ranks(tmp_path / "run", f"{file}:Bad", [*COMMON, *settings])
+    assert {verdict.outcome for verdict in ends.verdicts} == {Outcome.NAN}
+    assert {verdict.bad_step for verdict in ends.verdicts} == {5}
+    assert sample in ends.verdicts[1].bad_sample_ids

@@ -24,6 +24,11 @@ ROWS = {
         "strategy.bucket_mb=0.01",
         "strategy.static_graph=true",
     ],
+    "ddp, accumulation, static graph": [
+        "strategy.name=ddp",
+        "train.micro_batch_size=2",
+        "strategy.static_graph=true",
+    ],
     "ddp, loader workers": [
         "strategy.name=ddp",
         "train.micro_batch_size=8",

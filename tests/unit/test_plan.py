@@ -81,7 +81,7 @@ def test_all_problems_come_at_once() -> None:
 
 def test_more_ranks_than_gpus_says_how_many_there_are() -> None:
     made = plan("launch.nproc=4", machine=env(num_gpus=2))
-    with pytest.raises(ClusterError, match="4 ranks want a GPU each, and 2 are usable here"):
+    with pytest.raises(ClusterError, match="4 asked for, 2 usable here"):
         require_feasible(made)
 
 

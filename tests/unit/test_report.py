@@ -1,5 +1,6 @@
 """Reports from run directories alone: finished, failed, still running, and hostile names."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_a_finished_run(run: RunDir) -> None:
     page, summary = run.report.read_text(), run.summary.read_text()
     for text in ("4,096", "training.csv, steps 6 to 20", "rank 1", "byte-unigram entropy"):
         assert text in page and text in summary
-    assert page.count("<svg") == 3, "loss, throughput, phases; no telemetry was recorded"
+    assert page.count("<svg") == 5, "all but memory: no telemetry was recorded"
 
 
 def test_the_page_needs_nothing_from_outside(run: RunDir) -> None:
@@ -97,7 +98,10 @@ def test_the_rank_that_died_first_is_named_first(run: RunDir) -> None:
     result = finish(run, LaunchEnd(exit_codes={1: -9}))
     assert result.outcome is Outcome.CRASHED and result.exit_code == 5
     assert result.failure is not None
-    assert (result.failure.rank, result.failure.message) == (1, "killed by SIGKILL")
+    assert (result.failure.rank, result.failure.message) == (
+        1,
+        "killed by SIGKILL\nhint: the kernel does that when memory runs out; see telemetry.csv",
+    )
     assert result.failure.others == ["rank 0: RuntimeError: Connection reset by peer"]
     assert "killed by SIGKILL" in run.report.read_text()
 
@@ -117,6 +121,31 @@ def test_out_of_memory_and_interrupts_have_their_codes(run: RunDir) -> None:
     verdict(1, outcome=Outcome.OUT_OF_RESOURCES, error=full).save(run.verdict(1))
     assert finish(run).exit_code == 10
     assert finish(run, LaunchEnd(signal=2)).exit_code == 130
+
+
+def test_a_word_in_a_message_does_not_make_it_an_echo(run: RunDir) -> None:
+    own = RankError(kind="DataError", message="the data set failed: ConnectionResetError: x")
+    verdict(1, outcome=Outcome.REFUSED_DATA, error=own).save(run.verdict(1))
+    run.verdict(0).unlink()
+    result = finish(run, LaunchEnd(exit_codes={1: 4}))
+    assert (result.outcome, result.exit_code) == (Outcome.REFUSED_DATA, 4)
+    assert result.failure is not None and result.failure.rank == 1
+
+
+def test_steps_of_a_run_that_was_cut_off_come_from_its_heartbeat(run: RunDir) -> None:
+    for rank, step in ((0, 27), (1, 26)):
+        run.heartbeat(rank).write_text(f'{{"step": {step}, "phase": "forward"}}\n')
+        run.verdict(rank).unlink()
+    result = finish(run, LaunchEnd(signal=15))
+    assert (result.outcome, result.steps, result.failure) == (Outcome.INTERRUPTED, 25, None)
+
+
+def test_a_validation_loss_that_is_no_number_is_said_and_valid_json(run: RunDir) -> None:
+    text = run.training.read_text().replace(",2.0\n", ",nan\n")
+    run.training.write_text(text)
+    result = finish(run)
+    assert result.val_loss is None and "not finite" in result.notes[0]
+    json.loads(run.result.read_text(), parse_constant=pytest.fail)
 
 
 def test_a_bad_batch_is_listed_for_the_guilty_rank(run: RunDir) -> None:
@@ -147,7 +176,7 @@ def test_a_run_without_a_result_or_with_half_a_line_is_shown(run: RunDir) -> Non
     for rank in (0, 1):
         run.steps(rank).unlink()
     write_report(run)
-    assert "Nothing was recorded" in run.report.read_text()
+    assert "was recorded for this chart" in run.report.read_text()
 
 
 def test_charts_break_where_values_do() -> None:

@@ -45,16 +45,17 @@ def test_a_live_run_keeps_others_out(tmp_path: Path) -> None:
 
 
 def test_a_used_directory_is_not_written_over(tmp_path: Path) -> None:
-    run = RunDir.create("a", tmp_path / "run")
-    run.config.write_text("name: mine")
-    with run.lock(), pytest.raises(ConfigError, match="never writes over another"):
-        run.require_fresh()
-    assert run.config.read_text() == "name: mine"
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="never writes over another"):
+        RunDir.create("a", folder)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"], "something was left in it"
 
 
 def test_out_in_a_place_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot make the run directory"):
+    with pytest.raises(ConfigError, match="cannot make a run directory"):
         RunDir.create("a", tmp_path / "file" / "run")
 
 
@@ -85,7 +86,7 @@ def test_records_carry_their_schema(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="schema 999, this Paceline reads 1"):
         Env.load(path)
     path.write_text("not json")
-    with pytest.raises(DataError, match="not a Env record"):
+    with pytest.raises(DataError, match="is damaged: no Env record"):
         Env.load(path)
 
 

@@ -34,8 +34,8 @@ def documents(tokens: np.ndarray) -> list[bytes]:
 
 def test_every_document_comes_back_and_belongs_to_one_split(corpus: Path, tmp_path: Path) -> None:
     settings = data(corpus, tmp_path, val_fraction=0.3)
-    manifest = prepare_tokens(settings, quiet)
-    train, val = open_tokens(settings, "train"), open_tokens(settings, "val")
+    home, manifest = prepare_tokens(settings, quiet)
+    train, val = (open_tokens(home, 32, split) for split in ("train", "val"))
     assert train is not None and val is not None
     found = [documents(np.concatenate(split.parts)) for split in (train, val)]
     assert found[0] and found[1] and not set(found[0]) & set(found[1])
@@ -46,8 +46,8 @@ def test_every_document_comes_back_and_belongs_to_one_split(corpus: Path, tmp_pa
 
 def test_samples_overlap_by_the_token_to_predict(corpus: Path, tmp_path: Path) -> None:
     settings = data(corpus, tmp_path)
-    prepare_tokens(settings, quiet)
-    train = open_tokens(settings, "train")
+    home, _ = prepare_tokens(settings, quiet)
+    train = open_tokens(home, 32, "train")
     assert train is not None
     stream = np.concatenate(train.parts)
     for index in (0, 1, len(train) - 1):
@@ -61,7 +61,7 @@ def test_jsonl_rows_are_documents(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"body": f"row {n}"}) + "\n" for n in range(50)))
     settings = data(file, tmp_path, text_field="body", val_fraction=0.0)
-    assert prepare_tokens(settings, quiet).num_documents == 50
+    assert prepare_tokens(settings, quiet)[1].num_documents == 50
 
 
 def test_a_bad_row_is_named(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_shards_are_made_once_and_again_when_a_file_changes(corpus: Path, tmp_pa
     assert said
     assert prepare_tokens(settings, pytest.fail) == first
     (corpus / "99.txt").write_text("one more document")
-    assert prepare_tokens(settings, quiet).fingerprint != first.fingerprint
+    assert prepare_tokens(settings, quiet)[1].fingerprint != first[1].fingerprint
 
 
 def test_max_files_and_the_standard_library(tmp_path: Path) -> None:
@@ -89,13 +89,38 @@ def test_max_files_and_the_standard_library(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in every) > 5_000_000
 
 
-def test_a_truncated_shard_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_a_damaged_shard_is_refused(corpus: Path, tmp_path: Path) -> None:
     settings = data(corpus, tmp_path)
-    prepare_tokens(settings, quiet)
-    shard = next((tmp_path / "cache" / "tokens").glob("*/train_*.bin"))
-    shard.write_bytes(shard.read_bytes()[:-2])
+    home, _ = prepare_tokens(settings, quiet)
+    shard = home / "train_00000.bin"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-2])
     with pytest.raises(DataError, match="its manifest says"):
-        open_tokens(settings, "train")
+        open_tokens(home, 32, "train")
+    shard.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    with pytest.raises(DataError, match="not what its manifest says"):
+        prepare_tokens(settings, quiet)
+
+
+def test_one_large_file_has_a_validation_part(tmp_path: Path) -> None:
+    file = tmp_path / "large.txt"
+    file.write_bytes(bytes(range(256)) * 40_000)
+    home, _ = prepare_tokens(data(file, tmp_path, val_fraction=0.3), quiet)
+    assert open_tokens(home, 32, "train") and open_tokens(home, 32, "val")
+
+
+def test_our_own_run_records_are_no_text(corpus: Path, tmp_path: Path) -> None:
+    run = corpus / "runs" / "a"
+    run.mkdir(parents=True)
+    for name in ("run.yaml", "train.log.txt", "heartbeat_rank0.jsonl"):
+        (run / name).write_text("not json")
+    assert len(list_files(data(corpus, tmp_path))) == 40
+
+
+def test_a_cache_that_cannot_be_written_is_named(corpus: Path) -> None:
+    settings = LMData(source=str(corpus), cache_dir="/proc/nope")
+    with pytest.raises(DataError, match="data.cache_dir=/proc/nope"):
+        prepare_tokens(settings, quiet)
 
 
 @pytest.mark.parametrize("source", ["/no/such/place", "nowhere"])

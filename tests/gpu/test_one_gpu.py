@@ -1,0 +1,118 @@
+"""The same loop on a CUDA device: no synchronisation, the veto on the device, honest figures."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import Outcome
+from tests.cli.program import paceline
+from tests.harness import run_here
+from tests.ranks.test_nan import COMMON, JOB
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TINY = [
+    "data.source=synthetic", "data.synthetic_samples=512", "data.seq_len=64", "model.dim=64",
+    "train.eval_every=off", "train.eval_samples=all", "launch.device=cuda",
+]  # fmt: skip
+
+
+def test_the_command_line_trains_on_the_gpu(tmp_path: Path) -> None:
+    ran = paceline(
+        "train", "lm_tiny", "data.source=synthetic", "train.steps=60", "train.eval_every=off",
+        "train.eval_samples=all", "launch.nproc=1", "--out", "run", "--json", cwd=tmp_path,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    result = json.loads(ran.out)
+    assert result["precision"] == "bf16" and 0 < result["mfu"] < 1
+    assert result["peak_active_bytes"] <= result["peak_reserved_bytes"]
+    env = json.loads((tmp_path / "run/env.json").read_text())
+    assert env["gpus"][0]["compute_capability"] and env["driver"] and env["cuda"]
+    telemetry = (tmp_path / "run/telemetry.csv").read_text()
+    assert ",gpu0," in telemetry
+    plan = json.loads((tmp_path / "run/plan.json").read_text())
+    state = sum(plan["state_bytes"].values())
+    assert state < result["peak_active_bytes"], "activations come on top of the state"
+
+
+def test_phases_fill_the_wall_time(tmp_path: Path) -> None:
+    from paceline.tables import read_steps
+
+    ends = run_here(tmp_path / "run", "lm_tiny", [*TINY, "train.steps=100"])
+    rows = [row for row in read_steps(ends.run.steps(0)) if row.step > 20]
+    assert len(rows) == 80
+    wall = sum(row.wall_s for row in rows)
+    seen = sum(sum(row.phases_s.values()) for row in rows)
+    assert seen == pytest.approx(wall, rel=0.1)
+    assert all(row.phases_s["backward"] > 0 for row in rows)
+
+
+def test_a_step_adds_no_synchronisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises on any call that makes the host wait for the device, from step 2 on."""
+    from paceline.train import loop
+
+    right = loop.learning_rate
+
+    def watched(step: int, num_steps: int, optim: object) -> float:
+        torch.cuda.set_sync_debug_mode("error" if 1 < step < num_steps else "default")
+        return right(step, num_steps, optim)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loop, "learning_rate", watched)
+    try:
+        ends = run_here(tmp_path / "run", "lm_tiny", [*TINY, "train.steps=30", "train.log_every=4"])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert ends.verdicts[0].outcome is Outcome.OK and len(ends.rows) == 30
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_veto_works_on_the_device(optimizer: str, tmp_path: Path) -> None:
+    from paceline.data.cursor import Order, StepSlice
+
+    (tmp_path / "bad_job.py").write_text(JOB)
+    sample = int(Order(64, 0).at(StepSlice(4, 1, 1, 0).positions(4))[0])
+    settings = [item for item in COMMON if not item.startswith("launch.")]
+    overrides = [
+        *settings, "launch.device=cuda", f"model.poison={sample}", f"optim.name={optimizer}",
+        "train.max_skips=1",
+    ]  # fmt: skip
+    ends = run_here(tmp_path / "run", f"{tmp_path / 'bad_job.py'}:Bad", overrides)
+    assert ends.verdicts[0].outcome is Outcome.OK
+    assert [row.step for row in ends.rows if row.skipped] == [5]
+    assert all(torch.isfinite(w).all() for w in ends.states[0]["model"].values())
+    assert all(math.isfinite(row.loss) for row in ends.rows if row.step != 5)
+    overrides[-1] = "train.max_skips=0"
+    stopped = run_here(tmp_path / "stopped", f"{tmp_path / 'bad_job.py'}:Bad", overrides)
+    assert stopped.verdicts[0].outcome is Outcome.NAN and stopped.verdicts[0].bad_step == 5
+
+
+def test_gpu_and_cpu_compute_the_same(tmp_path: Path) -> None:
+    """fp32, SGD, the same weights and samples: the curves agree as far as sums of floats do."""
+    from paceline.strategies import compose
+
+    def on_cpu_first(parts: compose.EngineParts) -> torch.nn.Module:
+        torch.manual_seed(parts.config.train.seed)
+        with torch.device("cpu"):
+            model = parts.workload.build_model(parts.config)
+        model.init_weights()  # type: ignore[operator]
+        return model.to(parts.device)
+
+    from paceline.strategies import ddp
+
+    settings = [*TINY, "precision.mode=fp32", "optim.name=sgd", "optim.lr=0.1", "train.steps=20"]
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ddp, "build_module", on_cpu_first)
+    try:
+        on_gpu = run_here(tmp_path / "gpu", "lm_tiny", settings)
+        on_cpu = run_here(tmp_path / "cpu", "lm_tiny", [*settings, "launch.device=cpu"])
+    finally:
+        patch.undo()
+    for a, b in zip(on_gpu.rows, on_cpu.rows, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-4)
+    assert on_gpu.rows[0].loss != on_gpu.rows[-1].loss
