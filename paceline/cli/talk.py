@@ -68,7 +68,9 @@ class ConsoleTalk:
         if is_due or row["val_loss"] or int(row["step"]) == plan.steps:
             self._last_line_at = now
             left_s = (plan.steps - int(row["step"])) * float(row["step_s"])
-            left = f"  about {left_s:.0f} s left" if left_s >= 1 else ""
+            # The first steps are slow and say nothing of the rest.
+            is_known = row["warmup"] == "0" and left_s >= 1
+            left = f"  about {left_s:.0f} s left" if is_known else ""
             self.say(f"step {row['step']}/{plan.steps}  {_describe(row)}{left}")
 
 

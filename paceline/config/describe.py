@@ -64,6 +64,12 @@ def is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
+def allows_word(field: FieldInfo, word: str) -> bool:
+    """True when `word` is one of the literals that a field's type allows."""
+    parts = [field.annotation, *get_args(field.annotation)]
+    return any(get_origin(part) is Literal and word in get_args(part) for part in parts)
+
+
 def wants(field: FieldInfo) -> str:
     """What a value must be, in words: `auto, or whole number >= 1`."""
     bounds = "".join(_bound(item) for item in field.metadata)

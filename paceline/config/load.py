@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from paceline.config.describe import field_at, is_open_map, is_section, wants
+from paceline.config.describe import allows_word, field_at, is_open_map, is_section, wants
 from paceline.config.overrides import Override, apply_override, parse_override, unknown_key
 from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError
@@ -93,7 +93,7 @@ def validate(draft: Draft, schema: type[RunConfig]) -> RunConfig:
     tree = _resolve(draft, problems)
     try:
         # As JSON: strict about numbers, yet a list may fill a tuple and text a path or an enum.
-        config = schema.model_validate_json(json.dumps(tree))
+        config = schema.model_validate_json(json.dumps(_with_words(tree, schema)))
     except ValidationError as error:
         problems += _explain(error, draft, schema)
     if problems:
@@ -181,6 +181,22 @@ def _resolve(draft: Draft, problems: list[str]) -> Any:
         first = str(error).splitlines()[0]
         problems.append(f"{error.full_key or 'a value'} in {draft.place}: {first}")
         return OmegaConf.to_container(draft.tree, resolve=False)
+
+
+def _with_words(tree: Any, schema: type[BaseModel]) -> Any:
+    """YAML reads a bare `off` as false: give switches that are words their word back."""
+    if not isinstance(tree, dict):
+        return tree
+    words, changed = {True: "on", False: "off"}, {}
+    for key, value in tree.items():
+        field = schema.model_fields.get(key)
+        if field is not None and is_section(field.annotation):
+            assert isinstance(field.annotation, type)
+            value = _with_words(value, field.annotation)
+        elif field is not None and isinstance(value, bool) and allows_word(field, words[value]):
+            value = words[value]
+        changed[key] = value
+    return changed
 
 
 def _explain(error: ValidationError, draft: Draft, schema: type[BaseModel]) -> Iterator[str]:

@@ -5,10 +5,9 @@ sections are here. `paceline recipes --keys` prints this file for people.
 """
 
 from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -26,28 +25,6 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _switches(cls, given: Any) -> Any:
-        """YAML reads a bare `off` as false: give switches that are words their word back."""
-        if not isinstance(given, dict):
-            return given
-        words = {True: "on", False: "off"}
-        return {
-            key: words[value]
-            if isinstance(value, bool) and _takes_word(cls.model_fields.get(key), words[value])
-            else value
-            for key, value in given.items()
-        }
-
-
-def _takes_word(field: FieldInfo | None, word: str) -> bool:
-    """True when `word` is one of the literals that a field's type allows."""
-    if field is None:
-        return False
-    parts = [field.annotation, *get_args(field.annotation)]
-    return any(get_origin(part) is Literal and word in get_args(part) for part in parts)
 
 
 class TrainConfig(Section):

@@ -30,6 +30,7 @@ class Feed:
         self, microbatches: Generator[Microbatch], plan: Plan, device: torch.device
     ) -> None:
         self.microbatches, self.plan, self.device = microbatches, plan, device
+        self._ahead: list[Microbatch] = []
         self.fixed_units = (
             plan.batch.global_size * plan.units_per_sample
             if plan.units_per_sample is not None
@@ -40,8 +41,15 @@ class Feed:
         """End the loader's processes now: left to the interpreter's exit, they would hang it."""
         self.microbatches.close()
 
+    def peek(self) -> Microbatch:
+        """The next microbatch, which `next` will hand out all the same."""
+        self._ahead = self._ahead or [next(self.microbatches)]
+        return self._ahead[0]
+
     def next(self) -> StepBatch:
-        loaded = [next(self.microbatches) for _ in range(self.plan.batch.grad_accum)]
+        missing = self.plan.batch.grad_accum - len(self._ahead)
+        loaded = self._ahead + [next(self.microbatches) for _ in range(missing)]
+        self._ahead = []
         units = self._units_in_step(loaded)
         return StepBatch(
             [to_device(item.batch, self.device) for item in loaded],

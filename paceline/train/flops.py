@@ -19,10 +19,11 @@ def flops_per_sample(
     """FLOPs of one sample, forward and backward, and where the figure comes from."""
     if plan.flops_per_sample.value is not None:
         return plan.flops_per_sample.value, plan.flops_per_sample.because
+    batch = first_batch()
     try:
         with torch.device("meta"):
             model = workload.build_model(config)
-        on_meta = map_tensors(lambda tensor: tensor.to("meta"), first_batch())
+        on_meta = map_tensors(lambda tensor: tensor.to("meta"), batch)
         # The counter sees attention only where it is spelt out as matrix products.
         spelt_out = sdpa_kernel(SDPBackend.MATH)
         with FlopCounterMode(display=False) as counter, torch.device("meta"), spelt_out:

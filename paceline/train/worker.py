@@ -78,6 +78,7 @@ class RankRun:
                     init_process_group(self.plan, self.place, self.device)
                 parts = self._build()
                 with closing(parts.feed), _settled_heap():
+                    self._count_flops(parts.feed)
                     end = train(parts)
         except BaseException as error:
             self._save(self._verdict(outcome_of(error), self.clock.step, error=explain(error)))
@@ -102,9 +103,6 @@ class RankRun:
         self.engine = engine = find_strategy(plan.strategy.value).build(parts)
         torch.manual_seed(config.train.seed + 1 + place.rank)  # dropout must differ between ranks
         source = _source(job, plan, data, place)
-        self.flops, self.flops_source = flops_per_sample(
-            workload, config, plan, lambda: source[0].batch
-        )
         files = LedgerFiles(
             steps=self.run.steps(place.rank),
             training=self.run.training if place.rank == 0 else None,
@@ -120,6 +118,12 @@ class RankRun:
             clock=self.clock,
             ledger=Ledger(config, plan, self.clock, device, files),
             evaluation=Evaluation(config, plan, val, place.rank, device),
+        )
+
+    def _count_flops(self, feed: Feed) -> None:
+        """As the plan says, or on the first batch, which comes through the loader's time limit."""
+        self.flops, self.flops_source = flops_per_sample(
+            self.job.workload, self.job.config, self.plan, lambda: feed.peek().batch
         )
 
     def _verdict(self, outcome: Outcome, step: int, **more: Any) -> RankVerdict:

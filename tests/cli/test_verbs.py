@@ -63,7 +63,7 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["train", "lm_tin"], 2, "there is no recipe or file 'lm_tin'\nhint: the recipes are"),
+        (["train", "lm_tin"], 2, "no recipe or file 'lm_tin'\nhint: did you mean lm_tiny?"),
         (["train", "no.yaml"], 2, "cannot read no.yaml"),
         (["train", "lm_tiny", "train.stps=1"], 2, "did you mean train.steps?"),
         (["train", "lm_tiny", "--stpes"], 2, "No such option: --stpes"),
@@ -84,6 +84,29 @@ def test_mistakes_are_one_clear_message(
     assert (ran.code, ran.out) == (code, "")
     assert says in ran.err and "Traceback" not in ran.err
     assert not (tmp_path / "runs").exists()
+
+
+def test_odd_surroundings_are_one_clear_message(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    ran = paceline("train", "lm_tiny", "data.source=synthetic", cwd=tmp_path)
+    assert ran.code == 2 and "cannot make a run directory" in ran.err
+    (tmp_path / "x.yaml").write_text("workload: ${missing}\n")
+    ran = paceline("train", "x.yaml", cwd=tmp_path)
+    assert ran.code == 2 and "must set workload to a plain name" in ran.err
+    ran = paceline("recipes", "--copy", "lm_tiny", "nowhere/x.yaml", cwd=tmp_path)
+    assert ran.code == 2 and "cannot write nowhere/x.yaml" in ran.err
+    (tmp_path / "my_job.py").write_text("")
+    ran = paceline("train", "my_job.py", cwd=tmp_path)
+    assert ran.code == 2 and "hint: my_job.py:MyWorkload" in ran.err
+
+
+def test_a_dry_run_that_is_refused_prints_one_document(tmp_path: Path) -> None:
+    bad = ("train.global_batch_size=1", "launch.nproc=2", "launch.device=cpu")
+    ran = paceline("train", "lm_tiny", *bad, "--dry-run", "--json", cwd=tmp_path)
+    assert ran.code == 2
+    assert json.loads(ran.out)["findings"][0]["where"] == "train.global_batch_size"
+    ran = paceline("plan", "lm_tiny", "nonsense=1", "--json", cwd=tmp_path)
+    assert json.loads(ran.out)["exit_code"] == ran.code == 2
 
 
 def test_a_refusal_is_data_too(tmp_path: Path) -> None:

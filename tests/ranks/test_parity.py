@@ -84,6 +84,16 @@ def assert_same_weights(reference: RankEnds, ends: RankEnds) -> None:
             assert torch.equal(first[name], other["model"][name]), f"replicas differ in {name}"
 
 
+def test_bf16_computes_nearly_the_same(reference: RankEnds, tmp_path: Path) -> None:
+    """bf16 has 8 bits: 1 % of the loss, over weights that stay fp32."""
+    overrides = [*tiny_model(), *SGD, *BATCH, "train.micro_batch_size=8", "precision.mode=bf16"]
+    ends = run_ranks(tmp_path / "run", "lm_tiny", [*overrides, "launch.nproc=2"])
+    for expected, found in zip(reference.rows, ends.rows, strict=True):
+        assert found.loss == pytest.approx(expected.loss, rel=1e-2)
+    assert ends.rows[0].loss != reference.rows[0].loss, "it was computed in fp32"
+    assert {w.dtype for w in ends.states[0]["model"].values()} == {torch.float32}
+
+
 def test_a_wrong_gradient_scale_is_caught(
     reference: RankEnds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,9 +120,42 @@ def test_a_secret_is_never_read_into_a_config(monkeypatch: pytest.MonkeyPatch) -
     assert "hf_secret" not in "\n".join(found)
 
 
+def test_the_name_of_a_variable_may_not_be_computed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "workload: lm\nname: ${oc.env:${data.text_field}}\ndata:\n  text_field: HF_TOKEN\n"
+    )
+    assert "computes the name of a variable" in "\n".join(problems(source=str(file)))
+
+
+def test_a_users_section_may_hold_tuples_and_paths(tmp_path: Path) -> None:
+    from pydantic import Field
+
+    from paceline.config.schema import DataConfig, Section
+
+    class Mine(Section):
+        sizes: tuple[int, ...] = Field((1, 2), description="sizes")
+        root: Path = Field(Path("/x"), description="a place")
+
+    schema = run_schema(Mine, DataConfig)
+    draft = read_draft(None, ["workload=x", "model.sizes=[3,4]", "model.root=/y"])
+    config = validate(draft, schema)
+    assert (config.model.sizes, config.model.root) == ((3, 4), Path("/y"))  # type: ignore[attr-defined]
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "run.yaml", schema) == config
+
+
+@pytest.mark.parametrize(
+    "override", ["optim.lr=.inf", "data.timeout_s=.inf", "train.seed=99999999999999999999"]
+)
+def test_numbers_that_no_rank_can_use_are_refused(override: str) -> None:
+    assert "it wants" in problems(override)[0]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("5\n", "must be a map"),
         ("name: !!python/object/apply:os.system ['touch hacked']\n", "YAML tag"),
         ("name: !!python/name:os.system\n", "YAML tag"),
         ("a: &x [1]\nb: *x\n", "alias"),
