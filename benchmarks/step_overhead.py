@@ -1,6 +1,6 @@
 """What Paceline adds to a step, against the best hand-written loop on the same model, on one core.
 
-    python benchmarks/step_overhead.py [--rounds 60] [--json FILE]
+    python benchmarks/step_overhead.py [--rounds 120] [--json FILE]
 
 Every contender trains the same model from the same weights on the same samples, with fused AdamW
 and clipping at 1.0, in a process of its own, all pinned to one core. They take turns: a referee
@@ -52,7 +52,7 @@ from paceline.train.worker import Place, RankRun, init_process_group
 SEED, LR, CLIP, COMPARED, WARMUP_SEGMENTS = 0, 1e-3, 1.0, 20, 2
 SIZES = {
     "3 ms": {"dim": 64, "layers": 2, "seq_len": 32, "batch": 2, "segment": 20},
-    "30 ms": {"dim": 128, "layers": 4, "seq_len": 64, "batch": 5, "segment": 5},
+    "30 ms": {"dim": 128, "layers": 4, "seq_len": 64, "batch": 5, "segment": 8},
 }
 GOALS = {"3 ms": 1.03, "30 ms": 1.01}
 Size = dict[str, int]
@@ -386,7 +386,7 @@ def median_interval(values: list[float]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="*", default=list(CONTENDERS))
     arguments = parser.parse_args()

@@ -6,8 +6,8 @@ A loader's state is one number, the next microbatch: to resume is to start count
 import ctypes
 import signal
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,17 +23,12 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BLOCK = 128  # microbatches whose sample ids are computed together: the hash costs more than the sum
 
 
-@dataclass(frozen=True)
-class Microbatch:
+class Microbatch(NamedTuple):
     """One forward pass's worth of samples; `units` is what the workload counts in them."""
 
     batch: Any
     sample_ids: Indices
     units: int
-
-    def pin_memory(self) -> "Microbatch":
-        """Called by DataLoader's pinning thread."""
-        return replace(self, batch=map_tensors(Tensor.pin_memory, self.batch))
 
 
 @dataclass(frozen=True)

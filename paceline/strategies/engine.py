@@ -1,5 +1,6 @@
 """The engine of every strategy that is one module and one optimizer on each rank."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -34,6 +35,7 @@ class ModuleEngine:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.clip = parts.config.optim.clip
         self.precision = parts.plan.precision.value
+        self.not_skipped = torch.zeros((), device=parts.device)
         # On the device the fused kernel reads the veto itself; the host never has to look.
         self.veto_on_device = parts.plan.fused_optimizer.value and parts.device.type == "cuda"
 
@@ -59,14 +61,17 @@ class ModuleEngine:
         norm = get_total_norm(gradients, foreach=True)
         if self.clip != "off":
             clip_grads_with_norm_(self.parameters, self.clip, norm, foreach=True)
-        skipped = (norm - norm).isnan().float()  # 1 where the norm is inf or NaN
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self.veto_on_device:
+            skipped = (norm - norm).isnan().float()  # 1 where the norm is inf or NaN
             self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif not skipped.item():
+        elif math.isfinite(norm.item()):
+            skipped = self.not_skipped
             self.optimizer.step()
+        else:
+            skipped = 1 - self.not_skipped
         for parameter in self.parameters:
             parameter.grad = None
         return StepInfo(norm, skipped)

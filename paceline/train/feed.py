@@ -1,8 +1,7 @@
 """What one optimizer step consumes: this rank's microbatches on the device, and the loss scale."""
 
 from collections.abc import Generator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,8 +12,7 @@ from paceline.data.loader import Microbatch, to_device
 from paceline.records import Plan
 
 
-@dataclass(frozen=True, slots=True)
-class StepBatch:
+class StepBatch(NamedTuple):
     """`scale` = dp degree / units in the global step: the loss normalisation of every strategy."""
 
     batches: list[Any]
@@ -51,8 +49,11 @@ class Feed:
         loaded = self._ahead + [next(self.microbatches) for _ in range(missing)]
         self._ahead = []
         units = self._units_in_step(loaded)
+        batches = [item.batch for item in loaded]
+        if self.device.type != "cpu":
+            batches = [to_device(batch, self.device) for batch in batches]
         return StepBatch(
-            [to_device(item.batch, self.device) for item in loaded],
+            batches,
             units,
             self.plan.batch.dp / units,
             [item.sample_ids for item in loaded],

@@ -3,8 +3,6 @@
 Losses stay on the device and are summed over ranks once in `log_every` steps, in one collective.
 """
 
-import csv
-import io
 import logging
 import math
 from collections.abc import Sequence
@@ -130,7 +128,8 @@ class Ledger:
         losses = torch.stack([totals.loss_sum for _, totals, _ in self._window]).double()
         counts = _as_vector([totals.units for _, totals, _ in self._window], self.device)
         sums = torch.stack([losses, counts])
-        dist.all_reduce(sums)
+        if self.plan.world_size > 1:
+            dist.all_reduce(sums)
         promised = _as_vector([units for *_, units in self._window], self.device)
         last = self._window[-1][0]
         self._windows[last] = [step for step, *_ in self._window]
@@ -191,19 +190,19 @@ class Ledger:
             step, self.plan.steps, row.loss, val, row.lr, row.grad_norm, row.times.step_s,
         )  # fmt: skip
 
-    def _training_row(self, step: int, row: _Row) -> Sequence[object]:
+    def _training_row(self, step: int, row: _Row) -> Sequence[float | None]:
         assert row.times is not None
         step_s = row.times.step_s
         samples_per_s = self.plan.batch.global_size / step_s
         tokens_per_s = row.count / step_s if self.plan.unit == "tokens" else None
         return (
             step, row.loss, row.lr, row.grad_norm, step_s, samples_per_s, tokens_per_s,
-            int(row.skipped), int(step <= self.warmup_steps), row.val_loss,
+            row.skipped, step <= self.warmup_steps, row.val_loss,
         )  # fmt: skip
 
-    def _step_row(self, times: StepTimes) -> Sequence[object]:
-        phases = (times.phases_s.get(phase, 0.0) for phase in PHASE_COLUMNS)
-        warmup = int(times.step <= self.warmup_steps)
+    def _step_row(self, times: StepTimes) -> Sequence[float | None]:
+        phases = [times.phases_s.get(phase, 0.0) for phase in PHASE_COLUMNS]
+        warmup = times.step <= self.warmup_steps
         return (times.step, warmup, times.wall_s, *phases, times.unaccounted_s)
 
 
@@ -217,31 +216,24 @@ def _as_vector(counts: list[int | Tensor] | list[float | Tensor], device: torch.
 
 
 class _CsvFile:
-    """Rows are kept in memory until `flush`, which is one write of whole lines."""
+    """Rows of numbers, kept in memory until `flush`, which is one write of whole lines."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self._file: TextIO = path.open("w", newline="")
-        self._rows: list[Sequence[object]] = [columns]
+        self._file: TextIO = path.open("w")
+        self._lines: list[str] = [",".join(columns)]
         self.flush()
 
-    def add(self, row: Sequence[object]) -> None:
-        self._rows.append(row)
+    def add(self, row: Sequence[float | None]) -> None:
+        """Ten digits: enough to tell two float32 apart. None is an empty cell."""
+        cells = ["" if value is None else f"{value:.10g}" for value in row]
+        self._lines.append(",".join(cells))
 
     def flush(self) -> None:
-        buffer = io.StringIO()
-        csv.writer(buffer, lineterminator="\n").writerows(
-            [_cell(value) for value in row] for row in self._rows
-        )
-        self._rows = []
-        self._file.write(buffer.getvalue())
-        self._file.flush()
+        if self._lines:
+            self._file.write("\n".join(self._lines) + "\n")
+            self._file.flush()
+            self._lines = []
 
     def close(self) -> None:
         self.flush()
         self._file.close()
-
-
-def _cell(value: object) -> object:
-    if isinstance(value, float):
-        return f"{value:.10g}"
-    return "" if value is None else value
