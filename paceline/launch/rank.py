@@ -23,7 +23,8 @@ from paceline.errors import EXIT_CODES, Outcome
 from paceline.job import reload_job
 from paceline.records import LaunchPlan, Plan, RankVerdict
 from paceline.rundir import RunDir
-from paceline.train.worker import Place, RankRun, explain, outcome_of
+from paceline.train.verdict import explain, outcome_of
+from paceline.train.worker import Place, RankRun
 
 LOG = logging.getLogger("paceline")
 # What elastic tells a rank. All other variables come with `RankTicket.environment`, because the

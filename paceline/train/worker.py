@@ -3,18 +3,13 @@
 Run by `paceline.launch.rank` in a process of its own; tests call `RankRun(...).execute()`.
 """
 
-import errno
 import gc
 import os
-import resource
 import socket
-import sysconfig
 import time
-import traceback
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +18,11 @@ from torch._C._distributed_c10d import Store
 
 from paceline.data.cursor import Order, StepSlice
 from paceline.data.loader import LoaderPlan, Microbatch, MicrobatchSource, iter_microbatches
-from paceline.errors import DataError, Outcome, PacelineError
+from paceline.errors import DataError, Outcome
 from paceline.job import Job
 from paceline.observe.heartbeat import Heartbeat, Ticker
 from paceline.observe.telemetry import Telemetry
-from paceline.records import Plan, RankError, RankVerdict
+from paceline.records import Plan, RankVerdict
 from paceline.rundir import RunDir
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts
@@ -37,6 +32,7 @@ from paceline.train.flops import flops_per_sample
 from paceline.train.loop import LoopParts, train
 from paceline.train.metrics import Ledger, LedgerFiles
 from paceline.train.timing import Clock, HostClock, build_clock
+from paceline.train.verdict import explain, outcome_of, peak_memory
 from paceline.workloads.base import Dataset
 
 
@@ -234,56 +230,3 @@ def init_process_group(
         world_size=place.world_size,
         device_id=device if plan.backend.value == "nccl" else None,
     )
-
-
-def explain(error: BaseException) -> RankError:
-    return RankError(
-        kind=type(error).__name__,
-        message=str(error) + _hint(str(error)),
-        place=_users_line(error),
-        traceback="".join(traceback.format_exception(error)),
-    )
-
-
-def _hint(message: str) -> str:
-    """What to change, for errors of torch that do not say it in our words."""
-    hints = {
-        "Expected to have finished reduction in the prior iteration": "some parameters got no"
-        " gradient; set strategy.find_unused_parameters=true, or take them out of the model",
-        "out of memory": "set a smaller train.micro_batch_size and a larger train.grad_accum",
-    }
-    found = [hint for text, hint in hints.items() if text in message]
-    return f"\nhint: {found[0]}" if found else ""
-
-
-def _users_line(error: BaseException) -> str:
-    """`job.py:14 in loss`: the last line on the way to the error that is nobody's library."""
-    ours, installed = str(Path(__file__).parents[1]), ("site-packages", "dist-packages")
-    stdlib = sysconfig.get_paths()["stdlib"]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        is_library = any(part in frame.filename for part in installed)
-        if not is_library and not frame.filename.startswith((ours, stdlib, "<")):
-            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
-    return ""
-
-
-def outcome_of(error: BaseException) -> Outcome:
-    if isinstance(error, PacelineError):
-        return error.outcome
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return Outcome.OUT_OF_RESOURCES
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return Outcome.OUT_OF_RESOURCES
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
-        return Outcome.OUT_OF_RESOURCES
-    if isinstance(error, KeyboardInterrupt):
-        return Outcome.INTERRUPTED
-    return Outcome.CRASHED
-
-
-def peak_memory(device: torch.device) -> tuple[int | None, int | None]:
-    """Peak active and reserved bytes. A CPU has no such count: reserved is its largest RSS."""
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
-        return stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-    return None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

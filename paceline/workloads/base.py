@@ -13,9 +13,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from paceline.config.schema import DataConfig, Section
@@ -49,9 +50,8 @@ class Workload:
     unit: ClassVar[str] = "samples"
     # True: the model has `init_weights()`, is built on meta and filled once it is on its device.
     meta_init: ClassVar[bool] = False
-
-    def __init__(self) -> None:
-        self.prepared: dict[str, Any] = {}
+    # What `prepare` returned, on every rank.
+    prepared: Mapping[str, Any] = MappingProxyType({})
 
     def build_model(self, config: Any) -> nn.Module:
         """The model, on torch's default device. Also called with that set to meta, to count."""

@@ -1,0 +1,66 @@
+"""From an exception to what a person can act on: outcome, the user's line, what to change."""
+
+import errno
+import resource
+import sysconfig
+import traceback
+from pathlib import Path
+
+import torch
+
+from paceline.errors import Outcome, PacelineError
+from paceline.records import RankError
+
+
+def explain(error: BaseException) -> RankError:
+    """The error as it goes into the rank's verdict."""
+    return RankError(
+        kind=type(error).__name__,
+        message=str(error) + _hint(str(error)),
+        place=_users_line(error),
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def _hint(message: str) -> str:
+    """What to change, for errors of torch that do not say it in our words."""
+    hints = {
+        "Expected to have finished reduction in the prior iteration": "some parameters got no"
+        " gradient; set strategy.find_unused_parameters=true, or take them out of the model",
+        "out of memory": "set a smaller train.micro_batch_size and a larger train.grad_accum",
+    }
+    found = [hint for text, hint in hints.items() if text in message]
+    return f"\nhint: {found[0]}" if found else ""
+
+
+def _users_line(error: BaseException) -> str:
+    """`job.py:14 in loss`: the last line on the way to the error that is nobody's library."""
+    ours, installed = str(Path(__file__).parents[1]), ("site-packages", "dist-packages")
+    stdlib = sysconfig.get_paths()["stdlib"]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_library = any(part in frame.filename for part in installed)
+        if not is_library and not frame.filename.startswith((ours, stdlib, "<")):
+            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+    return ""
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    if isinstance(error, PacelineError):
+        return error.outcome
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return Outcome.OUT_OF_RESOURCES
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return Outcome.OUT_OF_RESOURCES
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+        return Outcome.OUT_OF_RESOURCES
+    if isinstance(error, KeyboardInterrupt):
+        return Outcome.INTERRUPTED
+    return Outcome.CRASHED
+
+
+def peak_memory(device: torch.device) -> tuple[int | None, int | None]:
+    """Peak active and reserved bytes. A CPU has no such count: reserved is its largest RSS."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        return stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    return None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
