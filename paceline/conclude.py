@@ -29,6 +29,7 @@ SIGNAL_HINTS = {
     "SIGILL": "\nhint: if this was bf16 on a CPU, its AMX may not be usable: set"
     " ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or precision.mode=fp32",
 }
+ENDED_BY_US = (-signal.SIGTERM,)
 ECHO_KINDS = ("DistNetworkError", "DistBackendError")
 ECHOES = ("connection reset", "connection closed", "broken pipe", "remote worker crash")
 REFUSALS = (Outcome.REFUSED_CONFIG, Outcome.REFUSED_CLUSTER, Outcome.REFUSED_DATA)
@@ -138,10 +139,10 @@ def _root_cause(verdicts: dict[int, RankVerdict], num_ranks: int, end: LaunchEnd
     """The rank that failed first; None when every rank came to the same end together.
 
     A rank without a verdict was killed and said nothing: the others' errors came after it. Of
-    several, it is the one that the launcher saw fail; the launcher itself ended the rest.
+    several, it is one that did not end by the TERM with which the launcher ends the rest.
     """
     silent = [rank for rank in range(num_ranks) if rank not in verdicts]
-    silent.sort(key=lambda rank: not end.exit_codes.get(rank))
+    silent.sort(key=lambda rank: end.exit_codes.get(rank) in ENDED_BY_US)
     errors = [verdict for verdict in verdicts.values() if verdict.error is not None]
     told = [v for v in errors if not _is_echo(v)]
     if told:
@@ -195,9 +196,7 @@ def _message(verdict: RankVerdict | None, exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
         return f"killed by {name}{SIGNAL_HINTS.get(name, '')}"
-    if exit_code is not None:
-        return f"left early with exit code {exit_code}"
-    return "left early, without an error"
+    return f"left early with exit code {exit_code}"
 
 
 def _last_beat(path: Path) -> tuple[int, str]:

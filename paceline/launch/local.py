@@ -8,8 +8,10 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -74,14 +76,40 @@ def _launch(nproc: int, ticket: RankTicket) -> LaunchEnd:
     )
     if hasattr(config, "shutdown_timeout"):  # torch before 2.12 waits a fixed 30 s
         config.shutdown_timeout = GRACE_S
+    with _rank_processes() as started:
+        try:
+            elastic_launch(config, rank_main)(ticket)
+        except ChildFailedError:
+            return LaunchEnd(exit_codes=_exit_codes(started))
+        except SignalException as error:
+            return LaunchEnd(exit_codes=_exit_codes(started), signal=int(error.sigval))
+    return LaunchEnd(exit_codes=_exit_codes(started))
+
+
+@contextmanager
+def _rank_processes() -> Iterator[list[PContext]]:
+    """elastic reports the first failure it sees, which may be a rank that only lost its peer.
+    Keep hold of what it starts, to know how every rank ended."""
+    started: list[PContext] = []
+    agent: Any = local_elastic_agent
+    start = agent.start_processes
+
+    def noting(*arguments: Any, **settings: Any) -> PContext:
+        started.append(start(*arguments, **settings))
+        return started[-1]
+
+    agent.start_processes = noting
     try:
-        elastic_launch(config, rank_main)(ticket)
-    except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        return LaunchEnd(exit_codes=codes)
-    except SignalException as error:
-        return LaunchEnd(signal=int(error.sigval))
-    return LaunchEnd(exit_codes=dict.fromkeys(range(nproc), 0))
+        yield started
+    finally:
+        agent.start_processes = start
+
+
+def _exit_codes(started: list[PContext]) -> dict[int, int]:
+    """By rank, -N for signal N; a rank that elastic ended itself shows its TERM."""
+    processes = started[-1]._pc.processes if started else []  # type: ignore[attr-defined]
+    codes = {rank: process.exitcode for rank, process in enumerate(processes)}
+    return {rank: code for rank, code in codes.items() if code is not None}
 
 
 def _absolute(workload: str) -> str:

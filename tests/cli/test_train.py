@@ -170,7 +170,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
 def test_leaving_early_with_zero_is_a_failure(tmp_path: Path) -> None:
     ran, result = train_job(tmp_path, f"{ON_RANK_1} os._exit(0)")
     assert ran.code == 5 and result["outcome"] == "crashed"
-    assert "rank 1" in ran.err and "left early, without an error" in ran.err
+    assert "rank 1" in ran.err and "left early with exit code 0" in ran.err
 
 
 def test_a_loss_that_is_not_a_number_is_exit_7(tmp_path: Path) -> None:
