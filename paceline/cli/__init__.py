@@ -10,7 +10,6 @@ import traceback
 import typer
 
 from paceline.cli import demo, plan, recipes, report, train
-from paceline.cli.talk import print_problems
 from paceline.errors import EXIT_CODES, Outcome, PacelineError
 
 app = typer.Typer(
@@ -45,6 +44,8 @@ def main() -> None:
     try:
         app()
     except PacelineError as error:
+        from paceline.cli.talk import print_problems
+
         print_problems(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

@@ -14,15 +14,14 @@ VERBS = ("demo", "recipes", "plan", "train", "report")
 
 @pytest.mark.parametrize("arguments", [["--help"], *[[verb, "--help"] for verb in VERBS]])
 def test_help_teaches_and_answers_at_once(arguments: list[str], tmp_path: Path) -> None:
-    elapsed_s = []
-    for _ in range(3):
+    elapsed_s = [float("inf")]
+    while min(elapsed_s) > 0.5 and len(elapsed_s) < 8:  # a loaded machine gets some more tries
         started_at = time.perf_counter()
         ran = paceline(*arguments, cwd=tmp_path)
         elapsed_s.append(time.perf_counter() - started_at)
     assert ran.code == 0
     assert "Example: paceline" in ran.out or arguments == ["--help"]
-    # 0.5 s on a quiet core; the best of three, with room for a loaded one.
-    assert min(elapsed_s) < 0.8, elapsed_s
+    assert min(elapsed_s) < 0.5, elapsed_s
 
 
 def test_help_does_not_load_torch(tmp_path: Path) -> None:
