@@ -110,7 +110,7 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
     if result.outcome is Outcome.OK:
         talk.say(f"finished {result.steps} steps, loss {_number(result.final_loss)}{_val(result)}")
     elif result.outcome is Outcome.INTERRUPTED:
-        talk.say(f"interrupted; {result.steps} steps are recorded (exit {result.exit_code})")
+        talk.say(f"interrupted after step {result.steps} (exit {result.exit_code})")
     else:
         _say_failure(talk, result, run)
     for note in result.notes:

@@ -1,5 +1,6 @@
 """`paceline train`: one run, from config to report."""
 
+import signal
 from pathlib import Path
 
 import typer
@@ -40,6 +41,8 @@ def finish(source: str, overrides: list[str], out: Path | None, as_json: bool) -
         from paceline.flow import run_job  # imports torch: only once the config is right
 
         result = run_job(job, out, talk)
+    # All that is left is to say so: one more Ctrl-C must not replace the run's exit code.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     say_result(talk, result, RunDir(Path(result.run_dir)))
     if as_json:
         print_json(result.to_json())

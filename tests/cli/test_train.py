@@ -264,10 +264,13 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid in found if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
-def test_ctrl_c_ends_ranks_and_leaves_a_report(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [1, 4])
+def test_ctrl_c_ends_ranks_and_leaves_a_report(tmp_path: Path, times: int) -> None:
     process = start_endless(tmp_path)
     wait_for_step(tmp_path / "run", process)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+    for _ in range(times):
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+        time.sleep(0.25)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     result = json.loads((tmp_path / "run/result.json").read_text())
