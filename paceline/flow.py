@@ -76,16 +76,16 @@ def run_job(job: Job, out: Path | None, talk: Talk) -> Result:
         launch = launcher.plan(job, plan, env)
         _save_decisions(run, job, env, plan, launch)
         write_atomic(run.data, json.dumps(prepared, indent=2) + "\n")
-        end = _launch(run, plan, launch, launcher.run, talk)
-        known = Circumstances(
-            end=end,
-            config_fingerprint=job.fingerprint,
-            code_fingerprint=code,
-            data_facts={k: v for k, v in prepared.items() if isinstance(v, int | float)},
-            started_at=started_at,
-            ended_at=time.time(),
-        )
         with _in_peace():
+            end = _launch(run, plan, launch, launcher.run, talk)
+            known = Circumstances(
+                end=end,
+                config_fingerprint=job.fingerprint,
+                code_fingerprint=code,
+                data_facts={k: v for k, v in prepared.items() if isinstance(v, int | float)},
+                started_at=started_at,
+                ended_at=time.time(),
+            )
             result = conclude(run, plan, env, known)
             result.save(run.result)
             write_report(run)
@@ -94,7 +94,8 @@ def run_job(job: Job, out: Path | None, talk: Talk) -> Result:
 
 @contextmanager
 def _in_peace() -> Iterator[None]:
-    """Ranks have ended; an impatient second Ctrl-C must not cost the record of the run."""
+    """While ranks live the launcher has its own handler for Ctrl-C; once they have ended, an
+    impatient second one must not cost the record of the run."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

@@ -101,14 +101,15 @@ class Ledger:
         if step % self.log_every == 0:
             self._gather()
         if step % self.log_every == 1 % self.log_every:
-            self._collect(wait=False)
+            self._collect(through=step - 1, wait=False)
 
     def close(self) -> list[tuple[int, bool]]:
         """Gather, wait for and write what is left; return the vetoes nobody has heard of yet."""
         if self._window:
             self._gather()
-        found = self.vetoes(through=max(self._rows, default=0))
-        self._collect(wait=True)
+        last = max(self._rows, default=0)
+        found = self.vetoes(through=last)
+        self._collect(through=last, wait=True)
         self._close_files()
         return found + self._late_vetoes
 
@@ -136,13 +137,13 @@ class Ledger:
         self._sums.push(last, (sums[0], sums[1], promised))
         self._window = []
 
-    def _collect(self, wait: bool) -> None:
+    def _collect(self, through: int, wait: bool) -> None:
+        """Take in step times, and the sums of windows that end at step `through` or before."""
         for times in self.clock.finished(wait):
             self._rows[times.step].times = times
             self._steps.add(self._step_row(times))
-        newest = max(self._windows, default=0)
         # Always waited for: it was enqueued a step ago, and all ranks must learn from it together.
-        for tag, (losses, counts, promised) in self._sums.pop(newest, wait=True):
+        for tag, (losses, counts, promised) in self._sums.pop(through, wait=True):
             for step, *values in zip(self._windows.pop(tag), losses, counts, promised, strict=True):
                 self._fill(step, *values)
         self._write_complete()

@@ -80,10 +80,14 @@ def test_one_rank_stops_both_and_nothing_is_applied(job: str, kind: str, tmp_pat
     assert bad.skipped and not math.isfinite(bad.grad_norm)
 
 
-def test_the_vetoed_step_leaves_no_trace(job: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("log_every", [1, 3, 100])
+def test_the_vetoed_step_leaves_no_trace(job: str, log_every: int, tmp_path: Path) -> None:
     """With skips allowed, the run goes on as if the bad step's gradient had been nothing."""
     sample = poisoned_sample(job, tmp_path, rank=1)
-    skips = ["train.max_skips=1", "launch.nproc=2", f"model.poison={sample}"]
+    skips = [
+        "train.max_skips=1", "launch.nproc=2", f"model.poison={sample}",
+        f"train.log_every={log_every}",
+    ]  # fmt: skip
     ends = run_ranks(tmp_path / "run", job, [*COMMON, *skips])
     assert {verdict.outcome for verdict in ends.verdicts} == {Outcome.OK}
     assert [row.step for row in ends.rows if row.skipped] == [5]
