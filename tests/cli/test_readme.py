@@ -48,6 +48,7 @@ def test_the_job_in_the_readme_is_short_and_trains(tmp_path: Path) -> None:
     assert wrong.code == 2 and "did you mean model.hidden?" in wrong.err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_other_commands_run_as_written(tmp_path: Path) -> None:
     for command in commands():
