@@ -145,6 +145,22 @@ def test_a_users_section_may_hold_tuples_and_paths(tmp_path: Path) -> None:
     assert load_config(tmp_path / "run.yaml", schema) == config
 
 
+def test_plus_adds_to_an_open_map() -> None:
+    from pydantic import Field
+
+    from paceline.config.schema import DataConfig, Section
+
+    class Mine(Section):
+        extra: dict[str, int] = Field({}, description="anything")
+
+    draft = read_draft(None, ["workload=x", "+model.extra.a=1", "model.extra.b=2"])
+    config = validate(draft, run_schema(Mine, DataConfig))
+    assert config.model.extra == {"a": 1, "b": 2}  # type: ignore[attr-defined]
+    evil = read_draft(None, ["workload=x", "+model.extra._target_=os.system"])
+    with pytest.raises(ConfigError, match="would import code"):
+        validate(evil, run_schema(Mine, DataConfig))
+
+
 @pytest.mark.parametrize(
     "override", ["optim.lr=.inf", "data.timeout_s=.inf", "train.seed=99999999999999999999"]
 )
