@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline import Workload
 from paceline.cluster.facts import probe
+from paceline.cluster.group import Place, join_group
 from paceline.config.lm import LMModel
 from paceline.config.load import dump_config
 from paceline.config.schema import Positive, Section
@@ -47,7 +48,7 @@ from paceline.models.lm import LM
 from paceline.plan.planner import make_plan
 from paceline.rundir import RunDir
 from paceline.tables import read_training
-from paceline.train.worker import Place, RankRun, init_process_group
+from paceline.train.worker import RankRun
 
 SEED, LR, CLIP, COMPARED, WARMUP_SEGMENTS = 0, 1e-3, 1.0, 20, 2
 SIZES = {
@@ -190,7 +191,7 @@ def _run_rank(job: Job, run: RunDir) -> list[Any]:
     plan = make_plan(job, probe())
     run.config.write_text(dump_config(job.config))
     place = Place(0, 0, 1)
-    init_process_group(plan, place, torch.device("cpu"), dist.HashStore())
+    join_group(plan.backend.value, place, torch.device("cpu"), dist.HashStore(), 60)
     try:
         RankRun(job, plan, run, place).execute()
     finally:

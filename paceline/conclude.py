@@ -4,17 +4,19 @@ import json
 import math
 import signal
 from dataclasses import dataclass
-from pathlib import Path
 
 from paceline.cluster.facts import hardware_fingerprint
 from paceline.errors import EXIT_CODES, Outcome
 from paceline.files import fingerprint
 from paceline.launch.base import LaunchEnd
+from paceline.launch.blame import explain_stall, missed_deadline
+from paceline.launch.pulse import last_beat
 from paceline.records import (
     Env,
     Failure,
     Fingerprints,
     Plan,
+    RankEnd,
     RankMemory,
     RankVerdict,
     Result,
@@ -24,12 +26,16 @@ from paceline.stats.windows import Throughput, measure_throughput
 from paceline.tables import TrainingRow, read_training
 
 NEWLINE = "\n"
+MEMORY_HINT = (
+    "; telemetry.csv shows how it grew\n"
+    "hint: set a smaller train.micro_batch_size and a larger train.grad_accum, or fewer"
+    " data.num_workers"
+)
 SIGNAL_HINTS = {
     "SIGKILL": "\nhint: the kernel does that when memory runs out; see telemetry.csv",
     "SIGILL": "\nhint: if this was bf16 on a CPU, its AMX may not be usable: set"
     " ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or precision.mode=fp32",
 }
-ENDED_BY_US = (-signal.SIGTERM,)
 ECHO_KINDS = ("DistNetworkError", "DistBackendError")
 ECHOES = ("connection reset", "connection closed", "broken pipe", "remote worker crash")
 REFUSALS = (Outcome.REFUSED_CONFIG, Outcome.REFUSED_CLUSTER, Outcome.REFUSED_DATA)
@@ -122,27 +128,34 @@ def _completed(
     recorded = rows[-1].step if rows else 0
     if all(v.outcome in (Outcome.OK, Outcome.NAN) for v in verdicts.values()) and verdicts:
         return recorded
-    begun = [_last_beat(run.heartbeat(rank))[0] for rank in range(plan.world_size)]
+    begun = [last_beat(run.heartbeat(rank)).step for rank in range(plan.world_size)]
     return max(recorded, min(begun) - 1)
 
 
 def _outcome(verdicts: dict[int, RankVerdict], num_ranks: int, end: LaunchEnd) -> Outcome:
     if end.signal is not None:
         return Outcome.INTERRUPTED
+    if end.refusal:
+        return Outcome.REFUSED_CLUSTER
+    if missed_deadline(end.ends):
+        return Outcome.STALL
     cause = _root_cause(verdicts, num_ranks, end)
     if cause is None:
         return next(iter(verdicts.values())).outcome
-    return verdicts[cause].outcome if cause in verdicts else Outcome.CRASHED
+    if cause in verdicts:
+        return verdicts[cause].outcome
+    is_memory = cause in end.ends and end.ends[cause].ran_out_of_memory
+    return Outcome.OUT_OF_RESOURCES if is_memory else Outcome.CRASHED
 
 
 def _root_cause(verdicts: dict[int, RankVerdict], num_ranks: int, end: LaunchEnd) -> int | None:
     """The rank that failed first; None when every rank came to the same end together.
 
     A rank without a verdict was killed and said nothing: the others' errors came after it. Of
-    several, it is one that did not end by the TERM with which the launcher ends the rest.
+    several, it is one that its supervisor had not asked to end.
     """
     silent = [rank for rank in range(num_ranks) if rank not in verdicts]
-    silent.sort(key=lambda rank: end.exit_codes.get(rank) in ENDED_BY_US)
+    silent.sort(key=lambda rank: rank in end.ends and end.ends[rank].asked_to_end)
     errors = [verdict for verdict in verdicts.values() if verdict.error is not None]
     told = [v for v in errors if not _is_echo(v)]
     if told:
@@ -166,11 +179,23 @@ def _is_echo(verdict: RankVerdict) -> bool:
 def _failure(
     run: RunDir, verdicts: dict[int, RankVerdict], num_ranks: int, end: LaunchEnd
 ) -> Failure | None:
-    cause = _root_cause(verdicts, num_ranks, end)
-    if cause is None:
+    if end.refusal:
+        log = run.launcher_log.name
+        return Failure(
+            rank=0, host=_host(run, 0), step=0, phase="start", message=end.refusal, log=log
+        )
+    deadline = missed_deadline(end.ends)
+    if deadline:
+        cause, message = explain_stall(run, end.ends, deadline)
+        return _failure_of(run, verdicts, cause, message)
+    found = _root_cause(verdicts, num_ranks, end)
+    if found is None:
         return None
-    verdict = verdicts.get(cause)
-    step, phase = _last_beat(run.heartbeat(cause))
+    return _failure_of(run, verdicts, found, _message(verdicts.get(found), end.ends.get(found)))
+
+
+def _failure_of(run: RunDir, verdicts: dict[int, RankVerdict], cause: int, message: str) -> Failure:
+    verdict, beat = verdicts.get(cause), last_beat(run.heartbeat(cause))
     others = [
         f"rank {v.rank}: {v.error.kind}: {v.error.message.partition(NEWLINE)[0]}"
         for v in verdicts.values()
@@ -179,33 +204,28 @@ def _failure(
     return Failure(
         rank=cause,
         host=verdict.host if verdict else _host(run, cause),
-        step=verdict.step if verdict else step,
-        phase=phase,
-        message=_message(verdict, end.exit_codes.get(cause)),
+        step=verdict.step if verdict else beat.step,
+        phase=beat.phase,
+        message=message,
         log=str(run.rank_log(cause).relative_to(run.root)),
         others=others,
     )
 
 
-def _message(verdict: RankVerdict | None, exit_code: int | None) -> str:
+def _message(verdict: RankVerdict | None, end: RankEnd | None) -> str:
     if verdict is not None and verdict.error is not None:
         error = verdict.error
         # A refusal of ours is a sentence for people; its class says nothing more.
         said = error.message if verdict.outcome in REFUSALS else f"{error.kind}: {error.message}"
         return f"{said} ({error.place})" if error.place else said
-    if exit_code is not None and exit_code < 0:
-        name = signal.Signals(-exit_code).name
+    if end is None:
+        return "vanished without a word: its supervisor was killed, or its machine is gone"
+    if end.ran_out_of_memory:
+        return f"killed by the kernel: the machine ran out of memory{MEMORY_HINT}"
+    if end.exit_code < 0:
+        name = signal.Signals(-end.exit_code).name
         return f"killed by {name}{SIGNAL_HINTS.get(name, '')}"
-    return f"left early with exit code {exit_code}"
-
-
-def _last_beat(path: Path) -> tuple[int, str]:
-    """Step and phase of a rank's last heartbeat."""
-    try:
-        beat = json.loads(path.read_text().splitlines()[-1])
-    except (OSError, IndexError, ValueError):
-        return 0, "start"
-    return int(beat["step"]), str(beat["phase"])
+    return f"left early with exit code {end.exit_code}"
 
 
 def _host(run: RunDir, rank: int) -> str:

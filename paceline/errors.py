@@ -3,7 +3,8 @@
     PacelineError
     ├── ConfigError          the user asked for something impossible      exit 2
     ├── ClusterError         the machines cannot do what was asked        exit 3
-    └── DataError            the data is missing, damaged or too small    exit 4
+    ├── DataError            the data is missing, damaged or too small    exit 4
+    └── LaunchError          ranks did not come, or left before the run   exit 5
 
 Library code raises these; only `paceline.cli` prints them and exits. What happens to a rank is no
 exception in the supervisor: it is an outcome, read from the rank's verdict (conclude.py).
@@ -73,3 +74,7 @@ class ClusterError(PacelineError):
 
 class DataError(PacelineError):
     outcome = Outcome.REFUSED_DATA
+
+
+class LaunchError(PacelineError):
+    outcome = Outcome.CRASHED

@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.cluster.facts import probe
+from paceline.cluster.rendezvous import Topology
 from paceline.conclude import Circumstances, conclude
 from paceline.config.load import dump_config
 from paceline.errors import ClusterError, ConfigError, DataError, PacelineError
 from paceline.files import write_atomic
 from paceline.job import Job
 from paceline.launch import find_launcher
-from paceline.launch.base import LaunchEnd
+from paceline.launch.base import RUN_DIR, LaunchEnd, Launcher, Order
 from paceline.launch.follow import Follower
+from paceline.launch.member import MemberLauncher
+from paceline.launch.muster import RollCall
 from paceline.plan.planner import make_plan
-from paceline.records import Env, LaunchPlan, Plan, Result
+from paceline.records import Crew, Env, LaunchPlan, Plan, Result
 from paceline.report import write_report
 from paceline.rundir import RunDir
 from paceline.workloads.base import code_fingerprint
@@ -45,10 +48,10 @@ class Talk(Protocol):
     def trained(self) -> None: ...
 
 
-def decide(job: Job) -> tuple[Env, Plan]:
+def decide(job: Job, topology: Topology | None = None) -> tuple[Env, Plan]:
     """Found and decided: what `paceline plan` shows and `paceline train` begins with."""
     env = probe()
-    return env, make_plan(job, env)
+    return env, make_plan(job, env, topology)
 
 
 def require_feasible(plan: Plan) -> None:
@@ -58,11 +61,33 @@ def require_feasible(plan: Plan) -> None:
         raise REFUSALS[problems[0].cause]([str(problem) for problem in problems])
 
 
-def run_job(job: Job, out: Path | None, talk: Talk) -> Result:
-    """Train `job` in a new run directory and write its result and report."""
+def order_for(job: Job, env: Env, plan: Plan, run_dir: str = RUN_DIR) -> Order:
+    """What a launcher is asked to start for a training run."""
+    return Order(
+        settings=job.config.launch,
+        crew=plan.crew,
+        env=env,
+        threads=plan.threads.value,
+        task="train",
+        workload=job.config.workload,
+        run_dir=run_dir,
+    )
+
+
+def choose_launcher(crew: Crew, call: RollCall | None, start_s: float) -> Launcher:
+    """Ours to start, or started already: then all members must have come."""
+    if call is None:
+        return find_launcher(crew.launcher.value)
+    return MemberLauncher(call, call.wait_for_all(start_s))
+
+
+def run_job(job: Job, out: Path | None, talk: Talk, call: RollCall | None = None) -> Result:
+    """Train `job` in a new run directory and write its result and report. `call` is the meeting
+    with the other ranks when a launcher has started this process as rank 0 of several."""
     started_at = time.time()
-    env, plan = decide(job)
+    env, plan = decide(job, call.topology if call else None)
     require_feasible(plan)
+    launcher = choose_launcher(plan.crew, call, job.config.launch.start_s)
     for finding in plan.findings:
         talk.say(f"{finding.severity}: {finding}")
     prepared = job.workload.prepare(job.config, talk.say)
@@ -72,11 +97,12 @@ def run_job(job: Job, out: Path | None, talk: Talk) -> Result:
     run = RunDir.create(job.config.name, out)
     with run.lock():
         run.require_fresh()
-        launcher = find_launcher(job.config.launch.launcher)
-        launch = launcher.plan(job, plan, env)
+        launch = launcher.plan(order_for(job, env, plan, str(run.root)))
+        for finding in launch.findings:
+            talk.say(f"{finding.severity}: {finding}")
         _save_decisions(run, job, env, plan, launch)
         write_atomic(run.data, json.dumps(prepared, indent=2) + "\n")
-        with _in_peace():
+        with in_peace():
             end = _launch(run, plan, launch, launcher.run, talk)
             known = Circumstances(
                 end=end,
@@ -93,7 +119,7 @@ def run_job(job: Job, out: Path | None, talk: Talk) -> Result:
 
 
 @contextmanager
-def _in_peace() -> Iterator[None]:
+def in_peace() -> Iterator[None]:
     """While ranks live the launcher has its own handler for Ctrl-C; once they have ended, an
     impatient second one must not cost the record of the run."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

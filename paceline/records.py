@@ -93,7 +93,9 @@ class Link(Part):
 
     a: int
     b: int
-    kind: str = Field(description="nvlink, or the common ancestor: pcie_switch, host_bridge, ...")
+    kind: str = Field(
+        description="nvlink, nvswitch, or the common ancestor: pcie_switch, host_bridge, ..."
+    )
     nvlinks: int
 
 
@@ -119,6 +121,9 @@ class Env(Record):
     cuda: str | None
     nccl: str | None
     packages: dict[str, str]
+    interfaces: list[str] = Field([], description="Network interfaces by name.")
+    infiniband: list[str] = Field([], description="InfiniBand and RoCE devices by name.")
+    hip: str | None = Field(None, description="torch's ROCm version.")
     git: Git | None
     variables: dict[str, str] = Field(description="Environment variables on the allow-list.")
 
@@ -156,6 +161,20 @@ class StateBytes(Part):
         return self.parameters + self.gradients + self.optimizer
 
 
+class Crew(Part):
+    """How many ranks, on what, and who starts them."""
+
+    launcher: Choice
+    world_size: int
+    num_nodes: int
+    per_node: int = Field(description="Ranks on each machine; on the largest where they differ.")
+    device: Choice
+    backend: Choice
+    device_indices: list[int] = Field(
+        [], description="Which of the visible GPUs each local rank takes; empty: its own number."
+    )
+
+
 class Plan(Record):
     """Everything decided before a device is held. Ranks trust it."""
 
@@ -167,6 +186,7 @@ class Plan(Record):
     batch: BatchSplit
     units_per_sample: int | None
     steps: int
+    crew: Crew
     device: Choice
     backend: Choice
     strategy: Choice
@@ -193,18 +213,37 @@ class RankPlace(Part):
     rank: int
     local_rank: int
     host: str
-    device: str
+    device: str = Field(description="As torch names it in that rank.")
+    gpu: int | None = Field(None, description="The number in launch.devices that it stands for.")
+
+
+class Limits(Part):
+    """How long things may take, in seconds; None: as long as they like."""
+
+    start_s: float | None
+    progress_s: float | None
+    total_s: float | None
+    grace_s: float
+    collective_s: float
 
 
 class LaunchPlan(Record):
     """How ranks are started: readable, and testable without the launcher it names."""
 
+    SCHEMA: ClassVar[int] = 2
+
     launcher: str
-    nproc: int
-    entrypoint: str
+    argv: list[str] = Field(description="The command, word by word; empty: no command is needed.")
+    task: str = Field(description="What each rank does: train or check.")
     workload: str = Field(description="The workload as typed: a registered name or FILE.py:Class.")
+    crew: Crew
+    threads: int
+    fabric: Choice
     env: dict[str, str]
+    reasons: dict[str, str] = Field(description="Why a variable of env is set, where we chose it.")
     ranks: list[RankPlace]
+    limits: Limits
+    findings: list[Finding] = []
 
 
 # Recorded: ranks/rank<r>/verdict.json and result.json
@@ -215,6 +254,18 @@ class RankError(Part):
     message: str
     place: str = Field("", description="The user's own line that led to it, where there is one.")
     traceback: str = ""
+
+
+class RankEnd(Record):
+    """How a rank's process ended, as its supervisor saw it: exit code, or -N for signal N."""
+
+    rank: int
+    host: str
+    exit_code: int
+    asked_to_end: bool = Field(False, description="True where the supervisor had sent TERM first.")
+    stall: Literal["", "start", "progress", "total"] = Field("", description="The deadline missed.")
+    was_stopped: bool = Field(False, description="True for a process that a signal had stopped.")
+    ran_out_of_memory: bool = Field(False, description="The kernel killed it to free memory.")
 
 
 class RankVerdict(Record):

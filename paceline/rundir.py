@@ -28,12 +28,12 @@ class RunDir:
     root: Path
 
     @classmethod
-    def create(cls, name: str, out: Path | None) -> Self:
+    def create(cls, name: str, out: Path | None, is_run: bool = True) -> Self:
         """Make the directory of a new run: `out`, or `runs/NAME-UTC`, and point `latest` to it."""
         try:
             root = out if out is not None else _unused(Path("runs"), slug(name))
             root.mkdir(parents=True, exist_ok=True)
-            if out is None:
+            if out is None and is_run:
                 _point_latest(root)
         except OSError as error:
             raise ConfigError(
@@ -115,8 +115,17 @@ class RunDir:
         return self.root / "report.html"
 
     @property
+    def check(self) -> Path:
+        return self.root / "check.json"
+
+    @property
     def ranks(self) -> Path:
         return self.root / "ranks"
+
+    @property
+    def dump_request(self) -> Path:
+        """Touched to ask a live run for the stacks of all its ranks."""
+        return self.root / "control" / "dump"
 
     def rank(self, rank: int) -> Path:
         return self.ranks / f"rank{rank}"
@@ -126,6 +135,12 @@ class RunDir:
 
     def verdict(self, rank: int) -> Path:
         return self.rank(rank) / "verdict.json"
+
+    def rank_end(self, rank: int) -> Path:
+        return self.rank(rank) / "end.json"
+
+    def stacks(self, rank: int) -> Path:
+        return self.rank(rank) / "stacks.txt"
 
     def steps(self, rank: int) -> Path:
         return self.rank(rank) / "steps.csv"

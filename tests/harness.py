@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.cluster.facts import probe
+from paceline.cluster.group import Place, claim_device, join_group
 from paceline.config.load import dump_config
 from paceline.flow import require_feasible
 from paceline.job import Job, load_job
@@ -22,7 +23,7 @@ from paceline.plan.planner import make_plan
 from paceline.records import Plan, RankVerdict
 from paceline.rundir import RunDir
 from paceline.tables import TrainingRow, read_training
-from paceline.train.worker import Place, RankRun, claim_device, init_process_group
+from paceline.train.worker import RankRun
 
 TIMEOUT_S = 90
 multiprocessing.set_forkserver_preload(["tests.harness"])
@@ -81,7 +82,8 @@ def run_here(folder: Path, source: str, overrides: list[str]) -> RankEnds:
     """The same for one rank, in this process: for tests that look inside it."""
     job, plan, run = prepare_run(folder, source, [*overrides, "launch.nproc=1"])
     place = Place(0, 0, 1)
-    init_process_group(plan, place, claim_device(plan, place), dist.HashStore())
+    device = claim_device(plan.device.value, place, [])
+    join_group(plan.backend.value, place, device, dist.HashStore(), TIMEOUT_S)
     try:
         rank = RankRun(job, plan, run, place)
         verdict = rank.execute()
@@ -99,7 +101,7 @@ def _rank(root: str, source: str, overrides: list[str], rank: int) -> None:
         plan = Plan.load(run.plan)
         place = Place(rank, rank, plan.world_size)
         store = dist.FileStore(str(run.root / "store"), plan.world_size)
-        init_process_group(plan, place, torch.device("cpu"), store)
+        join_group(plan.backend.value, place, torch.device("cpu"), store, TIMEOUT_S)
         job = load_job(source, overrides)
         job.workload.prepared = json.loads(run.data.read_text())
         rank_run = RankRun(job, plan, run, place)

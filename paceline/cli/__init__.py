@@ -9,7 +9,7 @@ import traceback
 
 import typer
 
-from paceline.cli import demo, plan, recipes, report, train
+from paceline.cli import check, demo, plan, recipes, report, train
 from paceline.errors import EXIT_CODES, Outcome, PacelineError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(demo.demo)
+app.command()(check.check)
 app.command()(recipes.recipes)
 app.command()(plan.plan)
 app.command()(train.train)
@@ -31,6 +32,8 @@ app.command()(report.report)
 @app.callback(invoke_without_command=True)
 def version(
     show: bool = typer.Option(False, "--version", help="Print the version and leave."),
+    # DeepSpeed's launcher puts it in front of the verb; the environment says the same.
+    local_rank: int = typer.Option(0, "--local_rank", "--local-rank", hidden=True),
 ) -> None:
     if show:
         from paceline import __version__

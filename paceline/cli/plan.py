@@ -1,7 +1,6 @@
 """`paceline plan`: what would run, what it needs, what is wrong with it. No GPU needed."""
 
-from __future__ import annotations
-
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -9,31 +8,64 @@ import typer
 from paceline.cli.arguments import JsonFlag, Overrides, Source
 
 if TYPE_CHECKING:
+    from paceline.job import Job
     from paceline.records import Plan
 
 
-def plan(source: Source, overrides: Overrides = None, as_json: JsonFlag = False) -> None:
+def plan(
+    source: Source,
+    overrides: Overrides = None,
+    as_json: JsonFlag = False,
+    launch: bool = typer.Option(
+        False, "--launch", help="Show the exact command, environment and place of every rank."
+    ),
+    sbatch: Path | None = typer.Option(
+        None, "--sbatch", metavar="FILE", help="Write a SLURM batch script that trains this."
+    ),
+) -> None:
     """Show what a run would do: each choice with its reason, batch, memory, FLOPs, problems.
 
     Example: paceline plan lm_1b launch.nproc=64
     """
     from paceline.cli.talk import print_json, refusals_on_stdout
+    from paceline.cluster import resolve_topology
     from paceline.job import load_job
 
     with refusals_on_stdout(as_json):
         job = load_job(source, overrides or [])
-        from paceline.flow import decide, require_feasible  # imports torch
+        from paceline.flow import decide, order_for, require_feasible  # imports torch
 
-        _, made = decide(job)
-    if as_json:
+        env, made = decide(job, resolve_topology())
+    if launch:
+        from paceline.cli.launchplan import print_launch
+        from paceline.launch import find_launcher
+
+        print_launch(
+            find_launcher(made.crew.launcher.value).plan(order_for(job, env, made)), as_json
+        )
+    elif as_json:
         print_json(made.to_json())  # its problems are among its findings
     else:
         _print(made)
     require_feasible(made)
+    if sbatch is not None:
+        _write_batch(sbatch, job, made)
     raise typer.Exit(0)
 
 
-def _print(plan: Plan) -> None:
+def _write_batch(file: Path, job: "Job", plan: "Plan") -> None:
+    from paceline.errors import ConfigError
+    from paceline.files import write_atomic
+    from paceline.launch.slurm import batch_script
+    from paceline.rundir import slug
+
+    if file.exists():
+        raise ConfigError(f"{file} exists and is not overwritten\nhint: choose another name")
+    write_atomic(file, batch_script(slug(plan.name), str(file), plan.crew, job.asked))
+    typer.echo(f"{file}: add what your site needs, then: sbatch {file}", err=True)
+
+
+def _print(plan: "Plan") -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -24,23 +24,24 @@ def train(
     if dry_run:
         from paceline.cli.plan import plan
 
-        plan(source, overrides, as_json)
+        plan(source, overrides, as_json, launch=False, sbatch=None)
     finish(source, overrides or [], out, as_json)
 
 
 def finish(source: str, overrides: list[str], out: Path | None, as_json: bool) -> None:
     """Run a job to its report, say how it ended, and leave with its exit code."""
     from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout, say_result
+    from paceline.cli.together import among_ranks
     from paceline.job import load_job
     from paceline.rundir import RunDir
 
     talk = ConsoleTalk()
-    with refusals_on_stdout(as_json):
+    with among_ranks() as call, refusals_on_stdout(as_json):
         job = load_job(source, overrides)
         talk.say("checking the machine and planning")
         from paceline.flow import run_job  # imports torch: only once the config is right
 
-        result = run_job(job, out, talk)
+        result = run_job(job, out, talk, call)
     # All that is left is to say so: one more Ctrl-C must not replace the run's exit code.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     say_result(talk, result, RunDir(Path(result.run_dir)))

@@ -47,6 +47,9 @@ def probe() -> Env:
         cuda=torch.version.cuda,
         nccl=_nccl_version() if torch.version.cuda else None,
         packages={dist.name: dist.version for dist in distributions() if dist.name},
+        interfaces=sorted(psutil.net_if_addrs()),
+        infiniband=_infiniband(),
+        hip=torch.version.hip,
         git=probe_git(Path.cwd()),
         variables=allowed_variables(dict(os.environ)),
     )
@@ -87,6 +90,33 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _infiniband() -> list[str]:
+    folder = Path("/sys/class/infiniband")
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def probe_network_gb_per_s() -> float | None:
+    """The fastest link out of this machine by its own statement: InfiniBand, else Ethernet."""
+    rates = [_number(path, 0.125) for path in Path("/sys/class/infiniband").glob("*/ports/*/rate")]
+    if not any(rates):
+        plain = [path for path in Path("/sys/class/net").glob("*/speed") if _is_wire(path.parent)]
+        rates = [_number(path, 0.125e-3) for path in plain]
+    return max((rate for rate in rates if rate > 0), default=None)
+
+
+def _is_wire(interface: Path) -> bool:
+    """A card, not a bridge or tunnel, whose stated speed means nothing."""
+    return (interface / "device").exists()
+
+
+def _number(path: Path, scale: float) -> float:
+    """The number that a file of the kernel's begins with; 0 where it does not say."""
+    try:
+        return max(0.0, float(path.read_text().split()[0]) * scale)
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _cpu_name() -> str:

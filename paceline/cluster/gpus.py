@@ -85,9 +85,10 @@ class Nvml:
         return [self._link(a, b) for a, b in pairs]
 
     def _link(self, a: GpuHandle, b: GpuHandle) -> Link:
-        nvlinks = self._count_nvlinks(a, b)
-        if nvlinks:
-            return Link(a=a.index, b=b.index, kind="nvlink", nvlinks=nvlinks)
+        direct, switched = self._count_nvlinks(a, b)
+        if direct or switched:
+            kind = "nvlink" if direct else "nvswitch"
+            return Link(a=a.index, b=b.index, kind=kind, nvlinks=direct or switched)
         try:
             level = int(self.nvml.nvmlDeviceGetTopologyCommonAncestor(a.handle, b.handle))
             kind = ANCESTORS.get(level, f"level_{level}")
@@ -95,11 +96,11 @@ class Nvml:
             kind = "unknown"
         return Link(a=a.index, b=b.index, kind=kind, nvlinks=0)
 
-    def _count_nvlinks(self, a: GpuHandle, b: GpuHandle) -> int:
-        """Active NVLinks from a that end at b, or at a switch if b's NVLinks do too."""
+    def _count_nvlinks(self, a: GpuHandle, b: GpuHandle) -> tuple[int, int]:
+        """Active NVLinks from a that end at b, and those at a switch if b's NVLinks do too."""
         to_b, to_switch = self._nvlink_ends(a, b)
         from_b, b_to_switch = self._nvlink_ends(b, a)
-        return to_b or from_b or min(to_switch, b_to_switch)
+        return to_b or from_b, min(to_switch, b_to_switch)
 
     def _nvlink_ends(self, a: GpuHandle, b: GpuHandle) -> tuple[int, int]:
         nvml = self.nvml

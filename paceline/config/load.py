@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -20,16 +20,13 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.config.describe import allows_word, field_at, is_open_map, is_section, wants
 from paceline.config.overrides import Override, apply_override, parse_override, unknown_key
-from paceline.config.schema import RunConfig
+from paceline.config.schema import SECRET_NAME, RunConfig, Section
 from paceline.errors import ConfigError
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
 # Keys by which other tools import code that a YAML file names. Ours never does.
 IMPORTING_KEYS = frozenset({"_target_", "_component_", "_partial_", "_call_", "class_path"})
-SECRET_NAME = re.compile(
-    r"token|secret|passw|pwd|credential|api_?key|access_?key|private", re.IGNORECASE
-)
 _ENV_REFERENCE = re.compile(r"oc\.env:\s*([^,}\s]+)")
 
 
@@ -81,7 +78,10 @@ def read_draft(source: str | None, overrides: Sequence[str]) -> Draft:
     return draft
 
 
-def validate(draft: Draft, schema: type[RunConfig]) -> RunConfig:
+Config = TypeVar("Config", bound=Section)
+
+
+def validate(draft: Draft, schema: type[Config]) -> Config:
     """Apply the overrides and check every key; `ConfigError` lists all that is wrong."""
     problems = list(draft.problems)
     for override in draft.overrides:
@@ -101,7 +101,7 @@ def validate(draft: Draft, schema: type[RunConfig]) -> RunConfig:
     return config
 
 
-def dump_config(config: RunConfig) -> str:
+def dump_config(config: Section) -> str:
     """run.yaml: every key with the value that was used."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,6 +20,7 @@ class Override:
     action: Literal["set", "add", "drop"]
     path: tuple[str, ...]
     value: Any = None
+    raw: str = ""
 
     @property
     def key(self) -> str:
@@ -42,7 +43,7 @@ def parse_override(text: str) -> Override:
     if value is None:
         raise ValueError(f"'{text}' has no value\nhint: write {key}=VALUE")
     action: Literal["set", "add"] = "add" if sign == "+" else "set"
-    return Override(text, action, path, _parse_value(text, value))
+    return Override(text, action, path, _parse_value(text, value), value)
 
 
 def apply_override(tree: DictConfig, override: Override, schema: type[BaseModel]) -> None:
@@ -58,7 +59,10 @@ def apply_override(tree: DictConfig, override: Override, schema: type[BaseModel]
             f"hint: write {override.text.lstrip('+')}; + is for the open maps only"
         )
     else:
-        OmegaConf.update(tree, override.key, override.value, merge=False, force_add=True)
+        # A variable of the environment is text: NAME=1e5 and NAME=true stay as they were typed.
+        is_text = _under_open_map(schema, override.path, of=str) and "${" not in override.raw
+        value = override.raw if is_text else override.value
+        OmegaConf.update(tree, override.key, value, merge=False, force_add=True)
 
 
 def unknown_key(key: str, place: str, schema: type[BaseModel]) -> str:
@@ -79,9 +83,10 @@ def _parse_value(text: str, value: str) -> Any:
     return OmegaConf.to_container(tree, resolve=False)["v"]  # type: ignore[index,call-overload]
 
 
-def _under_open_map(schema: type[BaseModel], path: tuple[str, ...]) -> bool:
-    parents = (field_at(schema, path[:length]) for length in range(1, len(path)))
-    return any(parent is not None and is_open_map(parent) for parent in parents)
+def _under_open_map(schema: type[BaseModel], path: tuple[str, ...], of: type | None = None) -> bool:
+    found = (field_at(schema, path[:length]) for length in range(1, len(path)))
+    maps = [field for field in found if field is not None and is_open_map(field)]
+    return any(of is None or get_args(field.annotation)[1] is of for field in maps)
 
 
 def _drop(tree: DictConfig, override: Override) -> None:

@@ -4,14 +4,18 @@ A workload brings the schema of its own `model` and `data` sections (`run_schema
 sections are here. `paceline recipes --keys` prints this file for people.
 """
 
+import re
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+SECRET_NAME = re.compile(
+    r"token|secret|passw|pwd|credential|api_?key|access_?key|private", re.IGNORECASE
+)
 
 
 class Section(BaseModel):
@@ -111,9 +115,23 @@ class StrategyConfig(Section):
 
 
 class LaunchConfig(Section):
-    launcher: Literal["auto", "local"] = Field("auto", description="What starts the ranks.")
+    launcher: Literal["auto", "local", "torchrun", "slurm", "mpi", "deepspeed"] = Field(
+        "auto", description="What starts the ranks. auto: whoever started this process, else local."
+    )
     nproc: Literal["auto"] | Positive = Field(
-        "auto", description="Ranks on this machine. auto: one a GPU; 1 on CPU."
+        "auto", description="Ranks on each machine. auto: one a GPU; 1 on CPU."
+    )
+    nnodes: Literal["auto"] | Positive = Field(
+        "auto", description="Machines. auto: those of the hostfile or the allocation, else 1."
+    )
+    hostfile: Literal["none"] | str = Field(
+        "none", description="Machines for mpi, deepspeed and torchrun: lines of NAME slots=N."
+    )
+    rdzv_endpoint: Literal["auto"] | str = Field(
+        "auto", description="HOST:PORT where torchrun's agents meet. auto: this host, a free port."
+    )
+    devices: Literal["auto"] | list[Count] = Field(
+        "auto", description="GPUs by index, one for each rank of a machine; twice the same shares."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda where there is a GPU."
@@ -121,6 +139,42 @@ class LaunchConfig(Section):
     backend: Literal["auto", "nccl", "gloo"] = Field(
         "auto", description="Collectives library. auto: nccl on GPUs of their own, else gloo."
     )
+    env: dict[str, str] = Field({}, description="Variables for every rank: launch.env.NAME=value.")
+    torchrun_args: list[str] = Field([], description="More arguments for torchrun, as a list.")
+    fabric: Literal["auto", "off", "nvlink", "pcie", "frontier"] = Field(
+        "auto", description="Preset of NCCL's variables. auto: the one that the probed links match."
+    )
+    start_s: Seconds = Field(300.0, description="Longest wait until every rank takes its step 1.")
+    progress_s: Seconds = Field(600.0, description="Longest silence of a rank after that.")
+    total_s: Literal["off"] | Seconds = Field("off", description="Longest run.")
+    grace_s: Annotated[float, Field(ge=0)] = Field(
+        60.0, description="Time for a rank to leave after TERM, before it is killed."
+    )
+    collective_timeout_s: Seconds = Field(
+        600.0, description="Timeout of the process group: how long a collective may wait."
+    )
+
+    @field_validator("env")
+    @classmethod
+    def _names_are_plain(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"{name!r} is not the name of an environment variable")
+            if SECRET_NAME.search(name):
+                raise ValueError(
+                    f"{name} looks like a secret; configs are written to the run directory\n"
+                    "hint: export it in the shell: ranks get the environment that Paceline has"
+                )
+            if "\0" in value:
+                raise ValueError(f"the value of {name} holds a null byte")
+        return env
+
+    @field_validator("rdzv_endpoint")
+    @classmethod
+    def _endpoint_is_plain(cls, endpoint: str) -> str:
+        if endpoint != "auto" and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-]*:\d{1,5}", endpoint):
+            raise ValueError(f"{endpoint!r} is not HOST:PORT")
+        return endpoint
 
 
 class DataConfig(Section):
@@ -161,6 +215,12 @@ class RunConfig(Section):
     strategy: StrategyConfig = Field(StrategyConfig(), description="Parallelism.")
     launch: LaunchConfig = Field(LaunchConfig(), description="Where ranks run.")
     observe: ObserveConfig = Field(ObserveConfig(), description="What is measured while it runs.")
+
+
+class CheckConfig(Section):
+    """What `paceline check` takes: the machines, and nothing of a run."""
+
+    launch: LaunchConfig = Field(LaunchConfig(), description="Where ranks run.")
 
 
 @cache

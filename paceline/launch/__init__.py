@@ -1,13 +1,20 @@
-"""Starting ranks: `base` is the seam, one file a launcher, `rank` what each process does first."""
+"""Starting ranks: `base` is the seam, one file a launcher, `supervisor` owns the processes,
+`rank` is what each of them does first, `member` a rank under somebody else's launcher."""
 
 from importlib import import_module
 
 from paceline.launch.base import Launcher
 
-REGISTRY = {"local": "paceline.launch.local:LocalLauncher"}
+REGISTRY = {
+    "local": "paceline.launch.local:LocalLauncher",
+    "torchrun": "paceline.launch.torchrun:TorchrunLauncher",
+    "slurm": "paceline.launch.slurm:SlurmLauncher",
+    "mpi": "paceline.launch.mpi:MpiLauncher",
+    "deepspeed": "paceline.launch.deepspeed:DeepSpeedLauncher",
+}
 
 
 def find_launcher(name: str) -> Launcher:
-    module, _, attribute = REGISTRY["local" if name == "auto" else name].partition(":")
+    module, _, attribute = REGISTRY[name].partition(":")
     launcher: Launcher = getattr(import_module(module), attribute)()
     return launcher

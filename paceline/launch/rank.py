@@ -8,34 +8,40 @@ import logging
 import multiprocessing
 import os
 import select
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from paceline.errors import EXIT_CODES, Outcome
+from paceline.cluster.group import Meeting, Place
+from paceline.errors import EXIT_CODES
 from paceline.job import reload_job
 from paceline.records import LaunchPlan, Plan, RankVerdict
 from paceline.rundir import RunDir
 from paceline.train.verdict import explain, outcome_of
-from paceline.train.worker import Place, RankRun
+from paceline.train.worker import RankRun
 
 LOG = logging.getLogger("paceline")
-# What elastic tells a rank. All other variables come with `RankTicket.environment`, because the
-# fork server's own are those of the first run in this process.
-ELASTIC_NAMES = frozenset(
-    {
-        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
-        "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    }
-)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Post:
+    """Where a rank stands, where it meets the others, where its files go."""
+
+    run: RunDir
+    place: Place
+    meeting: Meeting
+
+
+Task = Callable[[Post], None]
 
 
 @dataclass(frozen=True)
@@ -45,46 +51,76 @@ class RankTicket:
     run_dir: str
     working_dir: str
     environment: dict[str, str]
+    place: Place
+    meeting: Meeting
     supervisor_pid: int
+    task: Task
 
 
-def rank_main(ticket: RankTicket) -> int:
+def rank_main(ticket: RankTicket) -> None:
     """Run one rank to its verdict. A failure ends the process with the outcome's exit code."""
+    post = Post(RunDir(Path(ticket.run_dir)), ticket.place, ticket.meeting)
     _apply_environment(ticket)
     os.setpgid(0, 0)  # Ctrl-C reaches the supervisor alone, which ends the ranks in order
-    run, place = RunDir(Path(ticket.run_dir)), Place.from_environment()
-    _redirect(run.rank_log(place.rank))
+    _redirect(post.run.rank_log(post.place.rank))
     _die_with(ticket.supervisor_pid)
+    _dump_stacks_on_request(post.run.stacks(post.place.rank))
+    for number in (signal.SIGINT, signal.SIGUSR2):  # some launchers signal every process
+        signal.signal(number, signal.SIG_IGN)
     try:
-        plan = Plan.load(run.plan)
-        torch.set_num_threads(plan.threads.value)
-        job = reload_job(run, LaunchPlan.load(run.launch).workload)
-        LOG.info("rank %d of %d: process %d", place.rank, place.world_size, os.getpid())
-        verdict = RankRun(job, plan, run, place).execute()
-        LOG.info("%s after step %d", verdict.outcome, verdict.step)
+        ticket.task(post)
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
-        _require_verdict(run, place, error)
+        _require_verdict(post, error)
         _end_children()
         os._exit(EXIT_CODES[outcome_of(error)])
     _end_children()
-    dist.destroy_process_group()
-    return 0
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def _require_verdict(run: RunDir, place: Place, error: BaseException) -> None:
+def train_rank(post: Post) -> None:
+    """The task of `paceline train`."""
+    plan = Plan.load(post.run.plan)
+    torch.set_num_threads(plan.threads.value)
+    launch = LaunchPlan.load(post.run.launch)
+    job = reload_job(post.run, launch.workload)
+    place = post.place
+    LOG.info("rank %d of %d: process %d", place.rank, place.world_size, os.getpid())
+    verdict = RankRun(job, plan, post.run, place, post.meeting).execute()
+    LOG.info("%s after step %d", verdict.outcome, verdict.step)
+
+
+def check_rank(post: Post) -> None:
+    """The task of `paceline check`."""
+    from paceline.cluster.checkup import examine_rank  # a page of measuring that no run needs
+
+    launch = LaunchPlan.load(post.run.launch)
+    torch.set_num_threads(launch.threads)
+    examine_rank(post.run, launch, post.place, post.meeting)
+
+
+TASKS: dict[str, Task] = {"train": train_rank, "check": check_rank}
+
+
+def save_failure(run: RunDir, rank: int, error: BaseException) -> None:
+    """The verdict of a rank whose run never began."""
+    verdict = RankVerdict(
+        rank=rank,
+        host=socket.gethostname(),
+        outcome=outcome_of(error),
+        step=0,
+        ended_at=time.time(),
+        error=explain(error),
+    )
+    verdict.save(run.verdict(rank))
+
+
+def _require_verdict(post: Post, error: BaseException) -> None:
     """A rank that failed before its run began has not said why yet."""
-    if not run.verdict(place.rank).is_file():
-        verdict = RankVerdict(
-            rank=place.rank,
-            host=socket.gethostname(),
-            outcome=outcome_of(error),
-            step=0,
-            ended_at=time.time(),
-            error=explain(error),
-        )
-        verdict.save(run.verdict(place.rank))
+    if not post.run.verdict(post.place.rank).is_file():
+        save_failure(post.run, post.place.rank, error)
 
 
 def _end_children() -> None:
@@ -94,13 +130,9 @@ def _end_children() -> None:
 
 
 def _apply_environment(ticket: RankTicket) -> None:
-    given = {
-        name: value
-        for name, value in os.environ.items()
-        if name in ELASTIC_NAMES or name.startswith("TORCHELASTIC_")
-    }
+    """The fork server's own variables are those of the first run in its process."""
     os.environ.clear()
-    os.environ.update(ticket.environment | given)
+    os.environ.update(ticket.environment)
     os.chdir(ticket.working_dir)
 
 
@@ -116,12 +148,19 @@ def _redirect(log: Path) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
 
 
+def _dump_stacks_on_request(path: Path) -> None:
+    """SIGUSR1 writes every thread's stack there, from C: a rank stuck in C++ answers too. The
+    file's existence tells the supervisor that this process can take the signal."""
+    # faulthandler keeps the file open.
+    faulthandler.register(signal.SIGUSR1, file=path.open("a"), all_threads=True, chain=False)
+
+
 def _die_with(supervisor_pid: int) -> None:
     """End this rank when the supervisor is gone, however it went: no orphan holds a GPU."""
     parent = os.pidfd_open(supervisor_pid)
 
     def watch() -> None:
         select.select([parent], [], [])
-        os._exit(EXIT_CODES[Outcome.CRASHED])
+        os.killpg(0, signal.SIGKILL)  # with it what it started itself
 
     threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()

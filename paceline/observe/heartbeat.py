@@ -12,6 +12,7 @@ class Progress(Protocol):
 
     step: int
     phase: str
+    marks: int
 
 
 class Ticker:
@@ -51,5 +52,6 @@ class Heartbeat(Ticker):
             "rank": self._rank,
             "step": self._progress.step,
             "phase": self._progress.phase,
+            "marks": self._progress.marks,
         }
         self._file.write(json.dumps(beat) + "\n")

@@ -10,7 +10,7 @@ from paceline.strategies import find_strategy
 
 def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
     """Everything wrong with, or idle in, what was asked for here."""
-    yield from _device_problems(plan, env)
+    yield from _memory_problems(plan, env)
     yield from find_strategy(plan.strategy.value).problems(config, env)
     if plan.strategy.value == "single" and plan.world_size > 1:
         yield Finding(
@@ -48,44 +48,16 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
     yield from check_idle_settings(config, plan)
 
 
-def _device_problems(plan: Plan, env: Env) -> Iterator[Finding]:
+def _memory_problems(plan: Plan, env: Env) -> Iterator[Finding]:
     if plan.device.value == "cuda":
-        num_gpus = len(env.gpus) if env.cuda else 0
-        if num_gpus < plan.world_size:
-            yield Finding(
-                severity="error",
-                where="launch.nproc",
-                what=f"each rank wants a GPU: {plan.world_size} asked for, {num_gpus} usable here",
-                hint=f"set launch.nproc={num_gpus}" if num_gpus else "set launch.device=cpu",
-                cause="cluster",
-            )
         yield from _gpu_memory_problems(plan, env)
-    elif plan.backend.value == "nccl":
-        yield Finding(
-            severity="error",
-            where="launch.backend",
-            what="nccl moves data between GPUs, and the ranks are on CPU",
-            hint="set launch.backend=gloo",
-            cause="cluster",
-        )
-    if plan.device.value == "cpu":
-        yield from _host_problems(plan, env)
-
-
-def _host_problems(plan: Plan, env: Env) -> Iterator[Finding]:
-    if plan.world_size > env.cores:
-        yield Finding(
-            severity="warning",
-            where="launch.nproc",
-            what=f"{plan.world_size} ranks share {env.cores} cores and will wait for each other",
-            cause="cluster",
-        )
-    needed = plan.state_bytes.total * plan.world_size
+        return
+    needed = plan.state_bytes.total * plan.crew.per_node
     if needed > env.memory_bytes:
         yield Finding(
             severity="warning",
             where="launch.nproc",
-            what=f"{plan.world_size} ranks hold {needed / 2**30:.0f} GiB of state; this machine"
+            what=f"{plan.crew.per_node} ranks hold {needed / 2**30:.0f} GiB of state; this machine"
             f" has {env.memory_bytes / 2**30:.0f} GiB",
             cause="cluster",
         )
@@ -137,6 +109,7 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
     ddp_keys = ("bucket_mb", "static_graph", "find_unused_parameters")
     return (
         Idle("strategy", ddp_keys, alone, plan.strategy.because),
+        *_launch_rules(plan),
         Idle("data", ("prefetch", "timeout_s"), no_workers, plan.loader_workers.because),
         Idle("train", ("compile_dynamic",), train.compile == "off", "train.compile is off"),
         Idle("train", ("eval_samples",), train.eval_every == "off", "train.eval_every is off"),
@@ -147,6 +120,18 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
             ("floor",),
             optim.schedule.name == "constant",
             "a constant schedule never falls",
+        ),
+    )
+
+
+def _launch_rules(plan: Plan) -> tuple[Idle, ...]:
+    by = plan.crew.launcher.value
+    takes_hostfile = by in ("mpi", "deepspeed", "torchrun")
+    return (
+        Idle("launch", ("devices",), plan.device.value == "cpu", "the ranks are on CPU"),
+        Idle("launch", ("hostfile",), not takes_hostfile, f"{by} starts the ranks"),
+        Idle(
+            "launch", ("torchrun_args", "rdzv_endpoint"), by != "torchrun", f"{by} starts the ranks"
         ),
     )
 

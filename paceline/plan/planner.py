@@ -8,12 +8,14 @@ from pathlib import Path
 
 import torch
 
+from paceline.cluster.rendezvous import Topology
 from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.job import Job
 from paceline.plan.constraints import check
+from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
 from paceline.plan.peaks import peak_flops
-from paceline.records import BatchSplit, Choice, Env, Finding, ModelSize, Plan
+from paceline.records import BatchSplit, Choice, Crew, Env, Finding, ModelSize, Plan
 from paceline.strategies import find_strategy
 from paceline.workloads.base import Workload
 
@@ -21,15 +23,16 @@ MAX_LOADER_WORKERS = 4
 BF16_CAPABILITY = (8, 0)
 
 
-def make_plan(job: Job, env: Env) -> Plan:
+def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     """Decide everything that can be decided before a device is held. Problems are findings."""
     config, workload = job.config, job.workload
-    device = choose_device(config, env)
-    world = _world_size(config, env, device)
+    topology = topology or Topology()
+    crew = choose_crew(config.launch, env, topology)
+    device, world = crew.device, crew.world_size
     batch, batch_problems = split_batch(config, dp=world)
     strategy = _choose_strategy(config, world)
     precision = choose_precision(config, env, device)
-    workers = _choose_workers(config, env, device, world)
+    workers = _choose_workers(config, env, crew)
     model = measure_model(workload, config)
     plan = Plan(
         name=config.name,
@@ -40,15 +43,16 @@ def make_plan(job: Job, env: Env) -> Plan:
         batch=batch,
         units_per_sample=workload.units_per_sample(config),
         steps=config.train.steps,
+        crew=crew,
         device=device,
-        backend=_choose_backend(config, env, device, world),
+        backend=crew.backend,
         strategy=strategy,
         precision=precision,
         compile=Choice(
             requested=config.train.compile, value=config.train.compile, because="as asked"
         ),
         fused_optimizer=_choose_fused(config),
-        threads=_choose_threads(env, device, world, workers.value),
+        threads=choose_threads(env, crew, workers.value),
         loader_workers=workers,
         model=model,
         state_bytes=find_strategy(strategy.value).estimate(model, config, world),
@@ -58,18 +62,13 @@ def make_plan(job: Job, env: Env) -> Plan:
         ),
         findings=[],
     )
-    findings = [*batch_problems, *workload.problems(config), *check(config, env, plan)]
+    findings = [
+        *check_crew(config.launch, env, crew, topology),
+        *batch_problems,
+        *workload.problems(config),
+        *check(config, env, plan),
+    ]
     return plan.model_copy(update={"findings": findings})
-
-
-def choose_device(config: RunConfig, env: Env) -> Choice:
-    asked = config.launch.device
-    if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked")
-    if env.gpus and env.cuda:
-        return Choice(requested=asked, value="cuda", because=f"{len(env.gpus)} GPUs are visible")
-    why = "no GPU is visible" if not env.gpus else "this torch is built without CUDA"
-    return Choice(requested=asked, value="cpu", because=why)
 
 
 def choose_precision(config: RunConfig, env: Env, device: Choice) -> Choice:
@@ -166,27 +165,11 @@ def _accumulation(config: RunConfig, asked: int, dp: int) -> tuple[int, Finding 
     return accum, None
 
 
-def _world_size(config: RunConfig, env: Env, device: Choice) -> int:
-    asked = config.launch.nproc
-    if asked != "auto":
-        return asked
-    return max(1, len(env.gpus)) if device.value == "cuda" else 1
-
-
 def _choose_strategy(config: RunConfig, world: int) -> Choice:
     asked = config.strategy.name
     if asked == "ddp" and world == 1:
         return Choice(requested=asked, value="single", because="one rank has nobody to reduce with")
     return Choice(requested=asked, value=asked, because="as asked")
-
-
-def _choose_backend(config: RunConfig, env: Env, device: Choice, world: int) -> Choice:
-    asked = config.launch.backend
-    if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked")
-    if device.value == "cuda":
-        return Choice(requested=asked, value="nccl", because="each rank has a GPU of its own")
-    return Choice(requested=asked, value="gloo", because="the ranks are on CPU")
 
 
 def _choose_fused(config: RunConfig) -> Choice:
@@ -199,31 +182,15 @@ def _choose_fused(config: RunConfig) -> Choice:
     return Choice(requested=asked, value=asked == "on", because="as asked")
 
 
-def _choose_threads(env: Env, device: Choice, world: int, workers: int) -> Choice:
-    asked = env.variables.get("OMP_NUM_THREADS", "auto")
-    if asked.isdigit() and int(asked) > 0:
-        return Choice(requested=asked, value=int(asked), because="OMP_NUM_THREADS is set")
-    # Loaders of a CPU rank work on its own cores; threads that spin beside them slow both.
-    share = env.cores // world
-    value = max(1, share - workers if device.value == "cpu" else share)
-    loading = f" less {workers} for loading" if workers and device.value == "cpu" else ""
-    why = f"{env.cores} cores over {_ranks(world)}{loading}"
-    return Choice(requested=asked, value=value, because=why)
-
-
-def _choose_workers(config: RunConfig, env: Env, device: Choice, world: int) -> Choice:
+def _choose_workers(config: RunConfig, env: Env, crew: Crew) -> Choice:
     asked = config.data.num_workers
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
     # A GPU rank needs one core to launch kernels; a CPU rank computes on its cores.
-    share = env.cores // world
-    value = min(MAX_LOADER_WORKERS, share - 1 if device.value == "cuda" else share // 4)
-    why = f"{env.cores} cores over {_ranks(world)}"
+    share, on_gpu = env.cores // crew.per_node, crew.device.value == "cuda"
+    value = min(MAX_LOADER_WORKERS, share - 1 if on_gpu else share // 4)
+    why = f"{env.cores} cores over {count_ranks(crew.per_node)}"
     return Choice(requested=asked, value=max(0, value), because=why)
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _choose_flops(workload: Workload, config: RunConfig) -> Choice:

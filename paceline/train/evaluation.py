@@ -10,6 +10,7 @@ from paceline.config.schema import RunConfig
 from paceline.data.loader import collate, eval_ids, to_device
 from paceline.records import Plan
 from paceline.strategies.base import Engine
+from paceline.train.timing import Clock
 from paceline.workloads.base import Dataset
 
 
@@ -36,11 +37,12 @@ class Evaluation:
             return False
         return step % self.every == 0 or step == self.num_steps
 
-    def run(self, engine: Engine) -> float:
+    def run(self, engine: Engine, clock: Clock) -> float:
         """Mean loss per unit of the validation samples, over all ranks."""
         assert self.data is not None, "asked to evaluate without data"
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for ids in self.batches:
+            clock.enter("eval")  # once a batch: a long evaluation is no stall
             # A rank without samples still runs a forward pass: others may wait for it inside one.
             batch = collate(self.data, ids if len(ids) else np.zeros(1, dtype=np.int64))
             loss, count = engine.evaluate(to_device(batch, self.device))

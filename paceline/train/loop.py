@@ -74,8 +74,7 @@ def _train(parts: LoopParts, first_step: int) -> LoopEnd:
             break
         ledger.settle(step)
         if parts.evaluation.due(step):
-            clock.enter("eval")
-            ledger.note_evaluation(step, parts.evaluation.run(engine))
+            ledger.note_evaluation(step, parts.evaluation.run(engine, clock))
     clock.begin(0)  # closes the last step
     late = ledger.close()
     return end or judge.verdict(plan.steps, late) or LoopEnd(Outcome.OK, plan.steps)

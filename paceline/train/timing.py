@@ -1,8 +1,9 @@
 """Where a step's time goes, without adding a synchronisation to it.
 
 The loop and the engine call `clock.enter("forward")` when a phase begins; the phase before it
-ends there. On CPU a phase is host time. On GPU it is the time between two CUDA events on the
-stream, read only once the device has passed them.
+ends there. `marks` counts them: it grows in a long evaluation and stands still in a hang. On CPU a
+phase is host time. On GPU it is the time between two CUDA events on the stream, read only once the
+device has passed them.
 """
 
 from collections import deque
@@ -36,7 +37,7 @@ class HostClock:
     """Phases by the host's clock: right where the host does the work itself."""
 
     def __init__(self) -> None:
-        self.step, self.phase = 0, "start"
+        self.step, self.phase, self.marks = 0, "start", 0
         self._times: dict[str, float] = {}
         self._started_at = self._entered_at = perf_counter()
         self._done: list[StepTimes] = []
@@ -49,12 +50,14 @@ class HostClock:
             self._done.append(StepTimes(self.step, now - self._started_at, self._times))
         self._times = {}
         self.step, self.phase = step, "data"
+        self.marks += 1
         self._started_at = self._entered_at = now
 
     def enter(self, phase: str) -> None:
         now = perf_counter()
         self._times[self.phase] = self._times.get(self.phase, 0.0) + now - self._entered_at
         self.phase, self._entered_at = phase, now
+        self.marks += 1
 
     def finished(self, wait: bool = False) -> list[StepTimes]:
         """Steps whose times are known since the last call."""
@@ -66,7 +69,7 @@ class DeviceClock:
     """Phases by CUDA events on the current stream. Wall time stays the host's."""
 
     def __init__(self) -> None:
-        self.step, self.phase = 0, "start"
+        self.step, self.phase, self.marks = 0, "start", 0
         self._free: list[torch.cuda.Event] = []
         self._marks: list[tuple[str, torch.cuda.Event]] = []
         self._open: deque[tuple[int, float, list[tuple[str, torch.cuda.Event]]]] = deque()
@@ -79,11 +82,13 @@ class DeviceClock:
             self._open.append((self.step, now - self._started_at, [*self._marks, ("end", end)]))
         self._marks = [("data", end)]
         self.step, self.phase = step, "data"
+        self.marks += 1
         self._started_at = now
 
     def enter(self, phase: str) -> None:
         self._marks.append((phase, self._record()))
         self.phase = phase
+        self.marks += 1
 
     def finished(self, wait: bool = False) -> list[StepTimes]:
         return list(self._iter_finished(wait))

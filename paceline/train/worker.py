@@ -4,18 +4,15 @@ Run by `paceline.launch.rank` in a process of its own; tests call `RankRun(...).
 """
 
 import gc
-import os
 import socket
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
+from paceline.cluster.group import Meeting, Place, claim_device, join_group
 from paceline.data.cursor import Order, StepSlice
 from paceline.data.loader import LoaderPlan, Microbatch, MicrobatchSource, iter_microbatches
 from paceline.errors import DataError, Outcome
@@ -36,25 +33,14 @@ from paceline.train.verdict import explain, outcome_of, peak_memory
 from paceline.workloads.base import Dataset
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where this rank stands among the others."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-
-    @classmethod
-    def from_environment(cls) -> "Place":
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-        return cls(*(int(os.environ[name]) for name in names))
-
-
 class RankRun:
     """One rank's run. Whatever is known when it ends, however it ends, goes into the verdict."""
 
-    def __init__(self, job: Job, plan: Plan, run: RunDir, place: Place) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, run: RunDir, place: Place, meeting: Meeting | None = None
+    ) -> None:
         self.job, self.plan, self.run, self.place = job, plan, run, place
+        self.meeting = meeting  # None: this process has joined its group already
         self.device = torch.device("cpu")
         self.clock: Clock = HostClock()
         self.engine: Engine | None = None
@@ -67,11 +53,12 @@ class RankRun:
         """Train; save a verdict before anything is torn down; raise what went wrong."""
         self.run.rank(self.place.rank).mkdir(parents=True, exist_ok=True)
         try:
-            self.device = claim_device(self.plan, self.place)
+            crew = self.plan.crew
+            self.device = claim_device(crew.device.value, self.place, crew.device_indices)
             self.clock = build_clock(self.device)
             with _observed(self.job, self.run, self.place, self.clock):
-                if not dist.is_initialized():
-                    init_process_group(self.plan, self.place, self.device)
+                if self.meeting is not None:
+                    self._join(self.meeting)
                 parts = self._build()
                 with closing(parts.feed), _settled_heap():
                     self._count_flops(parts.feed)
@@ -88,6 +75,11 @@ class RankRun:
         )
         self._save(verdict)
         return verdict
+
+    def _join(self, meeting: Meeting) -> None:
+        timeout_s = self.job.config.launch.collective_timeout_s
+        backend = self.plan.backend.value
+        join_group(backend, self.place, self.device, meeting.connect(), timeout_s)
 
     def _build(self) -> LoopParts:
         """Data, engine, feed and ledger, in the order they need each other."""
@@ -207,26 +199,3 @@ def _require_data(data: Dataset | None, plan: Plan) -> Dataset:
             "hint: give it more data, or a smaller train.micro_batch_size or train.grad_accum"
         )
     return data
-
-
-def claim_device(plan: Plan, place: Place) -> torch.device:
-    if plan.device.value == "cpu":
-        return torch.device("cpu")
-    # A launcher that gives each rank one GPU shows it as device 0, whatever the local rank.
-    index = 0 if torch.cuda.device_count() == 1 else place.local_rank
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
-
-
-def init_process_group(
-    plan: Plan, place: Place, device: torch.device, store: Store | None = None
-) -> None:
-    """Join the other ranks: through `store`, or the address in the environment."""
-    dist.init_process_group(
-        plan.backend.value,
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        device_id=device if plan.backend.value == "nccl" else None,
-    )

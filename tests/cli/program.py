@@ -1,6 +1,7 @@
 """Running the real program: a process of its own, its stdout, stderr and exit code."""
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,10 +17,20 @@ class Ran:
     err: str
 
 
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return str(probe.getsockname()[1])
+
+
 def environment(**more: str) -> dict[str, str]:
     """This environment without what a launcher or a terminal would have left in it."""
-    dropped = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "COLUMNS"}
-    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    dropped = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "COLUMNS"}
+    launchers = ("SLURM", "OMPI_COMM", "PMI", "TORCHELASTIC")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in dropped and not name.startswith(launchers)
+    }
     return kept | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"} | more
 
 

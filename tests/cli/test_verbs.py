@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.program import paceline
+from tests.cli.program import free_port, paceline
 
 VERBS = ("demo", "recipes", "plan", "train", "report")
 
@@ -116,6 +116,7 @@ def test_a_refusal_is_data_too(tmp_path: Path) -> None:
 
 def test_ranks_do_not_start_ranks(tmp_path: Path) -> None:
     ran = paceline(
-        "train", "lm_tiny", "data.source=synthetic", cwd=tmp_path, TORCHELASTIC_RUN_ID="1"
-    )
-    assert ran.code == 2 and "ranks cannot start ranks" in ran.err
+        "train", "lm_tiny", "data.source=synthetic", "launch.launcher=local", cwd=tmp_path,
+        RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(),
+    )  # fmt: skip
+    assert ran.code == 2 and "ranks do not start ranks" in ran.err

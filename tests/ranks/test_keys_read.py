@@ -12,6 +12,7 @@ from paceline.cluster.facts import probe
 from paceline.config.describe import iter_keys
 from paceline.config.load import recipe_names
 from paceline.config.schema import Section
+from paceline.flow import order_for
 from paceline.job import load_job
 from paceline.launch import find_launcher
 from paceline.plan.planner import make_plan
@@ -80,13 +81,26 @@ def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, corpus: 
             job = load_job(name, [*overrides, "launch.nproc=2", "train.compile=default"])
             env = probe()
             plan = make_plan(job, env)
-            find_launcher(job.config.launch.launcher).plan(job, plan, env)
+            find_launcher(plan.crew.launcher.value).plan(order_for(job, env, plan))
             _build_ddp(job, plan, tmp_path)
             RunDir.create(job.config.name, tmp_path / f"{name}-{number}-name")
             schema = type(job.config)
     assert schema is not None
+    _draw_launches(tmp_path)
     unread = [key.path for key in iter_keys(schema) if _owner(schema, key.path) not in reads]
     assert unread == [], "keys that nothing reads: take them out, or use them"
+
+
+def _draw_launches(tmp_path: Path) -> None:
+    """Keys that only another launcher looks at."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=2\nb slots=2\n")
+    job = load_job(
+        "lm_tiny", ["launch.launcher=torchrun", f"launch.hostfile={hostfile}", "launch.device=cpu"]
+    )
+    env = probe()
+    plan = make_plan(job, env)
+    find_launcher(plan.crew.launcher.value).plan(order_for(job, env, plan))
 
 
 def _owner(schema: type[Section], path: str) -> tuple[str, str]:

@@ -22,10 +22,12 @@ LAYERS = [
     ["paceline.train.timing", "paceline.train.optim", "paceline.train.precision"],
     ["paceline.train.readback", "paceline.train.feed", "paceline.train.flops"],
     ["paceline.strategies"],
+    ["paceline.plan.crew"],
     ["paceline.train", "paceline.plan"],
     ["paceline.launch"],
     ["paceline.conclude"],
     ["paceline.flow"],
+    ["paceline.check"],
     ["paceline.cli", "paceline.__main__"],
 ]
 TORCH_FREE = ["records", "config", "stats", "report", "rundir", "tables", "files", "errors", "job"]

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from paceline.conclude import Circumstances, conclude
+from paceline.config.schema import LaunchConfig
 from paceline.errors import Outcome
-from paceline.launch.base import LaunchEnd
+from paceline.launch.base import LaunchEnd, Order, draw_plan
 from paceline.plan.planner import make_plan
-from paceline.records import LaunchPlan, RankError, RankPlace, RankVerdict, Result
+from paceline.records import RankEnd, RankError, RankVerdict, Result
 from paceline.report import write_report
 from paceline.report.plots import Axes, Series, line_chart, thin, ticks
 from paceline.rundir import RunDir
@@ -33,11 +34,8 @@ def run(tmp_path: Path) -> RunDir:
     plan.save(made.plan)
     machine().save(made.env)
     made.config.write_text("name: fixture\n")
-    launch = LaunchPlan(
-        launcher="local", nproc=2, entrypoint="x", workload="lm", env={},
-        ranks=[RankPlace(rank=r, local_rank=r, host="box", device="cpu") for r in (0, 1)],
-    )  # fmt: skip
-    launch.save(made.launch)
+    order = Order(LaunchConfig(), plan.crew, machine(), 1, "train", "lm")
+    draw_plan(order, argv=[], hosts=["box"]).save(made.launch)
     lines = [
         f"{s},{5 / s},0.1,1.5,0.5,32,4096,0,{int(s <= 5)},{2.0 if s == 20 else ''}\n"
         for s in range(1, 21)
@@ -58,6 +56,10 @@ def verdict(rank: int, **more: object) -> RankVerdict:
         "peak_reserved_bytes": 2**20 * (rank + 1),
     }  # fmt: skip
     return RankVerdict.model_validate(facts | more)
+
+
+def ended(codes: dict[int, int]) -> LaunchEnd:
+    return LaunchEnd({r: RankEnd(rank=r, host="box", exit_code=c) for r, c in codes.items()})
 
 
 def finish(run: RunDir, end: LaunchEnd | None = None) -> Result:
@@ -95,7 +97,7 @@ def test_the_rank_that_died_first_is_named_first(run: RunDir) -> None:
     lost = RankError(kind="RuntimeError", message="Connection reset by peer")
     verdict(0, outcome=Outcome.CRASHED, error=lost, ended_at=5.0).save(run.verdict(0))
     run.verdict(1).unlink()
-    result = finish(run, LaunchEnd(exit_codes={1: -9}))
+    result = finish(run, ended({1: -9}))
     assert result.outcome is Outcome.CRASHED and result.exit_code == 5
     assert result.failure is not None
     assert (result.failure.rank, result.failure.message) == (
@@ -127,14 +129,14 @@ def test_a_word_in_a_message_does_not_make_it_an_echo(run: RunDir) -> None:
     own = RankError(kind="DataError", message="the data set failed: ConnectionResetError: x")
     verdict(1, outcome=Outcome.REFUSED_DATA, error=own).save(run.verdict(1))
     run.verdict(0).unlink()
-    result = finish(run, LaunchEnd(exit_codes={1: 4}))
+    result = finish(run, ended({1: 4}))
     assert (result.outcome, result.exit_code) == (Outcome.REFUSED_DATA, 4)
     assert result.failure is not None and result.failure.rank == 1
 
 
 def test_steps_of_a_run_that_was_cut_off_come_from_its_heartbeat(run: RunDir) -> None:
     for rank, step in ((0, 27), (1, 26)):
-        run.heartbeat(rank).write_text(f'{{"step": {step}, "phase": "forward"}}\n')
+        run.heartbeat(rank).write_text(f'{{"time": 1, "step": {step}, "phase": "forward"}}\n')
         run.verdict(rank).unlink()
     result = finish(run, LaunchEnd(signal=15))
     assert (result.outcome, result.steps, result.failure) == (Outcome.INTERRUPTED, 25, None)

@@ -1,0 +1,83 @@
+"""Joining the other ranks: the store where they meet, this rank's device, the process group."""
+
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+CONNECT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands among the others."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A store that outlives any rank. Each start of ranks takes a `prefix` of its own, so that a
+    rank never reads the address of one that died before it."""
+
+    host: str
+    port: int
+    prefix: str
+
+    def connect(self, timeout_s: float = CONNECT_S) -> Store:
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(self.host, self.port, is_master=False, timeout=timeout)
+        return PrefixStore(self.prefix, store)
+
+
+def serve_store(port: int = 0, is_public: bool = False, timeout_s: float = CONNECT_S) -> TCPStore:
+    """A store in this process; port 0 is any free one. `OSError` when the port is taken.
+
+    It speaks to whoever connects, so it listens on loopback unless other machines take part.
+    """
+    if is_public and socket.has_dualstack_ipv6():
+        listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    else:
+        listener = socket.create_server(("" if is_public else "127.0.0.1", port))
+    try:
+        return TCPStore(
+            "127.0.0.1",
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+    except BaseException:
+        listener.close()
+        raise
+
+
+def claim_device(kind: str, place: Place, indices: list[int]) -> torch.device:
+    """This rank's device. `indices` are those of the visible GPUs that local ranks take."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    # A launcher that gives each rank one GPU shows it as device 0, whatever the local rank.
+    index = indices[place.local_rank] if indices else place.local_rank
+    device = torch.device("cuda", 0 if torch.cuda.device_count() == 1 else index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_group(
+    backend: str, place: Place, device: torch.device, store: Store, timeout_s: float
+) -> None:
+    """`timeout_s` is how long a collective may wait; it reaches the backend."""
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if backend == "nccl" else None,
+    )

@@ -1,0 +1,43 @@
+"""Hostfiles, as Open MPI and DeepSpeed read them: one `NAME slots=N` a line."""
+
+import re
+from pathlib import Path
+
+from paceline.errors import ConfigError
+from paceline.records import Part
+
+# What a host may be called. Nothing here can be an option or a piece of shell.
+HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.\-]*[A-Za-z0-9])?")
+LINE = re.compile(rf"({HOST.pattern})(?:\s+slots\s*=\s*(\d{{1,6}}))?")
+
+
+class Host(Part):
+    name: str
+    slots: int
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """The machines of a hostfile; every line that is none is refused, all of them at once."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"cannot read launch.hostfile={path}: {why}") from error
+    hosts: list[Host] = []
+    problems: list[str] = []
+    for number, raw in enumerate(lines, start=1):
+        text = raw.split("#")[0].strip()
+        if not text:
+            continue
+        match = LINE.fullmatch(text)
+        if match is None:
+            problems.append(f"{path}:{number}: {text!r} is not NAME slots=N")
+        elif any(host.name == match[1] for host in hosts):
+            problems.append(f"{path}:{number}: {match[1]} is named twice")
+        else:
+            hosts.append(Host(name=match[1], slots=int(match[2] or 1)))
+    if not hosts and not problems:
+        problems.append(f"{path} names no machine")
+    if problems:
+        raise ConfigError(problems)
+    return hosts

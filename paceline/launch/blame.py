@@ -1,0 +1,76 @@
+"""After a missed deadline: which rank holds the others up, and where it stands."""
+
+import re
+from pathlib import Path
+
+from paceline.launch.pulse import Beat, last_beat
+from paceline.records import LaunchPlan, RankEnd
+from paceline.rundir import RunDir
+
+# The order in which a step goes through them; the rank that is furthest behind is waited for.
+PHASES = ("start", "data", "forward", "backward", "optimizer", "other", "eval")
+SILENT_S = 5.0
+FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+KEYS = {"start": "launch.start_s", "progress": "launch.progress_s", "total": "launch.total_s"}
+
+
+def missed_deadline(ends: dict[int, RankEnd]) -> str:
+    return next((end.stall for end in ends.values() if end.stall), "")
+
+
+def explain_stall(run: RunDir, ends: dict[int, RankEnd], deadline: str) -> tuple[int, str]:
+    """The rank to look at, and a sentence that says why."""
+    limits = LaunchPlan.load(run.launch).limits
+    seconds = {"start": limits.start_s, "progress": limits.progress_s, "total": limits.total_s}
+    waited = {
+        "start": f"step 1 had not begun on every rank after {seconds['start']:g} s",
+        "progress": f"no progress for {seconds['progress']:g} s",
+        "total": f"the run took longer than {seconds['total'] or 0:g} s",
+    }[deadline]
+    beats = {rank: last_beat(run.heartbeat(rank)) for rank in ends}
+    rank, why = _furthest_behind(ends, beats)
+    place = _stuck_at(run.stacks(rank))
+    at = f"; it stands in {place}" if place else ""
+    return rank, (
+        f"{waited}: {why}{at}\n"
+        f"hint: the stacks of all ranks are in ranks/*/stacks.txt; {KEYS[deadline]} sets the limit"
+    )
+
+
+def _furthest_behind(ends: dict[int, RankEnd], beats: dict[int, Beat]) -> tuple[int, str]:
+    for rank, end in ends.items():
+        if end.was_stopped:
+            return rank, "its process was stopped by a signal (SIGSTOP)"
+    newest = max(beat.time for beat in beats.values())
+    silent = [rank for rank, beat in beats.items() if newest - beat.time > SILENT_S]
+    if silent:
+        return silent[0], "its heartbeat stopped before the others': frozen, or stuck in C code"
+    position = {rank: (beat.step, _order(beat.phase)) for rank, beat in beats.items()}
+    rank = min(position, key=lambda r: (position[r], r))
+    beat, others = beats[rank], [r for r in position if position[r] > position[rank]]
+    if others:
+        return rank, (
+            f"at step {beat.step} in {beat.phase} it is behind rank {others[0]}, which waits in"
+            f" {beats[others[0]].phase}"
+        )
+    together = f"all {len(beats)} ranks stand" if len(beats) > 1 else "it stands"
+    return rank, f"{together} at step {beat.step} in {beat.phase}"
+
+
+def _order(phase: str) -> int:
+    return PHASES.index(phase) if phase in PHASES else len(PHASES)
+
+
+def _stuck_at(stacks: Path) -> str:
+    """`job.py:14 in loss`: where the main thread of the last dump was."""
+    try:
+        text = stacks.read_text(errors="replace")
+    except OSError:
+        return ""
+    # The thread that took the signal comes last in a dump and is the main one.
+    _, _, current = text.rpartition("Current thread")
+    frames = FRAME.findall(current)
+    if not frames:
+        return ""
+    file, line, name = next((f for f in frames if "site-packages" not in f[0]), frames[0])
+    return f"{Path(file).name}:{line} in {name}"

@@ -1,0 +1,56 @@
+"""DeepSpeed's launcher: `--include` on this machine, `--hostfile` on several."""
+
+import socket
+
+from paceline.cluster.hosts import read_hostfile
+from paceline.errors import ConfigError
+from paceline.launch.base import MEMBER, LaunchEnd, Order, draw_plan
+from paceline.launch.command import require_program, run_command
+from paceline.plan.crew import visible_devices
+from paceline.records import LaunchPlan
+from paceline.rundir import RunDir
+
+
+class DeepSpeedLauncher:
+    def plan(self, order: Order) -> LaunchPlan:
+        crew, hostfile = order.crew, order.settings.hostfile
+        slots = ",".join(str(n) for n in visible_devices(order.settings) or range(crew.per_node))
+        hosts = [order.env.host]
+        where = ["--include", f"localhost:{slots}"]
+        if crew.device.value == "cpu":  # it counts NUMA nodes there, and knows no other slots
+            where = ["--num_gpus", str(crew.per_node)]
+        if hostfile != "none":
+            hosts = [host.name for host in read_hostfile(hostfile)][: crew.num_nodes]
+            include = "@".join(f"{host}:{slots}" for host in hosts)
+            where = ["--hostfile", hostfile, "--include", include, "--master_addr", hosts[0]]
+        elif crew.num_nodes > 1:
+            raise ConfigError(
+                f"deepspeed reaches {crew.num_nodes} nodes through a hostfile, and there is none\n"
+                "hint: set launch.hostfile=FILE with lines of NAME slots=N"
+            )
+        argv = [
+            "deepspeed",
+            *where,
+            *("--master_port", str(_free_port())),
+            "--no_local_rank",
+            "--module",
+            MEMBER[1],
+            order.run_dir,
+        ]
+        return self._without_visible(draw_plan(order, argv, hosts))
+
+    def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
+        require_program("deepspeed", "pip install deepspeed, or choose another launch.launcher")
+        return run_command(launch, run)
+
+    @staticmethod
+    def _without_visible(launch: LaunchPlan) -> LaunchPlan:
+        """`--include` chooses the devices itself, and refuses to if the variable is set too."""
+        env = {name: text for name, text in launch.env.items() if name != "CUDA_VISIBLE_DEVICES"}
+        reasons = {name: why for name, why in launch.reasons.items() if name in env}
+        return launch.model_copy(update={"env": env, "reasons": reasons})
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as probe:
+        return int(probe.getsockname()[1])

@@ -1,0 +1,152 @@
+"""One rank under somebody else's launcher: torchrun, srun, mpirun, deepspeed.
+
+The process that the launcher starts is a supervisor of one rank, its child. So a rank that hangs,
+crashes or is killed is seen and told, whatever the launcher does about it.
+
+    paceline train RECIPE                       under a launcher: rank 0 plans, the others follow
+    python -m paceline.launch.member RUN_DIR    started by a launcher of ours: the plan is there
+"""
+
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.cluster.group import Place
+from paceline.cluster.rendezvous import Topology, resolve_topology
+from paceline.errors import ClusterError, PacelineError
+from paceline.launch.base import LaunchEnd, Order, draw_plan, rank_device, rank_gpu
+from paceline.launch.local import build_ticket
+from paceline.launch.muster import RollCall, muster
+from paceline.launch.rank import TASKS, save_failure
+from paceline.launch.supervisor import Supervisor
+from paceline.records import LaunchPlan, RankEnd, RankPlace
+from paceline.rundir import RunDir
+
+POLL_S = 1.0
+START_S = 300.0
+LAST_WORDS_S = 15.0  # how long rank 0 waits for the others to say how they ended
+
+
+@dataclass(frozen=True)
+class MemberLauncher:
+    """Rank 0's side of a run that another launcher has started: the seam with nothing to start
+    but this process's own rank."""
+
+    call: RollCall
+    places: list[RankPlace]
+
+    def plan(self, order: Order) -> LaunchPlan:
+        hosts = [self.places[0].host] * order.crew.world_size
+        places = [
+            place.model_copy(
+                update={
+                    "device": rank_device(order.crew, place.local_rank),
+                    "gpu": rank_gpu(order.settings, place.local_rank),
+                }
+            )
+            for place in self.places
+        ]
+        return draw_plan(order, argv=[], hosts=hosts).model_copy(update={"ranks": places})
+
+    def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
+        self.call.publish(run_dir=str(run.root))
+        own = sit(run, launch, self.call)
+        ends = load_ends(run, launch.crew.world_size)
+        # A launcher ends everybody when one rank fails: then the signal is not the cause.
+        alone_to_blame = all(end.exit_code == 0 or end.asked_to_end for end in ends.values())
+        complete = len(ends) == launch.crew.world_size
+        return LaunchEnd(ends=ends, signal=own.signal if alone_to_blame and complete else None)
+
+
+def attend(call: RollCall) -> int:
+    """A member that is not rank 0: wait for orders, follow them, return an exit code."""
+    orders = call.orders()
+    if "exit_code" in orders:
+        return int(orders["exit_code"])  # rank 0 has said why
+    run = RunDir(Path(str(orders["run_dir"])))
+    if not run.launch.is_file():
+        call.tell_failure(call.topology.rank)
+        raise ClusterError(
+            f"{run.root}, which rank 0 made, is not on {socket.gethostname()}\n"
+            "hint: give --out a directory on a file system that all nodes share"
+        )
+    end = sit(run, LaunchPlan.load(run.launch), call)
+    return end_code(end.ends[call.topology.rank])
+
+
+def end_code(end: RankEnd) -> int:
+    """A member's exit code: what a shell would say of its rank."""
+    return end.exit_code if end.exit_code >= 0 else 128 - end.exit_code
+
+
+def sit(run: RunDir, launch: LaunchPlan, call: RollCall) -> LaunchEnd:
+    """Supervise this member's own rank to its end, and tell the others how it went."""
+    topology = call.topology
+    place = Place(topology.rank, topology.local_rank, topology.world_size)
+    ticket = build_ticket(launch, run, place, call.meeting, TASKS[launch.task])
+    supervisor = Supervisor(run, [ticket], launch.limits, _ended_elsewhere(call))
+    end = supervisor.run()
+    if end.ends[topology.rank].exit_code != 0:
+        call.tell_failure(topology.rank)
+    call.tell_end()
+    if topology.rank == 0:  # whose store the others speak through
+        call.wait_for_ends(LAST_WORDS_S)
+    return end
+
+
+def _ended_elsewhere(call: RollCall) -> Callable[[], bool]:
+    """Asks now and then: has the launcher gone, has another rank failed?"""
+    parent = os.pidfd_open(os.getppid())
+    asked_at = time.monotonic()
+
+    def is_over() -> bool:
+        nonlocal asked_at
+        if select.select([parent], [], [], 0)[0]:
+            return True
+        if time.monotonic() - asked_at < POLL_S:
+            return False
+        asked_at = time.monotonic()
+        return call.has_failed()
+
+    return is_over
+
+
+def load_ends(run: RunDir, num_ranks: int) -> dict[int, RankEnd]:
+    """How each rank's process ended; one whose supervisor was killed has left no word."""
+    paths = {rank: run.rank_end(rank) for rank in range(num_ranks)}
+    return {rank: RankEnd.load(path) for rank, path in paths.items() if path.is_file()}
+
+
+def main(arguments: list[str]) -> int:
+    """Take part in a run that is planned already: RUN_DIR is the last argument."""
+    run = RunDir.open(Path(arguments[-1]))
+    launch = LaunchPlan.load(run.launch)
+    topology = resolve_topology()
+    try:
+        _require_as_planned(topology, launch)
+        with muster(topology, START_S) as call:
+            if topology.rank == 0:
+                call.wait_for_all(launch.limits.start_s or START_S)
+            return end_code(sit(run, launch, call).ends[topology.rank])
+    except PacelineError as error:
+        run.rank(topology.rank).mkdir(parents=True, exist_ok=True)
+        save_failure(run, topology.rank, error)
+        print(f"rank {topology.rank}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _require_as_planned(topology: Topology, launch: LaunchPlan) -> None:
+    if topology.world_size != launch.crew.world_size:
+        raise ClusterError(
+            f"the plan has {launch.crew.world_size} ranks, and {launch.launcher} started"
+            f" {topology.world_size}\nhint: see launcher.log; the command is in launch.json"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

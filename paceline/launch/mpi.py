@@ -1,0 +1,50 @@
+"""mpirun of Open MPI, as a starter of processes: ranks never call MPI."""
+
+import socket
+import subprocess
+
+from paceline.cluster.hosts import read_hostfile
+from paceline.errors import ClusterError
+from paceline.launch.base import LaunchEnd, Order, draw_plan
+from paceline.launch.command import member_argv, require_program, run_command
+from paceline.records import LaunchPlan
+from paceline.rundir import RunDir
+
+
+class MpiLauncher:
+    def plan(self, order: Order) -> LaunchPlan:
+        crew, hostfile = order.crew, order.settings.hostfile
+        hosts = [order.env.host] * crew.num_nodes
+        where: list[str] = []
+        meet: list[str] = []
+        if hostfile != "none":
+            hosts = [host.name for host in read_hostfile(hostfile)][: crew.num_nodes]
+            where = ["--hostfile", hostfile]
+        if crew.num_nodes > 1:
+            # MPI does not tell where rank 0 runs; by slot it is the first host of the file.
+            meet = ["-x", f"MASTER_ADDR={hosts[0]}", "-x", f"MASTER_PORT={_free_port()}"]
+        argv = [
+            "mpirun",
+            *("-n", str(crew.world_size)),
+            *("--map-by", f"ppr:{crew.per_node}:node"),
+            *("--bind-to", "none"),  # Open MPI would pin each rank, and its threads, to one core
+            *where,
+            *meet,
+            *member_argv(order),
+        ]
+        return draw_plan(order, argv, hosts)
+
+    def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
+        require_program("mpirun", "install Open MPI, or choose another launch.launcher")
+        version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
+        if "Open MPI" not in version and "Open RTE" not in version:
+            raise ClusterError(
+                "this mpirun is not Open MPI's, whose flags launch.launcher=mpi uses\n"
+                "hint: start it yourself: mpirun -n 2 paceline train RECIPE"
+            )
+        return run_command(launch, run)
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as probe:
+        return int(probe.getsockname()[1])

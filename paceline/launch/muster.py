@@ -1,0 +1,181 @@
+"""The roll call: members of a run that another launcher started meet at one store.
+
+Rank 0 serves it, unless torchrun's agent does; it learns who came and from where, tells the others
+which run to take part in, and names whoever is missing.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from paceline.cluster.group import Meeting, serve_store
+from paceline.cluster.rendezvous import LOOPBACK, Topology
+from paceline.errors import EXIT_CODES, ClusterError, LaunchError, Outcome, PacelineError
+from paceline.records import RankPlace
+
+CONNECT_S = 300.0
+WAIT_S = 1.0
+POLL_S = 0.02
+LINGER_S = 5.0
+MAX_NAMED = 16
+CRASHED = EXIT_CODES[Outcome.CRASHED]
+
+
+@dataclass
+class RollCall:
+    """One member's view of all the members of a run."""
+
+    topology: Topology
+    store: Store
+    meeting: Meeting
+    server: TCPStore | None  # kept alive by rank 0
+
+    def wait_for_all(self, start_s: float) -> list[RankPlace]:
+        """Rank 0: hosts and local ranks of everybody, or an error that lists the missing."""
+        world, missing = self.topology.world_size, list(range(self.topology.world_size))
+        deadline = time.monotonic() + start_s
+        while missing:
+            missing = [rank for rank in missing if not self.store.check([f"here/{rank}"])]
+            if missing and time.monotonic() > deadline:
+                raise _absence(missing, world)
+            time.sleep(POLL_S)
+        facts = [json.loads(self.store.get(f"here/{rank}")) for rank in range(world)]
+        return [RankPlace(rank=rank, device="", **fact) for rank, fact in enumerate(facts)]
+
+    def publish(self, **message: str | int) -> None:
+        """Rank 0 tells the others what to do: take part in run_dir, or leave with exit_code."""
+        self.store.set("orders", json.dumps(message))
+
+    def dismiss(self, exit_code: int) -> None:
+        """Rank 0 leaves: tell those who have come, and give them a moment to hear it."""
+        with suppress(RuntimeError):
+            self.publish(exit_code=exit_code)
+            deadline = time.monotonic() + LINGER_S
+            while time.monotonic() < deadline and self.server is not None:
+                if self.store.add("heard", 0) >= self.topology.world_size - 1:
+                    return
+                time.sleep(POLL_S)
+
+    def orders(self) -> dict[str, str | int]:
+        """What rank 0 has decided. It may prepare data for an hour; it may not vanish."""
+        while True:
+            try:
+                self.store.wait(["orders"], timedelta(seconds=WAIT_S))
+                orders = json.loads(self.store.get("orders"))
+                self.store.add("heard", 1)
+                return dict(orders)
+            except dist.DistStoreError:
+                continue
+            except dist.DistNetworkError as error:
+                raise LaunchError("rank 0 left before it had planned the run") from error
+
+    def tell_failure(self, rank: int) -> None:
+        with suppress(RuntimeError):
+            self.store.set("failed", str(rank))
+
+    def tell_end(self) -> None:
+        with suppress(RuntimeError):
+            self.store.add("ended", 1)
+
+    def has_failed(self) -> bool:
+        """True when a member has said so, or the store is gone, and with it rank 0."""
+        try:
+            return bool(self.store.check(["failed"]))
+        except RuntimeError:
+            return True
+
+    def wait_for_ends(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        with suppress(RuntimeError):
+            while time.monotonic() < deadline:
+                if self.store.add("ended", 0) >= self.topology.world_size:
+                    return
+                time.sleep(POLL_S)
+
+
+@contextmanager
+def muster(topology: Topology, connect_s: float = CONNECT_S) -> Iterator[RollCall]:
+    """Stand at the meeting point. Should rank 0 leave with an error, the others learn its code."""
+    _require_address(topology)
+    is_host = topology.rank == 0 and not topology.agent_store
+    server = _serve(topology) if is_host else None
+    # A restart by torchrun meets at the same store, under a name of its own.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    host = "127.0.0.1" if server else topology.master_addr
+    meeting = Meeting(host, topology.master_port, f"paceline/{attempt}")
+    try:
+        store = meeting.connect(connect_s)
+    except RuntimeError as error:  # torch's network and store errors are both
+        raise LaunchError(
+            f"rank {topology.rank} found nobody at {topology.master_addr}:{topology.master_port}"
+            f" within {connect_s:g} s\n"
+            "hint: rank 0 has not started, or a firewall stands between; see MASTER_ADDR"
+        ) from error
+    here = {"host": socket.gethostname(), "local_rank": topology.local_rank}
+    store.set(f"here/{topology.rank}", json.dumps(here))
+    call = RollCall(topology, store, meeting, server)
+    try:
+        yield call
+    except BaseException as error:
+        if topology.rank == 0:
+            code = error.exit_code if isinstance(error, PacelineError) else CRASHED
+            call.dismiss(code)
+        raise
+
+
+def _require_address(topology: Topology) -> None:
+    name = topology.master_addr
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+    except OSError as error:
+        raise ClusterError(
+            f"MASTER_ADDR={name} does not resolve on {socket.gethostname()}: {error.strerror}\n"
+            "hint: name a host that every node can resolve and reach"
+        ) from error
+    elsewhere = topology.num_nodes > 1 and topology.node_rank > 0
+    if elsewhere and all(LOOPBACK.match(address) for address in found):
+        raise ClusterError(
+            f"MASTER_ADDR={name} is this machine itself ({', '.join(sorted(found))}), and rank 0"
+            f" runs on another of {topology.num_nodes} nodes\n"
+            "hint: set MASTER_ADDR to a name or address of rank 0's node"
+        )
+
+
+def _serve(topology: Topology) -> TCPStore:
+    try:
+        is_public = LOOPBACK.match(topology.master_addr) is None
+        return serve_store(topology.master_port, is_public)
+    except OSError as error:
+        raise ClusterError(
+            f"port {topology.master_port}, where the ranks are to meet, is taken by"
+            f" {_owner(topology.master_port)}\n"
+            "hint: set MASTER_PORT to a free one, or let `paceline train` start the ranks: it"
+            " always finds one"
+        ) from error
+
+
+def _owner(port: int) -> str:
+    with suppress(psutil.Error, OSError):
+        for entry in psutil.net_connections("tcp"):
+            if entry.laddr and entry.laddr.port == port and entry.pid:
+                return f"process {entry.pid} ({psutil.Process(entry.pid).name()})"
+    return "another process"
+
+
+def _absence(missing: list[int], world_size: int) -> LaunchError:
+    named = ", ".join(str(rank) for rank in missing[:MAX_NAMED])
+    more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+    return LaunchError(
+        f"{len(missing)} of {world_size} ranks never came: {named}{more}\n"
+        f"hint: WORLD_SIZE says {world_size}; start as many processes, or raise launch.start_s if"
+        " they are slow to start"
+    )

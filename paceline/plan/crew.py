@@ -1,0 +1,249 @@
+"""How many ranks, on which devices, started by whom: shared by `train` and `check`.
+
+In a process that a launcher started, the launcher has decided; alone, the settings decide.
+"""
+
+from collections.abc import Iterator
+
+from paceline.cluster.hosts import read_hostfile
+from paceline.cluster.rendezvous import Topology
+from paceline.config.schema import LaunchConfig
+from paceline.records import Choice, Crew, Env, Finding
+
+LOCAL_ONLY = ("local",)
+
+
+def choose_crew(launch: LaunchConfig, env: Env, topology: Topology) -> Crew:
+    device = choose_device(launch, env)
+    indices = device_indices(launch, device)
+    if topology.is_alone:
+        per_node = _ranks_per_node(launch, env, device)
+        num_nodes = _count_nodes(launch, env)
+        world_size = per_node * num_nodes
+    else:
+        per_node, num_nodes = topology.local_world_size, topology.num_nodes
+        world_size = topology.world_size
+    return Crew(
+        launcher=_choose_launcher(launch, topology),
+        world_size=world_size,
+        num_nodes=num_nodes,
+        per_node=per_node,
+        device=device,
+        backend=_choose_backend(launch, device, shares_gpus(launch)),
+        device_indices=indices,
+    )
+
+
+def choose_device(launch: LaunchConfig, env: Env) -> Choice:
+    asked = launch.device
+    if asked != "auto":
+        return Choice(requested=asked, value=asked, because="as asked")
+    if env.gpus and env.cuda:
+        return Choice(requested=asked, value="cuda", because=f"{len(env.gpus)} GPUs are visible")
+    why = "no GPU is visible" if not env.gpus else "this torch is built without CUDA"
+    return Choice(requested=asked, value="cpu", because=why)
+
+
+def choose_threads(env: Env, crew: Crew, workers: int) -> Choice:
+    asked = env.variables.get("OMP_NUM_THREADS", "auto")
+    if asked.isdigit() and int(asked) > 0:
+        return Choice(requested=asked, value=int(asked), because="OMP_NUM_THREADS is set")
+    # Loaders of a CPU rank work on its own cores; threads that spin beside them slow both.
+    on_cpu = crew.device.value == "cpu"
+    share = env.cores // crew.per_node
+    value = max(1, share - workers if on_cpu else share)
+    loading = f" less {workers} for loading" if workers and on_cpu else ""
+    why = f"{env.cores} cores over {count_ranks(crew.per_node)}{loading}"
+    return Choice(requested=asked, value=value, because=why)
+
+
+def visible_devices(launch: LaunchConfig) -> list[int]:
+    """The GPUs of `launch.devices`, each once, in the order they are named."""
+    return [] if launch.devices == "auto" else list(dict.fromkeys(launch.devices))
+
+
+def device_indices(launch: LaunchConfig, device: Choice) -> list[int]:
+    """For each local rank its place among `visible_devices`: [0, 4, 4] is 0, 1, 1."""
+    if launch.devices == "auto" or device.value == "cpu":
+        return []
+    visible = visible_devices(launch)
+    return [visible.index(number) for number in launch.devices]
+
+
+def shares_gpus(launch: LaunchConfig) -> bool:
+    return launch.devices != "auto" and len(set(launch.devices)) < len(launch.devices)
+
+
+def check_crew(launch: LaunchConfig, env: Env, crew: Crew, topology: Topology) -> Iterator[Finding]:
+    """What is wrong with these ranks here."""
+    yield from _thread_problems(env, crew)
+    if topology.is_alone:
+        yield from _start_problems(launch, env, crew)
+    else:
+        yield from _joined_problems(launch, crew, topology)
+    if crew.device.value == "cuda":
+        yield from _gpu_problems(launch, env, crew)
+    elif crew.backend.value == "nccl":
+        yield Finding(
+            severity="error",
+            where="launch.backend",
+            what="nccl moves data between GPUs, and the ranks are on CPU",
+            hint="set launch.backend=gloo",
+            cause="cluster",
+        )
+    elif crew.per_node > env.cores:
+        yield Finding(
+            severity="warning",
+            where="launch.nproc",
+            what=f"{crew.per_node} ranks share {env.cores} cores and will wait for each other",
+            cause="cluster",
+        )
+
+
+def _thread_problems(env: Env, crew: Crew) -> Iterator[Finding]:
+    asked = env.variables.get("OMP_NUM_THREADS")
+    if asked is not None and not (asked.isdigit() and int(asked) > 0):
+        yield Finding(
+            severity="error",
+            where="OMP_NUM_THREADS",
+            what=f"{asked!r} is not a number of threads",
+            hint=f"unset it, or set it to {max(1, env.cores // crew.per_node)}",
+        )
+
+
+def _start_problems(launch: LaunchConfig, env: Env, crew: Crew) -> Iterator[Finding]:
+    if crew.launcher.value in LOCAL_ONLY and crew.num_nodes > 1:
+        yield Finding(
+            severity="error",
+            where="launch.nnodes",
+            what=f"{crew.launcher.value} starts ranks on this machine only, and"
+            f" {crew.num_nodes} machines were asked for",
+            hint="set launch.launcher=torchrun, slurm, mpi or deepspeed",
+        )
+    if launch.devices != "auto" and launch.nproc not in ("auto", len(launch.devices)):
+        yield Finding(
+            severity="error",
+            where="launch.devices",
+            what=f"names {len(launch.devices)} devices for {launch.nproc} ranks",
+            hint="leave launch.nproc at auto, or name one device for each rank",
+        )
+    if crew.launcher.value == "local" and _allocated_nodes(env) > 1:
+        yield Finding(
+            severity="note",
+            where="launch.launcher",
+            what=f"this SLURM job has {_allocated_nodes(env)} nodes, and ranks start on this one",
+            hint="set launch.launcher=slurm to use all of them",
+        )
+
+
+def _joined_problems(launch: LaunchConfig, crew: Crew, topology: Topology) -> Iterator[Finding]:
+    """Settings that contradict the launcher which has already started us."""
+    started = f"{topology.launcher} has started {count_ranks(topology.local_world_size)} here"
+    if launch.nproc not in ("auto", topology.local_world_size):
+        yield _no_effect("launch.nproc", started)
+    if launch.nnodes not in ("auto", topology.num_nodes):
+        yield _no_effect("launch.nnodes", f"{topology.launcher} runs on {topology.num_nodes}")
+    if launch.devices != "auto" and len(launch.devices) < topology.local_world_size:
+        yield Finding(
+            severity="error",
+            where="launch.devices",
+            what=f"names {len(launch.devices)} devices, and {started}",
+            hint="name one device for each rank of a machine",
+        )
+    if launch.launcher not in ("auto", topology.launcher):
+        yield Finding(
+            severity="error",
+            where="launch.launcher",
+            what=f"{launch.launcher} was asked for, and this process is rank {topology.rank} of"
+            f" {topology.world_size} that {topology.launcher} started; ranks do not start ranks",
+            hint=f"leave launch.launcher at auto, or run it without {topology.launcher}",
+        )
+
+
+def _no_effect(where: str, because: str) -> Finding:
+    return Finding(severity="warning", where=where, what=f"has no effect: {because}")
+
+
+def _gpu_problems(launch: LaunchConfig, env: Env, crew: Crew) -> Iterator[Finding]:
+    num_gpus = len(env.gpus) if env.cuda else 0
+    # A login node, or the head of a job, need not have the GPUs that the ranks will have.
+    is_here = num_gpus > 0 or (crew.num_nodes == 1 and crew.launcher.value != "slurm")
+    severity = "error" if is_here else "warning"
+    absent = [number for number in visible_devices(launch) if number >= num_gpus]
+    if absent:
+        yield Finding(
+            severity=severity,
+            where="launch.devices",
+            what=f"names GPU {absent[0]}, and {num_gpus} are usable here",
+            hint=f"use 0 to {num_gpus - 1}" if num_gpus else "set launch.device=cpu",
+            cause="cluster",
+        )
+    elif launch.devices == "auto" and num_gpus < crew.per_node and not _sees_one_each(env, crew):
+        yield Finding(
+            severity=severity,
+            where="launch.nproc",
+            what=f"each rank wants a GPU: {crew.per_node} asked for, {num_gpus} usable here",
+            hint=f"set launch.nproc={num_gpus}" if num_gpus else "set launch.device=cpu",
+            cause="cluster",
+        )
+    if shares_gpus(launch) and crew.backend.value == "nccl":
+        yield Finding(
+            severity="error",
+            where="launch.backend",
+            what="nccl refuses two ranks on one GPU, and launch.devices names one twice",
+            hint="set launch.backend=gloo, or leave it at auto",
+            cause="cluster",
+        )
+
+
+def _sees_one_each(env: Env, crew: Crew) -> bool:
+    """A launcher that started us may have given each rank one GPU of its own."""
+    return crew.launcher.value not in ("local",) and len(env.gpus) == 1
+
+
+def _choose_launcher(launch: LaunchConfig, topology: Topology) -> Choice:
+    asked = launch.launcher
+    if not topology.is_alone:
+        why = f"it started this process as rank {topology.rank} of {topology.world_size}"
+        return Choice(requested=asked, value=topology.launcher, because=why)
+    if asked == "auto":
+        return Choice(requested=asked, value="local", because="no launcher started this process")
+    return Choice(requested=asked, value=asked, because="as asked")
+
+
+def _ranks_per_node(launch: LaunchConfig, env: Env, device: Choice) -> int:
+    if launch.nproc != "auto":
+        return launch.nproc
+    if launch.devices != "auto" and device.value == "cuda":
+        return len(launch.devices)
+    if launch.hostfile != "none":
+        return max(1, min(host.slots for host in read_hostfile(launch.hostfile)))
+    return max(1, len(env.gpus)) if device.value == "cuda" else 1
+
+
+def _count_nodes(launch: LaunchConfig, env: Env) -> int:
+    if launch.nnodes != "auto":
+        return launch.nnodes
+    if launch.hostfile != "none":
+        return len(read_hostfile(launch.hostfile))
+    return _allocated_nodes(env) if launch.launcher == "slurm" else 1
+
+
+def _allocated_nodes(env: Env) -> int:
+    text = env.variables.get("SLURM_JOB_NUM_NODES", "1")
+    return int(text) if text.isdigit() else 1
+
+
+def _choose_backend(launch: LaunchConfig, device: Choice, is_shared: bool) -> Choice:
+    asked = launch.backend
+    if asked != "auto":
+        return Choice(requested=asked, value=asked, because="as asked")
+    if device.value == "cpu":
+        return Choice(requested=asked, value="gloo", because="the ranks are on CPU")
+    if is_shared:
+        return Choice(requested=asked, value="gloo", because="nccl refuses two ranks on one GPU")
+    return Choice(requested=asked, value="nccl", because="each rank has a GPU of its own")
+
+
+def count_ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
