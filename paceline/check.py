@@ -1,0 +1,152 @@
+"""`paceline check` from settings to report: the same stages as a run (flow.py), with a task that
+measures in place of one that trains."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from paceline.cluster.checkup_records import (
+    CheckReport,
+    GroupCheckup,
+    RankCheckup,
+    checkup_path,
+    group_path,
+)
+from paceline.cluster.facts import probe
+from paceline.cluster.judge import judge
+from paceline.cluster.kept_rates import keep_rates
+from paceline.cluster.lint import lint, probe_situation
+from paceline.cluster.rendezvous import Topology
+from paceline.config.load import dump_config, read_draft, validate
+from paceline.config.schema import CheckConfig
+from paceline.errors import EXIT_CODES, ClusterError, Outcome
+from paceline.files import write_atomic
+from paceline.flow import choose_launcher, in_peace
+from paceline.launch.base import LaunchEnd, Order
+from paceline.launch.blame import explain_stall, missed_deadline
+from paceline.launch.muster import RollCall
+from paceline.plan.crew import check_crew, choose_crew, choose_threads, shares_gpus
+from paceline.records import Crew, Env, Finding, LaunchPlan, RankVerdict
+from paceline.rundir import RunDir
+
+TOTAL_S = 180.0  # a check that takes longer has hung
+
+Say = Callable[[str], None]
+
+
+def load_settings(overrides: Sequence[str]) -> CheckConfig:
+    return validate(read_draft(None, overrides), CheckConfig)
+
+
+def run_check(
+    settings: CheckConfig, out: Path | None, say: Say, call: RollCall | None = None
+) -> CheckReport:
+    """Examine the machines; a finding of severity error means that they are not fit."""
+    started_at = time.time()
+    env, topology = probe(), call.topology if call else Topology()
+    crew = choose_crew(settings.launch, env, topology)
+    threads = choose_threads(env, crew, workers=0).value
+    findings = list(check_crew(settings.launch, env, crew, topology))
+    run = RunDir.create("check", out, is_run=False)
+    write_atomic(run.config, dump_config(settings))
+    env.save(run.env)
+    if any(finding.severity == "error" for finding in findings):
+        findings += _lint_here(crew, run)
+        ranks, group = list[RankCheckup](), None
+    else:
+        order = Order(settings.launch, crew, env, threads, "check", run_dir=str(run.root))
+        say(f"starting {crew.world_size} ranks to measure with, in {run.root}")
+        findings += _examine(order, run, call)
+        ranks, group = _load(run, crew.world_size)
+        findings += judge(ranks, group, env, shares_gpus(settings.launch))
+        if ranks and ranks[0].rates:
+            keep_rates(env, threads, ranks[0].rates, time.time())
+    fit = not any(finding.severity == "error" for finding in findings)
+    report = CheckReport(
+        run_dir=str(run.root),
+        fit=fit,
+        exit_code=EXIT_CODES[Outcome.OK if fit else Outcome.REFUSED_CLUSTER],
+        crew=crew,
+        ranks=ranks,
+        group=group,
+        findings=findings,
+        elapsed_s=time.time() - started_at,
+    )
+    report.save(run.check)
+    return report
+
+
+def _examine(order: Order, run: RunDir, call: RollCall | None) -> list[Finding]:
+    """Run the ranks; what stopped them from finishing is a finding too."""
+    launcher = choose_launcher(order.crew, call, order.settings.start_s)
+    launch = launcher.plan(order)
+    limits = launch.limits.model_copy(
+        update={"start_s": None, "progress_s": None, "total_s": launch.limits.total_s or TOTAL_S}
+    )
+    launch = launch.model_copy(update={"limits": limits})
+    launch.save(run.launch)
+    with run.lock(), in_peace():
+        end = launcher.run(launch, run)
+    if end.signal is not None:
+        raise KeyboardInterrupt
+    return [*launch.findings, *_failures(run, launch, end)]
+
+
+def _failures(run: RunDir, launch: LaunchPlan, end: LaunchEnd) -> list[Finding]:
+    if end.refusal:
+        return [_error("launcher", end.refusal, f"see {run.launcher_log}")]
+    deadline = missed_deadline(end.ends)
+    if deadline:
+        rank, why = explain_stall(run, end.ends, deadline)
+        return [_error(f"rank {rank}", why, f"see {run.stacks(rank)}")]
+    failed = []
+    for rank in range(launch.crew.world_size):
+        verdict = RankVerdict.load(run.verdict(rank)) if run.verdict(rank).is_file() else None
+        if verdict is not None and verdict.error is None:
+            continue
+        code = end.exit_codes.get(rank)
+        asked = rank in end.ends and end.ends[rank].asked_to_end
+        said = verdict.error.message if verdict and verdict.error else f"ended with {code}"
+        hint = f"the end of its log is in {run.rank_log(rank)}"
+        failed.append((asked, _error(f"rank {rank}", said, hint)))
+    # A rank that was only asked to end after another's failure has nothing to tell.
+    told = [finding for asked, finding in failed if not asked]
+    return told or [finding for _, finding in failed]
+
+
+def _error(where: str, what: str, hint: str) -> Finding:
+    return Finding(severity="error", where=where, what=what, hint=hint, cause="cluster")
+
+
+def _load(run: RunDir, num_ranks: int) -> tuple[list[RankCheckup], GroupCheckup | None]:
+    paths = [checkup_path(run, rank) for rank in range(num_ranks)]
+    ranks = [RankCheckup.load(path) for path in paths if path.is_file()]
+    group = GroupCheckup.load(group_path(run)) if group_path(run).is_file() else None
+    return ranks, group if len(ranks) == num_ranks else None
+
+
+def _lint_here(crew: Crew, run: RunDir) -> list[Finding]:
+    """Without ranks nobody else looks at the environment."""
+    import os
+
+    return lint(os.environ, probe_situation(crew.num_nodes, crew.per_node, run.root))
+
+
+def save_snapshot(env: Env, folder: Path) -> list[str]:
+    """git_sha.txt, collect_env.txt and, where there is a GPU, nvidia_smi.xml."""
+    import subprocess
+
+    from torch.utils.collect_env import get_pretty_env_info
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        commit = env.git.commit if env.git else "not a git checkout"
+        dirty = " with uncommitted changes" if env.git and env.git.dirty else ""
+        write_atomic(folder / "git_sha.txt", f"{commit}{dirty}\n")
+        write_atomic(folder / "collect_env.txt", str(get_pretty_env_info()) + "\n")  # type: ignore[no-untyped-call]
+        if env.gpus:
+            done = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True)
+            write_atomic(folder / "nvidia_smi.xml", done.stdout)
+    except OSError as error:
+        raise ClusterError(f"cannot write a snapshot to {folder}: {error.strerror}") from error
+    return sorted(path.name for path in folder.iterdir())

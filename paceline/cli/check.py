@@ -1,0 +1,151 @@
+"""`paceline check`: are these machines fit to train on? A table, and exit code 0 or 3."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from paceline.cli.arguments import JsonFlag, OutOption, Overrides
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from paceline.cluster.checkup_records import CheckReport
+    from paceline.cluster.measures import Speed
+
+LARGE_BYTES = 1 << 20
+
+
+def check(
+    overrides: Overrides = None,
+    out: OutOption = None,
+    as_json: JsonFlag = False,
+    snapshot: Path | None = typer.Option(
+        None, "--snapshot", metavar="DIR", help="Also keep git_sha, collect_env and nvidia_smi."
+    ),
+) -> None:
+    """Look at the machines before an hour of training is lost: environment, devices, collectives.
+
+    Exit code 0: fit. 3: not fit, and what to do about it.
+
+    Example: paceline check launch.nproc=2
+    """
+    from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout
+    from paceline.cli.together import among_ranks
+
+    talk = ConsoleTalk()
+    with among_ranks() as call, refusals_on_stdout(as_json):
+        from paceline.check import load_settings, run_check, save_snapshot  # imports torch
+
+        report = run_check(load_settings(overrides or []), out, talk.say, call)
+        if snapshot is not None:
+            from paceline.cluster.facts import probe
+
+            talk.say(f"snapshot: {snapshot}: {', '.join(save_snapshot(probe(), snapshot))}")
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _print(report)
+    raise typer.Exit(report.exit_code)
+
+
+def _print(report: "CheckReport") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False, soft_wrap=True)
+    crew = report.crew
+    machines = "1 machine" if crew.num_nodes == 1 else f"{crew.num_nodes} machines"
+    console.print(
+        f"{crew.world_size} ranks on {machines}, {crew.device.value}, {crew.backend.value}"
+        f" ({escape(crew.backend.because)})"
+    )
+    _print_ranks(console, report)
+    _print_group(console, report)
+    for finding in report.findings:
+        console.print(f"{finding.severity}: {escape(str(finding))}")
+    verdict = "fit" if report.fit else "not fit"
+    console.print(f"{verdict}: checked in {report.elapsed_s:.0f} s; record: {report.run_dir}")
+
+
+def _print_ranks(console: "Console", report: "CheckReport") -> None:
+    from rich.table import Table
+
+    from paceline.cluster.judge import expect_copy
+    from paceline.cluster.measures import MatmulRate
+    from paceline.plan.peaks import peak_flops
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("rank", "host", "device", "cores", "matmul", "memory copy"):
+        table.add_column(column, overflow="fold")
+    for rank in report.ranks:
+        matmuls, copies = [], []
+        for rate in rank.rates:
+            if isinstance(rate, MatmulRate):
+                on_gpu = rank.device_id != "cpu" and rate.precision in ("bf16", "fp32")
+                peak = peak_flops(rank.device, rate.precision).value if on_gpu else None
+                of = f" of {peak / 1e12:.0f}" if peak else ""
+                matmuls.append(f"{rate.precision} {rate.tflop_per_s:.3g}{of} TFLOP/s")
+            else:
+                expected = expect_copy(rank)
+                of = f" of about {expected:.0f}" if expected else ""
+                copies.append(f"{rate.gb_per_s:.3g}{of} GB/s")
+        name = rank.device if rank.device_id == "cpu" else f"{rank.device} {rank.device_id[:12]}"
+        table.add_row(
+            str(rank.rank), rank.host, name, str(rank.cores), "\n".join(matmuls), "\n".join(copies)
+        )
+    if report.ranks:
+        console.print(table)
+
+
+def _print_group(console: "Console", report: "CheckReport") -> None:
+    from rich.table import Table
+
+    from paceline.cluster.facts import probe
+    from paceline.cluster.judge import expect_link
+
+    group = report.group
+    if group is None:
+        return
+    right = group.correctness
+    wrong = f"{len(right.wrong)} wrong" if right.wrong else "all exact"
+    console.print(f"answers: {right.num_cases} collectives on {right.world_size} ranks, {wrong}")
+    for lacking in right.lacking:
+        console.print(f"  not tested: {lacking}")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("collective", "size", "time", "algorithm", "bus"):
+        table.add_column(column, justify="right" if column != "collective" else "left")
+    for speed in group.speeds:
+        table.add_row(
+            speed.op,
+            _size(speed.num_bytes),
+            _time(speed.median_s),
+            *_bandwidths(speed),
+        )
+    console.print(table)
+    slowest = min(group.pairs, key=lambda pair: pair.gb_per_s, default=None)
+    if slowest is not None:
+        expected = expect_link(report.ranks, probe())
+        of = f" of about {expected.gb_per_s:.3g} ({expected.because})" if expected else ""
+        console.print(
+            f"pairs: {len(group.pairs)} links; the slowest, rank {slowest.a} to {slowest.b},"
+            f" carries {slowest.gb_per_s:.3g}{of} GB/s"
+        )
+
+
+def _bandwidths(speed: "Speed") -> tuple[str, str]:
+    """Of a small message the time is the figure; its bandwidth says nothing."""
+    if speed.num_bytes < LARGE_BYTES:
+        return "", ""
+    return f"{speed.algbw_gb_per_s:.3g} GB/s", f"{speed.busbw_gb_per_s:.3g} GB/s"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:g} {unit}"
+    return f"{num_bytes} B"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

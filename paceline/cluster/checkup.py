@@ -1,0 +1,89 @@
+"""What one rank does for `paceline check`: say where it is, test and time the collectives with the
+others, time its own device. Leaves checkup.json; rank 0 also leaves group.json."""
+
+import logging
+import os
+import platform
+import socket
+import time
+
+import torch
+import torch.distributed as dist
+
+from paceline.cluster.bandwidth import measure_collectives
+from paceline.cluster.checkup_records import GroupCheckup, RankCheckup, checkup_path, group_path
+from paceline.cluster.collectives import verify_collectives
+from paceline.cluster.facts import probe_network_gb_per_s
+from paceline.cluster.group import Meeting, Place, claim_device, join_group
+from paceline.cluster.links import measure_clock_offsets, measure_pairs
+from paceline.cluster.lint import lint, probe_situation
+from paceline.cluster.rates import measure_rates
+from paceline.cluster.roll_call import find_missing_ranks
+from paceline.errors import ClusterError, Outcome
+from paceline.records import Finding, LaunchPlan, RankVerdict
+from paceline.rundir import RunDir
+
+LOG = logging.getLogger("paceline")
+BARRIER_S = 30.0
+
+
+def examine_rank(run: RunDir, launch: LaunchPlan, place: Place, meeting: Meeting) -> None:
+    crew = launch.crew
+    device = claim_device(crew.device.value, place, crew.device_indices)
+    found = _look_around(run, launch, place, device)
+    found.save(checkup_path(run, place.rank))
+    store = meeting.connect()
+    missing = find_missing_ranks(store, place.rank, place.world_size, BARRIER_S)
+    if missing:
+        names = ", ".join(str(rank) for rank in missing)
+        raise ClusterError(f"ranks {names} did not reach the first barrier in {BARRIER_S:g} s")
+    join_group(crew.backend.value, place, device, store, launch.limits.collective_s)
+    if place.world_size > 1:
+        _examine_group(run, place, device)
+    LOG.info("timing the device")
+    dist.barrier()
+    found = found.model_copy(update={"rates": measure_rates(device)})
+    found.save(checkup_path(run, place.rank))
+    RankVerdict(
+        rank=place.rank, host=found.host, outcome=Outcome.OK, step=0, ended_at=time.time()
+    ).save(run.verdict(place.rank))
+
+
+def _look_around(
+    run: RunDir, launch: LaunchPlan, place: Place, device: torch.device
+) -> RankCheckup:
+    crew = launch.crew
+    # One voice a machine: its ranks share the environment.
+    findings: list[Finding] = []
+    if place.local_rank == 0:
+        findings = lint(os.environ, probe_situation(crew.num_nodes, crew.per_node, run.root))
+    name, identity = "cpu", "cpu"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, identity = properties.name, str(properties.uuid)
+    return RankCheckup(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        host=socket.gethostname(),
+        device=name,
+        device_id=identity,
+        cores=len(os.sched_getaffinity(0)),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        network_gb_per_s=probe_network_gb_per_s(),
+        findings=findings,
+    )
+
+
+def _examine_group(run: RunDir, place: Place, device: torch.device) -> None:
+    LOG.info("testing the collectives")
+    correctness = verify_collectives(device)
+    LOG.info("timing the collectives")
+    speeds = measure_collectives(device)
+    LOG.info("timing pairs and clocks")
+    pairs, clocks = measure_pairs(device), measure_clock_offsets(device)
+    if place.rank == 0:
+        GroupCheckup(correctness=correctness, speeds=speeds, pairs=pairs, clocks=clocks).save(
+            group_path(run)
+        )

@@ -1,0 +1,184 @@
+"""From what the ranks found to what a person should do: findings, and expectations beside figures.
+
+Pure: no torch, no machine.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from paceline.cluster.checkup_records import GroupCheckup, RankCheckup
+from paceline.cluster.expectations import expected_copy_gb_per_s, expected_link_gb_per_s
+from paceline.cluster.measures import Speed
+from paceline.cluster.slow_links import slow_pairs
+from paceline.records import Env, Finding, Part
+
+FAIR_SHARE = 0.6  # of a link's stated rate: below it something is usually wrong
+FAIR_DEVICE_SHARE = 0.6
+MAX_SKEW_S = 0.5
+LARGE_BYTES = 1 << 20
+
+
+class Expectation(Part):
+    """What a figure is held against, and where that comes from."""
+
+    gb_per_s: float
+    because: str
+
+
+def judge(
+    ranks: Sequence[RankCheckup], group: GroupCheckup | None, env: Env, may_share: bool
+) -> list[Finding]:
+    """Everything that is wrong, or worth knowing, most severe first."""
+    findings = [finding for rank in ranks for finding in _with_host(rank, ranks)]
+    findings += _binding(ranks, may_share)
+    findings += _versions(ranks)
+    if group is not None:
+        findings += _wrong_answers(group)
+        findings += slow_pairs(group.pairs, [rank.host for rank in ranks])
+        findings += _skew(group, ranks)
+        findings += _slow_fabric(group, expect_link(ranks, env))
+    elif ranks:
+        findings.append(
+            Finding(
+                severity="note",
+                where="ranks",
+                what="a world of one rank proves little: no link and no collective was used",
+                hint="give launch.nproc=2 or more",
+            )
+        )
+    findings += [finding for rank in ranks for finding in _slow_device(rank)]
+    order = ("error", "warning", "note")
+    return sorted(findings, key=lambda finding: order.index(finding.severity))
+
+
+def _with_host(rank: RankCheckup, ranks: Sequence[RankCheckup]) -> list[Finding]:
+    """A rank's own findings; on several machines each says which one it is about."""
+    if len({other.host for other in ranks}) == 1:
+        return rank.findings
+    return [
+        finding.model_copy(update={"where": f"{finding.where} on {rank.host}"})
+        for finding in rank.findings
+    ]
+
+
+def _binding(ranks: Sequence[RankCheckup], may_share: bool) -> Iterator[Finding]:
+    """Every rank on a GPU of its own, unless the user named one twice."""
+    owners: dict[tuple[str, str], list[int]] = {}
+    for rank in ranks:
+        if rank.device_id != "cpu":
+            owners.setdefault((rank.host, rank.device_id), []).append(rank.rank)
+    for (host, identity), users in owners.items():
+        if len(users) > 1 and not may_share:
+            names = " and ".join(str(rank) for rank in users)
+            yield Finding(
+                severity="error",
+                where="binding",
+                what=f"ranks {names} on {host} share one GPU ({identity})",
+                hint="let each rank see its own GPU, or name it twice in launch.devices to share",
+                cause="cluster",
+            )
+
+
+def _versions(ranks: Sequence[RankCheckup]) -> Iterator[Finding]:
+    for name in ("torch", "cuda", "python"):
+        found: dict[str, list[str]] = {}
+        for rank in ranks:
+            found.setdefault(str(getattr(rank, name)), []).append(rank.host)
+        if len(found) > 1:
+            each = "; ".join(f"{value} on {hosts[0]}" for value, hosts in found.items())
+            severity = "warning" if name == "python" else "error"
+            yield Finding(
+                severity=severity,
+                where=name,
+                what=f"the ranks run different versions: {each}",
+                hint="use one environment on all machines",
+                cause="cluster",
+            )
+
+
+def _wrong_answers(group: GroupCheckup) -> Iterator[Finding]:
+    for wrong in group.correctness.wrong:
+        yield Finding(
+            severity="error",
+            where="collectives",
+            what=str(wrong),
+            hint="a wrong sum trains a wrong model: leave this rank's device or link out",
+            cause="cluster",
+        )
+
+
+def _skew(group: GroupCheckup, ranks: Sequence[RankCheckup]) -> Iterator[Finding]:
+    seen: set[str] = set()
+    for clock in group.clocks:
+        host = ranks[clock.rank].host
+        if abs(clock.offset_s) - clock.round_trip_s / 2 > MAX_SKEW_S and host not in seen:
+            seen.add(host)
+            side = "ahead of" if clock.offset_s > 0 else "behind"
+            yield Finding(
+                severity="warning",
+                where=f"clock of {host}",
+                what=f"is {abs(clock.offset_s):.1f} s {side} rank 0's: logs of the two will not"
+                " line up",
+                hint="let both follow the same NTP or PTP source",
+                cause="cluster",
+            )
+
+
+def expect_link(ranks: Sequence[RankCheckup], env: Env) -> Expectation | None:
+    """What the slowest link between these ranks should carry one way, where that is known."""
+    if len({rank.host for rank in ranks}) > 1:
+        rates = [rank.network_gb_per_s for rank in ranks]
+        known = [rate for rate in rates if rate is not None]
+        if len(known) < len(rates):
+            return None
+        return Expectation(gb_per_s=min(known), because="the network interface's own rate")
+    if not env.gpus or ranks[0].device_id == "cpu":
+        return None
+    expected = [
+        (expected_link_gb_per_s(link.kind, link.nvlinks, env.gpus[link.a].name), link)
+        for link in env.links
+    ]
+    known_links = [(rate, link) for rate, link in expected if rate is not None]
+    if not known_links or len(known_links) < len(expected):
+        return None
+    rate, link = min(known_links, key=lambda pair: pair[0])
+    return Expectation(gb_per_s=rate, because=f"{link.nvlinks} NVLinks, as the driver reports")
+
+
+def expect_copy(rank: RankCheckup) -> float | None:
+    return None if rank.device_id == "cpu" else expected_copy_gb_per_s(rank.device)
+
+
+def _slow_fabric(group: GroupCheckup, expected: Expectation | None) -> Iterator[Finding]:
+    best = best_all_reduce(group.speeds)
+    if expected is None or best is None:
+        return
+    share = best.busbw_gb_per_s / expected.gb_per_s
+    if share < FAIR_SHARE:
+        yield Finding(
+            severity="warning",
+            where="all_reduce",
+            what=f"reaches {best.busbw_gb_per_s:.3g} of about {expected.gb_per_s:.3g} GB/s"
+            f" ({expected.because})",
+            hint="set NCCL_DEBUG=INFO with launch.env and look for the transport it chose: P2P or"
+            " NVLS inside a machine, IB and not Socket between machines",
+            cause="cluster",
+        )
+
+
+def best_all_reduce(speeds: Sequence[Speed]) -> Speed | None:
+    large = [s for s in speeds if s.op == "all_reduce" and s.num_bytes >= LARGE_BYTES]
+    return max(large, key=lambda speed: speed.busbw_gb_per_s, default=None)
+
+
+def _slow_device(rank: RankCheckup) -> Iterator[Finding]:
+    expected = expect_copy(rank)
+    for rate in rank.rates:
+        if rate.what == "copy" and expected and rate.gb_per_s < FAIR_DEVICE_SHARE * expected:
+            yield Finding(
+                severity="warning",
+                where=f"rank {rank.rank} on {rank.host}",
+                what=f"its memory copies {rate.gb_per_s:.3g} of about {expected:.3g} GB/s"
+                f" ({rank.device})",
+                hint="another process may use this GPU; nvidia-smi shows it, and clocks and heat",
+                cause="cluster",
+            )

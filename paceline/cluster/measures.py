@@ -1,0 +1,104 @@
+"""What `paceline check` measures of ranks, links and devices. No torch, so reports can read it.
+
+GB is 10**9 bytes. Sizes follow nccl-tests: the larger of what one rank sends and what it receives.
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.records import Part
+
+
+class Wrong(Part):
+    """A collective that gave one rank a wrong answer; values as text, because one may be nan."""
+
+    rank: int
+    op: str
+    dtype: str
+    numel: int = Field(description="Elements in the larger of the op's two buffers.")
+    num_wrong: int
+    index: int = Field(description="The first wrong element of this rank's result.")
+    expected: str
+    got: str
+
+    def __str__(self) -> str:
+        if self.op == "barrier":
+            return (
+                f"rank {self.rank}: left a barrier that {self.got} of {self.expected} had reached"
+            )
+        return (
+            f"rank {self.rank}: {self.op} of {self.numel} {self.dtype} gave {self.got} for "
+            f"{self.expected} at element {self.index} ({self.num_wrong} wrong)"
+        )
+
+
+class Lacking(Part):
+    """What could not be checked, and why: neither right nor wrong."""
+
+    op: str
+    dtypes: list[str] = Field(description="Empty: no dtype at all.")
+    reason: str
+
+    def __str__(self) -> str:
+        of = f" of {', '.join(self.dtypes)}" if self.dtypes else ""
+        return f"{self.op}{of}: {self.reason}"
+
+
+class Correctness(Part):
+    """Every collective against its exact answer, on every rank."""
+
+    backend: str
+    world_size: int
+    num_cases: int = Field(description="Op, dtype and size together; lacking ones not counted.")
+    apis: dict[str, str] = Field(description="By op, the function of torch.distributed called.")
+    wrong: list[Wrong]
+    lacking: list[Lacking]
+
+
+class Speed(Part):
+    """One collective at one size; the time is the slowest rank's."""
+
+    op: str
+    num_bytes: int
+    median_s: float = Field(description="Of one operation, over batches of them back to back.")
+    algbw_gb_per_s: float
+    busbw_gb_per_s: float
+    iterations: int
+
+
+class PairSpeed(Part):
+    """The link between two ranks: half of the fastest ping-pong."""
+
+    a: int
+    b: int
+    num_bytes: int
+    one_way_s: float
+    gb_per_s: float
+
+
+class ClockOffset(Part):
+    """How far a rank's wall clock is ahead of rank 0's, known to half the round trip."""
+
+    rank: int
+    offset_s: float
+    round_trip_s: float
+
+
+class MatmulRate(Part):
+    what: Literal["matmul"] = "matmul"
+    precision: Literal["fp32", "tf32", "bf16", "fp16"]
+    side: int = Field(description="Of the three square matrices.")
+    tflop_per_s: float = Field(description="Median over batches.")
+    best_tflop_per_s: float
+
+
+class CopyRate(Part):
+    what: Literal["copy"] = "copy"
+    num_bytes: int = Field(description="Of the buffer; each copy reads and writes as many.")
+    gb_per_s: float = Field(description="Read and written together; median over batches.")
+    best_gb_per_s: float
+
+
+Rate = MatmulRate | CopyRate
