@@ -102,6 +102,10 @@ class RunDir:
     def telemetry(self) -> Path:
         return self.root / "telemetry.csv"
 
+    def telemetry_of(self, rank: int) -> Path:
+        """Each machine's first rank samples it; rank 0's file is the one with the plain name."""
+        return self.telemetry if rank == 0 else self.root / f"telemetry_rank{rank}.csv"
+
     @property
     def result(self) -> Path:
         return self.root / "result.json"

@@ -6,7 +6,7 @@ means equal: a sum has at most `WINDOW` terms that are not zero, whichever order
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -147,23 +147,24 @@ def run_all_to_all(given: Tensor, result: Tensor) -> Tensor:
 
 
 def run_send_recv(given: Tensor, result: Tensor) -> Tensor:
-    exchange(plan_exchange(given, result))
+    exchange(given, result)
     return result
 
 
-def plan_exchange(outgoing: Tensor, incoming: Tensor) -> list[dist.P2POp]:
-    """Send to the next rank and receive from the one before."""
+def exchange(outgoing: Tensor, incoming: Tensor) -> None:
+    """Send to the next rank and receive from the one before, both under way at once."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    return [
-        dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size),
-        dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size),
-    ]
-
-
-def exchange(operations: list[dist.P2POp]) -> None:
-    """All of them under way at once, then all done."""
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    works: Sequence[dist.Work | None]
+    if outgoing.is_cuda:
+        # NCCL must be handed both together, or each waits for the other.
+        send = dist.P2POp(dist.isend, outgoing, after)
+        works = dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, incoming, before)])
+    else:  # Where a batch only costs time: 30 us, a twentieth of what gloo takes for 1 MiB.
+        works = [dist.isend(outgoing, after), dist.irecv(incoming, before)]
+    for work in works:
+        if work is not None:  # None is for ranks outside a group
+            work.wait()
 
 
 @dataclass(frozen=True)
@@ -193,5 +194,5 @@ CHECKS: dict[str, Check] = {
     "broadcast from first": _broadcast(0),
     "broadcast from last": _broadcast(-1),
     "all_to_all": Check("all_to_all_single", ask_all_to_all, run_all_to_all),
-    "send_recv": Check("batch_isend_irecv", ask_send_recv, run_send_recv),
+    "send_recv": Check("isend, irecv", ask_send_recv, run_send_recv),
 }

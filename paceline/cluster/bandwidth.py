@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.cluster.answers import ALL_GATHER, REDUCE_SCATTER, exchange, plan_exchange
+from paceline.cluster.answers import ALL_GATHER, REDUCE_SCATTER, exchange
 from paceline.cluster.collectives import why_no_send_recv
 from paceline.cluster.measures import Speed
 from paceline.cluster.timer import plan_batches, synchronise, time_batch
@@ -62,8 +62,7 @@ def load_all_to_all(size: int, device: torch.device) -> Load:
 def load_send_recv(size: int, device: torch.device) -> Load:
     """Every rank sends to the next while it receives from the one before."""
     outgoing, incoming = _floats(max(size // 4, 1), device), _floats(max(size // 4, 1), device)
-    operations = plan_exchange(outgoing, incoming)
-    return Load(lambda: exchange(operations), incoming.nbytes)
+    return Load(lambda: exchange(outgoing, incoming), incoming.nbytes)
 
 
 def _chunk_and_whole(size: int, device: torch.device) -> tuple[Tensor, Tensor]:

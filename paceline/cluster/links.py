@@ -4,14 +4,14 @@ Both need an initialised default process group; every rank calls them.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from paceline.cluster.answers import exchange
 from paceline.cluster.bandwidth import line_up
 from paceline.cluster.collectives import why_no_send_recv
 from paceline.cluster.measures import ClockOffset, PairSpeed
@@ -133,12 +133,20 @@ def _ping_pong_s(buffer: Tensor, peer: int, budget_s: float) -> float:
 
 
 def _send(data: Tensor, peer: int) -> None:
-    # A batch of one: NCCL makes a communicator for each pair that calls plain send and recv.
-    exchange([dist.P2POp(dist.isend, data, peer)])
+    _move(dist.isend, data, peer)
 
 
 def _receive(data: Tensor, peer: int) -> None:
-    exchange([dist.P2POp(dist.irecv, data, peer)])
+    _move(dist.irecv, data, peer)
+
+
+def _move(way: Callable[..., Any], data: Tensor, peer: int) -> None:
+    if not data.is_cuda:
+        way(data, peer).wait()
+        return
+    # A batch of one: NCCL makes a communicator for each pair that sends without a batch.
+    for work in dist.batch_isend_irecv([dist.P2POp(way, data, peer)]):
+        work.wait()
 
 
 def _wire(device: torch.device) -> torch.device:

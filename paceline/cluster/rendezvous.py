@@ -135,7 +135,9 @@ def _from_slurm(found: _Variables) -> Topology | None:
         rank=found.number("SLURM_PROCID"),
         world_size=world,
         local_rank=found.number("SLURM_LOCALID"),
-        local_world_size=per_node[node_rank] if node_rank < len(per_node) else world // nodes,
+        local_world_size=min(
+            world, per_node[node_rank] if node_rank < len(per_node) else world // nodes
+        ),
         node_rank=node_rank,
         num_nodes=nodes,
         master_addr=_slurm_master(found, nodes),

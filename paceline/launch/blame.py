@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from paceline.launch.pulse import Beat, last_beat
 from paceline.records import LaunchPlan, RankEnd
@@ -11,7 +12,14 @@ from paceline.rundir import RunDir
 PHASES = ("start", "data", "forward", "backward", "optimizer", "other", "eval")
 SILENT_S = 5.0
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+TORCH = "/torch/"
 KEYS = {"start": "launch.start_s", "progress": "launch.progress_s", "total": "launch.total_s"}
+
+
+class Frame(NamedTuple):
+    file: str
+    line: str
+    name: str
 
 
 def missed_deadline(ends: dict[int, RankEnd]) -> str:
@@ -28,8 +36,9 @@ def explain_stall(run: RunDir, ends: dict[int, RankEnd], deadline: str) -> tuple
         "total": f"the run took longer than {seconds['total'] or 0:g} s",
     }[deadline]
     beats = {rank: last_beat(run.heartbeat(rank)) for rank in ends}
-    rank, why = _furthest_behind(ends, beats)
-    place = _stuck_at(run.stacks(rank))
+    frames = {rank: _main_frames(run.stacks(rank)) for rank in ends}
+    rank, why = _furthest_behind(ends, beats, frames)
+    place = _own_line(frames[rank])
     at = f"; it stands in {place}" if place else ""
     return rank, (
         f"{waited}: {why}{at}\n"
@@ -37,7 +46,9 @@ def explain_stall(run: RunDir, ends: dict[int, RankEnd], deadline: str) -> tuple
     )
 
 
-def _furthest_behind(ends: dict[int, RankEnd], beats: dict[int, Beat]) -> tuple[int, str]:
+def _furthest_behind(
+    ends: dict[int, RankEnd], beats: dict[int, Beat], frames: dict[int, list[Frame]]
+) -> tuple[int, str]:
     for rank, end in ends.items():
         if end.was_stopped:
             return rank, "its process was stopped by a signal (SIGSTOP)"
@@ -53,24 +64,34 @@ def _furthest_behind(ends: dict[int, RankEnd], beats: dict[int, Beat]) -> tuple[
             f"at step {beat.step} in {beat.phase} it is behind rank {others[0]}, which waits in"
             f" {beats[others[0]].phase}"
         )
-    together = f"all {len(beats)} ranks stand" if len(beats) > 1 else "it stands"
-    return rank, f"{together} at step {beat.step} in {beat.phase}"
+    where = f"at step {beat.step} in {beat.phase}"
+    if len(beats) == 1:
+        return rank, f"it is {where}"
+    # All in one phase: those inside torch wait in a collective for the one that is not.
+    outside = [r for r in beats if frames[r] and TORCH not in frames[r][0].file]
+    if len(outside) == 1:
+        return outside[0], f"all are {where}, and it alone is not inside torch"
+    return rank, f"all {len(beats)} ranks are {where}"
 
 
 def _order(phase: str) -> int:
     return PHASES.index(phase) if phase in PHASES else len(PHASES)
 
 
-def _stuck_at(stacks: Path) -> str:
-    """`job.py:14 in loss`: where the main thread of the last dump was."""
+def _main_frames(stacks: Path) -> list[Frame]:
+    """The main thread in the last dump, innermost first; empty where there is no dump."""
     try:
         text = stacks.read_text(errors="replace")
     except OSError:
-        return ""
+        return []
     # The thread that took the signal comes last in a dump and is the main one.
     _, _, current = text.rpartition("Current thread")
-    frames = FRAME.findall(current)
+    return [Frame(*found) for found in FRAME.findall(current)]
+
+
+def _own_line(frames: list[Frame]) -> str:
+    """`job.py:14 in loss`: the innermost line that is nobody's library."""
     if not frames:
         return ""
-    file, line, name = next((f for f in frames if "site-packages" not in f[0]), frames[0])
-    return f"{Path(file).name}:{line} in {name}"
+    frame = next((f for f in frames if "site-packages" not in f.file), frames[0])
+    return f"{Path(frame.file).name}:{frame.line} in {frame.name}"

@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from multiprocessing.util import get_temp_dir
 
 from paceline.cluster.group import Meeting, Place, serve_store
 from paceline.launch.base import LaunchEnd, Order, draw_plan
@@ -54,5 +55,6 @@ def build_ticket(
         place=place,
         meeting=meeting,
         supervisor_pid=os.getpid(),
+        temporary=get_temp_dir(),
         task=task,
     )

@@ -51,6 +51,7 @@ class Pulse:
         self._started_at = self._looked_at = now()
         self._beats = dict.fromkeys(ranks, Beat())
         self._moved_at = dict.fromkeys(ranks, self._started_at)
+        self._beaten_at = dict.fromkeys(ranks, self._started_at)
         known = [s for s in (limits.start_s, limits.progress_s, limits.total_s) if s is not None]
         self._interval_s = min([1.0, *(seconds / 10 for seconds in known)])
 
@@ -64,15 +65,27 @@ class Pulse:
             return "total"
         self._look(now)
         waiting = [rank for rank in self._beats if not self._run.verdict(rank).is_file()]
-        begun = [rank for rank in waiting if self._beats[rank].step > 0]
-        if len(begun) < len(waiting):
-            late = limits.start_s is not None and now - self._started_at > limits.start_s
-            return "start" if late else None
-        idle_s = max((now - self._moved_at[rank] for rank in waiting), default=0.0)
-        return "progress" if limits.progress_s is not None and idle_s > limits.progress_s else None
+        if limits.progress_s is not None:
+            if any(self._idle_s(rank, now) > limits.progress_s for rank in waiting):
+                return "progress"
+        if limits.start_s is not None and now - self._started_at > limits.start_s:
+            if any(self._beats[rank].step == 0 for rank in waiting):
+                return "start"
+        return None
+
+    def _idle_s(self, rank: int, now: float) -> float:
+        """Since a rank last got anywhere; before step 1, since it last gave a sign of life: one
+        that is frozen cannot beat, and one that loads for an hour can."""
+        beat = self._beats[rank]
+        if beat.time == 0.0:
+            return 0.0  # it has not joined yet
+        return now - (self._moved_at[rank] if beat.step else self._beaten_at[rank])
 
     def _look(self, now: float) -> None:
         for rank, before in self._beats.items():
             beat = last_beat(self._run.heartbeat(rank))
             if (beat.step, beat.phase, beat.marks) != (before.step, before.phase, before.marks):
-                self._beats[rank], self._moved_at[rank] = beat, now
+                self._moved_at[rank] = now
+            if beat.time != before.time:
+                self._beaten_at[rank] = now
+            self._beats[rank] = beat

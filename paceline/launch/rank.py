@@ -3,11 +3,13 @@
 The fork server imports this module, and with it torch, once; every rank is then a fork of it.
 """
 
+import ctypes
 import faulthandler
 import logging
 import multiprocessing
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -16,7 +18,9 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +34,7 @@ from paceline.train.verdict import explain, outcome_of
 from paceline.train.worker import RankRun
 
 LOG = logging.getLogger("paceline")
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class RankTicket:
     place: Place
     meeting: Meeting
     supervisor_pid: int
+    temporary: str  # where the fork server's socket lies; a killed supervisor leaves it behind
     task: Task
 
 
@@ -63,7 +69,7 @@ def rank_main(ticket: RankTicket) -> None:
     _apply_environment(ticket)
     os.setpgid(0, 0)  # Ctrl-C reaches the supervisor alone, which ends the ranks in order
     _redirect(post.run.rank_log(post.place.rank))
-    _die_with(ticket.supervisor_pid)
+    _die_with(ticket.supervisor_pid, ticket.temporary)
     _dump_stacks_on_request(post.run.stacks(post.place.rank))
     for number in (signal.SIGINT, signal.SIGUSR2):  # some launchers signal every process
         signal.signal(number, signal.SIG_IGN)
@@ -155,12 +161,26 @@ def _dump_stacks_on_request(path: Path) -> None:
     faulthandler.register(signal.SIGUSR1, file=path.open("a"), all_threads=True, chain=False)
 
 
-def _die_with(supervisor_pid: int) -> None:
+def _let_go_of_fork_server() -> None:
+    """Every child holds the pipe that keeps the fork server alive; a rank needs no fork server,
+    and a user's code that does gets its own."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = server._forkserver_address = server._forkserver_pid = None
+
+
+def _die_with(supervisor_pid: int, temporary: str) -> None:
     """End this rank when the supervisor is gone, however it went: no orphan holds a GPU."""
+    _let_go_of_fork_server()
+    # The fork server leaves a moment after the supervisor, and the kernel then ends this process
+    # even if some C code holds the interpreter and the thread below cannot run.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = os.pidfd_open(supervisor_pid)
 
     def watch() -> None:
         select.select([parent], [], [])
+        shutil.rmtree(temporary, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)  # with it what it started itself
 
     threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()

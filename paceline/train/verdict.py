@@ -27,6 +27,8 @@ def _hint(message: str) -> str:
     hints = {
         "Expected to have finished reduction in the prior iteration": "some parameters got no"
         " gradient; set strategy.find_unused_parameters=true, or take them out of the model",
+        "can't allocate memory": "set a smaller train.micro_batch_size and a larger"
+        " train.grad_accum, or fewer ranks on this machine",
         "out of memory": "set a smaller train.micro_batch_size and a larger train.grad_accum",
     }
     found = [hint for text, hint in hints.items() if text in message]

@@ -143,7 +143,7 @@ def _observed(job: Job, run: RunDir, place: Place, clock: Clock) -> Iterator[Non
         Heartbeat(run.heartbeat(place.rank), place.rank, clock, observe.heartbeat_s)
     ]
     if place.local_rank == 0:
-        tickers.append(Telemetry(run.telemetry, observe.telemetry_s))
+        tickers.append(Telemetry(run.telemetry_of(place.rank), observe.telemetry_s))
     for ticker in tickers:
         ticker.start()
     try:

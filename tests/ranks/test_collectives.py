@@ -106,13 +106,8 @@ def test_a_wrong_answer_names_its_rank(tmp_path: Path) -> None:
 def spoil_each_op_on_rank_1(rank: int) -> Any:
     """Every op but the sends does nothing; what is sent is not what it should be."""
     if rank == 1:
-        right = dist.batch_isend_irecv
-
-        def other(operations: list[dist.P2POp]) -> list[dist.Work]:
-            operations[0].tensor.fill_(answers.BLANK)
-            return right(operations)
-
-        dist.batch_isend_irecv = other
+        right = dist.isend
+        dist.isend = lambda data, peer: right(torch.full_like(data, answers.BLANK), peer)
         for name in ("all_reduce", "broadcast", answers.ALL_GATHER, answers.REDUCE_SCATTER):
             setattr(dist, name, _run_on_a_copy(getattr(dist, name)))
         dist.all_to_all_single = _run_on_a_copy(dist.all_to_all_single)
@@ -145,7 +140,8 @@ def leave_barriers_at_once_on_rank_0(rank: int) -> Any:
 
 def test_a_barrier_that_does_not_wait_is_caught(tmp_path: Path) -> None:
     wrong = run_group(tmp_path, 2, leave_barriers_at_once_on_rank_0)[0]["wrong"]
-    assert [(each["op"], each["rank"], each["got"]) for each in wrong] == [("barrier", 0, "1")]
+    # A loaded machine may make rank 1 late in both of its two rounds.
+    assert {(each["op"], each["rank"], each["got"]) for each in wrong} == {("barrier", 0, "1")}
 
 
 def all_to_all_is_not_there(rank: int) -> Any:

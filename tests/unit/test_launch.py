@@ -1,0 +1,304 @@
+"""Launch plans without any scheduler: argv, environment with reasons, who runs where."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.fabric import choose_fabric
+from paceline.cluster.hosts import read_hostfile
+from paceline.cluster.rendezvous import Topology
+from paceline.errors import ConfigError
+from paceline.flow import order_for
+from paceline.job import load_job
+from paceline.launch import REGISTRY, find_launcher
+from paceline.launch.blame import explain_stall
+from paceline.launch.pulse import Pulse
+from paceline.launch.slurm import batch_script
+from paceline.plan.crew import check_crew, choose_crew
+from paceline.plan.planner import make_plan
+from paceline.records import Env, Gpu, LaunchPlan, Limits, Link, RankEnd
+from paceline.rundir import RunDir
+from tests.unit.test_plan import env as machine
+
+
+def box(num_gpus: int, kind: str = "nvswitch", **more: object) -> Env:
+    """A machine of H100s whose every pair is joined by `kind`."""
+    gpus = [
+        Gpu(index=n, name="NVIDIA H100 80GB HBM3", uuid=f"GPU-{n}", compute_capability="9.0",
+            memory_bytes=80 << 30)
+        for n in range(num_gpus)
+    ]  # fmt: skip
+    nvlinks = 18 if kind.startswith("nv") else 0
+    pairs = [(a, b) for a in range(num_gpus) for b in range(a + 1, num_gpus)]
+    links = [Link(a=a, b=b, kind=kind, nvlinks=nvlinks) for a, b in pairs]
+    update = {"gpus": gpus, "links": links, "cuda": "13.0", "cores": 64} | more
+    return machine().model_copy(update=update)
+
+
+def draw(*overrides: str, env: Env | None = None, by: str = "local") -> LaunchPlan:
+    job = load_job("lm_tiny", [f"launch.launcher={by}", *overrides])
+    env = env or machine()
+    plan = make_plan(job, env)
+    return find_launcher(by).plan(order_for(job, env, plan))
+
+
+@pytest.mark.parametrize("by", sorted(REGISTRY))
+def test_every_launcher_draws_words_and_a_map(by: str) -> None:
+    plan = draw("launch.nproc=2", "launch.device=cpu", "launch.env.NAME=a b; c", by=by)
+    assert all(isinstance(word, str) for word in plan.argv)
+    assert [place.rank for place in plan.ranks] == [0, 1]
+    assert plan.env["NAME"] == "a b; c" and plan.reasons["NAME"] == "launch.env"
+    assert "a b; c" not in " ".join(plan.argv), "values travel in the environment"
+    assert json.loads(plan.to_json())["launcher"] == by
+    if by != "local":
+        assert plan.argv[-1] == "RUN_DIR"
+
+
+def test_torchrun_words() -> None:
+    more = ["launch.nproc=8", "launch.nnodes=4", "launch.rdzv_endpoint=head:4444"]
+    plan = draw(*more, "launch.torchrun_args=[--tee,'3']", "launch.device=cpu", by="torchrun")
+    text = " ".join(plan.argv)
+    assert "-m torch.distributed.run --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d" in text
+    assert "--rdzv-endpoint head:4444" in text and "--tee 3 -m paceline.launch.member" in text
+    assert len(plan.ranks) == 32 and plan.crew.num_nodes == 4
+
+
+def test_torchrun_on_one_node_takes_any_free_port() -> None:
+    argv = draw("launch.nproc=2", "launch.device=cpu", by="torchrun").argv
+    assert argv[argv.index("--rdzv-endpoint") + 1] == "localhost:0"
+
+
+def test_srun_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[07-08]")
+    plan = draw("launch.nproc=4", "launch.nnodes=2", "launch.device=cpu", by="slurm")
+    text = " ".join(plan.argv)
+    assert text.startswith("srun --nodes 2 --ntasks 8 --ntasks-per-node 4 --kill-on-bad-exit=1")
+    assert [place.host for place in plan.ranks] == ["gpu07"] * 4 + ["gpu08"] * 4
+
+
+def hostfile(folder: Path, text: str = "a slots=4\nb slots=4  # the second\n\n") -> str:
+    (folder / "hosts").write_text(text)
+    return f"launch.hostfile={folder / 'hosts'}"
+
+
+def test_mpirun_words(tmp_path: Path) -> None:
+    plan = draw(hostfile(tmp_path), "launch.device=cpu", by="mpi")
+    text = " ".join(plan.argv)
+    assert text.startswith("mpirun -n 8 --map-by ppr:4:node --bind-to none --hostfile ")
+    assert "-x MASTER_ADDR=a -x MASTER_PORT=" in text
+    assert [place.host for place in plan.ranks] == ["a"] * 4 + ["b"] * 4
+
+
+def test_deepspeed_words(tmp_path: Path) -> None:
+    gpus = ["launch.devices=[0,4]", "launch.device=cuda"]
+    alone = draw(*gpus, env=box(8), by="deepspeed")
+    assert alone.argv[:3] == ["deepspeed", "--include", "localhost:0,4"]
+    assert "CUDA_VISIBLE_DEVICES" not in alone.env, "--include sets it"
+    many = draw(*gpus, hostfile(tmp_path), env=box(8), by="deepspeed")
+    assert "--include a:0,4@b:0,4 --master_addr a" in " ".join(many.argv)
+
+
+@pytest.mark.parametrize("by", sorted(set(REGISTRY) - {"deepspeed"}))
+def test_devices_work_for_every_launcher(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    plan = draw("launch.devices=[0,4]", env=box(8), by=by)
+    assert plan.crew.world_size == 2 and plan.env["CUDA_VISIBLE_DEVICES"] == "0,4"
+    assert [(place.device, place.gpu) for place in plan.ranks] == [("cuda:0", 0), ("cuda:1", 4)]
+
+
+def test_devices_count_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
+    assert draw("launch.devices=[0,2]", env=box(3)).env["CUDA_VISIBLE_DEVICES"] == "2,5"
+
+
+def test_one_gpu_named_twice_is_shared_over_gloo() -> None:
+    plan = draw("launch.devices=[1,1,0]", env=box(2))
+    assert plan.crew.backend.value == "gloo" and "two ranks on one GPU" in plan.crew.backend.because
+    assert plan.crew.device_indices == [0, 0, 1] and plan.env["CUDA_VISIBLE_DEVICES"] == "1,0"
+
+
+def crew_problems(env: Env, topology: Topology, *overrides: str) -> str:
+    launch = load_job("lm_tiny", list(overrides)).config.launch
+    found = check_crew(launch, env, choose_crew(launch, env, topology), topology)
+    return "\n".join(f"{finding.severity}: {finding}" for finding in found)
+
+
+def test_more_devices_than_exist_says_how_many_there_are() -> None:
+    told = crew_problems(box(2), Topology(), "launch.nproc=4")
+    assert "error: launch.nproc: each rank wants a GPU: 4 asked for, 2 usable here" in told
+    told = crew_problems(box(2), Topology(), "launch.devices=[0,7]")
+    assert "error: launch.devices: names GPU 7, and 2 are usable here" in told
+
+
+def test_a_login_node_need_not_have_gpus() -> None:
+    asked = ["launch.launcher=slurm", "launch.device=cuda", "launch.nproc=8", "launch.nnodes=2"]
+    assert "error" not in crew_problems(machine(), Topology(), *asked)
+
+
+def test_what_a_launcher_has_decided_is_not_asked_again() -> None:
+    among = Topology(launcher="torchrun", rank=0, world_size=4, local_world_size=2, num_nodes=2)
+    assert crew_problems(machine(), among, "launch.device=cpu", "launch.nproc=2") == ""
+    assert "warning: launch.nproc: has no effect: torchrun has started 2 ranks here" in (
+        crew_problems(machine(), among, "launch.device=cpu", "launch.nproc=8")
+    )
+    assert "ranks do not start ranks" in crew_problems(
+        machine(), among, "launch.device=cpu", "launch.launcher=mpi"
+    )
+
+
+def test_a_rank_that_sees_one_gpu_under_a_launcher_is_right() -> None:
+    among = Topology(launcher="slurm", rank=0, world_size=4, local_world_size=4)
+    assert crew_problems(box(1), among) == ""
+
+
+def test_local_ranks_stay_on_this_machine() -> None:
+    assert "starts ranks on this machine only" in crew_problems(
+        machine(), Topology(), "launch.nnodes=2", "launch.device=cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    "line", ["host; rm -rf x slots=2", "-oProxyCommand=x", "a b c", "$(id)", "a slots=many", "a/b"]
+)
+def test_f46f_a_hostfile_holds_names_and_nothing_else(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(f"good slots=1\n{line}\n")
+    with pytest.raises(ConfigError, match=re.escape(f"{file}:2")):
+        read_hostfile(str(file))
+
+
+def fabric(env: Env, asked: str = "auto", *overrides: str) -> dict[str, str]:
+    launch = load_job("lm_tiny", list(overrides)).config.launch
+    crew = choose_crew(launch, env, Topology())
+    found = choose_fabric(asked, env, crew, "RUN/miopen")
+    assert all(why for _, why in found.variables.values()) and found.choice.because
+    return {name: value for name, (value, _) in found.variables.items()}
+
+
+def test_an_nvswitch_box_gets_what_has_a_meaning_there() -> None:
+    assert fabric(box(8)) == {"NCCL_P2P_LEVEL": "NVL", "NCCL_NVLS_ENABLE": "1"}
+    assert fabric(box(8), "nvlink")["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def test_bridged_pairs_keep_their_pcie_path() -> None:
+    links = [Link(a=0, b=1, kind="nvlink", nvlinks=12), Link(a=0, b=2, kind="system", nvlinks=0)]
+    assert fabric(box(3, links=links)) == {}, "P2P_LEVEL=NVL would cut the pairs apart"
+
+
+def test_several_nodes_bring_the_network_in() -> None:
+    env = box(8, interfaces=["docker0", "eth0", "lo"], infiniband=["mlx5_0"])
+    wide = fabric(env, "auto", "launch.launcher=torchrun", "launch.nnodes=2")
+    assert wide["NCCL_SOCKET_IFNAME"] == "^lo,docker" and wide["NCCL_IB_DISABLE"] == "0"
+    assert wide["NCCL_NET_GDR_LEVEL"] == "5"
+    assert "NCCL_SOCKET_IFNAME" not in fabric(env)
+
+
+def test_two_gpus_over_pcie() -> None:
+    assert fabric(box(2, "host_bridge")) == {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+    assert fabric(box(4, "host_bridge")) == {}
+
+
+def test_frontier() -> None:
+    env = box(8, hip="6.2", interfaces=["hsn0", "lo"], links=[])
+    found = fabric(env)
+    assert found["NCCL_SOCKET_IFNAME"] == "hsn0" and found["NCCL_CROSS_NIC"] == "1"
+    assert found["NCCL_NET_GDR_LEVEL"] == "3" and found["MIOPEN_USER_DB_PATH"] == "RUN/miopen"
+    plan = draw(env=env)
+    assert any("AWS-OFI-RCCL plugin cannot be loaded" in f.what for f in plan.findings)
+
+
+def test_a_preset_never_replaces_what_the_user_set() -> None:
+    env = box(8, variables={"NCCL_P2P_LEVEL": "SYS"})
+    plan = draw(env=env)
+    assert "NCCL_P2P_LEVEL" not in plan.env and plan.env["NCCL_NVLS_ENABLE"] == "1"
+    assert any("stays SYS, as you set it" in finding.what for finding in plan.findings)
+    assert draw("launch.fabric=off", env=box(8)).fabric.value == "off"
+    assert draw("launch.env.NCCL_P2P_LEVEL=PHB", env=box(8)).env["NCCL_P2P_LEVEL"] == "PHB"
+
+
+def test_the_batch_script_quotes_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: "/opt/paceline")
+    asked = ["lm_tiny", "name=$(touch x)", "launch.launcher=slurm"]
+    crew = draw("launch.nproc=2", "launch.nnodes=2", "launch.device=cpu", by="slurm").crew
+    text = batch_script("lm_tiny", "job.sh", crew, asked)
+    assert "train lm_tiny 'name=$(touch x)' launch.launcher=slurm &" in text
+    assert "#SBATCH --signal=B:USR2@120" in text and "-eq 75" in text
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def beat(run: RunDir, rank: int, time: float, step: int, phase: str = "forward") -> None:
+    line = {"time": time, "rank": rank, "step": step, "phase": phase, "marks": step * 5}
+    with run.heartbeat(rank).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+LIMITS = Limits(start_s=300, progress_s=60, total_s=1000, grace_s=1, collective_s=1)
+
+
+def test_deadlines_are_read_from_heartbeats(tmp_path: Path) -> None:
+    run, clock = RunDir(tmp_path), Clock()
+    pulse = Pulse(run, [0, 1], LIMITS, clock)
+    clock.now = 200
+    assert pulse.missed() is None, "still starting"
+    for second in range(200, 320, 10):  # rank 1 loads for long, and says so
+        beat(run, 0, second, 0, "start")
+        beat(run, 1, second, 0, "start")
+        clock.now = second
+        missed = pulse.missed()
+    assert missed == "start"
+
+
+def test_a_rank_that_stands_still_is_overdue_though_its_thread_beats(tmp_path: Path) -> None:
+    run, clock = RunDir(tmp_path), Clock()
+    pulse = Pulse(run, [0, 1], LIMITS, clock)
+    found = []
+    for second in range(1, 100):
+        beat(run, 0, second, step=second)
+        beat(run, 1, second, step=7)
+        clock.now = second
+        found.append(pulse.missed())
+    assert found.index("progress") in range(60, 64)
+
+
+def test_a_frozen_rank_is_overdue_before_its_first_step_too(tmp_path: Path) -> None:
+    run, clock = RunDir(tmp_path), Clock()
+    pulse = Pulse(run, [0], LIMITS, clock)
+    beat(run, 0, 1, step=0, phase="start")
+    clock.now = 2
+    assert pulse.missed() is None
+    clock.now = 70
+    assert pulse.missed() == "progress"
+
+
+def test_the_total_deadline_and_ranks_that_have_finished(tmp_path: Path) -> None:
+    run, clock = RunDir(tmp_path), Clock()
+    pulse = Pulse(run, [0], LIMITS, clock)
+    beat(run, 0, 1, step=3)
+    clock.now = 2
+    pulse.missed()
+    run.rank(0).mkdir(parents=True)
+    run.verdict(0).write_text("{}")
+    clock.now = 500
+    assert pulse.missed() is None, "it has said its last word"
+    clock.now = 1001
+    assert pulse.missed() == "total"
+
+
+def test_the_rank_that_is_behind_is_blamed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    draw("launch.nproc=3", "launch.device=cpu").save(run.launch)
+    for rank, phase in ((0, "backward"), (1, "data"), (2, "backward")):
+        beat(run, rank, 100, 9, phase)
+    ends = {r: RankEnd(rank=r, host="h", exit_code=-15, stall="progress") for r in range(3)}
+    rank, why = explain_stall(run, ends, "progress")
+    assert rank == 1 and "at step 9 in data it is behind rank 0, which waits in backward" in why
+    ends[2] = ends[2].model_copy(update={"was_stopped": True})
+    assert explain_stall(run, ends, "progress")[0] == 2
