@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass
 
 from paceline.cluster.facts import hardware_fingerprint
+from paceline.cluster.kept_rates import load_matmul_tflops
 from paceline.errors import EXIT_CODES, Outcome
 from paceline.files import fingerprint
 from paceline.launch.base import LaunchEnd
@@ -82,6 +83,7 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
         tflops_per_rank=tflops,
         mfu=mfu,
         mfu_note=note,
+        matmul_share=_matmul_share(plan, env, tflops),
         window=rates.window if rates else None,
         peak_active_bytes=_largest([v.peak_active_bytes for v in peaks]),
         peak_reserved_bytes=_largest([v.peak_reserved_bytes for v in peaks]),
@@ -252,6 +254,12 @@ def _utilisation(
         return tflops, None, f"no MFU: {plan.peak_flops.because}. {source}"
     mfu = achieved / (plan.world_size * peak)
     return tflops, mfu, f"{MFU_FORMULA}; {plan.peak_flops.because}; {source}"
+
+
+def _matmul_share(plan: Plan, env: Env, tflops: float | None) -> float | None:
+    """Of what `paceline check` measured this very hardware to do; None where it never did."""
+    measured = load_matmul_tflops(env, plan.precision.value, plan.threads.value)
+    return tflops / measured if tflops is not None and measured else None
 
 
 def _bad_samples(verdicts: dict[int, RankVerdict]) -> tuple[int | None, list[int]]:

@@ -345,6 +345,9 @@ class Result(Record):
     tflops_per_rank: float | None
     mfu: float | None
     mfu_note: str
+    matmul_share: float | None = Field(
+        None, description="TFLOP/s a rank over the matmul rate that `paceline check` kept."
+    )
     window: Window | None
     peak_active_bytes: int | None
     peak_reserved_bytes: int | None

@@ -20,11 +20,12 @@ from paceline.cluster.lint import lint, probe_situation
 from paceline.cluster.rates import measure_rates
 from paceline.cluster.roll_call import find_missing_ranks
 from paceline.errors import ClusterError, Outcome
-from paceline.records import Finding, LaunchPlan, RankVerdict
+from paceline.records import Env, Finding, LaunchPlan, RankVerdict
 from paceline.rundir import RunDir
 
 LOG = logging.getLogger("paceline")
 BARRIER_S = 30.0
+LAUNCH_ENV = "launch.env"
 
 
 def examine_rank(run: RunDir, launch: LaunchPlan, place: Place, meeting: Meeting) -> None:
@@ -56,7 +57,8 @@ def _look_around(
     # One voice a machine: its ranks share the environment.
     findings: list[Finding] = []
     if place.local_rank == 0:
-        findings = lint(os.environ, probe_situation(crew.num_nodes, crew.per_node, run.root))
+        situation = probe_situation(crew.num_nodes, crew.per_node, run.root)
+        findings = lint(_users_environment(run, launch), situation)
     name, identity = "cpu", "cpu"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -74,6 +76,15 @@ def _look_around(
         network_gb_per_s=probe_network_gb_per_s(),
         findings=findings,
     )
+
+
+def _users_environment(run: RunDir, launch: LaunchPlan) -> dict[str, str]:
+    """This rank's, without what Paceline itself has put there."""
+    asked = {name for name, why in launch.reasons.items() if why == LAUNCH_ENV}
+    own = set(launch.env) - set(Env.load(run.env).variables) - asked
+    if launch.launcher == "local":
+        own |= {"MASTER_ADDR", "MASTER_PORT"}
+    return {name: value for name, value in os.environ.items() if name not in own}
 
 
 def _examine_group(run: RunDir, place: Place, device: torch.device) -> None:

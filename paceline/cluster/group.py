@@ -23,15 +23,17 @@ class Place:
 @dataclass(frozen=True)
 class Meeting:
     """A store that outlives any rank. Each start of ranks takes a `prefix` of its own, so that a
-    rank never reads the address of one that died before it."""
+    rank never reads the address of one that died before it. `is_served_here`: by this process or
+    its parent, whatever name the others know its machine by."""
 
     host: str
     port: int
     prefix: str
+    is_served_here: bool = False
 
     def connect(self, timeout_s: float = CONNECT_S) -> Store:
-        timeout = timedelta(seconds=timeout_s)
-        store = TCPStore(self.host, self.port, is_master=False, timeout=timeout)
+        host = "127.0.0.1" if self.is_served_here else self.host
+        store = TCPStore(host, self.port, is_master=False, timeout=timedelta(seconds=timeout_s))
         return PrefixStore(self.prefix, store)
 
 

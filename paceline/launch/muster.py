@@ -23,6 +23,7 @@ from paceline.errors import EXIT_CODES, ClusterError, LaunchError, Outcome, Pace
 from paceline.records import RankPlace
 
 CONNECT_S = 300.0
+SUSPECT_S = 10.0
 WAIT_S = 1.0
 POLL_S = 0.02
 LINGER_S = 5.0
@@ -110,16 +111,10 @@ def muster(topology: Topology, connect_s: float = CONNECT_S) -> Iterator[RollCal
     server = _serve(topology) if is_host else None
     # A restart by torchrun meets at the same store, under a name of its own.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    host = "127.0.0.1" if server else topology.master_addr
-    meeting = Meeting(host, topology.master_port, f"paceline/{attempt}")
-    try:
-        store = meeting.connect(connect_s)
-    except RuntimeError as error:  # torch's network and store errors are both
-        raise LaunchError(
-            f"rank {topology.rank} found nobody at {topology.master_addr}:{topology.master_port}"
-            f" within {connect_s:g} s\n"
-            "hint: rank 0 has not started, or a firewall stands between; see MASTER_ADDR"
-        ) from error
+    meeting = Meeting(
+        topology.master_addr, topology.master_port, f"paceline/{attempt}", server is not None
+    )
+    store = _connect(topology, meeting, connect_s)
     here = {"host": socket.gethostname(), "local_rank": topology.local_rank}
     store.set(f"here/{topology.rank}", json.dumps(here))
     call = RollCall(topology, store, meeting, server)
@@ -133,21 +128,40 @@ def muster(topology: Topology, connect_s: float = CONNECT_S) -> Iterator[RollCal
 
 
 def _require_address(topology: Topology) -> None:
-    name = topology.master_addr
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+        socket.getaddrinfo(topology.master_addr, None)
     except OSError as error:
         raise ClusterError(
-            f"MASTER_ADDR={name} does not resolve on {socket.gethostname()}: {error.strerror}\n"
+            f"MASTER_ADDR={topology.master_addr} does not resolve on {socket.gethostname()}:"
+            f" {error.strerror}\n"
             "hint: name a host that every node can resolve and reach"
         ) from error
-    elsewhere = topology.num_nodes > 1 and topology.node_rank > 0
-    if elsewhere and all(LOOPBACK.match(address) for address in found):
-        raise ClusterError(
-            f"MASTER_ADDR={name} is this machine itself ({', '.join(sorted(found))}), and rank 0"
-            f" runs on another of {topology.num_nodes} nodes\n"
-            "hint: set MASTER_ADDR to a name or address of rank 0's node"
-        )
+
+
+def _connect(topology: Topology, meeting: Meeting, connect_s: float) -> Store:
+    """A name that means "this machine" here, while rank 0 is on another, is tried for a moment
+    only: it may be right, when several nodes stand on one machine, but is hardly ever."""
+    name, port = topology.master_addr, topology.master_port
+    is_suspect = topology.node_rank > 0 and _means_here(name)
+    patience_s = min(connect_s, SUSPECT_S) if is_suspect else connect_s
+    try:
+        return meeting.connect(patience_s)
+    except RuntimeError as error:  # torch's network and store errors are both
+        if is_suspect:
+            raise ClusterError(
+                f"MASTER_ADDR={name} is this machine itself, and rank 0 runs on another of"
+                f" {topology.num_nodes} nodes\n"
+                "hint: set MASTER_ADDR to a name or address of rank 0's node"
+            ) from error
+        raise LaunchError(
+            f"rank {topology.rank} found nobody at {name}:{port} within {patience_s:g} s\n"
+            "hint: rank 0 has not started, or a firewall stands between; see MASTER_ADDR"
+        ) from error
+
+
+def _means_here(name: str) -> bool:
+    addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+    return all(LOOPBACK.match(address) for address in addresses)
 
 
 def _serve(topology: Topology) -> TCPStore:

@@ -3,6 +3,7 @@
 On several nodes the same command is run on each; this process runs the one of this node.
 """
 
+import shlex
 import socket
 import sys
 import uuid
@@ -10,7 +11,7 @@ import uuid
 from paceline.cluster.hosts import read_hostfile
 from paceline.launch.base import MEMBER, LaunchEnd, Order, draw_plan
 from paceline.launch.command import run_command
-from paceline.records import LaunchPlan
+from paceline.records import Finding, LaunchPlan
 from paceline.rundir import RunDir
 
 
@@ -29,10 +30,26 @@ class TorchrunLauncher:
             *MEMBER,
             order.run_dir,
         ]
-        return draw_plan(order, argv, _hosts(order))
+        plan = draw_plan(order, argv, _hosts(order))
+        return plan.model_copy(update={"findings": [*plan.findings, *_elsewhere(plan)]})
 
     def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
         return run_command(launch, run)
+
+
+def _elsewhere(plan: LaunchPlan) -> list[Finding]:
+    """torchrun starts ranks on its own machine only: the user starts it on the others."""
+    others = plan.crew.num_nodes - 1
+    if not others:
+        return []
+    machines = "1 machine" if others == 1 else f"{others} machines"
+    return [
+        Finding(
+            severity="note",
+            where="torchrun",
+            what=f"run this on the other {machines}, in this folder: {shlex.join(plan.argv)}",
+        )
+    ]
 
 
 def _endpoint(order: Order) -> str:

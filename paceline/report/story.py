@@ -108,6 +108,9 @@ def _rate_figures(result: Result) -> list[Figure]:
         figures.append(Figure("compute a rank", flop_rate(result.tflops_per_rank), source))
     if result.mfu is not None:
         figures.append(Figure("MFU", f"{result.mfu:.1%}", source))
+    if result.matmul_share is not None:
+        share = f"{result.matmul_share:.1%}"
+        figures.append(Figure("of the matmul rate", share, "`paceline check` on this machine"))
     return figures
 
 

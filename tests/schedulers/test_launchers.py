@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -175,3 +176,153 @@ def test_mpirun_inside_a_slurm_job(
     assert done.returncode == 0, done.stderr
     same(tmp_path / "run", expected[4])
     assert launcher_of(tmp_path / "run") == "mpi"
+
+
+def batch(cluster: SlurmCluster, folder: Path, *overrides: str) -> Path:
+    """The script that `paceline plan --sbatch` writes; `paceline` is on its PATH."""
+    bin_folder = str(Path(sys.executable).parent)
+    argv = [*PACELINE, "plan", *JOB, "launch.launcher=slurm", *overrides, "--sbatch", "job.sh"]
+    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
+    done = cluster.run(argv, cwd=folder, env={"PATH": path}, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return folder / "job.sh"
+
+
+@needs_slurm
+def test_the_batch_script_trains_on_its_two_nodes(
+    expected: dict[int, list[float]], cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    script = batch(cluster, tmp_path, "launch.nproc=2", "launch.nnodes=2")
+    done = cluster.run(["sbatch", "--wait", script.name], cwd=tmp_path, timeout=120)
+    said = "".join(path.read_text() for path in tmp_path.glob("*.out"))
+    assert done.returncode == 0, said
+    same(tmp_path / "runs/latest", expected[4])
+
+
+FAKE = """#!/bin/bash
+# In the place of paceline: told that time is up, it says 75 once, and 0 after the requeue.
+echo "start ${SLURM_RESTART_COUNT:-0}" >> story.txt
+[ "$SLURM_RESTART_COUNT" = 1 ] && exit 0
+trap 'echo told >> story.txt; exit 75' USR2
+while true; do sleep 0.1; done
+"""
+
+
+@needs_slurm
+def test_the_batch_script_passes_usr2_on_and_requeues_on_75(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    script = batch(cluster, tmp_path, "launch.nproc=1", "launch.nnodes=1")
+    fake = tmp_path / "fake"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    program = shutil.which("paceline", path=str(Path(sys.executable).parent))
+    script.write_text(script.read_text().replace(str(program), str(fake)))
+    submitted = cluster.run(["sbatch", "--parsable", script.name], cwd=tmp_path, timeout=60)
+    job, story = submitted.stdout.strip(), tmp_path / "story.txt"
+    wait_for(story, "start 0")
+    cluster.run(["scancel", "--batch", "--signal=USR2", job], timeout=60)
+    wait_for(story, "start 1")
+    assert story.read_text().split("\n")[:3] == ["start 0", "told", "start 1"]
+
+
+def wait_for(file: Path, text: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not (file.is_file() and text in file.read_text()):
+        assert time.monotonic() < deadline, f"no {text!r} in {file.name}"
+        time.sleep(0.1)
+
+
+@needs_slurm
+def test_scancel_ends_ranks_in_order(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Ranks under srun get TERM and leave; the record says interrupted, nothing is left."""
+    argv = ["srun", "-N2", "--ntasks-per-node=1", *PACELINE, "train", *JOB, "train.steps=99999"]
+    process = cluster.start([*argv, "--out", "run"], cwd=tmp_path)
+    wait_for(tmp_path / "run/training.csv", "\n3,")
+    cluster.run(["scancel", "--user=root", "--signal=TERM"], timeout=60)
+    process.communicate(timeout=60)
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["outcome"] == "interrupted" and process.returncode != 0
+    assert cluster.processes() == []
+
+
+@needs_slurm
+def test_the_rank_that_fails_on_another_node_is_named(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "job.py").write_text(BROKEN)
+    argv = ["srun", "-N2", "--ntasks-per-node=1", *PACELINE, "train", "job.py:Job"]
+    argv += ["train.steps=5", "train.micro_batch_size=4", "launch.device=cpu", "--out", "run"]
+    done = cluster.run(argv, cwd=tmp_path, timeout=90)
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["outcome"] == "crashed" and done.returncode == 5
+    assert (result["failure"]["rank"], result["failure"]["host"]) == (1, "n2")
+    assert "ValueError: my own bug" in done.stderr
+    assert cluster.processes() == []
+
+
+BROKEN = """
+import os
+import torch
+from torch import nn
+from paceline import Workload
+
+class Data:
+    def __len__(self): return 64
+    def __getitem__(self, index): return torch.full((4,), index / 64)
+
+class Job(Workload):
+    def build_model(self, config): return nn.Linear(4, 1)
+    def build_data(self, config, split): return Data() if split == "train" else None
+    def loss(self, model, batch):
+        if os.environ["RANK"] == "1": raise ValueError("my own bug")
+        return model(batch).sum(), len(batch)
+"""
+
+
+@needs_slurm
+def test_two_torchrun_agents_meet_as_two_nodes(
+    expected: dict[int, list[float]], cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """One agent in each of the cluster's hosts, which have networks of their own."""
+    argv = ["srun", "-N2", "--ntasks-per-node=1", *TORCHRUN, "--nnodes", "2"]
+    argv += ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "n1:14300"]
+    argv += ["--rdzv-id", "two", "-m", "paceline", "train", *JOB, "--out", "run"]
+    done = cluster.run(argv, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    same(tmp_path / "run", expected[4])
+    launch = json.loads((tmp_path / "run/launch.json").read_text())
+    assert launch["launcher"] == "torchrun"
+    assert {rank["host"] for rank in launch["ranks"]} == {"n1", "n2"}
+
+
+def test_paceline_starts_one_torchrun_of_two(
+    expected: dict[int, list[float]], tmp_path: Path
+) -> None:
+    """It names the command for the other node; two agents on loopback stand for two machines."""
+    port = free_port()
+    words = ["train", *JOB, "launch.launcher=torchrun", "launch.nnodes=2", "launch.nproc=1"]
+    words += [f"launch.rdzv_endpoint=localhost:{port}", "--out", "run"]
+    first = subprocess.Popen(
+        [*PACELINE, *words], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    wait_for(tmp_path / "run/launch.json", "argv")
+    launch = json.loads((tmp_path / "run/launch.json").read_text())
+    second = subprocess.run(
+        launch["argv"], cwd=tmp_path, env=environment(), capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    _, err = first.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0), err + second.stderr
+    assert "run this on the other 1 machine" in err
+    same(tmp_path / "run", expected[2])
+
+
+@needs_slurm
+def test_check_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
+    argv = ["srun", "-N2", "--ntasks-per-node=1", *PACELINE, "check", "--json"]
+    done = cluster.run(argv, cwd=tmp_path, timeout=120)
+    report = json.loads(done.stdout)
+    assert report["fit"] and done.returncode == 0, done.stdout
+    assert [rank["host"] for rank in report["ranks"]] == ["n1", "n2"]
+    assert report["group"]["correctness"]["wrong"] == [] and len(report["group"]["pairs"]) == 1

@@ -1,0 +1,112 @@
+"""Launching and checking on one GPU: what it can prove of binding, sharing and rates."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from tests.cli.program import paceline
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+JOB = [
+    "lm_tiny", "data.source=synthetic", "data.synthetic_samples=512", "data.seq_len=16",
+    "model.dim=32", "train.steps=12", "train.eval_every=off", "precision.mode=fp32",
+    "train.log_every=1", "optim.name=sgd",
+]  # fmt: skip
+
+
+def losses(run: Path) -> list[float]:
+    return [float(row.split(",")[1]) for row in (run / "training.csv").read_text().splitlines()[1:]]
+
+
+def test_check_takes_less_than_45_s_and_keeps_the_rates(tmp_path: Path) -> None:
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    started_at = time.monotonic()
+    ran = paceline("check", "launch.nproc=1", "--json", "--out", "check", cwd=tmp_path, **cache)
+    assert time.monotonic() - started_at < 45
+    report = json.loads(ran.out)
+    assert ran.code == 0 and report["fit"], ran.err
+    (rank,) = report["ranks"]
+    rates = {rate.get("precision", "copy"): rate for rate in rank["rates"]}
+    assert set(rates) == {"fp32", "tf32", "bf16", "fp16", "copy"}
+    assert rates["bf16"]["tflop_per_s"] > 2 * rates["fp32"]["tflop_per_s"]
+    assert any("proves little" in finding["what"] for finding in report["findings"])
+    ran = paceline("train", *JOB, "launch.nproc=1", "--json", cwd=tmp_path, **cache)
+    assert ran.code == 0, ran.err
+    assert 0 < json.loads(ran.out)["matmul_share"] < 1
+
+
+def test_two_ranks_share_a_gpu_when_asked(tmp_path: Path) -> None:
+    for name, more in (("gpu", ["launch.devices=[0,0]"]), ("cpu", ["launch.device=cpu"])):
+        ran = paceline(
+            "train", *JOB, "launch.nproc=2", *more, "--out", name, cwd=tmp_path
+        )  # fmt: skip
+        assert ran.code == 0, ran.err
+    launch = json.loads((tmp_path / "gpu/launch.json").read_text())
+    assert launch["crew"]["backend"]["value"] == "gloo"
+    assert [rank["device"] for rank in launch["ranks"]] == ["cuda:0", "cuda:0"]
+    assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), abs=1e-4)
+
+
+def test_check_of_two_ranks_on_one_gpu(tmp_path: Path) -> None:
+    shared = paceline("check", "launch.devices=[0,0]", "--json", "--out", "s", cwd=tmp_path)
+    report = json.loads(shared.out)
+    assert shared.code == 0 and report["group"]["correctness"]["wrong"] == [], shared.err
+    assert len({rank["device_id"] for rank in report["ranks"]}) == 1
+
+
+@pytest.mark.parametrize("asked", ["launch.nproc=9", "launch.devices=[9]"])
+def test_more_gpus_than_there_are_is_exit_3(asked: str, tmp_path: Path) -> None:
+    ran = paceline("train", *JOB, asked, cwd=tmp_path)
+    assert ran.code == 3 and "usable here" in ran.err
+
+
+def test_under_torchrun_a_rank_takes_its_gpu(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    from tests.cli.program import environment
+
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m"]
+    argv += ["paceline", "train", *JOB, "--out", "run"]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(tmp_path / "run")) == 12
+
+
+def test_a_rank_that_hangs_on_the_gpu_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(HANGS)
+    ran = paceline(
+        "train", "job.py:Job", "train.steps=4", "launch.progress_s=5", "launch.grace_s=5",
+        "train.micro_batch_size=4", "--out", "run", cwd=tmp_path,
+    )  # fmt: skip
+    assert ran.code == 6 and "no progress for 5 s" in ran.err
+    free, total = torch.cuda.mem_get_info()
+    assert free > 0.9 * total, "the rank's memory has been given back"
+
+
+HANGS = """
+import torch
+from torch import nn
+from paceline import Workload
+
+class Data:
+    def __len__(self): return 64
+    def __getitem__(self, index): return torch.full((4,), index / 64)
+
+class Job(Workload):
+    calls = 0
+    def build_model(self, config): return nn.Linear(4, 1)
+    def build_data(self, config, split): return Data() if split == "train" else None
+    def loss(self, model, batch):
+        self.calls += 1
+        if self.calls > 3:
+            torch.cuda._sleep(1 << 40)  # a kernel that spins for minutes
+            torch.cuda.synchronize()
+        return model(batch).sum(), len(batch)
+"""
