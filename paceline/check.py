@@ -25,7 +25,7 @@ from paceline.flow import choose_launcher, in_peace
 from paceline.launch.base import LaunchEnd, Order
 from paceline.launch.blame import explain_stall, missed_deadline
 from paceline.launch.muster import RollCall
-from paceline.plan.crew import check_crew, choose_crew, choose_threads, shares_gpus
+from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks, shares_gpus
 from paceline.records import Crew, Env, Finding, LaunchPlan, RankVerdict
 from paceline.rundir import RunDir
 
@@ -55,7 +55,7 @@ def run_check(
         ranks, group = list[RankCheckup](), None
     else:
         order = Order(settings.launch, crew, env, threads, "check", run_dir=str(run.root))
-        say(f"starting {crew.world_size} ranks to measure with, in {run.root}")
+        say(f"starting {count_ranks(crew.world_size)} to measure with, in {run.root}")
         findings += _examine(order, run, call)
         ranks, group = _load(run, crew.world_size)
         findings += judge(ranks, group, env, shares_gpus(settings.launch))

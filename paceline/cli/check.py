@@ -53,11 +53,13 @@ def _print(report: "CheckReport") -> None:
     from rich.console import Console
     from rich.markup import escape
 
+    from paceline.plan.crew import count_ranks
+
     console = Console(highlight=False, soft_wrap=True)
     crew = report.crew
     machines = "1 machine" if crew.num_nodes == 1 else f"{crew.num_nodes} machines"
     console.print(
-        f"{crew.world_size} ranks on {machines}, {crew.device.value}, {crew.backend.value}"
+        f"{count_ranks(crew.world_size)} on {machines}, {crew.device.value}, {crew.backend.value}"
         f" ({escape(crew.backend.because)})"
     )
     _print_ranks(console, report)
@@ -85,11 +87,11 @@ def _print_ranks(console: "Console", report: "CheckReport") -> None:
                 on_gpu = rank.device_id != "cpu" and rate.precision in ("bf16", "fp32")
                 peak = peak_flops(rank.device, rate.precision).value if on_gpu else None
                 of = f" of {peak / 1e12:.0f}" if peak else ""
-                matmuls.append(f"{rate.precision} {rate.tflop_per_s:.3g}{of} TFLOP/s")
+                matmuls.append(f"{rate.precision} {_figure(rate.tflop_per_s)}{of} TFLOP/s")
             else:
                 expected = expect_copy(rank)
                 of = f" of about {expected:.0f}" if expected else ""
-                copies.append(f"{rate.gb_per_s:.3g}{of} GB/s")
+                copies.append(f"{_figure(rate.gb_per_s)}{of} GB/s")
         name = rank.device if rank.device_id == "cpu" else f"{rank.device} {rank.device_id[:12]}"
         table.add_row(
             str(rank.rank), rank.host, name, str(rank.cores), "\n".join(matmuls), "\n".join(copies)
@@ -138,6 +140,10 @@ def _bandwidths(speed: "Speed") -> tuple[str, str]:
     if speed.num_bytes < LARGE_BYTES:
         return "", ""
     return f"{speed.algbw_gb_per_s:.3g} GB/s", f"{speed.busbw_gb_per_s:.3g} GB/s"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _size(num_bytes: int) -> str:

@@ -1,18 +1,21 @@
 """Launching and checking on one GPU: what it can prove of binding, sharing and rates."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
+from tests.cli.program import environment, paceline
 
-from tests.cli.program import paceline
-
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 JOB = [
     "lm_tiny", "data.source=synthetic", "data.synthetic_samples=512", "data.seq_len=16",
     "model.dim=32", "train.steps=12", "train.eval_every=off", "precision.mode=fp32",
@@ -42,15 +45,16 @@ def test_check_takes_less_than_45_s_and_keeps_the_rates(tmp_path: Path) -> None:
 
 
 def test_two_ranks_share_a_gpu_when_asked(tmp_path: Path) -> None:
-    for name, more in (("gpu", ["launch.devices=[0,0]"]), ("cpu", ["launch.device=cpu"])):
-        ran = paceline(
-            "train", *JOB, "launch.nproc=2", *more, "--out", name, cwd=tmp_path
-        )  # fmt: skip
+    """The same global batch on one rank and on two: the same losses."""
+    one = ["launch.nproc=1", "train.micro_batch_size=16"]
+    two = ["launch.devices=[0,0]", "train.micro_batch_size=8"]
+    for name, more in (("one", one), ("two", two)):
+        ran = paceline("train", *JOB, *more, "--out", name, cwd=tmp_path)
         assert ran.code == 0, ran.err
-    launch = json.loads((tmp_path / "gpu/launch.json").read_text())
+    launch = json.loads((tmp_path / "two/launch.json").read_text())
     assert launch["crew"]["backend"]["value"] == "gloo"
     assert [rank["device"] for rank in launch["ranks"]] == ["cuda:0", "cuda:0"]
-    assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), abs=1e-4)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
 
 
 def test_check_of_two_ranks_on_one_gpu(tmp_path: Path) -> None:
@@ -67,11 +71,6 @@ def test_more_gpus_than_there_are_is_exit_3(asked: str, tmp_path: Path) -> None:
 
 
 def test_under_torchrun_a_rank_takes_its_gpu(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
-    from tests.cli.program import environment
-
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m"]
     argv += ["paceline", "train", *JOB, "--out", "run"]
     done = subprocess.run(argv, cwd=tmp_path, env=environment(), capture_output=True, text=True)
