@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all check figures format clean
+.PHONY: demo test test-all check launchers figures format clean
 
 demo: $(READY)
 	$(BIN)/paceline demo
@@ -20,11 +20,17 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_budgets.py tests/unit/test_imports.py
 
+# What the tests of launchers start for real, beside torchrun, which comes with torch.
+launchers: $(READY)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --no-build-isolation -c $(VENV)/constraints.txt deepspeed
+
 # The figures in the issues, one script each, on a quiet machine. Installs the peers they race.
-figures: $(READY)
+figures: launchers
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt -e '.[peers]'
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step_overhead.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ddp_parity.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/launch.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/check_bandwidth.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
