@@ -11,13 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from paceline.errors import ClusterError
 from paceline.launch.base import MEMBER, LaunchEnd, Order
-from paceline.launch.member import load_ends
+from paceline.launch.member import load_ends, starter_variable
 from paceline.launch.supervisor import POLL_S, Notes, noted_signals
 from paceline.records import LaunchPlan
 from paceline.rundir import RunDir
@@ -43,7 +45,7 @@ def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> 
     with noted_signals() as notes, run.launcher_log.open("ab") as log:
         process = subprocess.Popen(
             launch.argv,
-            env=dict(os.environ) | launch.env,
+            env=dict(os.environ) | launch.env | starter_variable(),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -51,14 +53,14 @@ def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> 
             preexec_fn=partial(_end_with_parent, stop),
         )
         try:
-            _watch(process, notes, run, Ending(stop, launch.limits.grace_s + EXTRA_S))
+            had_failed = _watch(process, notes, run, launch, stop)
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
                 process.wait()
+            _end_session(process.pid, launch.limits.grace_s + EXTRA_S)
     ends = load_ends(run, launch.crew.world_size)
-    failed = any(end.exit_code and not end.asked_to_end for end in ends.values())
-    asked = notes.ending[0] if notes.ending and not failed else None
+    asked = notes.ending[0] if notes.ending and not had_failed else None
     refusal = ""
     if process.returncode and not ends and asked is None:
         refusal = f"{Path(launch.argv[0]).name} ended with exit code {process.returncode}"
@@ -66,25 +68,43 @@ def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> 
     return LaunchEnd(ends=ends, signal=asked, refusal=refusal)
 
 
-@dataclass(frozen=True)
-class Ending:
-    stop: int
-    patience_s: float
-
-
-def _watch(process: subprocess.Popen[bytes], notes: Notes, run: RunDir, ending: Ending) -> None:
-    dumps, kill_at = 0, None
+def _watch(
+    process: subprocess.Popen[bytes], notes: Notes, run: RunDir, launch: LaunchPlan, stop: int
+) -> bool:
+    """Until the command has ended. True: a rank had failed before anybody asked for the end."""
+    dumps, kill_at, had_failed = 0, None, False
     while process.poll() is None:
         if notes.dumps > dumps:
             dumps = notes.dumps
             request_dump(run)
         if notes.ending and kill_at is None:
-            kill_at = time.monotonic() + ending.patience_s
-            process.send_signal(ending.stop)
+            had_failed = any(e.exit_code for e in load_ends(run, launch.crew.world_size).values())
+            kill_at = time.monotonic() + launch.limits.grace_s + EXTRA_S
+            os.killpg(process.pid, stop)  # deepspeed passes nothing on to its own child
         impatient = notes.ending.count(signal.SIGINT) > 1
         if kill_at is not None and (impatient or time.monotonic() > kill_at):
-            os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
         time.sleep(POLL_S)
+    return had_failed
+
+
+def _end_session(session: int, patience_s: float) -> None:
+    """What the command started in the session we made for it and left behind when it went."""
+    deadline = time.monotonic() + patience_s
+    while left := _members_of(session):
+        for process in left:
+            with suppress(psutil.Error):
+                process.terminate() if time.monotonic() < deadline else process.kill()
+        psutil.wait_procs(left, timeout=1.0)
+
+
+def _members_of(session: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, PermissionError, psutil.Error):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def request_dump(run: RunDir) -> None:

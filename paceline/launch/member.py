@@ -27,6 +27,7 @@ from paceline.launch.supervisor import Supervisor
 from paceline.records import LaunchPlan, RankEnd, RankPlace
 from paceline.rundir import RunDir
 
+STARTER = "PACELINE_STARTER"
 POLL_S = 1.0
 START_S = 300.0
 LAST_WORDS_S = 15.0  # how long rank 0 waits for the others to say how they ended
@@ -100,13 +101,13 @@ def sit(run: RunDir, launch: LaunchPlan, call: RollCall) -> LaunchEnd:
 
 
 def _ended_elsewhere(call: RollCall) -> Callable[[], bool]:
-    """Asks now and then: has the launcher gone, has another rank failed?"""
-    parent = os.pidfd_open(os.getppid())
+    """Asks now and then: has the launcher, or who started it, gone; has another rank failed?"""
+    above = [os.pidfd_open(pid) for pid in (os.getppid(), *_starter())]
     asked_at = time.monotonic()
 
     def is_over() -> bool:
         nonlocal asked_at
-        if select.select([parent], [], [], 0)[0]:
+        if select.select(above, [], [], 0)[0]:
             return True
         if time.monotonic() - asked_at < POLL_S:
             return False
@@ -114,6 +115,17 @@ def _ended_elsewhere(call: RollCall) -> Callable[[], bool]:
         return call.has_failed()
 
     return is_over
+
+
+def starter_variable() -> dict[str, str]:
+    """Tells members which process of which host runs their launcher's command."""
+    return {STARTER: f"{socket.gethostname()}:{os.getpid()}"}
+
+
+def _starter() -> list[int]:
+    """That process, where it is on this host: some launchers die and leave their own behind."""
+    host, _, pid = os.environ.get(STARTER, "").rpartition(":")
+    return [int(pid)] if host == socket.gethostname() and pid.isdigit() else []
 
 
 def load_ends(run: RunDir, num_ranks: int) -> dict[int, RankEnd]:

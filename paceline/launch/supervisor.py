@@ -29,6 +29,7 @@ from paceline.rundir import RunDir
 POLL_S = 0.05
 DUMP_S = 2.0  # how long a stack dump may take before ranks are ended
 CONTROL_S = 1.0
+SETTLE_S = 0.2
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -131,6 +132,7 @@ class Supervisor:
                     self._escalate(notes)
             finally:
                 self._kill_all()
+            self._settle(notes)
         return self._conclude()
 
     def _start(self, notes: Notes) -> None:
@@ -231,6 +233,16 @@ class Supervisor:
         for rank in self.ranks:
             if rank.pidfd >= 0:
                 select.select([rank.pidfd], [], [], 10.0)
+
+    def _settle(self, notes: Notes) -> None:
+        """A launcher that ends a run signals every supervisor, and ranks fail as their peers go.
+        A failure beside such a signal is the run's end, not its cause."""
+        if any(self._has_failed(r) for r in self.ranks) and not notes.ending:
+            time.sleep(SETTLE_S)
+        if notes.ending and self.kill_at is None:
+            self.signal = notes.ending[0]
+            for rank in self.ranks:
+                rank.asked_to_end = True
 
     def _conclude(self) -> LaunchEnd:
         host, oom_kills = socket.gethostname(), count_oom_kills() - self._oom_kills

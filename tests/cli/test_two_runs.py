@@ -1,4 +1,4 @@
-"""Two runs in one process, as in a sweep: each has its own environment, and signals are as before."""
+"""Two runs in one process, as in a sweep: each has its own environment, signals stay as before."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.cli.program import environment
 
-PROGRAM = '''
+PROGRAM = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
 from paceline.flow import run_job
@@ -40,7 +40,7 @@ if __name__ == "__main__":
     warm_s = time.monotonic() - started_at
     print(json.dumps({"outcomes": outcomes, "same": before == after, "warm_s": warm_s,
                       "threads": threading.active_count()}))
-'''
+"""
 JOB = """
 import os
 import torch

@@ -3,12 +3,15 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cli.program import environment, free_port, paceline
@@ -326,3 +329,47 @@ def test_check_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
     assert report["fit"] and done.returncode == 0, done.stdout
     assert [rank["host"] for rank in report["ranks"]] == ["n1", "n2"]
     assert report["group"]["correctness"]["wrong"] == [] and len(report["group"]["pairs"]) == 1
+
+
+STARTERS = ["torchrun", pytest.param("mpi", marks=needs_mpi)]
+STARTERS += [pytest.param("deepspeed", marks=needs_deepspeed)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("by", STARTERS)
+def test_nothing_outlives_a_command_that_paceline_started(
+    by: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    """Some launchers leave their ranks behind when they are ended; we do not."""
+    mark = uuid.uuid4().hex
+    env = environment(**AS_ROOT, DS_ACCELERATOR="cpu", TEST_MARK=mark)
+    env |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    words = ["train", *JOB, "train.steps=99999", f"launch.launcher={by}", "launch.nproc=2"]
+    process = subprocess.Popen(
+        [*PACELINE, *words, "--out", "run"], cwd=tmp_path, env=env, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    wait_for(tmp_path / "run/training.csv", "\n3,")
+    assert marked(mark)
+    process.send_signal(number)
+    process.wait(60)
+    deadline = time.monotonic() + 10
+    while marked(mark):
+        assert time.monotonic() < deadline, marked(mark)
+        time.sleep(0.1)
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        result = json.loads((tmp_path / "run/result.json").read_text())
+        assert result["outcome"] == "interrupted"
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            is_ours = process.environ().get("TEST_MARK") == mark
+            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
