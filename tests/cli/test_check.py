@@ -42,6 +42,7 @@ def test_lint_is_part_of_it(checked: tuple[Ran, Path]) -> None:
     assert found["severity"] == "warning" and "launch.collective_timeout_s" in found["hint"]
 
 
+@pytest.mark.slow
 def test_a_later_run_tells_its_share_of_what_was_measured(checked: tuple[Ran, Path]) -> None:
     folder = checked[1]
     ran = paceline(

@@ -42,6 +42,7 @@ class Job(Workload):
 ON_RANK_1 = "if os.environ['RANK'] == '1' and self.calls > 2: "
 SMALL = ["train.steps=4", "train.micro_batch_size=4", "launch.device=cpu"]
 MARK = "PACELINE_TEST_MARK"
+pytestmark = pytest.mark.slow
 
 
 class Bench:
@@ -172,7 +173,6 @@ def test_f5_an_address_that_does_not_resolve(bench: Bench) -> None:
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
-@pytest.mark.slow
 def test_f6_a_broken_file_is_one_message_however_many_ranks(bench: Bench) -> None:
     (bench.folder / "job.py").write_text("def broken(:\n")
     ran = finish(bench.start("train", "job.py:Job", *SMALL, before=TORCHRUN))
@@ -241,7 +241,6 @@ def test_f15_ranks_die_with_a_killed_supervisor_within_a_second(doing: str, benc
         shutil.rmtree(bench.temporary)
 
 
-@pytest.mark.slow
 def test_f15_ranks_die_with_a_killed_torchrun(bench: Bench) -> None:
     words = ["train", bench.job("time.sleep(0.1)"), *SMALL, "train.steps=9999", "--out", "run"]
     process = bench.start(*words, before=TORCHRUN)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cli.program import environment
 
 PROGRAM = """
@@ -61,6 +63,7 @@ class Job(Workload):
 """
 
 
+@pytest.mark.slow
 def test_run_2_has_the_environment_of_run_2_and_signals_are_as_before(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "sweep.py").write_text(PROGRAM)
