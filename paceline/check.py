@@ -30,6 +30,7 @@ from paceline.records import Crew, Env, Finding, LaunchPlan, RankVerdict
 from paceline.rundir import RunDir
 
 TOTAL_S = 180.0  # a check that takes longer has hung
+COLLECTIVE_S = 30.0  # none that it starts takes a second
 
 Say = Callable[[str], None]
 
@@ -45,7 +46,7 @@ def run_check(
     started_at = time.time()
     env, topology = probe(), call.topology if call else Topology()
     crew = choose_crew(settings.launch, env, topology)
-    threads = choose_threads(env, crew, workers=0).value
+    threads = choose_threads(settings.launch, env, crew, workers=0).value
     findings = list(check_crew(settings.launch, env, crew, topology))
     run = RunDir.create("check", out, is_run=False)
     write_atomic(run.config, dump_config(settings))
@@ -53,14 +54,15 @@ def run_check(
     if any(finding.severity == "error" for finding in findings):
         findings += _lint_here(crew, run)
         ranks, group = list[RankCheckup](), None
+        if call is not None:
+            call.dismiss(EXIT_CODES[Outcome.REFUSED_CLUSTER])
     else:
         order = Order(settings.launch, crew, env, threads, "check", run_dir=str(run.root))
         say(f"starting {count_ranks(crew.world_size)} to measure with, in {run.root}")
         findings += _examine(order, run, call)
         ranks, group = _load(run, crew.world_size)
         findings += judge(ranks, group, env, shares_gpus(settings.launch))
-        if ranks and ranks[0].rates:
-            keep_rates(env, threads, ranks[0].rates, time.time())
+        findings += _alone(crew) + _keep(env, crew, threads, ranks)
     fit = not any(finding.severity == "error" for finding in findings)
     report = CheckReport(
         run_dir=str(run.root),
@@ -76,12 +78,36 @@ def run_check(
     return report
 
 
+def _alone(crew: Crew) -> list[Finding]:
+    if crew.world_size > 1:
+        return []
+    what = "a world of one rank proves little: no link and no collective was used"
+    return [Finding(severity="note", where="ranks", what=what, hint="give launch.nproc=2 or more")]
+
+
+def _keep(env: Env, crew: Crew, threads: int, ranks: list[RankCheckup]) -> list[Finding]:
+    """The rates of rank 0's device, for the reports of later runs."""
+    if not ranks or not ranks[0].rates:
+        return []
+    try:
+        keep_rates(env, crew.device.value, threads, ranks[0].rates)
+    except OSError as error:
+        what = f"the rates cannot be kept for later reports: {error.strerror}"
+        return [Finding(severity="note", where="cache", what=what, hint="set XDG_CACHE_HOME")]
+    return []
+
+
 def _examine(order: Order, run: RunDir, call: RollCall | None) -> list[Finding]:
     """Run the ranks; what stopped them from finishing is a finding too."""
     launcher = choose_launcher(order.crew, call, order.settings.start_s)
     launch = launcher.plan(order)
     limits = launch.limits.model_copy(
-        update={"start_s": None, "progress_s": None, "total_s": launch.limits.total_s or TOTAL_S}
+        update={
+            "start_s": None,
+            "progress_s": None,
+            "total_s": launch.limits.total_s or TOTAL_S,
+            "collective_s": min(launch.limits.collective_s, COLLECTIVE_S),
+        }
     )
     launch = launch.model_copy(update={"limits": limits})
     launch.save(run.launch)

@@ -137,10 +137,10 @@ def _completed(
 def _outcome(verdicts: dict[int, RankVerdict], num_ranks: int, end: LaunchEnd) -> Outcome:
     if end.signal is not None:
         return Outcome.INTERRUPTED
+    if end.stall or missed_deadline(end.ends):
+        return Outcome.STALL
     if end.refusal:
         return Outcome.REFUSED_CLUSTER
-    if missed_deadline(end.ends):
-        return Outcome.STALL
     cause = _root_cause(verdicts, num_ranks, end)
     if cause is None:
         return next(iter(verdicts.values())).outcome
@@ -156,8 +156,8 @@ def _root_cause(verdicts: dict[int, RankVerdict], num_ranks: int, end: LaunchEnd
     A rank without a verdict was killed and said nothing: the others' errors came after it. Of
     several, it is one that its supervisor had not asked to end.
     """
-    silent = [rank for rank in range(num_ranks) if rank not in verdicts]
-    silent.sort(key=lambda rank: rank in end.ends and end.ends[rank].asked_to_end)
+    unheard = [rank for rank in range(num_ranks) if rank not in verdicts]
+    silent = [rank for rank in unheard if not (rank in end.ends and end.ends[rank].asked_to_end)]
     errors = [verdict for verdict in verdicts.values() if verdict.error is not None]
     told = [v for v in errors if not _is_echo(v)]
     if told:
@@ -166,7 +166,7 @@ def _root_cause(verdicts: dict[int, RankVerdict], num_ranks: int, end: LaunchEnd
         return silent[0]
     if errors:
         return min(errors, key=lambda verdict: verdict.ended_at).rank
-    return None
+    return unheard[0] if unheard else None
 
 
 def _is_echo(verdict: RankVerdict) -> bool:
@@ -258,7 +258,7 @@ def _utilisation(
 
 def _matmul_share(plan: Plan, env: Env, tflops: float | None) -> float | None:
     """Of what `paceline check` measured this very hardware to do; None where it never did."""
-    measured = load_matmul_tflops(env, plan.precision.value, plan.threads.value)
+    measured = load_matmul_tflops(env, plan.device.value, plan.precision.value, plan.threads.value)
     return tflops / measured if tflops is not None and measured else None
 
 

@@ -5,6 +5,7 @@ asked (run.yaml) -> found (env.json) -> decided (plan.json) -> launched -> recor
 
 import json
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -122,6 +123,9 @@ def run_job(job: Job, out: Path | None, talk: Talk, call: RollCall | None = None
 def in_peace() -> Iterator[None]:
     """While ranks live the launcher has its own handler for Ctrl-C; once they have ended, an
     impatient second one must not cost the record of the run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Ctrl-C reaches the main thread, which is the caller's
+        return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

@@ -263,7 +263,10 @@ class RankEnd(Record):
     host: str
     exit_code: int
     asked_to_end: bool = Field(False, description="True where the supervisor had sent TERM first.")
-    stall: Literal["", "start", "progress", "total"] = Field("", description="The deadline missed.")
+    stall: Literal["", "start", "progress", "total", "collective"] = Field(
+        "", description="The deadline missed."
+    )
+    failed: bool = Field(False, description="It left no verdict, or one with an error.")
     was_stopped: bool = Field(False, description="True for a process that a signal had stopped.")
     ran_out_of_memory: bool = Field(False, description="The kernel killed it to free memory.")
 

@@ -4,6 +4,7 @@ stdout is data, stderr is talk. torch is imported by the verbs that need it, ins
 help answers at once.
 """
 
+import signal
 import sys
 import traceback
 
@@ -44,6 +45,8 @@ def version(
 
 def main() -> None:
     """Run the command line; every refusal is one message and its exit code."""
+    # A request for stacks must not kill a process that has none to show yet, or no more.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         app()
     except PacelineError as error:

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 
 from paceline.cluster.gpus import Nvml
+from paceline.cluster.rocm import rocm_gpus
+from paceline.config.schema import SECRET_NAME
 from paceline.files import fingerprint
 from paceline.records import Env, Git
 
@@ -25,7 +27,6 @@ ALLOWED_NAMES = frozenset(
         "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTHONHASHSEED",
     }
 )  # fmt: skip
-SECRET_PARTS = ("TOKEN", "SECRET", "PASSW", "KEY", "CREDENTIAL")
 
 
 def probe() -> Env:
@@ -39,7 +40,7 @@ def probe() -> Env:
         cpu=_cpu_name(),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=_memory_limit(),
-        gpus=[handle.describe() for handle in nvml.handles] if nvml else [],
+        gpus=[handle.describe() for handle in nvml.handles] if nvml else rocm_gpus(),
         links=nvml.links() if nvml else [],
         driver=nvml.driver if nvml else None,
         python=platform.python_version(),
@@ -68,7 +69,7 @@ def allowed_variables(environment: dict[str, str]) -> dict[str, str]:
         name: value
         for name, value in sorted(environment.items())
         if (name in ALLOWED_NAMES or name.startswith(ALLOWED_PREFIXES))
-        and not any(part in name for part in SECRET_PARTS)
+        and not SECRET_NAME.search(name)
     }
 
 

@@ -36,15 +36,6 @@ def judge(
         findings += slow_pairs(group.pairs, [rank.host for rank in ranks])
         findings += _skew(group, ranks)
         findings += _slow_fabric(group, expect_link(ranks, env))
-    elif ranks:
-        findings.append(
-            Finding(
-                severity="note",
-                where="ranks",
-                what="a world of one rank proves little: no link and no collective was used",
-                hint="give launch.nproc=2 or more",
-            )
-        )
     findings += [finding for rank in ranks for finding in _slow_device(rank)]
     order = ("error", "warning", "note")
     return sorted(findings, key=lambda finding: order.index(finding.severity))

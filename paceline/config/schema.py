@@ -14,7 +14,8 @@ Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 SECRET_NAME = re.compile(
-    r"token|secret|passw|pwd|credential|api_?key|access_?key|private", re.IGNORECASE
+    r"token|secret|passw|pwd|credential|private|(?:^|_)(?:api|access)?(?:key|psk|auth)(?:_|$)|apikey",
+    re.IGNORECASE,
 )
 
 

@@ -3,6 +3,7 @@
 
 from importlib import import_module
 
+from paceline.errors import ConfigError
 from paceline.launch.base import Launcher
 
 REGISTRY = {
@@ -15,6 +16,11 @@ REGISTRY = {
 
 
 def find_launcher(name: str) -> Launcher:
+    if name not in REGISTRY:
+        raise ConfigError(
+            "this process is a rank among others already, started by the variables RANK and"
+            " WORLD_SIZE\nhint: unset them to see how Paceline would start ranks"
+        )
     module, _, attribute = REGISTRY[name].partition(":")
     launcher: Launcher = getattr(import_module(module), attribute)()
     return launcher

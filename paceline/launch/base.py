@@ -1,7 +1,7 @@
 """The launcher seam: a plan that can be printed and tested, and a run of it."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -35,7 +35,8 @@ class LaunchEnd:
 
     ends: dict[int, RankEnd] = field(default_factory=dict)
     signal: int | None = None
-    refusal: str = ""  # why a command could not start any rank
+    refusal: str = ""  # why a command could not start the ranks
+    stall: str = ""  # the deadline by which it should have
 
     @property
     def exit_codes(self) -> dict[int, int]:
@@ -119,17 +120,18 @@ def _environment(
     chosen = {"OMP_NUM_THREADS": (str(order.threads), "the plan's threads a rank")}
     chosen |= {name: pair for name, pair in fabric.items() if name not in order.env.variables}
     if visible := visible_devices(order.settings):
-        chosen["CUDA_VISIBLE_DEVICES"] = (_visible(visible), "launch.devices")
+        chosen["CUDA_VISIBLE_DEVICES"] = (",".join(device_names(visible)), "launch.devices")
     env = {name: value for name, (value, _) in chosen.items()} | asked
     reasons = {name: why for name, (_, why) in chosen.items() if name not in asked}
     return env, reasons | dict.fromkeys(asked, "launch.env")
 
 
-def _visible(devices: list[int]) -> str:
-    """`launch.devices` counts the GPUs that are visible now, which may be some of the machine's."""
+def device_names(devices: Iterable[int]) -> list[str]:
+    """`launch.devices` counts the GPUs that are visible now, which may be some of the machine's:
+    their numbers there, or their UUIDs."""
     now = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = now.split(",") if now else []
-    return ",".join(names[n].strip() if n < len(names) else str(n) for n in devices)
+    names = [name.strip() for name in now.split(",")] if now else []
+    return [names[n] if n < len(names) else str(n) for n in devices]
 
 
 def _overruled(order: Order, fabric: dict[str, tuple[str, str]]) -> list[Finding]:

@@ -13,7 +13,12 @@ PHASES = ("start", "data", "forward", "backward", "optimizer", "other", "eval")
 SILENT_S = 5.0
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 TORCH = "/torch/"
-KEYS = {"start": "launch.start_s", "progress": "launch.progress_s", "total": "launch.total_s"}
+KEYS = {
+    "start": "launch.start_s",
+    "progress": "launch.progress_s",
+    "total": "launch.total_s",
+    "collective": "launch.collective_timeout_s",
+}
 
 
 class Frame(NamedTuple):
@@ -29,12 +34,13 @@ def missed_deadline(ends: dict[int, RankEnd]) -> str:
 def explain_stall(run: RunDir, ends: dict[int, RankEnd], deadline: str) -> tuple[int, str]:
     """The rank to look at, and a sentence that says why."""
     limits = LaunchPlan.load(run.launch).limits
-    seconds = {"start": limits.start_s, "progress": limits.progress_s, "total": limits.total_s}
-    waited = {
-        "start": f"step 1 had not begun on every rank after {seconds['start']:g} s",
-        "progress": f"no progress for {seconds['progress']:g} s",
-        "total": f"the run took longer than {seconds['total'] or 0:g} s",
+    text, seconds = {
+        "start": ("step 1 had not begun on every rank after {:g} s", limits.start_s),
+        "progress": ("no progress for {:g} s", limits.progress_s),
+        "total": ("it took longer than {:g} s", limits.total_s),
+        "collective": ("a collective waited longer than {:g} s", limits.collective_s),
     }[deadline]
+    waited = text.format(seconds or 0)
     beats = {rank: last_beat(run.heartbeat(rank)) for rank in ends}
     frames = {rank: _main_frames(run.stacks(rank)) for rank in ends}
     rank, why = _furthest_behind(ends, beats, frames)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +21,9 @@ import psutil
 from paceline.errors import ClusterError
 from paceline.launch.base import MEMBER, LaunchEnd, Order
 from paceline.launch.member import load_ends, starter_variable
+from paceline.launch.pulse import Pulse
 from paceline.launch.supervisor import POLL_S, Notes, noted_signals
-from paceline.records import LaunchPlan
+from paceline.records import LaunchPlan, Limits
 from paceline.rundir import RunDir
 
 PR_SET_PDEATHSIG = 1
@@ -42,6 +44,7 @@ def require_program(name: str, hint: str) -> None:
 def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> LaunchEnd:
     """Run the plan's command to its end; its own output goes to launcher.log. `stop` is the signal
     by which this launcher lets its ranks end in order."""
+    name = Path(launch.argv[0]).name
     with noted_signals() as notes, run.launcher_log.open("ab") as log:
         process = subprocess.Popen(
             launch.argv,
@@ -53,39 +56,62 @@ def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> 
             preexec_fn=partial(_end_with_parent, stop),
         )
         try:
-            had_failed = _watch(process, notes, run, launch, stop)
+            end = _watch(process, notes, run, launch, stop)
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
             _end_session(process.pid, launch.limits.grace_s + EXTRA_S)
     ends = load_ends(run, launch.crew.world_size)
-    asked = notes.ending[0] if notes.ending and not had_failed else None
+    asked = notes.ending[0] if notes.ending and not end.had_failed else None
     refusal = ""
-    if process.returncode and not ends and asked is None:
-        refusal = f"{Path(launch.argv[0]).name} ended with exit code {process.returncode}"
+    if end.stall:
+        refusal = f"{name} had not started every rank in time{_last_words(run.launcher_log)}"
+    elif process.returncode and not ends and asked is None:
+        refusal = f"{name} ended with exit code {process.returncode}"
         refusal += f" before any rank had started{_last_words(run.launcher_log)}"
-    return LaunchEnd(ends=ends, signal=asked, refusal=refusal)
+    return LaunchEnd(ends=ends, signal=asked, refusal=refusal, stall=end.stall)
+
+
+@dataclass
+class CommandEnd:
+    had_failed: bool = False  # a rank, before anybody asked for the end
+    stall: str = ""
 
 
 def _watch(
     process: subprocess.Popen[bytes], notes: Notes, run: RunDir, launch: LaunchPlan, stop: int
-) -> bool:
-    """Until the command has ended. True: a rank had failed before anybody asked for the end."""
-    dumps, kill_at, had_failed = 0, None, False
+) -> CommandEnd:
+    """Until the command has ended. Members keep the deadlines of their own ranks; this process
+    those of ranks that never came."""
+    dumps, kill_at, end = 0, None, CommandEnd()
+    pulse = Pulse(run, range(launch.crew.world_size), _later(launch.limits))
     while process.poll() is None:
         if notes.dumps > dumps:
             dumps = notes.dumps
             request_dump(run)
-        if notes.ending and kill_at is None:
-            had_failed = any(e.exit_code for e in load_ends(run, launch.crew.world_size).values())
+        if kill_at is None and not notes.ending:
+            end.stall = pulse.missed() or ""
+        if (notes.ending or end.stall) and kill_at is None:
+            ends = load_ends(run, launch.crew.world_size)
+            end.had_failed = any(found.failed for found in ends.values())
             kill_at = time.monotonic() + launch.limits.grace_s + EXTRA_S
             os.killpg(process.pid, stop)  # deepspeed passes nothing on to its own child
         impatient = notes.ending.count(signal.SIGINT) > 1
         if kill_at is not None and (impatient or time.monotonic() > kill_at):
             process.kill()
         time.sleep(POLL_S)
-    return had_failed
+    return end
+
+
+def _later(limits: Limits) -> Limits:
+    """Members act first: they know which rank it is."""
+    later = {
+        name: getattr(limits, name) + EXTRA_S
+        for name in ("start_s", "progress_s", "total_s")
+        if getattr(limits, name) is not None
+    }
+    return limits.model_copy(update=later)
 
 
 def _end_session(session: int, patience_s: float) -> None:

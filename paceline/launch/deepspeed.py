@@ -4,7 +4,7 @@ import socket
 
 from paceline.cluster.hosts import read_hostfile
 from paceline.errors import ConfigError
-from paceline.launch.base import MEMBER, LaunchEnd, Order, draw_plan
+from paceline.launch.base import MEMBER, LaunchEnd, Order, device_names, draw_plan
 from paceline.launch.command import require_program, run_command
 from paceline.plan.crew import visible_devices
 from paceline.records import LaunchPlan
@@ -14,7 +14,14 @@ from paceline.rundir import RunDir
 class DeepSpeedLauncher:
     def plan(self, order: Order) -> LaunchPlan:
         crew, hostfile = order.crew, order.settings.hostfile
-        slots = ",".join(str(n) for n in visible_devices(order.settings) or range(crew.per_node))
+        # The runner drops CUDA_VISIBLE_DEVICES beside --include: name the machine's own numbers.
+        numbers = device_names(visible_devices(order.settings) or range(crew.per_node))
+        if crew.device.value == "cuda" and not all(number.isdigit() for number in numbers):
+            raise ConfigError(
+                f"deepspeed's --include takes numbers, and CUDA_VISIBLE_DEVICES has {numbers[0]}\n"
+                "hint: name the GPUs by number there, or choose another launch.launcher"
+            )
+        slots = ",".join(numbers)
         hosts = [order.env.host]
         where = ["--include", f"localhost:{slots}"]
         if crew.device.value == "cpu":  # it counts NUMA nodes there, and knows no other slots

@@ -8,7 +8,6 @@ crashes or is killed is seen and told, whatever the launcher does about it.
 """
 
 import os
-import select
 import socket
 import sys
 import time
@@ -23,7 +22,7 @@ from paceline.launch.base import LaunchEnd, Order, draw_plan, rank_device, rank_
 from paceline.launch.local import build_ticket
 from paceline.launch.muster import RollCall, muster
 from paceline.launch.rank import TASKS, save_failure
-from paceline.launch.supervisor import Supervisor
+from paceline.launch.supervisor import Supervisor, wait_for_any
 from paceline.records import LaunchPlan, RankEnd, RankPlace
 from paceline.rundir import RunDir
 
@@ -59,7 +58,7 @@ class MemberLauncher:
         own = sit(run, launch, self.call)
         ends = load_ends(run, launch.crew.world_size)
         # A launcher ends everybody when one rank fails: then the signal is not the cause.
-        alone_to_blame = all(end.exit_code == 0 or end.asked_to_end for end in ends.values())
+        alone_to_blame = all(not end.failed or end.asked_to_end for end in ends.values())
         complete = len(ends) == launch.crew.world_size
         return LaunchEnd(ends=ends, signal=own.signal if alone_to_blame and complete else None)
 
@@ -82,6 +81,8 @@ def attend(call: RollCall) -> int:
 
 def end_code(end: RankEnd) -> int:
     """A member's exit code: what a shell would say of its rank."""
+    if not end.failed:
+        return 0
     return end.exit_code if end.exit_code >= 0 else 128 - end.exit_code
 
 
@@ -92,22 +93,23 @@ def sit(run: RunDir, launch: LaunchPlan, call: RollCall) -> LaunchEnd:
     ticket = build_ticket(launch, run, place, call.meeting, TASKS[launch.task])
     supervisor = Supervisor(run, [ticket], launch.limits, _ended_elsewhere(call))
     end = supervisor.run()
-    if end.ends[topology.rank].exit_code != 0:
+    if end.ends[topology.rank].failed:
         call.tell_failure(topology.rank)
     call.tell_end()
     if topology.rank == 0:  # whose store the others speak through
-        call.wait_for_ends(LAST_WORDS_S)
+        call.wait_for_ends(launch.limits.grace_s + LAST_WORDS_S)
     return end
 
 
 def _ended_elsewhere(call: RollCall) -> Callable[[], bool]:
     """Asks now and then: has the launcher, or who started it, gone; has another rank failed?"""
-    above = [os.pidfd_open(pid) for pid in (os.getppid(), *_starter())]
+    # In a container the launcher may be outside: then there is no parent to see.
+    above = [os.pidfd_open(pid) for pid in (os.getppid(), *_starter()) if pid]
     asked_at = time.monotonic()
 
     def is_over() -> bool:
         nonlocal asked_at
-        if select.select(above, [], [], 0)[0]:
+        if wait_for_any(above, 0):
             return True
         if time.monotonic() - asked_at < POLL_S:
             return False

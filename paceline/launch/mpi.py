@@ -27,6 +27,7 @@ class MpiLauncher:
             "mpirun",
             *("-n", str(crew.world_size)),
             *("--map-by", f"ppr:{crew.per_node}:node"),
+            "--oversubscribe",  # more ranks than cores is the plan's to judge
             *("--bind-to", "none"),  # Open MPI would pin each rank, and its threads, to one core
             *where,
             *meet,

@@ -10,7 +10,7 @@ from typing import Literal
 from paceline.records import Limits
 from paceline.rundir import RunDir
 
-Deadline = Literal["start", "progress", "total"]
+Deadline = Literal["start", "progress", "total", "collective"]
 TAIL_BYTES = 4096
 
 

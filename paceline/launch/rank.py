@@ -71,6 +71,8 @@ def rank_main(ticket: RankTicket) -> None:
     _redirect(post.run.rank_log(post.place.rank))
     _die_with(ticket.supervisor_pid, ticket.temporary)
     _dump_stacks_on_request(post.run.stacks(post.place.rank))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # the fork server is deaf
+        signal.signal(number, signal.SIG_DFL)
     for number in (signal.SIGINT, signal.SIGUSR2):  # some launchers signal every process
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -84,6 +86,8 @@ def rank_main(ticket: RankTicket) -> None:
     _end_children()
     if dist.is_initialized():
         dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # a thread that the user left running must not keep a finished rank
 
 
 def train_rank(post: Post) -> None:
@@ -157,8 +161,10 @@ def _redirect(log: Path) -> None:
 def _dump_stacks_on_request(path: Path) -> None:
     """SIGUSR1 writes every thread's stack there, from C: a rank stuck in C++ answers too. The
     file's existence tells the supervisor that this process can take the signal."""
+    early = path.with_name("stacks.tmp")
     # faulthandler keeps the file open.
-    faulthandler.register(signal.SIGUSR1, file=path.open("a"), all_threads=True, chain=False)
+    faulthandler.register(signal.SIGUSR1, file=early.open("a"), all_threads=True, chain=False)
+    early.rename(path)
 
 
 def _let_go_of_fork_server() -> None:
@@ -179,7 +185,9 @@ def _die_with(supervisor_pid: int, temporary: str) -> None:
     parent = os.pidfd_open(supervisor_pid)
 
     def watch() -> None:
-        select.select([parent], [], [])
+        poll = select.poll()
+        poll.register(parent, select.POLLIN)
+        poll.poll()
         shutil.rmtree(temporary, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)  # with it what it started itself
 

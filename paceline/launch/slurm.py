@@ -36,7 +36,8 @@ trap 'kill -TERM $run' TERM
 code=200
 while kill -0 $run 2>/dev/null; do wait $run; code=$?; done  # a trapped signal ends a wait early
 
-# 75: stopped in time and can go on. Anything else is final.
+# 75: stopped in time and can go on. Anything else is final. (A run says 75 once it can write
+# checkpoints, which this version cannot: until then one that is stopped ends with 130.)
 if [ $code -eq 75 ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi

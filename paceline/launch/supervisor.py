@@ -20,16 +20,18 @@ from typing import Any
 
 import psutil
 
+from paceline.errors import Outcome
 from paceline.launch.base import LaunchEnd
 from paceline.launch.pulse import Deadline, Pulse
 from paceline.launch.rank import RankTicket, rank_main
-from paceline.records import Limits, RankEnd
+from paceline.records import Limits, RankEnd, RankVerdict
 from paceline.rundir import RunDir
 
 POLL_S = 0.05
 DUMP_S = 2.0  # how long a stack dump may take before ranks are ended
 CONTROL_S = 1.0
 SETTLE_S = 0.2
+NURSERY = "paceline.launch.nursery"
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -55,7 +57,10 @@ def noted_signals() -> Iterator[Notes]:
         else:
             notes.ending.append(number)
 
-    before = {number: signal.signal(number, note) for number in (*ENDING, signal.SIGUSR1)}
+    # nohup has had SIGHUP ignored, and so it stays.
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    watched = [number for number in (*ENDING, signal.SIGUSR1) if number not in ignored]
+    before = {number: signal.signal(number, note) for number in watched}
     try:
         yield notes
     finally:
@@ -72,6 +77,7 @@ class RankProcess:
     pidfd: int
     asked_to_end: bool = False
     was_stopped: bool = False
+    done_at: float = 0.0
 
     @classmethod
     def start(cls, ticket: RankTicket) -> "RankProcess":
@@ -115,12 +121,12 @@ class Supervisor:
         self.kill_at: float | None = None
         self.signal: int | None = None
         self._dumps_done = 0
-        self._control_at = 0.0
+        self._control_at = self._looked_at = 0.0
         self._control_seen = _modified_at(run.dump_request)
         self._oom_kills = count_oom_kills()
 
     def run(self) -> LaunchEnd:
-        multiprocessing.set_forkserver_preload([rank_main.__module__])
+        multiprocessing.set_forkserver_preload([NURSERY, rank_main.__module__])
         with noted_signals() as notes:
             try:
                 self._start(notes)
@@ -130,6 +136,7 @@ class Supervisor:
                     if self.kill_at is None and self._must_end(notes, pulse):
                         self._ask_to_end()
                     self._escalate(notes)
+                    self._end_lingering()
             finally:
                 self._kill_all()
             self._settle(notes)
@@ -173,9 +180,13 @@ class Supervisor:
         if notes.ending:
             self.signal = notes.ending[0]
             return True
-        if any(not r.is_alive and self._has_failed(r) for r in self.ranks) or self.is_over():
+        failed = [r for r in self.ranks if not r.is_alive and self._has_failed(r)]
+        if any(self._timed_out(r) for r in failed):
+            self.stall = "collective"
+        elif failed or self.is_over():
             return True
-        self.stall = pulse.missed()
+        else:
+            self.stall = pulse.missed()
         if self.stall is None:
             return False
         for rank in self.ranks:
@@ -184,7 +195,31 @@ class Supervisor:
         return True
 
     def _has_failed(self, rank: RankProcess) -> bool:
-        return rank.process.exitcode != 0 or not self.run_dir.verdict(rank.rank).is_file()
+        """By its own word: gloo sometimes aborts in teardown, after all is done and said."""
+        verdict = self._verdict(rank)
+        return verdict is None or verdict.error is not None
+
+    def _timed_out(self, rank: RankProcess) -> bool:
+        verdict = self._verdict(rank)
+        return verdict is not None and verdict.outcome is Outcome.STALL
+
+    def _verdict(self, rank: RankProcess) -> RankVerdict | None:
+        path = self.run_dir.verdict(rank.rank)
+        return RankVerdict.load(path) if path.is_file() else None
+
+    def _end_lingering(self) -> None:
+        """A rank that has said its last word and does not leave: a thread of the user's, or a
+        process group that cannot be torn down. Its word stands."""
+        now = time.monotonic()
+        if now - self._looked_at < CONTROL_S:
+            return
+        self._looked_at = now
+        for rank in self.ranks:
+            if rank.is_alive and self.run_dir.verdict(rank.rank).is_file():
+                rank.done_at = rank.done_at or now
+                if now - rank.done_at > self.limits.grace_s:
+                    self._log(f"rank {rank.rank} is done and does not leave: killed")
+                    rank.signal(signal.SIGKILL)
 
     def dump_stacks(self, why: str) -> None:
         """Every thread of every rank into its stacks.txt, which exists once it can answer."""
@@ -232,7 +267,7 @@ class Supervisor:
                 rank.signal(signal.SIGKILL)
         for rank in self.ranks:
             if rank.pidfd >= 0:
-                select.select([rank.pidfd], [], [], 10.0)
+                wait_for_any([rank.pidfd], 10.0)
 
     def _settle(self, notes: Notes) -> None:
         """A launcher that ends a run signals every supervisor, and ranks fail as their peers go.
@@ -259,6 +294,7 @@ class Supervisor:
                 exit_code=code if code is not None else -signal.SIGKILL,
                 asked_to_end=rank.asked_to_end,
                 stall=self.stall or "",
+                failed=self._has_failed(rank),
                 was_stopped=rank.was_stopped,
                 ran_out_of_memory=killed and oom_kills > 0,
             )
@@ -266,6 +302,14 @@ class Supervisor:
             ends[rank.rank].save(self.run_dir.rank_end(rank.rank))
             rank.close()
         return LaunchEnd(ends=ends, signal=self.signal)
+
+
+def wait_for_any(handles: Sequence[int], timeout_s: float) -> bool:
+    """True once one of them is readable; poll, because select stops at 1024 descriptors."""
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def _is_stopped(rank: RankProcess) -> bool:

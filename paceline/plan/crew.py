@@ -11,6 +11,10 @@ from paceline.config.schema import LaunchConfig
 from paceline.records import Choice, Crew, Env, Finding
 
 LOCAL_ONLY = ("local",)
+READ_AT_START = {
+    "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_PLACES",
+    "OMP_PROC_BIND", "PYTHONHASHSEED", "PYTHONPATH", "TORCH_LOGS",
+}  # fmt: skip
 
 
 def choose_crew(launch: LaunchConfig, env: Env, topology: Topology) -> Crew:
@@ -38,14 +42,14 @@ def choose_device(launch: LaunchConfig, env: Env) -> Choice:
     asked = launch.device
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
-    if env.gpus and env.cuda:
+    if env.gpus and (env.cuda or env.hip):
         return Choice(requested=asked, value="cuda", because=f"{len(env.gpus)} GPUs are visible")
-    why = "no GPU is visible" if not env.gpus else "this torch is built without CUDA"
+    why = "no GPU is visible" if not env.gpus else "this torch is built without CUDA and ROCm"
     return Choice(requested=asked, value="cpu", because=why)
 
 
-def choose_threads(env: Env, crew: Crew, workers: int) -> Choice:
-    asked = env.variables.get("OMP_NUM_THREADS", "auto")
+def choose_threads(launch: LaunchConfig, env: Env, crew: Crew, workers: int) -> Choice:
+    asked = (env.variables | launch.env).get("OMP_NUM_THREADS", "auto")
     if asked.isdigit() and int(asked) > 0:
         return Choice(requested=asked, value=int(asked), because="OMP_NUM_THREADS is set")
     # Loaders of a CPU rank work on its own cores; threads that spin beside them slow both.
@@ -76,13 +80,16 @@ def shares_gpus(launch: LaunchConfig) -> bool:
 
 def check_crew(launch: LaunchConfig, env: Env, crew: Crew, topology: Topology) -> Iterator[Finding]:
     """What is wrong with these ranks here."""
-    yield from _thread_problems(env, crew)
+    yield from _thread_problems(launch, env, crew)
+    yield from _late_variables(launch, crew)
     if topology.is_alone:
         yield from _start_problems(launch, env, crew)
     else:
         yield from _joined_problems(launch, crew, topology)
     if crew.device.value == "cuda":
-        yield from _gpu_problems(launch, env, crew)
+        # A launcher that started us may have given each rank one GPU of its own.
+        sees_one_each = not topology.is_alone and len(env.gpus) == 1
+        yield from _gpu_problems(launch, env, crew, sees_one_each)
     elif crew.backend.value == "nccl":
         yield Finding(
             severity="error",
@@ -100,8 +107,20 @@ def check_crew(launch: LaunchConfig, env: Env, crew: Crew, topology: Topology) -
         )
 
 
-def _thread_problems(env: Env, crew: Crew) -> Iterator[Finding]:
-    asked = env.variables.get("OMP_NUM_THREADS")
+def _late_variables(launch: LaunchConfig, crew: Crew) -> Iterator[Finding]:
+    """Ranks of ours are forked from a process that has loaded python and torch already."""
+    for name in sorted(READ_AT_START & set(launch.env)):
+        if crew.launcher.value == "local":
+            yield Finding(
+                severity="warning",
+                where=f"launch.env.{name}",
+                what="has no effect: it is read when python or torch starts, before a rank is one",
+                hint=f"export {name} before you start paceline, or set launch.launcher=torchrun",
+            )
+
+
+def _thread_problems(launch: LaunchConfig, env: Env, crew: Crew) -> Iterator[Finding]:
+    asked = (env.variables | launch.env).get("OMP_NUM_THREADS")
     if asked is not None and not (asked.isdigit() and int(asked) > 0):
         yield Finding(
             severity="error",
@@ -164,8 +183,10 @@ def _no_effect(where: str, because: str) -> Finding:
     return Finding(severity="warning", where=where, what=f"has no effect: {because}")
 
 
-def _gpu_problems(launch: LaunchConfig, env: Env, crew: Crew) -> Iterator[Finding]:
-    num_gpus = len(env.gpus) if env.cuda else 0
+def _gpu_problems(
+    launch: LaunchConfig, env: Env, crew: Crew, sees_one_each: bool
+) -> Iterator[Finding]:
+    num_gpus = len(env.gpus) if env.cuda or env.hip else 0
     # A login node, or the head of a job, need not have the GPUs that the ranks will have.
     is_here = num_gpus > 0 or (crew.num_nodes == 1 and crew.launcher.value != "slurm")
     severity = "error" if is_here else "warning"
@@ -178,7 +199,7 @@ def _gpu_problems(launch: LaunchConfig, env: Env, crew: Crew) -> Iterator[Findin
             hint=f"use 0 to {num_gpus - 1}" if num_gpus else "set launch.device=cpu",
             cause="cluster",
         )
-    elif launch.devices == "auto" and num_gpus < crew.per_node and not _sees_one_each(env, crew):
+    elif launch.devices == "auto" and num_gpus < crew.per_node and not sees_one_each:
         yield Finding(
             severity=severity,
             where="launch.nproc",
@@ -194,11 +215,6 @@ def _gpu_problems(launch: LaunchConfig, env: Env, crew: Crew) -> Iterator[Findin
             hint="set launch.backend=gloo, or leave it at auto",
             cause="cluster",
         )
-
-
-def _sees_one_each(env: Env, crew: Crew) -> bool:
-    """A launcher that started us may have given each rank one GPU of its own."""
-    return crew.launcher.value not in ("local",) and len(env.gpus) == 1
 
 
 def _choose_launcher(launch: LaunchConfig, topology: Topology) -> Choice:

@@ -52,7 +52,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
             requested=config.train.compile, value=config.train.compile, because="as asked"
         ),
         fused_optimizer=_choose_fused(config),
-        threads=choose_threads(env, crew, workers.value),
+        threads=choose_threads(config.launch, env, crew, workers.value),
         loader_workers=workers,
         model=model,
         state_bytes=find_strategy(strategy.value).estimate(model, config, world),

@@ -1,6 +1,7 @@
 """From an exception to what a person can act on: outcome, the user's line, what to change."""
 
 import errno
+import re
 import resource
 import sysconfig
 import traceback
@@ -10,6 +11,9 @@ import torch
 
 from paceline.errors import Outcome, PacelineError
 from paceline.records import RankError
+
+# How gloo and NCCL say that a collective waited longer than the group's timeout.
+TIMED_OUT = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective operation timeout")
 
 
 def explain(error: BaseException) -> RankError:
@@ -55,6 +59,8 @@ def outcome_of(error: BaseException) -> Outcome:
         return Outcome.OUT_OF_RESOURCES
     if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
         return Outcome.OUT_OF_RESOURCES
+    if isinstance(error, RuntimeError) and TIMED_OUT.search(str(error)):
+        return Outcome.STALL
     if isinstance(error, KeyboardInterrupt):
         return Outcome.INTERRUPTED
     return Outcome.CRASHED

@@ -307,8 +307,63 @@ def test_the_timeout_of_collectives_reaches_the_group(bench: Bench) -> None:
     trouble = f"{ON_RANK_1} time.sleep(60)"
     started_at = time.monotonic()
     ran = bench.train(trouble, "launch.nproc=2", "launch.collective_timeout_s=2")
-    assert ran.code == 5 and "imed out" in ran.err, ran.err
+    assert ran.code == 6 and "a collective waited longer than 2 s" in ran.err, ran.err
+    assert bench.result()["failure"]["rank"] == 1, "not the one that waited"
     assert time.monotonic() - started_at < 40
+
+
+def test_a_thread_that_goes_on_does_not_keep_a_finished_rank(bench: Bench) -> None:
+    thread = "import threading; threading.Thread(target=time.sleep, args=(1e6,)).start()"
+    assert bench.train(thread, "launch.nproc=2", "launch.grace_s=5").code == 0
+
+
+def test_a_rank_that_aborts_after_its_verdict_has_finished(bench: Bench) -> None:
+    late = "import atexit, threading; self.calls == 1 and os.environ['RANK'] == '0' and"
+    late += " setattr(torch.distributed, 'destroy_process_group', os.abort)"
+    ran = bench.train(late, "launch.nproc=2")
+    assert ran.code == 0 and bench.result()["outcome"] == "ok", ran.err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "torch.distributed.DistBackendError('NCCL error: unhandled system error')",
+        "RuntimeError('s3 read failed: Connection reset by peer')",
+    ],
+)
+def test_a_rank_asked_to_end_is_never_the_cause(error: str, bench: Bench) -> None:
+    ran = bench.train(f"{ON_RANK_1} raise {error}", "launch.nproc=2")
+    assert ran.code == 5 and bench.result()["failure"]["rank"] == 1, ran.err
+
+
+def start_training(bench: Bench) -> Any:
+    words = ["train", bench.job("time.sleep(0.1)"), *SMALL, "train.steps=60", "launch.nproc=2"]
+    process = bench.start(*words, "--out", "run")
+    log = bench.folder / "run/training.csv"
+    wait_until(lambda: log.is_file() and len(log.read_text().splitlines()) > 1, 60, "training")
+    return process
+
+
+def test_a_signal_to_the_whole_group_dumps_stacks_and_the_run_goes_on(bench: Bench) -> None:
+    process = start_training(bench)
+    os.killpg(process.pid, signal.SIGUSR1)
+    ran = finish(process)
+    assert ran.code == 0, ran.err
+    assert "in loss" in (bench.folder / "run/ranks/rank1/stacks.txt").read_text()
+
+
+def test_term_to_the_whole_group_ends_ranks_by_term(bench: Bench) -> None:
+    process = start_training(bench)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert finish(process).code == 130
+    end = json.loads((bench.folder / "run/ranks/rank1/end.json").read_text())
+    assert end["exit_code"] == -15 and end["asked_to_end"]
+
+
+def test_check_names_a_rank_that_hangs(bench: Bench) -> None:
+    process = bench.start("check", "launch.nproc=2", "launch.device=cpu", "launch.total_s=4")
+    ran = finish(process)
+    assert ran.code == 3 and "it took longer than 4 s" in ran.out, ran.err
 
 
 @pytest.mark.parametrize("target", ["supervisor", "rank"])

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.fabric import choose_fabric
+from paceline.cluster.facts import allowed_variables
 from paceline.cluster.hosts import read_hostfile
 from paceline.cluster.rendezvous import Topology
+from paceline.cluster.rocm import rocm_gpus
 from paceline.errors import ConfigError
 from paceline.flow import order_for
 from paceline.job import load_job
@@ -86,7 +88,7 @@ def hostfile(folder: Path, text: str = "a slots=4\nb slots=4  # the second\n\n")
 def test_mpirun_words(tmp_path: Path) -> None:
     plan = draw(hostfile(tmp_path), "launch.device=cpu", by="mpi")
     text = " ".join(plan.argv)
-    assert text.startswith("mpirun -n 8 --map-by ppr:4:node --bind-to none --hostfile ")
+    assert text.startswith("mpirun -n 8 --map-by ppr:4:node --oversubscribe --bind-to none --hostfile ")
     assert "-x MASTER_ADDR=a -x MASTER_PORT=" in text
     assert [place.host for place in plan.ranks] == ["a"] * 4 + ["b"] * 4
 
@@ -201,7 +203,12 @@ def test_two_gpus_over_pcie() -> None:
 
 
 def test_frontier() -> None:
-    env = box(8, hip="6.2", interfaces=["hsn0", "lo"], links=[])
+    gpus = [
+        Gpu(index=n, name="AMD Instinct MI250X", uuid=f"GPU-{n}", compute_capability="9.0",
+            memory_bytes=64 << 30)
+        for n in range(8)
+    ]  # fmt: skip
+    env = box(0, hip="6.2", cuda=None, gpus=gpus, interfaces=["hsn0", "lo"])
     found = fabric(env)
     assert found["NCCL_SOCKET_IFNAME"] == "hsn0" and found["NCCL_CROSS_NIC"] == "1"
     assert found["NCCL_NET_GDR_LEVEL"] == "3" and found["MIOPEN_USER_DB_PATH"] == "RUN/miopen"
@@ -302,3 +309,49 @@ def test_the_rank_that_is_behind_is_blamed(tmp_path: Path) -> None:
     assert rank == 1 and "at step 9 in data it is behind rank 0, which waits in backward" in why
     ends[2] = ends[2].model_copy(update={"was_stopped": True})
     assert explain_stall(run, ends, "progress")[0] == 2
+
+
+def test_amd_gpus_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, simds in enumerate((0, 440, 440)):  # a CPU and two halves of an MI250X
+        node = tmp_path / str(number)
+        (node / "mem_banks/0").mkdir(parents=True)
+        (node / "mem_banks/0/properties").write_text("heap_type 1\nsize_in_bytes 68702699520\n")
+        (node / "name").write_text("aldebaran\n")
+        (node / "properties").write_text(
+            f"simd_count {simds}\ngfx_target_version 90010\nunique_id {number}\n"
+        )
+    gpus = rocm_gpus(tmp_path)
+    assert [(gpu.index, gpu.uuid) for gpu in gpus] == [(0, "GPU-1"), (1, "GPU-2")]
+    assert gpus[0].compute_capability == "9.0" and gpus[0].memory_bytes == 68702699520
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1")
+    assert [gpu.uuid for gpu in rocm_gpus(tmp_path)] == ["GPU-2"]
+
+
+def test_deepspeed_names_the_machines_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its runner drops CUDA_VISIBLE_DEVICES beside --include."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert "localhost:4,6" in draw("launch.devices=[0,2]", env=box(4), by="deepspeed").argv
+    assert "localhost:4,5,6,7" in draw("launch.device=cuda", env=box(4), by="deepspeed").argv
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa")
+    with pytest.raises(ConfigError, match="takes numbers"):
+        draw("launch.device=cuda", env=box(1), by="deepspeed")
+
+
+@pytest.mark.parametrize("by", sorted(set(REGISTRY) - {"slurm"}))
+def test_too_many_devices_is_an_error_for_every_launcher(by: str) -> None:
+    told = crew_problems(box(1), Topology(), f"launch.launcher={by}", "launch.nproc=4")
+    assert "error: launch.nproc: each rank wants a GPU: 4 asked for, 1 usable here" in told
+
+
+def test_threads_and_late_variables_of_launch_env() -> None:
+    job = load_job("lm_tiny", ["launch.env.OMP_NUM_THREADS=3", "launch.device=cpu"])
+    assert make_plan(job, machine()).threads.value == 3
+    told = crew_problems(machine(), Topology(), "launch.env.TORCH_LOGS=+dynamo")
+    assert "launch.env.TORCH_LOGS: has no effect" in told
+
+
+@pytest.mark.parametrize("name", ["WANDB_KEY", "NCCL_PSK", "MY_AUTH", "HF_TOKEN", "DB_PASSWORD"])
+def test_a_secret_is_no_setting_and_no_record(name: str) -> None:
+    with pytest.raises(ConfigError, match="looks like a secret"):
+        load_job("lm_tiny", [f"launch.env.{name}=x"])
+    assert allowed_variables({name: "x", "NCCL_DEBUG": "INFO"}) == {"NCCL_DEBUG": "INFO"}

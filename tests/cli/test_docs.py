@@ -1,0 +1,214 @@
+"""The pages of docs/ do what they say: each command of a bash block runs as it stands, in a folder
+of the block's own; keys, defaults and links exist.
+
+    paceline train lm_tiny launch.nprocs=2   # exit 2      the code that is expected, 0 unless told
+
+A text block right after a bash block is what its last command prints; `...` stands for anything.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paceline.config.describe import iter_keys
+from paceline.config.schema import LaunchConfig
+from paceline.job import load_job
+from tests.cli.program import Ran, environment, free_port
+from tests.schedulers.slurm import SlurmCluster, why_not
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("launching", "checking", "troubleshooting")
+COMMAND_S = 120
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+EXIT = re.compile(r"\s+# exit (\d+)$")
+SCHEDULED = ("srun", "salloc", "sbatch")
+NEEDS = {  # a word of a command, and the program that it needs
+    "torchrun": "torchrun", "mpirun": "mpirun", "deepspeed": "deepspeed",
+    "launch.launcher=mpi": "mpirun", "launch.launcher=deepspeed": "deepspeed",
+}  # fmt: skip
+FIRST_OF_TWO = {"train", "launch.launcher=torchrun", "launch.nnodes=2"}
+# Files that are called like keys, and a key that is misspelt on purpose.
+NO_KEYS = {"launch.json", "train.log", "data.json", "launch.nprocs"}
+BIN = str(Path(sys.executable).parent)
+PATH = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+
+
+@dataclass(frozen=True)
+class Block:
+    name: str
+    commands: tuple[str, ...]
+    shown: tuple[str, ...]  # what the last command prints
+
+    @property
+    def words(self) -> list[str]:
+        return [word for command in self.commands for word in command.split()]
+
+
+def text_of(page: str) -> str:
+    return (ROOT / "docs" / f"{page}.md").read_text()
+
+
+def blocks_of(page: str) -> Iterator[Block]:
+    text = text_of(page)
+    found = list(FENCED.finditer(text))
+    for number, block in enumerate(found):
+        if block[1] != "bash":
+            continue
+        after = found[number + 1] if number + 1 < len(found) else None
+        follows = after is not None and not text[block.end() : after.start()].strip()
+        shown = after[2].splitlines() if after is not None and follows else []
+        lines = tuple(line for line in block[2].splitlines() if line.strip())
+        yield Block(f"{page}:{text.count(chr(10), 0, block.start()) + 1}", lines, tuple(shown))
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def settings() -> dict[str, str]:
+    """Ranks on CPU on any machine; Open MPI asks this of root; caches of the tests' own."""
+    here = {"PATH": PATH, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if Path("/dev/nvidia0").exists() else {}
+    return here | no_gpu | {"DS_ACCELERATOR": "cpu"}
+
+
+def start(command: str, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["bash", "-c", command], cwd=folder, env=environment(**settings()), text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> Ran:
+    with process:
+        try:
+            out, _ = process.communicate(timeout=COMMAND_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # Paceline and launchers end their ranks then
+            raise
+    return Ran(process.returncode, out, "")
+
+
+def run_twice(command: str, folder: Path) -> Ran:
+    """Two agents on loopback stand for two machines in one shared folder."""
+    both = [start(command, folder), start(command, folder)]
+    ends = [finish(process) for process in both]
+    return Ran(max(end.code for end in ends), "".join(end.out for end in ends), "")
+
+
+def run_with_other(command: str, folder: Path) -> Ran:
+    """Paceline starts this machine's agent and says what to run on the other one."""
+    log = folder / "first.log"
+    first = start(f"{command} > {log.name} 2>&1", folder)
+    deadline = time.monotonic() + COMMAND_S
+    told = None
+    while told is None and first.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+        told = re.search(r"run this on the other .*? in this folder: (.*)\n", _read(log))
+    second = finish(start(told[1], folder)) if told else Ran(1, "", "")
+    code = finish(first).code
+    return Ran(max(code, second.code), _read(log) + second.out, "")
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
+def run_one(command: str, folder: Path, cluster: SlurmCluster | None) -> Ran:
+    command = command.replace("HOST", "localhost").replace("PORT ", f"{free_port()} ")
+    command = re.sub(r"(?<=[:=])PORT\b", free_port(), command)
+    command = re.sub(r"^sbatch ", "sbatch --wait ", command)  # to see the job to its end
+    words = shlex.split(command, comments=True)
+    if cluster is not None:
+        argv = ["bash", "-c", command]
+        done = cluster.run(argv, cwd=folder, env=settings(), timeout=COMMAND_S)
+        jobs = "".join(_read(path) for path in folder.glob("*.out"))
+        return Ran(done.returncode, done.stdout + done.stderr + jobs, "")
+    if words[0] == "torchrun" and "--nnodes" in words:
+        return run_twice(command, folder)
+    if set(words) >= FIRST_OF_TWO:
+        return run_with_other(command, folder)
+    return finish(start(command, folder))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    if why_not() is not None:
+        pytest.skip(f"SLURM: {why_not()}")
+    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as found:
+        yield found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("block", BLOCKS, ids=[block.name for block in BLOCKS])
+def test_the_commands_of_a_block(
+    block: Block, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    for program in {NEEDS[word] for word in block.words if word in NEEDS}:
+        if shutil.which(program, path=PATH) is None:
+            pytest.skip(f"{program} is not installed")
+    scheduled = any(command.split()[0] in SCHEDULED for command in block.commands)
+    where = request.getfixturevalue("cluster") if scheduled else None
+    ran = Ran(0, "", "")
+    for command in block.commands:
+        marked = EXIT.search(command)
+        ran = run_one(EXIT.sub("", command), tmp_path, where)
+        assert ran.code == (int(marked[1]) if marked else 0), f"{command}\n{ran.out[-3000:]}"
+    for line in block.shown:
+        pattern = ".*".join(re.escape(part) for part in line.split("..."))
+        assert re.search(pattern, ran.out), f"not shown: {line}\n{ran.out[-3000:]}"
+
+
+def test_the_python_of_launching_runs(tmp_path: Path) -> None:
+    (code,) = [block[2] for block in FENCED.finditer(text_of("launching")) if block[1] == "python"]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout == "alone 0 1 0\n", done.stderr
+
+
+def test_every_key_in_the_pages_exists() -> None:
+    known = {key.path for key in iter_keys(type(load_job("lm_tiny", []).config))}
+    sections = "|".join(sorted({path.split(".")[0] for path in known if "." in path}))
+    for page in PAGES:
+        for found in re.finditer(rf"(?<![\w/.])(?:{sections})(?:\.[a-z_0-9]+)+", text_of(page)):
+            key = found[0]
+            assert key in known | NO_KEYS or key.startswith("launch.env"), f"{page}: {key}"
+
+
+def test_launching_has_every_launch_key_with_its_default() -> None:
+    rows = dict(re.findall(r"^\| `launch\.(\w+)` \| (\w+) \|", text_of("launching"), re.MULTILINE))
+    assert list(rows) == list(LaunchConfig.model_fields)
+    for name, shown in rows.items():
+        default = LaunchConfig.model_fields[name].default
+        expected = f"{default:g}" if isinstance(default, float) else str(default or "none")
+        assert shown == expected, name
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}.md" for page in PAGES)])
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    targets = [t for t in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in t]
+    assert page == "docs/launching.md" or targets
+    for target in targets:
+        file, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.exists(), f"{page}: {target}"
+        titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) if anchor else []
+        slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+        assert not anchor or anchor in slugs, f"{page}: {target}"
+
+
+def test_no_page_names_this_machine() -> None:
+    for page in PAGES:
+        assert not re.search(r"(?<![\w.])/(?:work|tmp|root|home)/", text_of(page)), page
