@@ -71,6 +71,10 @@ def blocks_of(page: str) -> Iterator[Block]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+MINE, CODE = (
+    [block[2] for block in FENCED.finditer(text_of("launching")) if block[1] == language]
+    for language in ("yaml", "python")
+)
 
 
 def settings() -> dict[str, str]:
@@ -158,6 +162,7 @@ def test_the_commands_of_a_block(
             pytest.skip(f"{program} is not installed")
     scheduled = any(command.split()[0] in SCHEDULED for command in block.commands)
     where = request.getfixturevalue("cluster") if scheduled else None
+    (tmp_path / "mine.yaml").write_text(*MINE)
     ran = Ran(0, "", "")
     for command in block.commands:
         marked = EXIT.search(command)
@@ -169,9 +174,8 @@ def test_the_commands_of_a_block(
 
 
 def test_the_python_of_launching_runs(tmp_path: Path) -> None:
-    (code,) = [block[2] for block in FENCED.finditer(text_of("launching")) if block[1] == "python"]
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True,
+        [sys.executable, "-c", *CODE], cwd=tmp_path, env=environment(), capture_output=True,
         text=True, timeout=60,
     )  # fmt: skip
     assert done.stdout == "alone 0 1 0\n", done.stderr

@@ -88,7 +88,9 @@ def hostfile(folder: Path, text: str = "a slots=4\nb slots=4  # the second\n\n")
 def test_mpirun_words(tmp_path: Path) -> None:
     plan = draw(hostfile(tmp_path), "launch.device=cpu", by="mpi")
     text = " ".join(plan.argv)
-    assert text.startswith("mpirun -n 8 --map-by ppr:4:node --oversubscribe --bind-to none --hostfile ")
+    assert text.startswith(
+        "mpirun -n 8 --map-by ppr:4:node --oversubscribe --bind-to none --hostfile "
+    )
     assert "-x MASTER_ADDR=a -x MASTER_PORT=" in text
     assert [place.host for place in plan.ranks] == ["a"] * 4 + ["b"] * 4
 
