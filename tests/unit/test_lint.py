@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.facts import SECRET_PARTS
 from paceline.cluster.lint import Situation, lint, one_edit_apart, probe_situation, resolve_host
 from paceline.cluster.values import Values, leading_number, nccl_interfaces, unknown_parts
 from paceline.cluster.variables import (
@@ -20,6 +19,7 @@ from paceline.cluster.variables import (
     OTHER_NAMES,
     VARIABLES,
 )
+from paceline.config.schema import SECRET_NAME
 from paceline.records import Finding
 
 GIB = 2**30
@@ -299,7 +299,7 @@ def test_secrets_are_never_shown() -> None:
     unknown = {"NCCL_SOCKET_IFNAM": secret, "NCCL_PSK": secret, "NCCL_PSKX": secret}
     assert secret not in " ".join(map(str, lint(unknown | {"HF_TOKEN": secret}, CLUSTER)))
     for variable in VARIABLES:
-        secretive = any(part in variable.name for part in (*SECRET_PARTS, "PSK"))
+        secretive = SECRET_NAME.search(variable.name) is not None
         assert variable.values is None or not secretive, f"{variable.name} would be shown"
 
 
