@@ -21,6 +21,7 @@ from torch import nn
 from paceline.data.cursor import Order
 from paceline.data.synthetic import SyntheticTokens
 from paceline.job import load_job
+from paceline.strategies.weights import fill_weights
 from paceline.train.optim import build_optimizer
 
 WARMUP = 15
@@ -48,12 +49,10 @@ def hand_tokens_per_s(recipe: str, steps: int) -> float:
 
     ids = Order(len(data), 0).at(np.arange(steps * micro)).reshape(steps, micro)
     batches = [data.batch(row)["tokens"].pin_memory() for row in ids]
-    torch.manual_seed(0)
     workload = load_job(recipe, []).workload
     with torch.device("meta"):
         model = workload.build_model(config)
-    model.to_empty(device="cuda")
-    model.init_weights()
+    fill_weights(model, model.init_module, 0, torch.device("cuda"))
     model.compile(dynamic=False)
     parameters = list(model.parameters())
     optimizer = build_optimizer(parameters, config.optim, fused=True)

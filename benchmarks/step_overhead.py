@@ -47,6 +47,7 @@ from paceline.job import Job, load_job
 from paceline.models.lm import LM
 from paceline.plan.planner import make_plan
 from paceline.rundir import RunDir
+from paceline.strategies.weights import fill_weights
 from paceline.tables import read_training
 from paceline.train.worker import RankRun
 
@@ -124,9 +125,8 @@ class Bench(Workload):
 
 def build_model(size: Size) -> nn.Module:
     shape = LMModel(dim=size["dim"], num_layers=size["layers"], num_heads=4, num_kv_heads=4)
-    torch.manual_seed(SEED)
     model = LM(shape, size["seq_len"])
-    model.init_weights()
+    fill_weights(model, model.init_module, SEED, torch.device("cpu"))
     return model
 
 

@@ -60,9 +60,14 @@ class TrainConfig(Section):
     )
     compile: Literal[
         "off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
-    ] = Field("off", description="Mode of torch.compile.")
+    ] = Field("off", description="Mode of torch.compile, block by block.")
     compile_dynamic: Literal["auto", "off", "on"] = Field(
         "off", description="Dynamic shapes in torch.compile; auto lets it decide on a recompile."
+    )
+    activation_checkpointing: Literal["none", "full", "selective"] = Field(
+        "none",
+        description="Recompute in backward: nothing, whole blocks, or blocks but for their matrix"
+        " products.",
     )
 
 
@@ -95,23 +100,81 @@ class OptimConfig(Section):
 
 
 class PrecisionConfig(Section):
-    mode: Literal["auto", "fp32", "bf16"] = Field(
+    mode: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
-        description="Compute type; weights and optimizer stay fp32. auto: bf16 where the GPU has"
-        " it, fp32 on CPU.",
+        description="Compute type; weights and optimizer stay fp32. auto: bf16 from compute"
+        " capability 8.0, fp16 below, fp32 on CPU.",
+    )
+    loss_scale: Literal["auto", "off"] | Annotated[float, Field(ge=1)] = Field(
+        "auto", description="fp16: where the gradient scaler starts. auto: 65536."
+    )
+    matmul: Literal["highest", "high", "medium"] = Field(
+        "high",
+        description="Products of fp32 matrices: highest is fp32; high and medium allow TF32.",
     )
 
 
+class AttentionConfig(Section):
+    impl: Literal["auto", "eager", "sdpa", "flash", "cudnn", "efficient", "math", "flex"] = Field(
+        "auto",
+        description="auto: sdpa, which lets torch choose; eager below compute capability 8.0.",
+    )
+
+
+StrategyName = Literal[
+    "single", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp", "zero2_hybrid", "zero3_hybrid",
+    "deepspeed",
+]  # fmt: skip
+
+
 class StrategyConfig(Section):
-    name: Literal["single", "ddp"] = Field("ddp", description="How ranks share the work.")
+    name: StrategyName = Field(
+        "ddp", description="How ranks share the work. zero0 is ddp, fsdp is zero3."
+    )
+    stage: Annotated[int, Field(ge=0, le=3)] = Field(1, description="deepspeed: its ZeRO stage.")
+    shard_size: Literal["auto"] | Positive = Field(
+        "auto", description="Hybrids: ranks that shard together. auto: those of one machine."
+    )
+    reshard_after_forward: Literal["auto"] | bool = Field(
+        "auto",
+        description="zero2, zero3: free gathered weights after forward. auto: zero3 does.",
+    )
+    forward_prefetch: Count = Field(
+        0, description="zero2, zero3: blocks to gather ahead in forward; 0: torch's own order."
+    )
+    backward_prefetch: Count = Field(
+        0, description="zero2, zero3: blocks to gather ahead in backward; 0: torch's own order."
+    )
+    accumulate: Literal["reduce", "defer"] = Field(
+        "reduce",
+        description="zero2, zero3: exchange gradients after every microbatch, or keep whole ones"
+        " until the last.",
+    )
+    offload: bool = Field(
+        False,
+        description="zero2, zero3: weights, gradients and optimizer rest on the CPU; deepspeed:"
+        " its optimizer does.",
+    )
     bucket_mb: Annotated[float, Field(gt=0)] = Field(
         25.0, description="DDP: MiB of gradients per all-reduce."
+    )
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = Field(
+        "none", description="DDP: what gradients are sent as."
+    )
+    powersgd_rank: Positive = Field(
+        1, description="powersgd: rank of the matrices that stand for a gradient."
+    )
+    powersgd_start: Annotated[int, Field(ge=2)] = Field(
+        10, description="powersgd: steps that send whole gradients before it begins."
     )
     static_graph: bool = Field(
         False, description="DDP: the same parameters are used, in the same order, every step."
     )
     find_unused_parameters: bool = Field(
         False, description="DDP: look for parameters that got no gradient; costs a walk each step."
+    )
+    deepspeed_config: dict[str, Any] = Field(
+        {}, description="More of DeepSpeed's own config: +strategy.deepspeed_config.KEY=value."
     )
 
 
@@ -201,6 +264,12 @@ class ObserveConfig(Section):
     )
 
 
+class AuditConfig(Section):
+    strict: bool = Field(
+        False, description="End the run with exit 1 where what ran is not what was decided."
+    )
+
+
 class RunConfig(Section):
     """One run, as asked. `model` and `data` get their types from the workload."""
 
@@ -213,9 +282,11 @@ class RunConfig(Section):
     train: TrainConfig = Field(TrainConfig(), description="The loop.")
     optim: OptimConfig = Field(OptimConfig(), description="The optimizer.")
     precision: PrecisionConfig = Field(PrecisionConfig(), description="Number formats.")
+    attention: AttentionConfig = Field(AttentionConfig(), description="Kernels of attention.")
     strategy: StrategyConfig = Field(StrategyConfig(), description="Parallelism.")
     launch: LaunchConfig = Field(LaunchConfig(), description="Where ranks run.")
     observe: ObserveConfig = Field(ObserveConfig(), description="What is measured while it runs.")
+    audit: AuditConfig = Field(AuditConfig(), description="Whether what was decided really ran.")
 
 
 class CheckConfig(Section):

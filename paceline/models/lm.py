@@ -9,15 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.config.lm import LMModel
+from paceline.models.attention import attend
 
 INIT_STD = 0.02
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention through torch's SDPA."""
+    """Causal grouped-query attention."""
 
-    def __init__(self, config: LMModel) -> None:
+    def __init__(self, config: LMModel, impl: str) -> None:
         super().__init__()
+        self.impl = impl
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         kv_dim = self.num_kv_heads * self.head_dim
@@ -32,9 +34,7 @@ class Attention(nn.Module):
         q_BHTE = rotate(q.view(B, T, H, E).transpose(1, 2), rope_TE)
         k_BKTE = rotate(k.view(B, T, K, E).transpose(1, 2), rope_TE)
         v_BKTE = v.view(B, T, K, E).transpose(1, 2)
-        y_BHTE = F.scaled_dot_product_attention(
-            q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=K != H
-        )
+        y_BHTE = attend(self.impl, q_BHTE, k_BKTE, v_BKTE)
         return self.out(y_BHTE.transpose(1, 2).reshape(B, T, D))
 
 
@@ -50,10 +50,10 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: LMModel) -> None:
+    def __init__(self, config: LMModel, impl: str) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
-        self.attention = Attention(config)
+        self.attention = Attention(config, impl)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.ffn = SwiGLU(config)
 
@@ -62,48 +62,65 @@ class Block(nn.Module):
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
 
+class Tail(nn.Module):
+    """From the last block to logits, or to the summed loss, so that one graph can hold both."""
+
+    def __init__(self, config: LMModel) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
+        # Tied by having one matrix, not two names for it: moving off meta would part them.
+        self.head = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(self, x_BTD: Tensor, embedding_VD: Tensor, targets_BT: Tensor | None) -> Tensor:
+        head_VD = embedding_VD if self.head is None else self.head.weight
+        logits_BTV = F.linear(self.norm(x_BTD), head_VD)
+        if targets_BT is None:
+            return logits_BTV
+        return F.cross_entropy(
+            logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum"
+        )
+
+
 class LM(nn.Module):
-    """Token ids (B, T) to logits (B, T, V)."""
+    """Token ids (B, T) to logits (B, T, V); with the targets, to the loss summed over tokens."""
 
     rope_cos: Tensor
     rope_sin: Tensor
 
-    def __init__(self, config: LMModel, seq_len: int) -> None:
+    def __init__(self, config: LMModel, seq_len: int, impl: str = "sdpa") -> None:
         super().__init__()
         self.config, self.seq_len = config, seq_len
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
-        # Tied by having one matrix, not two names for it: moving off meta would part them.
-        self.head = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.blocks = nn.ModuleList(Block(config, impl) for _ in range(config.num_layers))
+        self.tail = Tail(config)
         for name, table in zip(("rope_cos", "rope_sin"), self._rope_tables(), strict=True):
             self.register_buffer(name, table, persistent=False)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         T = tokens_BT.shape[1]
         rope_TE = (self.rope_cos[:T], self.rope_sin[:T])
         x_BTD = self.embedding(tokens_BT)
+        if torch.is_autocast_enabled(x_BTD.device.type):
+            # The residual stream too: in fp32 it would double what every norm and sum moves.
+            x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
         for block in self.blocks:
             x_BTD = block(x_BTD, rope_TE)
-        head_VD = self.embedding.weight if self.head is None else self.head.weight
-        return F.linear(self.norm(x_BTD), head_VD)
+        return self.tail(x_BTD, self.embedding.weight, targets_BT)
 
     @torch.no_grad()
-    def init_weights(self) -> None:
-        """Fill every parameter and buffer in place: what a model built on meta still needs."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=INIT_STD)
-            elif isinstance(module, nn.RMSNorm):
-                nn.init.ones_(module.weight)
-        # Residual branches start small, so that depth does not grow the variance (GPT-2).
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            for branch in (block.attention.out, block.ffn.down):
-                nn.init.normal_(branch.weight, std=INIT_STD / (2 * len(self.blocks)) ** 0.5)
-        cos, sin = self._rope_tables()
-        self.rope_cos.copy_(cos)
-        self.rope_sin.copy_(sin)
+    def init_module(self, name: str, module: nn.Module) -> None:
+        """Fill one module's own parameters and buffers: what a model built on meta still needs."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            # Residual branches start small, so that depth does not grow the variance (GPT-2).
+            is_branch = name.endswith(("attention.out", "ffn.down"))
+            shrink = (2 * self.config.num_layers) ** 0.5 if is_branch else 1.0
+            nn.init.normal_(module.weight, std=INIT_STD / shrink)
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+        elif module is self:
+            cos, sin = self._rope_tables()
+            self.rope_cos.copy_(cos)
+            self.rope_sin.copy_(sin)
 
     def _rope_tables(self) -> tuple[Tensor, Tensor]:
         """cos and sin of every position's angle, (T, E), with both halves of E alike."""

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 
 from paceline.config.schema import RunConfig, Section
 from paceline.records import Env, Finding, Plan
-from paceline.strategies import find_strategy
 
 
 def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
     """Everything wrong with, or idle in, what was asked for here."""
     yield from _memory_problems(plan, env)
-    yield from find_strategy(plan.strategy.value).problems(config, env)
     if plan.strategy.value == "single" and plan.world_size > 1:
         yield Finding(
             severity="error",
@@ -65,7 +63,7 @@ def _memory_problems(plan: Plan, env: Env) -> Iterator[Finding]:
 
 def _gpu_memory_problems(plan: Plan, env: Env) -> Iterator[Finding]:
     smallest = min((gpu.memory_bytes for gpu in env.gpus), default=0)
-    needed = plan.state_bytes.total
+    needed = plan.state_bytes.peak
     if smallest and needed > smallest:
         yield Finding(
             severity="error",
@@ -104,13 +102,13 @@ def check_idle_settings(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
     optim, train = config.optim, config.train
-    alone = plan.strategy.value == "single"
     no_workers = plan.loader_workers.value == 0
-    ddp_keys = ("bucket_mb", "static_graph", "find_unused_parameters")
+    not_fp16 = plan.precision.value != "fp16"
     return (
-        Idle("strategy", ddp_keys, alone, plan.strategy.because),
+        *_strategy_rules(config, plan),
         *_launch_rules(plan),
         Idle("data", ("prefetch", "timeout_s"), no_workers, plan.loader_workers.because),
+        Idle("precision", ("loss_scale",), not_fp16, f"precision is {plan.precision.value}"),
         Idle("train", ("compile_dynamic",), train.compile == "off", "train.compile is off"),
         Idle("train", ("eval_samples",), train.eval_every == "off", "train.eval_every is off"),
         Idle("optim", ("momentum",), optim.name == "adamw", "adamw has betas instead"),
@@ -121,6 +119,26 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
             optim.schedule.name == "constant",
             "a constant schedule never falls",
         ),
+    )
+
+
+def _strategy_rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
+    name, strategy = plan.strategy.value, config.strategy
+    why = plan.strategy.because if name == "single" else f"strategy.name is {name}"
+    is_sharded, is_deepspeed = name.startswith(("zero2", "zero3")), name == "deepspeed"
+    ddp_keys = ("bucket_mb", "static_graph", "find_unused_parameters", "comm_hook")
+    fsdp_keys = ("reshard_after_forward", "forward_prefetch", "backward_prefetch", "accumulate")
+    no_power = strategy.comm_hook != "powersgd"
+    alone = plan.batch.grad_accum == 1
+    return (
+        Idle("strategy", ddp_keys, name not in ("ddp", "zero1"), why),
+        Idle("strategy", fsdp_keys, not is_sharded, why),
+        Idle("strategy", ("accumulate",), is_sharded and alone, "a step has one microbatch"),
+        Idle("strategy", ("shard_size",), not name.endswith("_hybrid"), why),
+        Idle("strategy", ("offload",), not (is_sharded or is_deepspeed), why),
+        Idle("strategy", ("offload",), plan.device.value == "cpu", "the ranks are on CPU already"),
+        Idle("strategy", ("stage", "deepspeed_config"), not is_deepspeed, why),
+        Idle("strategy", ("powersgd_rank", "powersgd_start"), no_power, "comm_hook is another"),
     )
 
 

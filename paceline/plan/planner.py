@@ -15,12 +15,22 @@ from paceline.job import Job
 from paceline.plan.constraints import check
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
 from paceline.plan.peaks import peak_flops
-from paceline.records import BatchSplit, Choice, Crew, Env, Finding, ModelSize, Plan
+from paceline.plan.policy import (
+    check_policy,
+    choose_attention,
+    choose_matmul,
+    choose_precision,
+    effective_config,
+)
+from paceline.records import BatchSplit, Choice, Crew, Env, Finding, Plan
 from paceline.strategies import find_strategy
+from paceline.strategies.base import Share
+from paceline.strategies.shape import ModelShape, measure_shape
 from paceline.workloads.base import Workload
 
 MAX_LOADER_WORKERS = 4
-BF16_CAPABILITY = (8, 0)
+SHARDED = ("zero2", "zero3", "zero2_hybrid", "zero3_hybrid")
+ALIASES = {"zero0": "ddp", "fsdp": "zero3"}
 
 
 def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
@@ -31,15 +41,24 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     device, world = crew.device, crew.world_size
     batch, batch_problems = split_batch(config, dp=world)
     strategy = _choose_strategy(config, world)
+    mesh, mesh_problem = _choose_mesh(config, strategy.value, crew)
     precision = choose_precision(config, env, device)
+    attention = choose_attention(config, env, device, workload)
     workers = _choose_workers(config, env, crew)
-    model = measure_model(workload, config)
+    model = measure_model(workload, effective_config(config, attention.value))
+    share = Share(
+        size=mesh.get("shard", world),
+        index=0,  # no rank holds more
+        compute_bytes=4 if precision.value == "fp32" else 2,
+        num_microbatches=batch.grad_accum,
+    )
+    sharing = find_strategy(strategy.value)
     plan = Plan(
         name=config.name,
         workload=config.workload,
         unit=workload.unit,
         world_size=world,
-        mesh={"dp": world},
+        mesh=mesh,
         batch=batch,
         units_per_sample=workload.units_per_sample(config),
         steps=config.train.steps,
@@ -48,14 +67,16 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         backend=crew.backend,
         strategy=strategy,
         precision=precision,
-        compile=Choice(
-            requested=config.train.compile, value=config.train.compile, because="as asked"
-        ),
-        fused_optimizer=_choose_fused(config),
+        matmul=choose_matmul(config),
+        attention=attention,
+        compile=_as_asked(config.train.compile),
+        recompute=_as_asked(config.train.activation_checkpointing),
+        fused_optimizer=_choose_fused(config, strategy.value),
         threads=choose_threads(config.launch, env, crew, workers.value),
         loader_workers=workers,
-        model=model,
-        state_bytes=find_strategy(strategy.value).estimate(model, config, world),
+        model=model.size(),
+        state_bytes=sharing.estimate(model, config, share),
+        exchange=sharing.exchange(model, config, share),
         flops_per_sample=_choose_flops(workload, config),
         peak_flops=peak_flops(
             env.gpus[0].name if device.value == "cuda" and env.gpus else None, precision.value
@@ -65,27 +86,13 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     findings = [
         *check_crew(config.launch, env, crew, topology),
         *batch_problems,
+        *([mesh_problem] if mesh_problem else []),
         *workload.problems(config),
+        *check_policy(config, env, plan, workload),
+        *sharing.problems(config, env, model),
         *check(config, env, plan),
     ]
     return plan.model_copy(update={"findings": findings})
-
-
-def choose_precision(config: RunConfig, env: Env, device: Choice) -> Choice:
-    asked = config.precision.mode
-    if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked")
-    if device.value == "cpu":
-        return Choice(requested=asked, value="fp32", because="every CPU computes it")
-    if not env.gpus:
-        return Choice(requested=asked, value="bf16", because="cuda was asked; no GPU to look at")
-    capability = min(_capability(gpu.compute_capability) for gpu in env.gpus)
-    text = ".".join(str(part) for part in capability)
-    if capability >= BF16_CAPABILITY:
-        return Choice(requested=asked, value="bf16", because=f"compute capability {text}")
-    return Choice(
-        requested=asked, value="fp32", because=f"compute capability {text} has no fast bf16"
-    )
 
 
 def split_batch(config: RunConfig, dp: int) -> tuple[BatchSplit, list[Finding]]:
@@ -101,7 +108,7 @@ def split_batch(config: RunConfig, dp: int) -> tuple[BatchSplit, list[Finding]]:
     return split, problems
 
 
-def measure_model(workload: Workload, config: RunConfig) -> ModelSize:
+def measure_model(workload: Workload, config: RunConfig) -> ModelShape:
     """Parameters of the model, built on meta: no memory, any size. Tied ones count once."""
     try:
         with torch.device("meta"):
@@ -111,17 +118,10 @@ def measure_model(workload: Workload, config: RunConfig) -> ModelSize:
     except Exception:
         # It reads a value while it is built, which meta tensors do not have: build it for real.
         model = _build_for_real(workload, config)
-    parameters = list(model.parameters())
-    trainable = [p for p in parameters if p.requires_grad]
-    frozen = [p for p in parameters if not p.requires_grad]
-    if not trainable:
+    shape = measure_shape(model)
+    if not shape.trainable:
         raise ConfigError(f"{type(workload).__name__}.build_model gave nothing to train")
-    return ModelSize(
-        num_trainable=sum(p.numel() for p in trainable),
-        num_frozen=sum(p.numel() for p in frozen),
-        trainable_bytes=sum(p.numel() * p.element_size() for p in trainable),
-        frozen_bytes=sum(p.numel() * p.element_size() for p in frozen),
-    )
+    return shape
 
 
 def _build_for_real(workload: Workload, config: RunConfig) -> torch.nn.Module:
@@ -167,13 +167,43 @@ def _accumulation(config: RunConfig, asked: int, dp: int) -> tuple[int, Finding 
 
 def _choose_strategy(config: RunConfig, world: int) -> Choice:
     asked = config.strategy.name
-    if asked == "ddp" and world == 1:
+    meant = ALIASES.get(asked, asked)
+    if meant == "ddp" and world == 1:
         return Choice(requested=asked, value="single", because="one rank has nobody to reduce with")
-    return Choice(requested=asked, value=asked, because="as asked")
+    because = "as asked" if meant == asked else f"{asked} is another name for it"
+    return Choice(requested=asked, value=meant, because=because)
 
 
-def _choose_fused(config: RunConfig) -> Choice:
+def _choose_mesh(
+    config: RunConfig, strategy: str, crew: Crew
+) -> tuple[dict[str, int], Finding | None]:
+    """One axis of all ranks, or two for a hybrid: copies across, shards inside."""
+    world = crew.world_size
+    if not strategy.endswith("_hybrid"):
+        return {"dp": world}, None
+    size = config.strategy.shard_size
+    size = crew.per_node if size == "auto" else size
+    if size > world or world % size or size == world:
+        return {"replicate": 1, "shard": world}, Finding(
+            severity="error",
+            where="strategy.shard_size",
+            what=f"a hybrid of {world} ranks in groups of {size} is no grid of copies and shards",
+            hint=f"set it to a divisor of {world} below it"
+            if world > 2
+            else "use zero2 or zero3: two ranks are too few for a hybrid",
+        )
+    return {"replicate": world // size, "shard": size}, None
+
+
+def _as_asked(value: str) -> Choice:
+    return Choice(requested=value, value=value, because="as asked")
+
+
+def _choose_fused(config: RunConfig, strategy: str) -> Choice:
     asked = config.optim.fused
+    if config.optim.name == "sgd" and strategy in SHARDED:
+        because = "torch's fused SGD does not know sharded tensors"
+        return Choice(requested=asked, value=False, because=because)
     if config.optim.name == "sgd" and config.optim.momentum:
         because = "torch's fused SGD leaves its momentum undefined if update 1 is vetoed"
         return Choice(requested=asked, value=False, because=because)
@@ -200,8 +230,3 @@ def _choose_flops(workload: Workload, config: RunConfig) -> Choice:
         return Choice(requested="auto", value=None, because=because)
     because = "counted by the workload: forward and backward, causal attention counted half"
     return Choice(requested="auto", value=counted, because=because)
-
-
-def _capability(text: str) -> tuple[int, int]:
-    major, _, minor = text.partition(".")
-    return int(major), int(minor)

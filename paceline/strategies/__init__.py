@@ -10,6 +10,11 @@ from paceline.strategies.base import Strategy
 REGISTRY = {
     "single": "paceline.strategies.ddp:SINGLE",
     "ddp": "paceline.strategies.ddp:DDP",
+    "zero1": "paceline.strategies.zero:ZERO1",
+    "zero2": "paceline.strategies.zero:ZERO2",
+    "zero3": "paceline.strategies.zero:ZERO3",
+    "zero2_hybrid": "paceline.strategies.zero:ZERO2",
+    "zero3_hybrid": "paceline.strategies.zero:ZERO3",
 }
 
 

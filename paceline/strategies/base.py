@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from paceline.config.schema import RunConfig
-from paceline.records import Env, Finding, ModelSize, Plan, StateBytes
+from paceline.records import Env, Exchange, Finding, Plan, Proof, StateBytes
+from paceline.strategies.shape import ModelShape
 from paceline.train.timing import Clock
 from paceline.workloads.base import Workload
 
@@ -26,20 +27,34 @@ class Totals(NamedTuple):
 
 
 class StepInfo(NamedTuple):
-    """Scalars on the device. `skipped` is 1 where the update was vetoed on every rank."""
+    """Scalars on the device. `skipped` is 1 where the update was vetoed on every rank, and
+    OVERFLOWED where that is what fp16 does while it looks for its loss scale."""
 
     grad_norm: Tensor
     skipped: Tensor
 
 
+OVERFLOWED = 2
+
+
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is built from."""
+    """What an engine is built from. `config` has the plan's attention in place of auto."""
 
     config: RunConfig
     plan: Plan
     workload: Workload
     device: torch.device
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the state a rank holds: `index` among `size` ranks that shard together."""
+
+    size: int
+    index: int
+    compute_bytes: int = 4  # of one number in the compute type
+    num_microbatches: int = 1
 
 
 class Engine(Protocol):
@@ -63,14 +78,26 @@ class Engine(Protocol):
 
     def load_state(self, state: dict[str, Any]) -> None: ...
 
+    def held(self) -> StateBytes:
+        """Bytes of the tensors this rank really holds now."""
+        ...
+
+    def proofs(self) -> list[Proof]:
+        """What the engine can show of how it was really built, for the audit."""
+        ...
+
 
 class Strategy(Protocol):
-    def problems(self, config: RunConfig, env: Env) -> list[Finding]:
+    def problems(self, config: RunConfig, env: Env, model: ModelShape) -> list[Finding]:
         """What is wrong with asking for this strategy here; empty when nothing is."""
         ...
 
-    def estimate(self, model: ModelSize, config: RunConfig, world_size: int) -> StateBytes:
-        """Bytes of state one rank holds at rest."""
+    def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
+        """Bytes one rank will hold."""
+        ...
+
+    def exchange(self, model: ModelShape, config: RunConfig, share: Share) -> Exchange:
+        """Bytes of gradients a rank gives to its collectives for one step."""
         ...
 
     def build(self, parts: EngineParts) -> Engine: ...

@@ -1,28 +1,51 @@
 """The order in which a model is put together, written once, each line with its reason."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 
 from paceline.strategies.base import EngineParts
+from paceline.strategies.blocks import find_blocks, find_tail
+from paceline.strategies.recompute import recompute_block
+from paceline.strategies.weights import fill_weights
 
 
-def build_module(parts: EngineParts) -> nn.Module:
-    """The workload's model with its weights on the device, the same on every rank."""
-    config, device = parts.config, parts.device
-    # Same seed on every rank: replicas start equal without a broadcast.
-    torch.manual_seed(config.train.seed)
+def compose(parts: EngineParts, shard: Callable[[nn.Module], None] | None = None) -> nn.Module:
+    """The workload's model on the device, the same on every rank. `shard` cuts it up in place."""
+    model = build_model(parts)
+    blocks = find_blocks(model)
+    # Recomputation first: compiled or sharded, a block's forward must already be the one that
+    # forgets, so that the graph sees it, and weights are gathered once more for it.
+    if parts.plan.recompute.value != "none":
+        for block in blocks or [model]:
+            recompute_block(block, parts.plan.recompute.value)
+    # Then compile, block by block: equal blocks share one graph, and no hook of a wrapper is in it.
+    if parts.plan.compile.value != "off":
+        for part in [*blocks, *find_tail(model)] or [model]:
+            compile_in_place(part, parts)
+    # Then shard, while the weights have no memory yet: a rank never holds the whole model.
+    if shard is not None:
+        shard(model)
+    # Values last, into what is left of them on this rank. Replicas start equal by their seed.
     if parts.workload.meta_init:
-        # Built on meta, filled in place: the weights exist once, on the device.
-        with torch.device("meta"):
-            model = parts.workload.build_model(config)
-        model.to_empty(device=device)
-        model.init_weights()  # type: ignore[operator]
-    else:
-        with device:
-            model = parts.workload.build_model(config).to(device)
-    if config.train.compile != "off":
-        # Before any wrapper: the graph holds the model, not the wrapper's hooks.
-        dynamic = {"auto": None, "off": False, "on": True}[config.train.compile_dynamic]
-        mode = config.train.compile
-        model.compile(mode=None if mode == "default" else mode, dynamic=dynamic)
+        initialise = partial(parts.workload.init_weights, model)
+        fill_weights(model, initialise, parts.config.train.seed, parts.device)
     return model
+
+
+def build_model(parts: EngineParts) -> nn.Module:
+    """On meta where the workload can fill it later; else with its values, equal on every rank."""
+    torch.manual_seed(parts.config.train.seed)
+    if parts.workload.meta_init:
+        with torch.device("meta"):
+            return parts.workload.build_model(parts.config)
+    with parts.device:
+        return parts.workload.build_model(parts.config).to(parts.device)
+
+
+def compile_in_place(module: nn.Module, parts: EngineParts) -> None:
+    mode = parts.plan.compile.value
+    dynamic = {"auto": None, "off": False, "on": True}[parts.config.train.compile_dynamic]
+    module.compile(mode=None if mode == "default" else mode, dynamic=dynamic)

@@ -1,53 +1,67 @@
 """The engine of every strategy that is one module and one optimizer on each rank."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
-from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
-from paceline.train.precision import compute_context
+from paceline.records import Proof, StateBytes
+from paceline.strategies.base import OVERFLOWED, EngineParts, StepInfo, Totals, normalise
+from paceline.train.precision import START_SCALE, LossScale, compute_context
 from paceline.train.timing import Clock
+
+TINY = 1e-6  # as in torch's clip_grad_norm_
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """What a strategy put around the model: `model` is called, `unsynced` holds back the exchange
+    of gradients, `forget` drops what the exchange remembers of a step that was vetoed."""
+
+    model: nn.Module
+    unsynced: Callable[[], AbstractContextManager[None]] = nullcontext
+    proofs: Callable[[], list[Proof]] = list
+    forget: Callable[[], None] | None = None
 
 
 class ModuleEngine:
-    """Forward and backward through `wrapped`; `unsynced` holds back the exchange of gradients.
-
-    `wrapped` is what is called (DistributedDataParallel, say), `module` what holds the weights.
-    """
+    """Forward and backward through `wrapping.model`; `module` is what holds the weights."""
 
     def __init__(
-        self,
-        parts: EngineParts,
-        module: nn.Module,
-        wrapped: nn.Module,
-        optimizer: Optimizer,
-        unsynced: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, parts: EngineParts, module: nn.Module, optimizer: Optimizer, wrapping: Wrapping
     ) -> None:
-        self.parts, self.module, self.wrapped = parts, module, wrapped
-        self.optimizer, self.unsynced = optimizer, unsynced
+        self.parts, self.module, self.wrapping = parts, module, wrapping
+        self.optimizer = optimizer
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.clip = parts.config.optim.clip
         self.precision = parts.plan.precision.value
-        self.not_skipped = torch.zeros((), device=parts.device)
-        # On the device the fused kernel reads the veto itself; the host never has to look.
-        self.veto_on_device = parts.plan.fused_optimizer.value and parts.device.type == "cuda"
+        self.zero = torch.zeros((), device=parts.device)
+        self.scaler = build_scaler(parts)
+        # On the device the fused kernel itself reads the veto and divides the gradient; the host
+        # never has to look. What remembers a bad step must be told of it, so the host must look.
+        on_cuda = parts.plan.fused_optimizer.value and self.parameters[0].device.type == "cuda"
+        self.veto_on_device = on_cuda and wrapping.forget is None
 
     def forward_backward(
         self, batches: Sequence[Any], scale: float | Tensor, clock: Clock
     ) -> Totals:
         loss_sums: list[Tensor] = []
         count: int | Tensor = 0
+        if self.scaler is not None:
+            scale = scale * self.scaler.value
         for number, batch in enumerate(batches, 1):
-            with self.unsynced() if number < len(batches) else nullcontext():
+            with self.wrapping.unsynced() if number < len(batches) else nullcontext():
                 clock.enter("forward")
-                loss, units = self._loss(batch)
+                loss, units = compute_loss(self.parts, self.wrapping.model, batch)
                 objective = normalise(loss, scale)
                 clock.enter("backward")
                 objective.backward()
@@ -58,45 +72,121 @@ class ModuleEngine:
     def step(self, lr: float, clock: Clock) -> StepInfo:
         clock.enter("optimizer")
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = get_total_norm(gradients, foreach=True)
+        norm = whole(get_total_norm(gradients, foreach=True)).to(self.zero.device)
+        # One divisor for both: out of fp16's scale, and down to the largest norm allowed.
+        divisor = self.scaler.value if self.scaler is not None else None
+        if divisor is not None:
+            norm = norm / divisor
         if self.clip != "off":
-            clip_grads_with_norm_(self.parameters, self.clip, norm, foreach=True)
+            excess = ((norm + TINY) / self.clip).clamp(min=1.0)
+            divisor = excess if divisor is None else divisor * excess
+        skipped = self._update(lr, gradients, norm, divisor)
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.scaler is not None:
+            # At a scale of 1 there is nothing left to halve: then it is the gradient that is bad.
+            is_searching = (self.scaler.value > 1.0).float()
+            self.scaler.update(skipped)
+            skipped = skipped * (1 + (OVERFLOWED - 1) * is_searching)
+        return StepInfo(norm, skipped)
+
+    def _update(
+        self, lr: float, gradients: list[Tensor], norm: Tensor, divisor: Tensor | None
+    ) -> Tensor:
+        """Step unless the norm is not finite; returns 1 where it was not."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self.veto_on_device:
             skipped = (norm - norm).isnan().float()  # 1 where the norm is inf or NaN
-            self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+            inner = inner_optimizer(self.optimizer)
+            inner.found_inf, inner.grad_scale = skipped, divisor  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif math.isfinite(norm.item()):
-            skipped = self.not_skipped
+            return skipped
+        if math.isfinite(norm.item()):
+            if divisor is not None and (divisor := divisor.to(gradients[0].device)).item() != 1.0:
+                torch._foreach_div_(locals_of(gradients), divisor)
             self.optimizer.step()
-        else:
-            skipped = 1 - self.not_skipped
-        for parameter in self.parameters:
-            parameter.grad = None
-        return StepInfo(norm, skipped)
+            return self.zero
+        if self.wrapping.forget is not None:
+            self.wrapping.forget()
+        return 1 - self.zero
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Totals:
         self.module.eval()
-        loss, units = self._loss(batch)
+        loss, units = compute_loss(self.parts, self.wrapping.model, batch)
         self.module.train()
         return Totals(loss, units)
 
     def state(self) -> dict[str, Any]:
-        return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        """Whole tensors, whatever is sharded: all ranks must ask together."""
+        model = {name: whole(value) for name, value in self.module.state_dict().items()}
+        state = {"model": model, "optimizer": self._optimizer_state()}
+        return state | ({"scaler": self.scaler.state()} if self.scaler is not None else {})
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Of zero1 this rank's part: whole parameters are dealt out, nothing is cut."""
+        state: dict[str, Any] = inner_optimizer(self.optimizer).state_dict()
+        entries = {
+            key: {name: whole(value) for name, value in entry.items()}
+            for key, entry in state["state"].items()
+        }
+        return state | {"state": entries}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.scaler is not None:
+            self.scaler.load_state(state["scaler"])
 
-    def _loss(self, batch: Any) -> tuple[Tensor, int | Tensor]:
-        with compute_context(self.precision, self.parts.device):
-            result = self.parts.workload.loss(self.wrapped, batch)
-        if not isinstance(result, tuple) or len(result) != 2 or result[0].dim() != 0:
-            raise ConfigError(
-                f"{type(self.parts.workload).__name__}.loss must return two things: the loss summed"
-                " over the batch, a tensor without dimensions, and how many were summed\n"
-                'hint: return cross_entropy(..., reduction="sum"), len(targets)'
-            )
-        return result
+    def held(self) -> StateBytes:
+        entries = inner_optimizer(self.optimizer).state.values()
+        return StateBytes(
+            parameters=storage_bytes(self.module.parameters()),
+            gradients=storage_bytes(p.grad for p in self.parameters if p.grad is not None),
+            optimizer=storage_bytes(
+                value for entry in entries for value in entry.values() if torch.is_tensor(value)
+            ),
+        )
+
+    def proofs(self) -> list[Proof]:
+        return self.wrapping.proofs()
+
+
+def build_scaler(parts: EngineParts) -> LossScale | None:
+    if parts.plan.precision.value != "fp16":
+        return None
+    asked = parts.config.precision.loss_scale
+    assert asked != "off", "refused by the plan"
+    return LossScale(START_SCALE if asked == "auto" else asked, parts.device)
+
+
+def compute_loss(parts: EngineParts, model: nn.Module, batch: Any) -> tuple[Tensor, int | Tensor]:
+    with compute_context(parts.plan.precision.value, parts.device):
+        result = parts.workload.loss(model, batch)
+    if not isinstance(result, tuple) or len(result) != 2 or result[0].dim() != 0:
+        raise ConfigError(
+            f"{type(parts.workload).__name__}.loss must return two things: the loss summed"
+            " over the batch, a tensor without dimensions, and how many were summed\n"
+            'hint: return cross_entropy(..., reduction="sum"), len(targets)'
+        )
+    return result
+
+
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The one that does the arithmetic: zero1 wraps it."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Memory behind the tensors, padding included, each piece once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in locals_of(tensors)}
+    return sum(storage.nbytes() for storage in storages.values())

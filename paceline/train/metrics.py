@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError
 from paceline.records import Plan
-from paceline.strategies.base import StepInfo, Totals
+from paceline.strategies.base import OVERFLOWED, StepInfo, Totals
 from paceline.train.readback import Readback
 from paceline.train.timing import Clock, StepTimes
 
@@ -50,6 +50,7 @@ class _Row:
     count: float = 0.0
     grad_norm: float | None = None
     skipped: bool = False
+    is_judged: bool = False
     val_loss: float | None = None
     times: StepTimes | None = None
 
@@ -89,7 +90,9 @@ class Ledger:
         for step, (loss_sum, grad_norm, skipped) in self._scalars.pop(through, wait=True):
             row = self._rows[step]
             row.own_loss, row.grad_norm, row.skipped = loss_sum, grad_norm, bool(skipped)
-            if row.skipped:
+            # An overflow of fp16's scaled gradient is no fault: the scale is halved and it goes on.
+            row.is_judged = bool(skipped) and skipped != OVERFLOWED
+            if row.is_judged:
                 found.append((step, math.isfinite(loss_sum)))
         return found
 
@@ -158,8 +161,9 @@ class Ledger:
             )
         row = self._rows[step]
         row.loss, row.count = (loss_sum / count if count else math.nan), count
-        if not math.isfinite(loss_sum) and not row.skipped:
-            # Every path from this loss to a weight was cut, so no gradient carried the news.
+        if not math.isfinite(loss_sum) and not row.is_judged:
+            # Every path from this loss to a weight was cut, so no gradient carried the news; or
+            # its NaN looked like an overflow.
             self._late_vetoes.append((step, math.isfinite(row.own_loss or 0.0)))
 
     def _write_complete(self) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -12,16 +13,27 @@ from paceline.config.schema import OptimConfig, ScheduleConfig
 def build_optimizer(
     parameters: Iterable[nn.Parameter], optim: OptimConfig, fused: bool
 ) -> Optimizer:
-    """AdamW or SGD; weight decay on matrices only, for it shrinks norms and biases for nothing."""
+    kind, settings = optimizer_kind(optim, fused)
+    return kind(parameter_groups(parameters, optim), **settings)
+
+
+def optimizer_kind(optim: OptimConfig, fused: bool) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The class and the settings it is built with, beside its parameters."""
+    if optim.name == "sgd":
+        return SGD, {"lr": optim.lr, "momentum": optim.momentum, "fused": fused}
+    return AdamW, {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "fused": fused}
+
+
+def parameter_groups(
+    parameters: Iterable[nn.Parameter], optim: OptimConfig
+) -> list[dict[str, Any]]:
+    """Weight decay on matrices only, for it shrinks norms and biases for nothing."""
     kept = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in kept if p.dim() >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in kept if p.dim() < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    if optim.name == "sgd":
-        return SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)
-    return AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=fused)
+    return [group for group in groups if group["params"]]
 
 
 def learning_rate(step: int, num_steps: int, optim: OptimConfig) -> float:

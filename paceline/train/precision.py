@@ -1,13 +1,43 @@
 """Number formats: weights and optimizer state are fp32, `precision.mode` is what is computed in."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor
+
+COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+START_SCALE = 65536.0
+GROWTH_STEPS = 2000  # steps without overflow before the scale doubles
 
 
 def compute_context(mode: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context a forward pass runs in: autocast for bf16, nothing for fp32."""
+    """The context a forward pass runs in: autocast, or nothing for fp32."""
     if mode == "fp32":
         return nullcontext()
-    assert mode == "bf16", mode
-    return torch.autocast(device.type, dtype=torch.bfloat16)
+    return torch.autocast(device.type, dtype=COMPUTE_TYPES[mode])
+
+
+class LossScale:
+    """What fp16 needs: the loss is scaled up so that small gradients do not vanish, and the scale
+    is halved when a gradient overflows. It lives on the device; the host never looks at it.
+
+    Unlike torch's GradScaler it asks the gradient's norm, which all ranks know, and so agrees on
+    every rank whatever the sharding.
+    """
+
+    def __init__(self, start: float, device: torch.device) -> None:
+        self.value = torch.tensor(start, device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def update(self, overflowed: Tensor) -> None:
+        """After each step: halve it if the step overflowed, double it after many that did not."""
+        torch._amp_update_scale_(self.value, self._good_steps, overflowed, 2.0, 0.5, GROWTH_STEPS)
+        self.value.clamp_(min=1.0)
+
+    def state(self) -> dict[str, Any]:
+        return {"value": self.value.clone(), "good_steps": self._good_steps.clone()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.value.copy_(state["value"])
+        self._good_steps.copy_(state["good_steps"])

@@ -19,6 +19,7 @@ from paceline.errors import DataError, Outcome
 from paceline.job import Job
 from paceline.observe.heartbeat import Heartbeat, Ticker
 from paceline.observe.telemetry import Telemetry
+from paceline.plan.policy import effective_config
 from paceline.records import Plan, RankVerdict
 from paceline.rundir import RunDir
 from paceline.strategies import find_strategy
@@ -28,6 +29,7 @@ from paceline.train.feed import Feed
 from paceline.train.flops import flops_per_sample
 from paceline.train.loop import LoopParts, train
 from paceline.train.metrics import Ledger, LedgerFiles
+from paceline.train.policy import apply_policy
 from paceline.train.timing import Clock, HostClock, build_clock
 from paceline.train.verdict import explain, outcome_of, peak_memory
 from paceline.workloads.base import Dataset
@@ -87,7 +89,9 @@ class RankRun:
         config, workload = job.config, job.workload
         data = _require_data(workload.build_data(config, "train"), plan)
         self.data_fingerprint = str(getattr(data, "fingerprint", "n/a"))
-        parts = EngineParts(config, plan, workload, device)
+        apply_policy(plan)
+        effective = effective_config(config, plan.attention.value)
+        parts = EngineParts(effective, plan, workload, device)
         self.engine = engine = find_strategy(plan.strategy.value).build(parts)
         torch.manual_seed(config.train.seed + 1 + place.rank)  # dropout must differ between ranks
         source = _source(job, plan, data, place)

@@ -48,14 +48,25 @@ class Workload:
     Model: ClassVar[type[Section]] = Section
     Data: ClassVar[type[DataConfig]] = DataConfig
     unit: ClassVar[str] = "samples"
-    # True: the model has `init_weights()`, is built on meta and filled once it is on its device.
+    # True: the model is built on meta, and `init_weights` fills what of it this rank holds.
     meta_init: ClassVar[bool] = False
+    # What `attention.impl` may be beside the kernels of torch's SDPA.
+    own_attention: ClassVar[frozenset[str]] = frozenset()
     # What `prepare` returned, on every rank.
     prepared: Mapping[str, Any] = MappingProxyType({})
 
     def build_model(self, config: Any) -> nn.Module:
         """The model, on torch's default device. Also called with that set to meta, to count."""
         raise ConfigError(f"{type(self).__name__} must define build_model(self, config)")
+
+    def init_weights(self, model: nn.Module, name: str, module: nn.Module) -> None:
+        """Fill one module's own parameters and buffers, in place. Only where `meta_init`. Random
+        numbers are torch's, seeded by the module's name: any rank may fill any module."""
+        raise ConfigError(f"{type(self).__name__} has meta_init: define init_weights")
+
+    def head_dim(self, config: Any) -> int | None:
+        """Width of an attention head; None where the model has no attention, or hides it."""
+        return None
 
     def build_data(self, config: Any, split: Split) -> Dataset | None:
         """The samples of a split, by index; None when this workload has no such split."""

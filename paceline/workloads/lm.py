@@ -24,11 +24,18 @@ class LanguageModel(Workload):
     Data = LMData
     unit = "tokens"
     meta_init = True
+    own_attention = frozenset({"eager", "flex"})
 
     def build_model(self, config: Any) -> nn.Module:
         from paceline.models.lm import LM
 
-        return LM(config.model, config.data.seq_len)
+        return LM(config.model, config.data.seq_len, config.attention.impl)
+
+    def init_weights(self, model: nn.Module, name: str, module: nn.Module) -> None:
+        model.init_module(name, module)  # type: ignore[operator]
+
+    def head_dim(self, config: Any) -> int:
+        return int(config.model.head_dim)
 
     def build_data(self, config: Any, split: Split) -> Dataset | None:
         from paceline.data.synthetic import SyntheticTokens
@@ -46,15 +53,9 @@ class LanguageModel(Workload):
         return open_tokens(Path(self.prepared["shards"]), config.data.seq_len, split)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-        from torch.nn.functional import cross_entropy
-
         tokens_BT1 = batch["tokens"]  # T + 1 tokens: inputs are the first T, targets the last T
         targets_BT = tokens_BT1[:, 1:].long()
-        logits_BTV = model(tokens_BT1[:, :-1].long())
-        loss = cross_entropy(
-            logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum"
-        )
-        return loss, targets_BT.numel()
+        return model(tokens_BT1[:, :-1].long(), targets_BT), targets_BT.numel()
 
     def units_per_sample(self, config: Any) -> int:
         return int(config.data.seq_len)

@@ -34,7 +34,38 @@ ROWS = {
         "train.micro_batch_size=8",
         "data.num_workers=2",
     ],
+    "zero0 is ddp": ["strategy.name=zero0", "train.micro_batch_size=8"],
+    "zero1": ["strategy.name=zero1", "train.micro_batch_size=8"],
+    "zero1, accumulation": ["strategy.name=zero1", "train.micro_batch_size=2"],
+    "zero2": ["strategy.name=zero2", "train.micro_batch_size=8"],
+    "zero2, accumulation": ["strategy.name=zero2", "train.micro_batch_size=2"],
+    "zero3": ["strategy.name=zero3", "train.micro_batch_size=8"],
+    "fsdp, accumulation": ["strategy.name=fsdp", "train.micro_batch_size=2"],
+    "zero3, deferred": [
+        "strategy.name=zero3",
+        "train.micro_batch_size=2",
+        "strategy.accumulate=defer",
+    ],
+    "zero3, prefetch, recomputed": [
+        "strategy.name=zero3",
+        "train.micro_batch_size=8",
+        "strategy.forward_prefetch=1",
+        "strategy.backward_prefetch=1",
+        "train.activation_checkpointing=full",
+    ],
+    "zero2, selective": [
+        "strategy.name=zero2",
+        "train.micro_batch_size=8",
+        "train.activation_checkpointing=selective",
+    ],
+    "ddp, recomputed, eager attention": [
+        "strategy.name=ddp",
+        "train.micro_batch_size=8",
+        "train.activation_checkpointing=full",
+        "attention.impl=eager",
+    ],
 }
+FOUR_RANKS = ["zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid"]
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +91,16 @@ def tiny_model() -> list[str]:
 def test_two_ranks_equal_one(row: str, reference: RankEnds, tmp_path: Path) -> None:
     overrides = [*tiny_model(), *SGD, *BATCH, *ROWS[row], "launch.nproc=2"]
     ends = run_ranks(tmp_path / "run", "lm_tiny", overrides)
+    assert_same_curve(reference, ends)
+    assert_same_weights(reference, ends)
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_four_ranks_equal_one(name: str, reference: RankEnds, tmp_path: Path) -> None:
+    """Hybrids as 2 x 2: two copies, each cut in two."""
+    four = [f"strategy.name={name}", "train.micro_batch_size=2", "launch.nproc=4"]
+    hybrid = ["strategy.shard_size=2"] if name.endswith("hybrid") else []
+    ends = run_ranks(tmp_path / "run", "lm_tiny", [*tiny_model(), *SGD, *BATCH, *four, *hybrid])
     assert_same_curve(reference, ends)
     assert_same_weights(reference, ends)
 

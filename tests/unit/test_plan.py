@@ -94,7 +94,8 @@ def test_gpus_are_used_where_there_are_any() -> None:
 
 def test_an_old_gpu_gets_no_bf16() -> None:
     made = plan(machine=env(num_gpus=1, capability="7.0", name="Tesla V100-SXM2-16GB"))
-    assert made.precision.value == "fp32" and "7.0" in made.precision.because
+    assert made.precision.value == "fp16" and "7.0" in made.precision.because
+    assert made.attention.value == "eager" and "7.0" in made.attention.because
 
 
 def test_state_that_does_not_fit_is_refused() -> None:

@@ -1,0 +1,124 @@
+"""Precision and attention: what this hardware computes in, each choice with its reason."""
+
+from collections.abc import Iterator
+
+from paceline.config.schema import RunConfig
+from paceline.records import Choice, Env, Finding, Plan
+from paceline.workloads.base import Workload
+
+FAST_BF16 = (8, 0)  # compute capability of Ampere
+SDPA_ON_CPU = ("sdpa", "flash", "math")
+MAX_FLASH_HEAD = 256  # torch's FlashAttention-2
+
+
+def choose_precision(config: RunConfig, env: Env, device: Choice) -> Choice:
+    asked = config.precision.mode
+    if asked != "auto":
+        return Choice(requested=asked, value=asked, because="as asked")
+    if device.value == "cpu":
+        return Choice(requested=asked, value="fp32", because="every CPU computes it")
+    capability = _capability(env)
+    if capability is None:
+        return Choice(requested=asked, value="bf16", because="cuda was asked; no GPU to look at")
+    value = "bf16" if capability >= FAST_BF16 else "fp16"
+    return Choice(requested=asked, value=value, because=_because(capability))
+
+
+def choose_attention(config: RunConfig, env: Env, device: Choice, workload: Workload) -> Choice:
+    asked = config.attention.impl
+    if asked != "auto":
+        return Choice(requested=asked, value=asked, because="as asked")
+    capability = _capability(env) if device.value == "cuda" else None
+    if capability is None or capability >= FAST_BF16:
+        because = _because(capability) if capability else "torch chooses the kernel"
+        return Choice(requested=asked, value="sdpa", because=because)
+    if "eager" in workload.own_attention:
+        return Choice(requested=asked, value="eager", because=_because(capability))
+    because = f"{_because(capability)}, but this workload has no eager attention"
+    return Choice(requested=asked, value="sdpa", because=because)
+
+
+def choose_matmul(config: RunConfig) -> Choice:
+    asked = config.precision.matmul
+    means = "fp32 products stay fp32" if asked == "highest" else "fp32 products may use TF32"
+    return Choice(requested=asked, value=asked, because=means)
+
+
+def effective_config(config: RunConfig, attention: str) -> RunConfig:
+    """What a workload builds its model from: the choice, where the user left it to us."""
+    section = config.attention.model_copy(update={"impl": attention})
+    return config.model_copy(update={"attention": section})
+
+
+def check_policy(config: RunConfig, env: Env, plan: Plan, workload: Workload) -> Iterator[Finding]:
+    yield from _precision_problems(config, env, plan)
+    yield from _attention_problems(config, env, plan, workload)
+
+
+def _precision_problems(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
+    capability = _capability(env) if plan.device.value == "cuda" else None
+    if plan.precision.value == "bf16" and capability is not None and capability < FAST_BF16:
+        yield Finding(
+            severity="error",
+            where="precision.mode",
+            what=f"bf16 was asked for, and {_because(capability)} has no bf16 arithmetic",
+            hint="set precision.mode=fp16, or auto, which chooses it",
+            cause="cluster",
+        )
+    if plan.precision.value == "fp16" and config.precision.loss_scale == "off":
+        yield Finding(
+            severity="error",
+            where="precision.loss_scale",
+            what="fp16 without a gradient scaler: gradients under 6e-8 would become 0",
+            hint="set precision.loss_scale=auto",
+        )
+
+
+def _attention_problems(
+    config: RunConfig, env: Env, plan: Plan, workload: Workload
+) -> Iterator[Finding]:
+    impl, on_cpu = plan.attention.value, plan.device.value == "cpu"
+    own = workload.own_attention
+    if impl in ("eager", "flex") and impl not in own:
+        yield _refused(impl, f"{plan.workload} has no {impl} attention", _offer(own, on_cpu))
+    elif on_cpu and impl == "flex":
+        yield _refused(impl, "flex_attention has no backward pass on CPU", _offer(own, on_cpu))
+    elif on_cpu and impl not in (*SDPA_ON_CPU, "eager"):
+        yield _refused(impl, f"{impl} is a kernel for GPUs, and the ranks are on CPU", "use sdpa")
+    head = workload.head_dim(config)
+    if impl in ("flash", "cudnn") and not on_cpu and head is not None:
+        yield from _head_problems(impl, head, plan, _capability(env))
+
+
+def _head_problems(
+    impl: str, head: int, plan: Plan, capability: tuple[int, int] | None
+) -> Iterator[Finding]:
+    if plan.precision.value == "fp32":
+        what = f"{impl} takes bf16 or fp16, and precision is fp32"
+        yield _refused(impl, what, "set precision.mode=bf16, or attention.impl=sdpa")
+    if head % 8 or head > MAX_FLASH_HEAD:
+        what = f"heads of {head}: {impl} takes multiples of 8 up to {MAX_FLASH_HEAD}"
+        yield _refused(impl, what, "choose another number of heads, or attention.impl=sdpa")
+    if capability is not None and capability < FAST_BF16:
+        yield _refused(impl, f"needs 8.0, and this is {_because(capability)}", "use sdpa or eager")
+
+
+def _refused(impl: str, what: str, hint: str) -> Finding:
+    return Finding(
+        severity="error", where="attention.impl", what=f"{impl} was asked for; {what}", hint=hint
+    )
+
+
+def _offer(own: frozenset[str], on_cpu: bool) -> str:
+    names = [*sorted(own - ({"flex"} if on_cpu else set())), "sdpa"]
+    return f"set attention.impl to {' or '.join(names)}"
+
+
+def _capability(env: Env) -> tuple[int, int] | None:
+    """Of the weakest GPU; None where there is none to look at."""
+    found = [gpu.compute_capability.partition(".") for gpu in env.gpus]
+    return min(((int(major), int(minor or 0)) for major, _, minor in found), default=None)
+
+
+def _because(capability: tuple[int, int]) -> str:
+    return f"compute capability {capability[0]}.{capability[1]}"

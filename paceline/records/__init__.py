@@ -1,0 +1,65 @@
+"""What passes between stages: frozen records, each a JSON file with a schema number.
+
+A stage reads records and returns a record; `RunDir` (rundir.py) says where each one lies.
+Nothing here imports torch, so reports and comparisons run anywhere.
+"""
+
+from paceline.records.base import Part, Record
+from paceline.records.decided import (
+    BatchSplit,
+    Choice,
+    Crew,
+    Exchange,
+    Finding,
+    LaunchPlan,
+    Limits,
+    ModelSize,
+    Plan,
+    RankPlace,
+    StateBytes,
+)
+from paceline.records.found import Env, Git, Gpu, Link
+from paceline.records.recorded import (
+    Audit,
+    Failure,
+    Fingerprints,
+    Proof,
+    RankEnd,
+    RankError,
+    RankMemory,
+    RankVerdict,
+    Result,
+    StepSeconds,
+    Window,
+)
+
+__all__ = [
+    "Audit",
+    "BatchSplit",
+    "Choice",
+    "Crew",
+    "Env",
+    "Exchange",
+    "Failure",
+    "Finding",
+    "Fingerprints",
+    "Git",
+    "Gpu",
+    "LaunchPlan",
+    "Limits",
+    "Link",
+    "ModelSize",
+    "Part",
+    "Plan",
+    "Proof",
+    "RankEnd",
+    "RankError",
+    "RankMemory",
+    "RankPlace",
+    "RankVerdict",
+    "Record",
+    "Result",
+    "StateBytes",
+    "StepSeconds",
+    "Window",
+]

@@ -1,0 +1,167 @@
+"""Decided: choices with their reasons, plan.json and launch.json."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from paceline.records.base import Part, Record
+
+
+class Choice(Part):
+    """A decision kept with its reason: what was asked, what will run, why."""
+
+    requested: Any
+    value: Any
+    because: str
+
+
+class Finding(Part):
+    """Something the user should know. An `error` stops the run before any rank starts."""
+
+    severity: Literal["error", "warning", "note"]
+    where: str = Field(description="The config key or the part of the machine it is about.")
+    what: str
+    hint: str = ""
+    cause: Literal["config", "cluster", "data"] = Field(
+        "config", description="What would have to change; picks the exit code of a refusal."
+    )
+
+    def __str__(self) -> str:
+        hint = f"\nhint: {self.hint}" if self.hint else ""
+        return f"{self.where}: {self.what}{hint}"
+
+
+class BatchSplit(Part):
+    """global_size = micro x grad_accum x dp, in samples per optimizer step."""
+
+    micro: int
+    grad_accum: int
+    dp: int
+    global_size: int
+
+
+class ModelSize(Part):
+    """A model's parameters; frozen ones have weights, but no gradients and no optimizer state."""
+
+    num_trainable: int
+    num_frozen: int
+    trainable_bytes: int
+    frozen_bytes: int
+
+
+class StateBytes(Part):
+    """Bytes one rank holds, without activations. `total` is at rest: after backward, before the
+    gradients are freed."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int = Field(0, description="Weights of other ranks, at the most at any time.")
+    deferred: int = Field(0, description="Whole gradients kept until the last microbatch.")
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        return self.total + self.gathered + self.deferred
+
+
+class Exchange(Part):
+    """Bytes of gradients one rank hands to its collectives each step."""
+
+    plain: int
+    sent: int
+    because: str
+
+
+class Crew(Part):
+    """How many ranks, on what, and who starts them."""
+
+    launcher: Choice
+    world_size: int
+    num_nodes: int
+    per_node: int = Field(description="Ranks on each machine; on the largest where they differ.")
+    device: Choice
+    backend: Choice
+    device_indices: list[int] = Field(
+        [], description="Which of the visible GPUs each local rank takes; empty: its own number."
+    )
+
+
+class Plan(Record):
+    """Everything decided before a device is held. Ranks trust it."""
+
+    SCHEMA: ClassVar[int] = 2
+
+    name: str
+    workload: str
+    unit: str = Field(description="What the loss is averaged over and throughput counts.")
+    world_size: int
+    mesh: dict[str, int] = Field(description="Degree of each parallel axis; their product is W.")
+    batch: BatchSplit
+    units_per_sample: int | None
+    steps: int
+    crew: Crew
+    device: Choice
+    backend: Choice
+    strategy: Choice
+    precision: Choice
+    matmul: Choice = Field(description="Products of fp32 matrices: highest is fp32, others TF32.")
+    attention: Choice
+    compile: Choice
+    recompute: Choice = Field(description="Activation checkpointing.")
+    fused_optimizer: Choice
+    threads: Choice
+    loader_workers: Choice
+    model: ModelSize
+    state_bytes: StateBytes = Field(description="Of the rank that holds most.")
+    exchange: Exchange
+    flops_per_sample: Choice = Field(description="Forward and backward, recomputation not counted.")
+    peak_flops: Choice = Field(description="Dense peak of one device in the chosen precision.")
+    findings: list[Finding]
+
+    def choices(self) -> dict[str, Choice]:
+        named = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in named.items() if isinstance(value, Choice)}
+
+    def problems(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+
+class RankPlace(Part):
+    rank: int
+    local_rank: int
+    host: str
+    device: str = Field(description="As torch names it in that rank.")
+    gpu: int | None = Field(None, description="The number in launch.devices that it stands for.")
+
+
+class Limits(Part):
+    """How long things may take, in seconds; None: as long as they like."""
+
+    start_s: float | None
+    progress_s: float | None
+    total_s: float | None
+    grace_s: float
+    collective_s: float
+
+
+class LaunchPlan(Record):
+    """How ranks are started: readable, and testable without the launcher it names."""
+
+    SCHEMA: ClassVar[int] = 2
+
+    launcher: str
+    argv: list[str] = Field(description="The command, word by word; empty: no command is needed.")
+    task: str = Field(description="What each rank does: train or check.")
+    workload: str = Field(description="The workload as typed: a registered name or FILE.py:Class.")
+    crew: Crew
+    threads: int
+    fabric: Choice
+    env: dict[str, str]
+    reasons: dict[str, str] = Field(description="Why a variable of env is set, where we chose it.")
+    ranks: list[RankPlace]
+    limits: Limits
+    findings: list[Finding] = []

@@ -1,0 +1,149 @@
+"""Recorded: how each rank ended, what really ran, and the result of a run."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.errors import Outcome
+from paceline.records.base import Part, Record
+
+
+class Proof(Part):
+    """One thing that was decided, what really ran, and how that was seen."""
+
+    what: str
+    requested: str
+    effective: str
+    proof: str
+    ok: bool
+
+
+class Audit(Record):
+    """What really ran, seen by rank 0 while it took step `step`."""
+
+    step: int
+    proofs: list[Proof]
+
+    @property
+    def mismatches(self) -> list[Proof]:
+        return [proof for proof in self.proofs if not proof.ok]
+
+
+class RankError(Part):
+    kind: str
+    message: str
+    place: str = Field("", description="The user's own line that led to it, where there is one.")
+    traceback: str = ""
+
+
+class RankEnd(Record):
+    """How a rank's process ended, as its supervisor saw it: exit code, or -N for signal N."""
+
+    rank: int
+    host: str
+    exit_code: int
+    asked_to_end: bool = Field(False, description="True where the supervisor had sent TERM first.")
+    stall: Literal["", "start", "progress", "total", "collective"] = Field(
+        "", description="The deadline missed."
+    )
+    failed: bool = Field(False, description="It left no verdict, or one with an error.")
+    was_stopped: bool = Field(False, description="True for a process that a signal had stopped.")
+    ran_out_of_memory: bool = Field(False, description="The kernel killed it to free memory.")
+
+
+class RankVerdict(Record):
+    """A rank's own last word, written before its process group is torn down."""
+
+    rank: int
+    host: str
+    outcome: Outcome
+    step: int
+    ended_at: float
+    error: RankError | None = None
+    bad_step: int | None = None
+    bad_sample_ids: list[int] = []
+    loss_was_finite: bool = True
+    notes: list[str] = []
+    flops_per_sample: float | None = None
+    flops_source: str = ""
+    data_fingerprint: str = ""
+    peak_active_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+
+
+class Fingerprints(Part):
+    """What must agree before two runs count as the same experiment."""
+
+    config: str
+    code: str
+    data: str
+    hardware: str
+
+
+class StepSeconds(Part):
+    p50: float
+    p90: float
+
+
+class Window(Part):
+    """Which steps of which file a figure was computed from."""
+
+    file: str
+    first_step: int
+    last_step: int
+
+
+class RankMemory(Part):
+    rank: int
+    peak_active_bytes: int | None
+    peak_reserved_bytes: int | None
+
+
+class Failure(Part):
+    """The root cause of a failed run, in the order a person looks for it."""
+
+    rank: int
+    host: str
+    step: int
+    phase: str
+    message: str
+    log: str
+    others: list[str] = []
+
+
+class Result(Record):
+    """How a run ended and what it measured: the last line of every run, printed by `--json`."""
+
+    run_dir: str
+    name: str
+    outcome: Outcome
+    exit_code: int
+    steps: int
+    final_loss: float | None
+    val_loss: float | None
+    step_s: StepSeconds | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    steps_per_s: float | None
+    tflops_per_rank: float | None
+    mfu: float | None
+    mfu_note: str
+    matmul_share: float | None = Field(
+        None, description="TFLOP/s a rank over the matmul rate that `paceline check` kept."
+    )
+    window: Window | None
+    peak_active_bytes: int | None
+    peak_reserved_bytes: int | None
+    rank_memory: list[RankMemory]
+    world_size: int
+    strategy: str
+    precision: str
+    fingerprints: Fingerprints
+    data_facts: dict[str, float]
+    skipped_steps: int
+    bad_step: int | None
+    bad_sample_ids: list[int]
+    failure: Failure | None
+    notes: list[str]
+    started_at: float
+    elapsed_s: float

@@ -1,0 +1,27 @@
+"""Settings of torch that hold for the whole process: set once, from the plan, before a model.
+
+A context around the forward pass would not do: recomputation runs in backward.
+"""
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from paceline.records import Plan
+
+# `attention.impl` to the only kernel that SDPA may then take.
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def apply_policy(plan: Plan) -> None:
+    torch.set_float32_matmul_precision(plan.matmul.value)
+    torch.backends.cudnn.allow_tf32 = plan.matmul.value != "highest"
+    only = KERNELS.get(plan.attention.value)
+    torch.backends.cuda.enable_flash_sdp(only in (None, SDPBackend.FLASH_ATTENTION))
+    torch.backends.cuda.enable_mem_efficient_sdp(only in (None, SDPBackend.EFFICIENT_ATTENTION))
+    torch.backends.cuda.enable_cudnn_sdp(only in (None, SDPBackend.CUDNN_ATTENTION))
+    torch.backends.cuda.enable_math_sdp(only in (None, SDPBackend.MATH))
