@@ -10,7 +10,7 @@ import traceback
 
 import typer
 
-from paceline.cli import check, demo, plan, recipes, report, train
+from paceline.cli import check, demo, plan, recipes, report, train, verify
 from paceline.errors import EXIT_CODES, Outcome, PacelineError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command()(check.check)
 app.command()(recipes.recipes)
 app.command()(plan.plan)
 app.command()(train.train)
+app.command()(verify.verify)
 app.command()(report.report)
 
 

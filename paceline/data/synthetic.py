@@ -1,9 +1,12 @@
 """Tokens that are a function of (seed, index) alone: the same on every rank, machine and worker."""
 
 from collections.abc import Sequence
+from math import nan
 
 import torch
 from torch import Tensor
+
+IGNORED = -100  # cross_entropy's own mark for a target that counts nothing
 
 
 class SyntheticTokens:
@@ -24,3 +27,24 @@ class SyntheticTokens:
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         return {"tokens": torch.stack([self[int(index)]["tokens"] for index in indices])}
+
+
+class Sentences:
+    """Samples of 2 to seq_len + 1 tokens, filled up with IGNORED; the loss of `poison` is NaN."""
+
+    def __init__(
+        self, num_samples: int, seq_len: int, vocab_size: int, seed: int, poison: int
+    ) -> None:
+        self.tokens = SyntheticTokens(num_samples, seq_len, vocab_size, seed)
+        self.seed, self.poison = seed, poison
+        self.fingerprint = f"sentences-{self.tokens.fingerprint}-{poison}"
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = self.tokens[index]["tokens"]
+        generator = torch.Generator().manual_seed(self.seed * 7_000_003 + index)
+        length = int(torch.randint(2, len(tokens) + 1, (), generator=generator))
+        tokens[length:] = IGNORED
+        return {"tokens": tokens, "poison": torch.tensor(nan if index == self.poison else 0.0)}

@@ -24,7 +24,7 @@ class Order:
     crew: Crew
     env: Env
     threads: int
-    task: Literal["train", "check"]
+    task: Literal["train", "check", "verify"]
     workload: str = ""
     run_dir: str = RUN_DIR
 

@@ -111,7 +111,15 @@ def check_rank(post: Post) -> None:
     examine_rank(post.run, launch, post.place, post.meeting)
 
 
-TASKS: dict[str, Task] = {"train": train_rank, "check": check_rank}
+def verify_rank(post: Post) -> None:
+    """The task of `paceline verify`."""
+    from paceline.verify.trial import try_rank
+
+    torch.set_num_threads(LaunchPlan.load(post.run.launch).threads)
+    try_rank(post.run, post.place, post.meeting)
+
+
+TASKS: dict[str, Task] = {"train": train_rank, "check": check_rank, "verify": verify_rank}
 
 
 def save_failure(run: RunDir, rank: int, error: BaseException) -> None:

@@ -4,6 +4,7 @@ Needs no GPU and no process group: `paceline plan lm_1b launch.nproc=64` runs on
 """
 
 import traceback
+from math import prod
 from pathlib import Path
 
 import torch
@@ -46,12 +47,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     attention = choose_attention(config, env, device, workload)
     workers = _choose_workers(config, env, crew)
     model = measure_model(workload, effective_config(config, attention.value))
-    share = Share(
-        size=mesh.get("shard", world),
-        index=0,  # no rank holds more
-        compute_bytes=4 if precision.value == "fp32" else 2,
-        num_microbatches=batch.grad_accum,
-    )
+    share = _share(mesh, precision.value, batch, rank=0)  # no rank holds more than the first
     sharing = find_strategy(strategy.value)
     plan = Plan(
         name=config.name,
@@ -93,6 +89,17 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *check(config, env, plan),
     ]
     return plan.model_copy(update={"findings": findings})
+
+
+def share_of(plan: Plan, rank: int) -> Share:
+    """Which part of the state `rank` holds."""
+    return _share(plan.mesh, plan.precision.value, plan.batch, rank)
+
+
+def _share(mesh: dict[str, int], precision: str, batch: BatchSplit, rank: int) -> Share:
+    size = mesh.get("shard", prod(mesh.values()))
+    compute_bytes = 4 if precision == "fp32" else 2
+    return Share(size, rank % size, compute_bytes, batch.grad_accum)
 
 
 def split_batch(config: RunConfig, dp: int) -> tuple[BatchSplit, list[Finding]]:

@@ -27,7 +27,7 @@ LAYERS = [
     ["paceline.launch"],
     ["paceline.conclude"],
     ["paceline.flow"],
-    ["paceline.check"],
+    ["paceline.check", "paceline.verify"],
     ["paceline.cli", "paceline.__main__"],
 ]
 TORCH_FREE = ["records", "config", "stats", "report", "rundir", "tables", "files", "errors", "job"]

@@ -1,0 +1,74 @@
+"""`paceline verify`: does a strategy compute what one process computes? A table, exit 0 or 1."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.arguments import JsonFlag, OutOption
+
+if TYPE_CHECKING:
+    from paceline.verify.records import StrategyProof, VerifyReport
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[STRATEGY]... [KEY=VALUE]...", help="None: all that can run here."),
+]
+
+
+def verify(words: Words = None, out: OutOption = None, as_json: JsonFlag = False) -> None:
+    """Prove strategies against one process: losses, norms, weights, vetoes and bytes of memory.
+
+    Exit code 0: all proven. 1: a check failed, or ranks did not finish.
+
+    Example: paceline verify zero2 zero3 launch.nproc=4
+    """
+    from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout
+
+    talk = ConsoleTalk()
+    overrides = [word for word in words or [] if "=" in word]
+    names = [word for word in words or [] if "=" not in word]
+    with refusals_on_stdout(as_json):
+        from paceline.verify.flow import run_verify  # imports torch
+
+        report = run_verify(names, overrides, out, talk.say)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _print(report)
+    raise typer.Exit(report.exit_code)
+
+
+def _print(report: "VerifyReport") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    tried = [proof for proof in report.proofs if proof.checks]
+    if tried:
+        table = Table(box=None, padding=(0, 1, 0, 0))
+        for column in ("strategy", *(check.name for check in tried[0].checks), ""):
+            table.add_column(column, no_wrap=True)
+        for proof in tried:
+            table.add_row(proof.strategy, *_cells(proof), "proven" if proof.ok else "FAILED")
+        console.print(table)
+    for proof in report.proofs:
+        for check in proof.checks:
+            if not check.ok:
+                console.print(
+                    f"{proof.strategy}: {check.name} is {escape(check.measured)}, allowed is"
+                    f" {escape(check.allowed)}"
+                )
+        if proof.failure:
+            console.print(f"{proof.strategy}: did not finish: {escape(proof.failure)}")
+        if proof.skipped:
+            console.print(f"{proof.strategy}: not tried: {escape(proof.skipped)}")
+    console.print(
+        f"{sum(proof.ok and bool(proof.checks) for proof in report.proofs)} of {len(report.proofs)}"
+        f" proven on {report.world_size} ranks ({report.device}) in {report.elapsed_s:.0f} s;"
+        f" record: {report.run_dir}"
+    )
+
+
+def _cells(proof: "StrategyProof") -> list[str]:
+    return [check.measured if check.ok else "WRONG" for check in proof.checks]

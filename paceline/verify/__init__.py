@@ -1,0 +1,6 @@
+"""Proof that a strategy computes what one process computes: `paceline verify`.
+
+flow      which strategies, which trials, in which order
+trial     what each rank does in a trial, and what it leaves behind
+judge     what was left behind, held against one process and against the plan
+"""

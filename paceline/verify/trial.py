@@ -1,0 +1,108 @@
+"""What one rank does for a proof: a few short runs in one process group, through the real loop.
+
+Each trial is a run directory of its own inside the strategy's, with a config and a plan; its name
+says what is different about it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.cluster.group import Meeting, Place
+from paceline.errors import Outcome
+from paceline.job import reload_job
+from paceline.records import LaunchPlan, Plan
+from paceline.rundir import RunDir
+from paceline.strategies.base import Engine, Totals
+from paceline.train.loop import LoopEnd, LoopParts
+from paceline.train.timing import Clock
+from paceline.train.worker import RankRun
+from paceline.verify.records import TrialHeld
+
+# The trials, in order. `equal` is compared with one process, `before` and `poisoned` with each
+# other, `bytes` with the plan; `broken` must not pass.
+EQUAL, BEFORE, POISONED, BYTES, BROKEN = "equal", "before", "poisoned", "bytes", "broken"
+WRONG_SCALE = 1.01
+
+
+def trial_dir(run: RunDir, name: str) -> RunDir:
+    return RunDir(run.root / "trials" / name)
+
+
+def state_file(trial: RunDir, rank: int) -> Path:
+    return trial.rank(rank) / "weights.pt"
+
+
+def initial_file(trial: RunDir, rank: int) -> Path:
+    return trial.rank(rank) / "initial.pt"
+
+
+def held_file(trial: RunDir, rank: int) -> Path:
+    return trial.rank(rank) / "held.json"
+
+
+def try_rank(run: RunDir, place: Place, meeting: Meeting) -> None:
+    """All trials of one strategy. The first joins the group, the others find it."""
+    launch = LaunchPlan.load(run.launch)
+    first: Meeting | None = meeting
+    for name in (EQUAL, BEFORE, POISONED, BYTES, BROKEN):
+        trial = trial_dir(run, name)
+        if trial.plan.is_file():
+            job = reload_job(trial, launch.workload)
+            verdict = TrialRun(job, Plan.load(trial.plan), trial, place, first).execute()
+            first = None
+    # The supervisor looks for a word in the strategy's own directory.
+    verdict.save(run.verdict(place.rank))
+
+
+class TrialRun(RankRun):
+    """A run that keeps its weights, and does one thing differently where its name says so."""
+
+    def take_steps(self, parts: LoopParts) -> LoopEnd:
+        name, rank = self.run.root.name, self.place.rank
+        torch.save(_weights(parts.engine), initial_file(self.run, rank))
+        if name == BYTES:
+            return self._weigh(parts)
+        if name == BROKEN:
+            parts = replace(parts, engine=Broken(parts.engine))
+        end = super().take_steps(parts)
+        torch.save(_weights(parts.engine), state_file(self.run, rank))
+        return end
+
+    def _weigh(self, parts: LoopParts) -> LoopEnd:
+        """One step by hand: gradients are there only between backward and the update."""
+        engine, clock, batch = parts.engine, parts.clock, parts.feed.next()
+        clock.begin(1)
+        engine.forward_backward(batch.batches, batch.scale, clock)
+        gradients = engine.held().gradients
+        engine.step(1e-3, clock)
+        held = engine.held()
+        TrialHeld(parameters=held.parameters, gradients=gradients, optimizer=held.optimizer).save(
+            held_file(self.run, self.place.rank)
+        )
+        parts.ledger.abandon()
+        return LoopEnd(Outcome.OK, 1)
+
+
+def _weights(engine: Engine) -> dict[str, Tensor]:
+    model: dict[str, Tensor] = engine.state()["model"]
+    return {name: weight.detach().cpu().clone() for name, weight in model.items()}
+
+
+@dataclass(frozen=True)
+class Broken:
+    """An engine whose gradients are one percent too large: what the proof must catch."""
+
+    engine: Engine
+
+    def forward_backward(
+        self, batches: Sequence[Any], scale: float | Tensor, clock: Clock
+    ) -> Totals:
+        return self.engine.forward_backward(batches, scale * WRONG_SCALE, clock)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)

@@ -1,0 +1,49 @@
+"""A small language model on sentences of unequal length: what every strategy is proven on.
+
+Microbatches hold different numbers of tokens, so that a mean of means is wrong and shows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.uneven import UnevenData, UnevenModel
+from paceline.workloads.base import Dataset, Split
+from paceline.workloads.lm import LanguageModel
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Uneven(LanguageModel):
+    Model = UnevenModel
+    Data = UnevenData  # type: ignore[assignment]
+
+    def build_data(self, config: Any, split: Split) -> Dataset | None:
+        from paceline.data.synthetic import Sentences
+
+        if split == "val":
+            return None
+        data = config.data
+        size = config.model.vocab_size
+        return Sentences(data.num_samples, data.seq_len, size, config.train.seed, data.poison)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        tokens_BT1 = batch["tokens"]
+        targets_BT = tokens_BT1[:, 1:]
+        inputs_BT = tokens_BT1[:, :-1].clamp(min=0)
+        return model(inputs_BT, targets_BT) + batch["poison"].sum(), self.units(batch)
+
+    def units_per_sample(self, config: Any) -> None:  # type: ignore[override]
+        return None
+
+    def units(self, batch: dict[str, Tensor]) -> int:
+        from paceline.data.synthetic import IGNORED
+
+        return int((batch["tokens"][:, 1:] != IGNORED).sum())
+
+    def prepare(self, config: Any, say: Any) -> dict[str, Any]:
+        return {}
+
+    def problems(self, config: Any) -> tuple[()]:
+        return ()
