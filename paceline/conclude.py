@@ -13,6 +13,7 @@ from paceline.launch.base import LaunchEnd
 from paceline.launch.blame import explain_stall, missed_deadline
 from paceline.launch.pulse import last_beat
 from paceline.records import (
+    Audit,
     Env,
     Failure,
     Fingerprints,
@@ -66,6 +67,8 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
     peaks = [verdicts[rank] for rank in sorted(verdicts)]
     val_loss = next((r.val_loss for r in reversed(rows) if r.val_loss is not None), None)
     notes = {note for verdict in peaks for note in verdict.notes}
+    if run.audit.is_file():
+        notes |= {str(proof) for proof in Audit.load(run.audit).mismatches}
     if val_loss is not None and not math.isfinite(val_loss):
         notes.add("the last validation loss is not finite")
     return Result(

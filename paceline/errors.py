@@ -3,6 +3,7 @@
     PacelineError
     ├── ConfigError          the user asked for something impossible      exit 2
     ├── ClusterError         the machines cannot do what was asked        exit 3
+    ├── AuditError           what ran is not what was decided             exit 1
     ├── DataError            the data is missing, damaged or too small    exit 4
     └── LaunchError          ranks did not come, or left before the run   exit 5
 
@@ -66,6 +67,10 @@ class PacelineError(Exception):
 
 class ConfigError(PacelineError):
     outcome = Outcome.REFUSED_CONFIG
+
+
+class AuditError(PacelineError):
+    outcome = Outcome.CHECK_FAILED
 
 
 class ClusterError(PacelineError):

@@ -107,6 +107,10 @@ class RunDir:
         return self.telemetry if rank == 0 else self.root / f"telemetry_rank{rank}.csv"
 
     @property
+    def audit(self) -> Path:
+        return self.root / "audit.json"
+
+    @property
     def result(self) -> Path:
         return self.root / "result.json"
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 
 def attend(impl: str, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
@@ -19,9 +18,7 @@ def attend(impl: str, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
         return _spelt_out(q_BHTE, k_BKSE, v_BKSE)
     is_grouped = q_BHTE.shape[1] != k_BKSE.shape[1]
     if impl == "flex":
-        mask = _causal_mask(q_BHTE.shape[2], q_BHTE.device)
-        kernel = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-        return kernel(q_BHTE, k_BKSE, v_BKSE, block_mask=mask, enable_gqa=is_grouped)
+        return _flex(q_BHTE, k_BKSE, v_BKSE, is_grouped)
     return F.scaled_dot_product_attention(
         q_BHTE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=is_grouped
     )
@@ -39,14 +36,26 @@ def _spelt_out(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
     return weights_BHTS.to(v_BHSE.dtype) @ v_BHSE
 
 
+def _flex(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, is_grouped: bool) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention  # with it comes the compiler
+
+    mask = _causal_mask(q_BHTE.shape[2], q_BHTE.device)
+    kernel = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    return kernel(q_BHTE, k_BKSE, v_BKSE, block_mask=mask, enable_gqa=is_grouped)
+
+
 @cache
 def _compiled_flex() -> Any:
     """Without a compiler flex_attention holds the whole square of scores."""
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention, dynamic=False)
 
 
 @cache
 def _causal_mask(num_tokens: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
     def is_past(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 

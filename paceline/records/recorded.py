@@ -17,6 +17,10 @@ class Proof(Part):
     proof: str
     ok: bool
 
+    def __str__(self) -> str:
+        seen = f"{self.effective} ran ({self.proof})"
+        return f"audit: {self.what}: {self.requested} was decided, and {seen}"
+
 
 class Audit(Record):
     """What really ran, seen by rank 0 while it took step `step`."""

@@ -26,12 +26,28 @@ def render_markdown(story: Story) -> str:
         ),
         _batch(story),
         *(f"- {finding.severity}: {_cell(str(finding))}" for finding in story.plan.findings),
+        *_audit(story),
         "## Where a step's time goes (median; warm-up left out if there is more)",
         _phases(story),
         "## Machine",
         _machine(story),
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _audit(story: Story) -> list[str]:
+    if story.audit is None:
+        return []
+    rows = [
+        (p.what, p.requested, p.effective, p.proof, "yes" if p.ok else "NO")
+        for p in story.audit.proofs
+    ]
+    columns = ("", "decided", "really ran", "seen in", "as decided")
+    return [
+        f"## What really ran (rank 0, step {story.audit.step})",
+        *(f"- warning: {_cell(str(proof))}" for proof in story.audit.mismatches),
+        _table(columns, rows),
+    ]
 
 
 def _failure(story: Story) -> list[str]:

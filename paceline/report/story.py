@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from paceline.records import Env, Plan, Result
+from paceline.records import Audit, Env, Plan, Result
 from paceline.rundir import RunDir
 from paceline.tables import (
     StepRow,
@@ -27,6 +27,7 @@ class Story:
     plan: Plan
     env: Env
     result: Result | None
+    audit: Audit | None
     training: list[TrainingRow]
     steps: dict[int, list[StepRow]]
     telemetry: list[TelemetryRow]
@@ -54,6 +55,7 @@ def read_story(run: RunDir) -> Story:
         plan=plan,
         env=Env.load(run.env),
         result=Result.load(run.result) if run.result.is_file() else None,
+        audit=Audit.load(run.audit) if run.audit.is_file() else None,
         training=read_training(run.training),
         steps={rank: read_steps(run.steps(rank)) for rank in range(plan.world_size)},
         telemetry=read_telemetry(run.telemetry),

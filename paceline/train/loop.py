@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from paceline.config.schema import RunConfig
 from paceline.data.cursor import Indices
 from paceline.errors import Outcome
+from paceline.observe.audit import Auditor
 from paceline.records import Plan
 from paceline.strategies.base import Engine
 from paceline.train.evaluation import Evaluation
@@ -31,6 +32,7 @@ class LoopParts:
     feed: Feed
     clock: Clock
     ledger: Ledger
+    auditor: Auditor
     evaluation: Evaluation
 
 
@@ -61,10 +63,12 @@ def _train(parts: LoopParts, first_step: int) -> LoopEnd:
     end = None
     for step in range(first_step, plan.steps + 1):
         clock.begin(step)
+        parts.auditor.begin(step)
         batch = parts.feed.next()
         totals = engine.forward_backward(batch.batches, batch.scale, clock)
         lr = learning_rate(step, plan.steps, parts.config.optim)
         info = engine.step(lr, clock)
+        parts.auditor.end(step)
 
         clock.enter("other")
         judge.remember(step, batch.sample_ids)

@@ -17,6 +17,7 @@ from paceline.data.cursor import Order, StepSlice
 from paceline.data.loader import LoaderPlan, Microbatch, MicrobatchSource, iter_microbatches
 from paceline.errors import DataError, Outcome
 from paceline.job import Job
+from paceline.observe.audit import Auditor
 from paceline.observe.heartbeat import Heartbeat, Ticker
 from paceline.observe.telemetry import Telemetry
 from paceline.plan.policy import effective_config
@@ -113,6 +114,13 @@ class RankRun:
             feed=Feed(_microbatches(job, plan, source, device), plan, device),
             clock=self.clock,
             ledger=Ledger(config, plan, self.clock, device, files),
+            auditor=Auditor(
+                config,
+                plan,
+                device,
+                engine.proofs,
+                self.run.audit if place.rank == 0 else None,
+            ),
             evaluation=Evaluation(config, plan, val, place.rank, device),
         )
 

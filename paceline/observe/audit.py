@@ -1,0 +1,178 @@
+"""audit.json: what was decided against what really ran, with the proof of each.
+
+One early step is profiled on rank 0: late enough that kernels are chosen and graphs compiled,
+early enough that a mismatch costs minutes and not days.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from paceline.config.schema import RunConfig
+from paceline.errors import AuditError
+from paceline.observe.profile import Op, StepProfile, compile_counts, group_timeout_s
+from paceline.records import Audit, Choice, Plan, Proof
+
+AUDITED_STEP = 3
+# How torch names the kernels that SDPA chooses from, and where each takes a mask.
+KERNELS = {
+    "aten::_scaled_dot_product_flash_attention": ("flash", None),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": ("flash", 5),
+    "aten::_scaled_dot_product_efficient_attention": ("efficient", 3),
+    "aten::_scaled_dot_product_cudnn_attention": ("cudnn", 3),
+    "aten::_scaled_dot_product_attention_math": ("math", 3),
+    "aten::_scaled_dot_product_fused_attention_overrideable": ("overrideable", 3),
+}
+SDPA = ("sdpa", "flash", "cudnn", "efficient", "math")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+FUSED = ("aten::_fused_adamw_", "aten::_fused_sgd_")
+PROFILE = "profile of the step"
+
+
+class Auditor:
+    """Call `begin` and `end` around every step. On every rank but 0 it does nothing."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        device: torch.device,
+        engine_proofs: Callable[[], list[Proof]],
+        path: Path | None,
+    ) -> None:
+        self.config, self.plan, self.device = config, plan, device
+        self.engine_proofs, self.path = engine_proofs, path
+        self.step = min(AUDITED_STEP, plan.steps) if path else 0
+        self._profile: StepProfile | None = None
+        self._compiled_before = compile_counts()
+
+    def begin(self, step: int) -> None:
+        if step == self.step:
+            # Only a compiled flex kernel leaves no trace but its own name on the device.
+            with_kernels = self.plan.attention.value == "flex" and self.device.type == "cuda"
+            self._profile = StepProfile(with_kernels)
+            self._profile.start()
+
+    def end(self, step: int) -> None:
+        """Write the audit; `AuditError` where something differs and the user is strict."""
+        if self._profile is None or step != self.step or self.path is None:
+            return
+        self._profile.stop()
+        audit = Audit(step=step, proofs=list(self._proofs(self._profile)))
+        audit.save(self.path)
+        self._profile = None
+        if self.config.audit.strict and audit.mismatches:
+            raise AuditError([str(proof) for proof in audit.mismatches])
+
+    def _proofs(self, seen: StepProfile) -> Iterator[Proof]:
+        plan = self.plan
+        yield from _attention(plan, seen)
+        yield from _precision(plan, seen)
+        yield _matmul(plan)
+        yield self._compiled()
+        yield from _recompute(plan, seen)
+        yield from _optimizer(plan, seen)
+        yield from _collectives(plan, seen)
+        yield from self.engine_proofs()
+        asked, real = self.config.launch.collective_timeout_s, group_timeout_s(self.device)
+        yield _proof(
+            "process group timeout", f"{asked:g} s", f"{real:g} s", "the backend's options",
+            asked == real,
+        )  # fmt: skip
+
+    def _compiled(self) -> Proof:
+        counted = zip(compile_counts(), self._compiled_before, strict=True)
+        graphs, breaks, again = (now - before for now, before in counted)
+        asked = self.plan.compile.value
+        effective = f"{graphs} graphs, {breaks} breaks, {again} recompilations"
+        ok = graphs == 0 if asked == "off" else graphs > 0 and breaks == 0 and again == 0
+        return _proof("torch.compile", asked, effective, "torch._dynamo's counters", ok)
+
+
+def _attention(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
+    """One row for each distinct call: kernel, shapes, type, mask."""
+    asked, said = plan.attention.value, _asked(plan.attention)
+    calls = Counter(_call(op) for op in seen.find(*KERNELS))
+    for (kernel, text), count in sorted(calls.items()):
+        ok = asked in ("sdpa", kernel)
+        yield _proof("attention", said, f"{kernel} x {count}", f"{PROFILE}: {text}", ok)
+    if calls or (asked == "sdpa" and plan.attention.requested == "auto"):
+        return
+    if asked == "flex":
+        kernels = [name for name in seen.names if "flex" in name]
+        yield _proof("attention", said, ", ".join(kernels) or "none", PROFILE, bool(kernels))
+    elif asked == "eager":
+        yield _proof("attention", said, "no fused kernel", PROFILE, True)
+    else:
+        yield _proof("attention", said, "no call of SDPA was seen", PROFILE, False)
+
+
+def _call(op: Op) -> tuple[str, str]:
+    kernel, mask_at = KERNELS[op.name]
+    has_mask = mask_at is not None and mask_at < len(op.shapes) and bool(op.shapes[mask_at])
+    shapes = " ".join("x".join(str(size) for size in shape) for shape in op.shapes[:3])
+    return kernel, f"q k v {shapes}, {op.types[0]}, {'a mask' if has_mask else 'no mask'}"
+
+
+def _precision(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
+    """What most matrix products took. Kernels that a compiler wrote itself are not among them."""
+    types = seen.types_of(*PRODUCTS)
+    if types:
+        most, _ = types.most_common(1)[0]
+        effective = ", ".join(f"{name} x {count}" for name, count in types.most_common())
+        ok = most == plan.precision.value
+        said = _asked(plan.precision)
+        yield _proof("precision", said, effective, f"{PROFILE}: matrix products", ok)
+
+
+def _matmul(plan: Plan) -> Proof:
+    real, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    ok = real == plan.matmul.value and cudnn == (real != "highest")
+    effective = f"{real}, TF32 in cuDNN {'on' if cudnn else 'off'}"
+    return _proof("fp32 products", plan.matmul.value, effective, "torch's own settings", ok)
+
+
+def _recompute(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
+    """Recomputed blocks run their attention twice forward for once backward."""
+    forward = sum(seen.names[name] for name in KERNELS)
+    backward = sum(seen.names[f"{name}_backward"] for name in KERNELS)
+    if not backward or plan.compile.value != "off":
+        return
+    asked = plan.recompute.value
+    expected = 2 * backward if asked == "full" else backward
+    effective = f"{forward} attention calls forward, {backward} backward"
+    yield _proof("activation checkpointing", asked, effective, PROFILE, forward == expected)
+
+
+def _optimizer(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
+    if plan.strategy.value == "deepspeed":
+        return  # it brings its own, and its engine says which
+    found = [name for name in FUSED if seen.names[name]]
+    asked = "fused" if plan.fused_optimizer.value else "not fused"
+    ok = bool(found) == plan.fused_optimizer.value
+    yield _proof("optimizer", asked, found[0] if found else "not fused", PROFILE, ok)
+
+
+def _collectives(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
+    """Types on the wire of a sharded run: weights gathered to compute with, gradients in fp32."""
+    if not plan.strategy.value.startswith(("zero2", "zero3")) or plan.world_size == 1:
+        return
+    for what, name, asked in (
+        ("FSDP gather", "c10d::_allgather_base_", plan.precision.value),
+        ("FSDP reduce", "c10d::_reduce_scatter_base_", "fp32"),
+    ):
+        types = seen.types_of(name)
+        effective = ", ".join(f"{kind} x {count}" for kind, count in types.items()) or "none seen"
+        yield _proof(what, asked, effective, PROFILE, set(types) == {asked})
+
+
+def _asked(choice: Choice) -> str:
+    if choice.requested == choice.value:
+        return str(choice.value)
+    return f"{choice.requested}, so {choice.value}"
+
+
+def _proof(what: str, requested: str, effective: str, proof: str, ok: bool) -> Proof:
+    return Proof(what=what, requested=requested, effective=effective, proof=proof, ok=ok)

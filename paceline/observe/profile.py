@@ -1,0 +1,84 @@
+"""One step as torch's profiler saw it: which operations ran, on which shapes and types.
+
+It sees what the dispatcher was really asked for, compiled or not.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+TYPE_NAMES = {"float": "fp32", "double": "fp64", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
+
+
+@dataclass(frozen=True)
+class Op:
+    """A call: its tensors' shapes and types by position, None and "" where it has another value."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    types: tuple[str, ...]
+    values: tuple[Any, ...]
+
+
+class StepProfile:
+    """Profiles what runs between `start` and `stop`."""
+
+    def __init__(self, with_kernels: bool) -> None:
+        activities = [ProfilerActivity.CPU]
+        if with_kernels:
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, record_shapes=True)
+        self.ops: list[Op] = []
+        self.names: Counter[str] = Counter()
+
+    def start(self) -> None:
+        self._profile.start()
+
+    def stop(self) -> None:
+        self._profile.stop()
+        self.ops = list(_iter_ops(self._profile))
+        self.names = Counter(op.name for op in self.ops)
+
+    def find(self, *names: str) -> list[Op]:
+        return [op for op in self.ops if op.name in names]
+
+    def types_of(self, *names: str) -> Counter[str]:
+        """Types of the first tensor that the named operations took."""
+        firsts = ((t for t in op.types if t in TYPE_NAMES.values()) for op in self.find(*names))
+        return Counter(next(types, "other") for types in firsts)
+
+
+def _iter_ops(profiled: profile) -> Iterator[Op]:
+    # The public list of events has shapes, but not the types.
+    results = profiled.profiler.kineto_results if profiled.profiler else None
+    assert results is not None, "stopped after it was started"
+    for event in results.events():
+        yield Op(
+            event.name(),
+            tuple(tuple(shape) for shape in event.shapes()),
+            tuple(TYPE_NAMES.get(name, name) for name in event.dtypes()),
+            tuple(event.concrete_inputs()),
+        )
+
+
+def compile_counts() -> tuple[int, int, int]:
+    """Graphs compiled, graph breaks and recompilations in this process so far."""
+    if "torch._dynamo" not in sys.modules:
+        return 0, 0, 0  # nobody compiled, and to import it takes a second
+    from torch._dynamo.utils import counters, get_compilation_metrics
+
+    again = sum(bool(metrics.recompile_reason) for metrics in get_compilation_metrics())
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), again
+
+
+def group_timeout_s(device: torch.device) -> float:
+    """How long a collective of the default group really waits, as its backend has it."""
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    options = _get_default_group()._get_backend(device).options
+    return float(options._timeout.total_seconds())
