@@ -46,7 +46,7 @@ def _print(report: "VerifyReport") -> None:
     console = Console(highlight=False, soft_wrap=True)
     tried = [proof for proof in report.proofs if proof.checks]
     if tried:
-        table = Table(box=None, padding=(0, 1, 0, 0))
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
         for column in ("strategy", *(check.name for check in tried[0].checks), ""):
             table.add_column(column, no_wrap=True)
         for proof in tried:

@@ -1,21 +1,21 @@
 """The engine of every strategy that is one module and one optimizer on each rank."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
 from paceline.records import Proof, StateBytes
 from paceline.strategies.base import OVERFLOWED, EngineParts, StepInfo, Totals, normalise
+from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
 from paceline.train.precision import START_SCALE, LossScale, compute_context
 from paceline.train.timing import Clock
 
@@ -25,12 +25,14 @@ TINY = 1e-6  # as in torch's clip_grad_norm_
 @dataclass(frozen=True)
 class Wrapping:
     """What a strategy put around the model: `model` is called, `unsynced` holds back the exchange
-    of gradients, `forget` drops what the exchange remembers of a step that was vetoed."""
+    of gradients, `forget` drops what the exchange remembers of a step that was vetoed, `shards`
+    are the ranks that each hold a piece of every gradient."""
 
     model: nn.Module
     unsynced: Callable[[], AbstractContextManager[None]] = nullcontext
     proofs: Callable[[], list[Proof]] = list
     forget: Callable[[], None] | None = None
+    shards: ProcessGroup | None = None
 
 
 class ModuleEngine:
@@ -72,7 +74,7 @@ class ModuleEngine:
     def step(self, lr: float, clock: Clock) -> StepInfo:
         clock.enter("optimizer")
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = whole(get_total_norm(gradients, foreach=True)).to(self.zero.device)
+        norm = global_norm(gradients, self.parts.device, self.wrapping.shards)
         # One divisor for both: out of fp16's scale, and down to the largest norm allowed.
         divisor = self.scaler.value if self.scaler is not None else None
         if divisor is not None:
@@ -176,17 +178,3 @@ def compute_loss(parts: EngineParts, model: nn.Module, batch: Any) -> tuple[Tens
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     """The one that does the arithmetic: zero1 wraps it."""
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-
-
-def whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Memory behind the tensors, padding included, each piece once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in locals_of(tensors)}
-    return sum(storage.nbytes() for storage in storages.values())

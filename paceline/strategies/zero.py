@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -126,7 +127,8 @@ class Sharded:
         return Exchange(plain=total, sent=total, because=because)
 
     def build(self, parts: EngineParts) -> Engine:
-        module = compose(parts, lambda model: self._shard(model, parts))
+        mesh = build_mesh(parts.plan, parts.device)
+        module = compose(parts, lambda model: self._shard(model, parts, mesh))
         # Optimizer last: fully_shard replaces every parameter, an earlier one would step orphans.
         fused = parts.plan.fused_optimizer.value
         optimizer = build_optimizer(module.parameters(), parts.config.optim, fused)
@@ -135,6 +137,7 @@ class Sharded:
             module,
             unsynced=(lambda: _deferred(module)) if defers else nullcontext,
             proofs=lambda: _proofs(parts, module),
+            shards=mesh.get_group(mesh.ndim - 1),
         )
         return ModuleEngine(parts, module, optimizer, wrapping)
 
@@ -142,10 +145,10 @@ class Sharded:
         asked = config.strategy.reshard_after_forward
         return self.reshard if asked == "auto" else asked
 
-    def _shard(self, model: nn.Module, parts: EngineParts) -> None:
+    def _shard(self, model: nn.Module, parts: EngineParts, mesh: DeviceMesh) -> None:
         strategy = parts.config.strategy
         settings: dict[str, Any] = {
-            "mesh": build_mesh(parts.plan, parts.device),
+            "mesh": mesh,
             "reshard_after_forward": self._reshards(parts.config),
             "mp_policy": _precision_policy(parts.plan.precision.value),
         }

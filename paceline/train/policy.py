@@ -18,6 +18,12 @@ KERNELS = {
 
 
 def apply_policy(plan: Plan) -> None:
+    if plan.compile.value != "off":
+        import torch.compiler.config as compiler_config
+
+        # torch keys its cache of compiled graphs by the graph, not by which kernels were allowed:
+        # without a mark of our own, a run that asks for cudnn gets the flash of the run before it.
+        compiler_config.cache_key_tag = f"paceline: {plan.attention.value} attention"
     torch.set_float32_matmul_precision(plan.matmul.value)
     torch.backends.cudnn.allow_tf32 = plan.matmul.value != "highest"
     only = KERNELS.get(plan.attention.value)
