@@ -6,6 +6,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some virtual machines report AMX and trap on it, which kills bf16 on the CPU.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,8 @@ def tiny(tmp_path: Path) -> list[str]:
         "train.eval_samples=all",
         "launch.device=cpu",
     ]
+
+
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="deepspeed is not installed: make launchers"
+)

@@ -14,6 +14,16 @@ from paceline.models.attention import attend
 INIT_STD = 0.02
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm in the type of its input: with an fp32 weight torch would leave its fused kernel."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, eps=1e-5)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return F.rms_norm(x_BTD, self.normalized_shape, self.weight.to(x_BTD.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention."""
 
@@ -52,9 +62,9 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: LMModel, impl: str) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.attention_norm = Norm(config.dim)
         self.attention = Attention(config, impl)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.ffn_norm = Norm(config.dim)
         self.ffn = SwiGLU(config)
 
     def forward(self, x_BTD: Tensor, rope_TE: tuple[Tensor, Tensor]) -> Tensor:
@@ -67,7 +77,7 @@ class Tail(nn.Module):
 
     def __init__(self, config: LMModel) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.norm = Norm(config.dim)
         # Tied by having one matrix, not two names for it: moving off meta would part them.
         self.head = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
 

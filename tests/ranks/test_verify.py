@@ -1,0 +1,128 @@
+"""`paceline verify`: every strategy proven on 2 and 4 ranks, and every check able to fail."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.cluster.facts import probe
+from paceline.errors import ConfigError
+from paceline.rundir import RunDir
+from paceline.verify.flow import run_verify
+from paceline.verify.judge import judge
+from paceline.verify.records import TrialHeld, VerifyReport
+from paceline.verify.trial import BYTES, EQUAL, POISONED, held_file, initial_file, state_file
+from paceline.verify.trials import expected_bytes
+from tests.conftest import needs_deepspeed
+
+CPU = ["launch.device=cpu"]
+
+
+def verify(names: list[str], overrides: list[str], folder: Path) -> VerifyReport:
+    return run_verify(names, [*CPU, *overrides], folder, lambda text: None)
+
+
+def assert_proven(report: VerifyReport, *names: str) -> None:
+    assert [proof.strategy for proof in report.proofs] == list(names)
+    for proof in report.proofs:
+        assert not proof.failure and not proof.skipped, proof
+        assert len(proof.checks) == 8
+        assert all(check.ok for check in proof.checks), proof
+    assert report.exit_code == 0
+
+
+@pytest.fixture(scope="module")
+def proven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify") / "run"
+    assert_proven(verify(["zero3"], ["launch.nproc=2"], folder), "zero3")
+    return folder
+
+
+def test_the_record_is_kept(proven: Path) -> None:
+    assert VerifyReport.load(proven / "verify.json").exit_code == 0
+
+
+def change_weights(path: Path) -> None:
+    weights = torch.load(path)
+    weights["blocks.0.ffn.down.weight"] += 1e-3
+    torch.save(weights, path)
+
+
+def change_loss(run: RunDir) -> None:
+    path = RunDir(run.root / "trials" / EQUAL).training
+    lines = path.read_text().splitlines()
+    cells = lines[-1].split(",")
+    lines[-1] = ",".join([cells[0], str(float(cells[1]) * 1.0001), *cells[2:]])
+    path.write_text("\n".join(lines) + "\n")
+
+
+def trial(run: RunDir, name: str) -> RunDir:
+    return RunDir(run.root / "trials" / name)
+
+
+def stand_still(run: RunDir) -> None:
+    shutil.copy(state_file(trial(run, EQUAL), 1), initial_file(trial(run, EQUAL), 1))
+
+
+def hold_more(run: RunDir) -> None:
+    path = held_file(trial(run, BYTES), 1)
+    held = TrialHeld.load(path)
+    held.model_copy(update={"optimizer": held.optimizer + 4}).save(path)
+
+
+DAMAGE: dict[str, Callable[[RunDir], None]] = {
+    "loss": change_loss,
+    "weights": lambda run: change_weights(state_file(trial(run, EQUAL), 0)),
+    "replicas": lambda run: change_weights(state_file(trial(run, EQUAL), 1)),
+    "moved": stand_still,
+    "NaN": lambda run: change_weights(state_file(trial(run, POISONED), 1)),
+    "bytes": hold_more,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_each_check_can_fail(name: str, proven: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(proven, folder)
+    run = RunDir(folder / "zero3")
+    DAMAGE[name](run)
+    expected = expected_bytes([*CPU, "launch.nproc=2", "strategy.name=zero3"], probe())
+    checks = judge(run, RunDir(folder / "one_process"), 2, expected)
+    assert name in [check.name for check in checks if not check.ok]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_strategy_is_proven(ranks: int, tmp_path: Path) -> None:
+    names = ["ddp", "zero1", "zero2", "zero3"]
+    names += ["zero2_hybrid", "zero3_hybrid"] if ranks == 4 else []
+    assert_proven(verify(names, [f"launch.nproc={ranks}"], tmp_path / "v"), *names)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_stage_of_deepspeed_is_proven(ranks: int, tmp_path: Path) -> None:
+    report = verify(["deepspeed"], [f"launch.nproc={ranks}"], tmp_path / "v")
+    assert_proven(report, *(f"deepspeed_{stage}" for stage in range(4)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled_and_recomputed_strategies_are_proven(tmp_path: Path) -> None:
+    settings = ["train.compile=default", "train.activation_checkpointing=selective"]
+    report = verify(["ddp", "zero1", "zero2", "zero3"], settings, tmp_path / "v")
+    assert_proven(report, "ddp", "zero1", "zero2", "zero3")
+
+
+def test_what_cannot_be_proven_here_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no strategy 'zero9'"):
+        verify(["zero9"], [], tmp_path / "a")
+    with pytest.raises(ConfigError, match="a proof fixes this setting"):
+        verify(["ddp"], ["train.steps=3"], tmp_path / "b")
+    with pytest.raises(ConfigError, match="needs 4 ranks"):
+        verify(["zero3_hybrid"], ["launch.nproc=2"], tmp_path / "c")
