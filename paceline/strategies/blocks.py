@@ -13,12 +13,15 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     """
     blocks: list[nn.Module] = []
     for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            for item in child:
-                blocks += find_blocks(item) if isinstance(item, CONTAINERS) else [item]
-        else:
-            blocks += find_blocks(child)
+        blocks += _items(child) if isinstance(child, nn.ModuleList) else find_blocks(child)
     return blocks
+
+
+def _items(container: nn.Module) -> list[nn.Module]:
+    items: list[nn.Module] = []
+    for item in container.children():
+        items += _items(item) if isinstance(item, CONTAINERS) else [item]
+    return items
 
 
 def find_tail(model: nn.Module) -> list[nn.Module]:

@@ -8,6 +8,7 @@ shards inside a node and replicates across nodes.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -165,15 +166,19 @@ class Sharded:
 
 def padded_numel(parameter: ParameterShape, size: int) -> int:
     """Elements of one rank's piece: whole rows of the first axis, the same number on each rank."""
-    rows = -(-parameter.shape[0] // size)
-    return rows * (parameter.numel // parameter.shape[0])
+    rows, width = _rows_and_width(parameter)
+    return -(-rows // size) * width
 
 
 def own_numel(parameter: ParameterShape, share: Share) -> int:
     """The piece without its padding: the last ranks may have fewer rows, or none."""
-    rows = -(-parameter.shape[0] // share.size)
-    kept = max(0, min(rows, parameter.shape[0] - share.index * rows))
-    return kept * (parameter.numel // parameter.shape[0])
+    rows, width = _rows_and_width(parameter)
+    each = -(-rows // share.size)
+    return max(0, min(each, rows - share.index * each)) * width
+
+
+def _rows_and_width(parameter: ParameterShape) -> tuple[int, int]:
+    return (*parameter.shape, 1)[0], prod(parameter.shape[1:])
 
 
 def _gathered_numels(model: ModelShape, share: Share) -> list[int]:

@@ -1,0 +1,77 @@
+"""audit.json: what really ran is seen, and what differs is a warning or, if strict, exit 1."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import AuditError, Outcome
+from paceline.records import Audit, Proof
+from tests.harness import run_here, run_ranks
+from tests.ranks.test_parity import tiny_model
+
+SHORT = [*tiny_model(), "train.steps=4", "train.micro_batch_size=4"]
+
+
+def audit_of(folder: Path, overrides: list[str]) -> dict[str, Proof]:
+    ends = run_here(folder, "lm_tiny", [*SHORT, *overrides])
+    return {proof.what: proof for proof in Audit.load(ends.run.audit).proofs}
+
+
+@pytest.mark.parametrize(("impl", "seen"), [("sdpa", "flash x 2"), ("math", "math x 2")])
+def test_the_kernel_that_attention_took_is_named(impl: str, seen: str, tmp_path: Path) -> None:
+    proof = audit_of(tmp_path / "run", [f"attention.impl={impl}"])["attention"]
+    assert proof.ok and proof.effective == seen
+    assert "q k v 4x4x16x8 4x2x16x8 4x2x16x8, fp32, no mask" in proof.proof
+
+
+def test_eager_attention_leaves_no_fused_kernel(tmp_path: Path) -> None:
+    assert audit_of(tmp_path / "run", ["attention.impl=eager"])["attention"].ok
+
+
+def test_what_was_decided_is_what_is_held_against(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy that is not applied: each part of it shows."""
+    from paceline.train import worker
+
+    monkeypatch.setattr(worker, "apply_policy", lambda plan: None)
+    asked = ["attention.impl=math", "precision.matmul=medium"]
+    found = audit_of(tmp_path / "run", asked)
+    assert not found["attention"].ok and "flash" in found["attention"].effective
+    assert not found["fp32 products"].ok
+    with pytest.raises(AuditError, match="math was decided, and flash x 2 ran"):
+        audit_of(tmp_path / "strict", [*asked, "audit.strict=true"])
+
+
+def test_precision_optimizer_and_recomputation_are_seen(tmp_path: Path) -> None:
+    asked = ["precision.mode=bf16", "optim.fused=off", "train.activation_checkpointing=full"]
+    found = audit_of(tmp_path / "run", asked)
+    assert found["precision"].effective.startswith("bf16") and found["precision"].ok
+    assert found["optimizer"].effective == "not fused" and found["optimizer"].ok
+    recomputed = found["activation checkpointing"]
+    assert recomputed.ok and recomputed.effective == "4 attention calls forward, 2 backward"
+
+
+def test_types_on_the_wire_of_a_sharded_run(tmp_path: Path) -> None:
+    two = ["launch.nproc=2", "strategy.name=zero3", "precision.mode=bf16"]
+    ends = run_ranks(tmp_path / "run", "lm_tiny", [*SHORT, *two])
+    found = {proof.what: proof for proof in Audit.load(ends.run.audit).proofs}
+    assert found["FSDP gather"].ok and found["FSDP gather"].effective.startswith("bf16")
+    assert found["FSDP reduce"].ok and found["FSDP reduce"].effective.startswith("fp32")
+    assert found["FSDP units"].effective == "3 units"
+
+
+def test_buckets_are_what_ddp_made(tmp_path: Path) -> None:
+    two = ["launch.nproc=2", "strategy.bucket_mb=0.02"]
+    ends = run_ranks(tmp_path / "run", "lm_tiny", [*SHORT, *two])
+    found = {proof.what: proof for proof in Audit.load(ends.run.audit).proofs}
+    assert found["DDP buckets"].ok and int(found["DDP buckets"].effective.split()[0]) > 1
+    assert ends.verdicts[0].outcome is Outcome.OK
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_graphs_and_breaks_are_counted(tmp_path: Path) -> None:
+    """Two equal blocks share one graph; the tail is the other."""
+    found = audit_of(tmp_path / "run", ["train.compile=default"])["torch.compile"]
+    assert found.ok and found.effective == "2 graphs, 0 breaks, 0 recompilations"
