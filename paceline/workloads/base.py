@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "val"]
 # Ours; other packages register theirs as entry points of GROUP.
-REGISTRY = {"lm": "paceline.workloads.lm:LanguageModel"}
+REGISTRY = {
+    "lm": "paceline.workloads.lm:LanguageModel",
+    "mae": "paceline.workloads.mae:MaskedAutoencoder",
+}
 GROUP = "paceline.workloads"
 
 
