@@ -32,6 +32,7 @@ Split = Literal["train", "val"]
 REGISTRY = {
     "lm": "paceline.workloads.lm:LanguageModel",
     "mae": "paceline.workloads.mae:MaskedAutoencoder",
+    "causal_lm": "paceline.workloads.causal_lm:CausalLM",
 }
 GROUP = "paceline.workloads"
 
