@@ -1,0 +1,95 @@
+"""Any causal language model of transformers: built, checked, and its FLOPs counted."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.models.hf import WHERE, build_from_config
+from paceline.records import Finding
+
+# Keys that say a model is no plain decoder: experts, compressed attention, state spaces.
+NOT_PLAIN = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")
+
+
+def build_causal_lm(config: Any, impl: str) -> nn.Module:
+    return build_from_config("AutoModelForCausalLM", config, impl)
+
+
+def loss_sum(model: nn.Module, tokens_BT1: Tensor) -> Tensor:
+    """Cross entropy summed over tokens. The targets are shifted here and nowhere else: the model
+    is given no labels, which it would shift by itself."""
+    targets_BT = tokens_BT1[:, 1:].long()
+    logits_BTV = model(input_ids=tokens_BT1[:, :-1].long(), use_cache=False).logits
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum")
+
+
+def head_width(config: Any) -> int | None:
+    width = getattr(config, "head_dim", None)
+    heads = getattr(config, "num_attention_heads", None)
+    return int(width or config.hidden_size // heads) if heads else None
+
+
+def flops_per_token(config: Any, seq_len: int, causal: bool = True) -> float | None:
+    """Forward and backward FLOPs of a token, as in models/lm.py: 6 per weight of a matrix, and
+    half the square of attention. None where the model is more than a plain decoder."""
+    head = head_width(config)
+    if head is None or not _is_plain(config, seq_len):
+        return None
+    with torch.device("meta"):
+        matrices = _matrix_numel(build_causal_lm(config, "eager"))
+    if matrices is None:
+        return None
+    square = 12 * config.num_hidden_layers * config.num_attention_heads * head * seq_len
+    return 6 * matrices + square * (0.5 if causal else 1.0)
+
+
+def _is_plain(config: Any, seq_len: int) -> bool:
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    has_window = window is not None and window < seq_len and "full_attention" not in kinds
+    other = kinds - {"full_attention"}
+    return not (has_window or other or any(getattr(config, key, None) for key in NOT_PLAIN))
+
+
+def _matrix_numel(model: nn.Module) -> int | None:
+    """Weights that every token is multiplied with; None where some do not look like that. A tied
+    head is a product too; embeddings are lookups."""
+    total, seen = 0, set()
+    for module in model.modules():
+        kind = type(module).__name__
+        if isinstance(module, nn.Linear) or kind == "Conv1D":
+            total += module.weight.numel()  # type: ignore[operator]
+            seen.add(id(module.weight))
+        elif isinstance(module, nn.Embedding):
+            seen.add(id(module.weight))
+    hidden = [p for p in model.parameters() if p.dim() >= 2 and id(p) not in seen]
+    return None if hidden else total
+
+
+def check_shape(config: Any, seq_len: int, num_tokens: int) -> Iterator[Finding]:
+    """Whether this model can be trained on samples of `seq_len` of `num_tokens` kinds of tokens."""
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", True) is False:
+        yield Finding(
+            severity="error",
+            where="model.hf",
+            what=f"{config.model_type} sees what comes after a token: it is no causal model",
+            hint="choose another, or set model.hf_config.is_decoder=true where it has that key",
+        )
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and seq_len > longest:
+        yield Finding(
+            severity="error",
+            where="data.seq_len",
+            what=f"{seq_len} tokens are more than the model's {longest} positions",
+            hint=f"set it to {longest} or less, or {WHERE}.max_position_embeddings to {seq_len}",
+        )
+    if config.vocab_size < num_tokens:
+        yield Finding(
+            severity="error",
+            where=f"{WHERE}.vocab_size",
+            what=f"{config.vocab_size} rows cannot hold byte tokens, which need {num_tokens}",
+            hint=f"set it to {num_tokens} or more",
+        )

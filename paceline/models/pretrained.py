@@ -1,0 +1,198 @@
+"""Where a Hugging Face model comes from, and its weights: read from safetensors, by name.
+
+    folder = find_folder("org/name")                 a folder with config.json, or None: no files
+    source = choose_weights("auto", folder)          before ranks start: "load" or "random"
+    load_module(model, name, module, folder)         on a rank: one module's own tensors
+
+Nothing is unpickled, and no code of a model's repository is run.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import ConfigError, DataError
+from paceline.models.hf import build_config, init_module, require_extra
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth")
+NUMBERS = ("F64", "F32", "F16", "BF16")
+MAX_NAMED = 5
+
+
+def find_folder(name: str) -> Path | None:
+    """The folder that holds a model's config.json; None for a bare architecture."""
+    if name in require_extra("transformers.models.auto.configuration_auto").CONFIG_MAPPING:
+        return None
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise DataError(
+            f"model.hf={name} is no folder, and neither an architecture nor ORGANISATION/NAME\n"
+            "hint: give a folder with config.json, a name on the hub, or llama, gpt2, ..."
+        )
+    return _download(name, ("config.json",))
+
+
+@cache
+def _download(name: str, patterns: tuple[str, ...]) -> Path:
+    """Files of a model on the hub, from the local cache where they are in it."""
+    hub = require_extra("huggingface_hub")
+    try:
+        return Path(hub.snapshot_download(name, allow_patterns=list(patterns)))
+    except Exception as error:  # of the network, the hub, or the rights to a model: many classes
+        why = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"model.hf={name} is no folder here and cannot be had from the hub: {why}\n"
+            "hint: check the name and the network, or copy the model and give its folder"
+        ) from error
+
+
+def load_config(name: str, given: dict[str, Any], folder: Path | None) -> Any:
+    """The model's config, with the keys of `given` in place of its own."""
+    base: dict[str, Any] = {} if folder is None else _read_config(folder)
+    kind = config_class(name, base)
+    return build_config(kind, given, base)
+
+
+def config_class(name: str, base: dict[str, Any]) -> Any:
+    architecture = base.get("model_type", name)
+    mapping = require_extra("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    if architecture not in mapping:
+        raise ConfigError(
+            f"model.hf={name} has the model_type {architecture}, which transformers does not know\n"
+            "hint: a newer transformers may; code that comes with a model is never run"
+        )
+    return mapping[architecture]
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        read = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    if not isinstance(read, dict):
+        raise DataError(f"{path} is no map of keys")
+    return read
+
+
+def choose_weights(asked: str, name: str, folder: Path | None) -> tuple[Path | None, str]:
+    """Whether weights are loaded or random, and the folder they are in by then."""
+    if folder is None or asked == "random":
+        return folder, "random"
+    is_local = Path(name).expanduser().is_dir()
+    if not is_local:
+        folder = _download(name, ("config.json", "model*.safetensors", INDEX))
+    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
+        return folder, "load"
+    pickled = sorted(path.name for kind in PICKLES for path in folder.glob(kind))
+    # Only of a folder: from the hub nothing may have come because the network is down.
+    if asked == "auto" and is_local and not pickled:
+        return folder, "random"
+    found = f"only {pickled[0]}, which is a pickle and can run code" if pickled else "none"
+    raise DataError(
+        f"the weights of model.hf={name} are read from {SINGLE}; {folder} has {found}\n"
+        "hint: save the model with save_pretrained, or set model.weights=random"
+    )
+
+
+def list_tensors(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor."""
+    index = folder / INDEX
+    if not index.is_file():
+        return dict.fromkeys(_open(folder / SINGLE).keys(), folder / SINGLE)
+    try:
+        names = json.loads(index.read_text())["weight_map"]
+        return {tensor: folder / Path(file).name for tensor, file in names.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"cannot read {index}: {error!r}") from error
+
+
+def _open(path: Path) -> Any:
+    try:
+        return require_extra("safetensors").safe_open(path, framework="pt", device="cpu")
+    except Exception as error:  # safetensors has an exception of its own for damaged files
+        raise DataError(f"cannot read {path}: {error}") from error
+
+
+def check_weights(model: nn.Module, folder: Path) -> None:
+    """Require that the files hold what the model needs: every tensor, its shape, and no other."""
+    files = list_tensors(folder)
+    wanted = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    found = _shapes(files)
+    missing = [key for key in wanted if not any(n in found for n in _names(model, key))]
+    spare = [key for key in found if key not in wanted and not _is_spare(model, key)]
+    wrong = [
+        f"{key} {list(found[key][0])} for {list(shape)}"
+        for key, shape in wanted.items()
+        if key in found and found[key][0] != shape
+    ]
+    types = [
+        f"{key} {found[key][1]}" for key in wanted if key in found if found[key][1] not in NUMBERS
+    ]
+    labels = {"missing": missing, "not in the model": spare, "of another shape": wrong,
+              "not floating point": types}  # fmt: skip
+    problems = [f"{len(keys)} {what}: {_few(keys)}" for what, keys in labels.items() if keys]
+    if problems:
+        raise DataError(
+            f"the weights in {folder} do not fit {type(model).__name__}: {'; '.join(problems)}\n"
+            "hint: change model.hf_config to what the weights are of, or set model.weights=random"
+        )
+
+
+def _shapes(files: dict[str, Path]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of every tensor, from the headers alone."""
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    for path in sorted(set(files.values())):
+        opened = _open(path)
+        for key in opened.keys():  # noqa: SIM118  (not a dict)
+            if files.get(key) == path:
+                part = opened.get_slice(key)
+                found[key] = tuple(part.get_shape()), str(part.get_dtype())
+    return found
+
+
+def _few(keys: list[str]) -> str:
+    more = f" and {len(keys) - MAX_NAMED} more" if len(keys) > MAX_NAMED else ""
+    return ", ".join(keys[:MAX_NAMED]) + more
+
+
+def _names(model: Any, key: str) -> list[str]:
+    """The names that stand for a tensor: tied weights are saved under one of them."""
+    tied: dict[str, str] = model.all_tied_weights_keys
+    source = tied.get(key, key)
+    return [key, source, *(other for other, first in tied.items() if first == source)]
+
+
+def _is_spare(model: nn.Module, key: str) -> bool:
+    """Buffers that are computed, not loaded: older files hold them, at times in every layer."""
+    computed = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    return key.rpartition(".")[2] in computed
+
+
+@torch.no_grad()
+def load_module(model: nn.Module, name: str, module: nn.Module, folder: Path) -> None:
+    """Copy one module's own tensors from the files, as fp32; compute what is not in them."""
+    if module._non_persistent_buffers_set:
+        init_module(model, name, module)
+    files = list_tensors(folder)
+    for leaf, tensor in _iter_saved(module):
+        key = f"{name}.{leaf}" if name else leaf
+        there = [other for other in _names(model, key) if other in files]
+        if not there:
+            raise DataError(f"{folder} has no {key}: it has changed since the run was planned")
+        tensor.copy_(_open(files[there[0]]).get_tensor(there[0]))
+
+
+def _iter_saved(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    for leaf, buffer in module.named_buffers(recurse=False):
+        if leaf not in module._non_persistent_buffers_set:
+            yield leaf, buffer

@@ -1,0 +1,123 @@
+"""Any AutoModelForCausalLM of transformers, from its config or with its weights.
+
+paceline train tinyllama_fsdp launch.nproc=8
+paceline train tinyllama_fsdp model.hf=TinyLlama/TinyLlama-1.1B-Chat-v1.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.causal_lm import CausalLMModel
+from paceline.records import Finding
+from paceline.workloads.base import Dataset, Split
+from paceline.workloads.lm import BYTE_VOCABULARY, LanguageModel
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class CausalLM(LanguageModel):
+    """The language model's data and units, around another model."""
+
+    Model = CausalLMModel  # type: ignore[assignment]
+
+    def build_model(self, config: Any) -> nn.Module:
+        from paceline.models.causal_lm import build_causal_lm
+
+        return build_causal_lm(self._hf_config(config), config.attention.impl)
+
+    def init_weights(self, model: nn.Module, name: str, module: nn.Module) -> None:
+        from paceline.models.hf import init_module
+        from paceline.models.pretrained import load_module
+
+        if self.prepared.get("hf_weights") == "load":
+            load_module(model, name, module, Path(self.prepared["hf_folder"]))
+        else:
+            init_module(model, name, module)
+
+    def head_dim(self, config: Any) -> int | None:  # type: ignore[override]
+        from paceline.models.causal_lm import head_width
+
+        return head_width(self._hf_config(config))
+
+    def build_data(self, config: Any, split: Split) -> Dataset | None:
+        from paceline.data.synthetic import SyntheticTokens
+
+        data = config.data
+        if data.source != "synthetic":
+            return super().build_data(config, split)
+        if split == "val":
+            return None
+        vocab_size = self._hf_config(config).vocab_size
+        return SyntheticTokens(data.synthetic_samples, data.seq_len, vocab_size, config.train.seed)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        from paceline.models.causal_lm import loss_sum
+
+        tokens_BT1 = batch["tokens"]
+        return loss_sum(model, tokens_BT1), tokens_BT1[:, 1:].numel()
+
+    def flops(self, config: Any) -> float | None:  # type: ignore[override]
+        from paceline.models.causal_lm import flops_per_token
+
+        seq_len: int = config.data.seq_len
+        counted = flops_per_token(self._hf_config(config), seq_len)
+        return None if counted is None else counted * seq_len
+
+    def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, Any]:
+        """Fetch the model's files once, and check the weights before any rank needs them."""
+        import torch
+
+        from paceline.models.pretrained import check_weights, choose_weights, find_folder
+
+        settings = config.model
+        prepared = super().prepare(config, say)
+        folder, source = choose_weights(settings.weights, settings.hf, find_folder(settings.hf))
+        if folder is not None and source == "load":
+            with torch.device("meta"):
+                check_weights(self.build_model(config), folder)
+            say(f"weights are loaded from {folder}")
+        place = {} if folder is None else {"hf_folder": str(folder)}
+        return {**prepared, **place, "hf_weights": source}
+
+    def problems(self, config: Any) -> Sequence[Finding]:
+        from paceline.models.causal_lm import check_shape
+        from paceline.models.hf import check_keys
+
+        known, settings = self._hf_config(config), config.model
+        num_tokens = 0 if config.data.source == "synthetic" else BYTE_VOCABULARY
+        return (
+            *check_keys(settings.hf_config, type(known)),
+            *check_shape(known, config.data.seq_len, num_tokens),
+            *self._weight_problems(settings),
+        )
+
+    def _weight_problems(self, settings: CausalLMModel) -> Sequence[Finding]:
+        if settings.weights != "load" or self._folder(settings.hf) is not None:
+            return ()
+        return (
+            Finding(
+                severity="error",
+                where="model.weights",
+                what=f"load was asked for, and {settings.hf} is an architecture without weights",
+                hint="give model.hf a folder or a name on the hub, or set model.weights=random",
+            ),
+        )
+
+    def _hf_config(self, config: Any) -> Any:
+        from paceline.models.pretrained import load_config
+
+        settings = config.model
+        return load_config(settings.hf, settings.hf_config, self._folder(settings.hf))
+
+    def _folder(self, name: str) -> Path | None:
+        """Known on ranks; found again wherever a plan is made before anything is prepared."""
+        from paceline.models.pretrained import find_folder
+
+        if "hf_weights" in self.prepared:
+            place = self.prepared.get("hf_folder")
+            return None if place is None else Path(place)
+        return find_folder(name)

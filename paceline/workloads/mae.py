@@ -1,0 +1,71 @@
+"""The masked-autoencoder workload: a ViT-MAE of transformers on random images.
+
+paceline train mae_tiny strategy.name=zero3 launch.nproc=2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.mae import MAEData, MAEModel
+from paceline.records import Finding
+from paceline.workloads.base import Dataset, Split, Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class MaskedAutoencoder(Workload):
+    Model = MAEModel
+    Data = MAEData
+    unit = "samples"
+    meta_init = True
+    own_attention = frozenset({"eager"})
+
+    def build_model(self, config: Any) -> nn.Module:
+        from paceline.models.mae import build_mae
+
+        return build_mae(config.model.hf_config, config.attention.impl)
+
+    def init_weights(self, model: nn.Module, name: str, module: nn.Module) -> None:
+        from paceline.models.mae import init_mae_module
+
+        init_mae_module(model, name, module)
+
+    def head_dim(self, config: Any) -> int:
+        """Of the encoder; the decoder's heads may be narrower."""
+        from paceline.models.mae import mae_config
+
+        known = mae_config(config.model.hf_config)
+        return int(known.hidden_size // known.num_attention_heads)
+
+    def build_data(self, config: Any, split: Split) -> Dataset | None:
+        from paceline.data.images import RandomImages
+        from paceline.models.mae import mae_config, num_patches
+
+        if split == "val":
+            return None
+        known = mae_config(config.model.hf_config)
+        shape = (known.num_channels, known.image_size, known.image_size)
+        return RandomImages(
+            config.data.synthetic_samples, shape, num_patches(known), config.train.seed
+        )
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        from paceline.models.mae import loss_sum
+
+        pixels = batch["pixels"]
+        outputs = model(pixels, batch["order"])
+        known = getattr(model, "module", model).config  # DistributedDataParallel holds it inside
+        return loss_sum(known, pixels, outputs), len(pixels)
+
+    def flops(self, config: Any) -> float:
+        from paceline.models.mae import flops_per_sample, mae_config
+
+        return flops_per_sample(mae_config(config.model.hf_config))
+
+    def problems(self, config: Any) -> Sequence[Finding]:
+        from paceline.models.mae import check_mae
+
+        return tuple(check_mae(config.model.hf_config))
