@@ -31,12 +31,9 @@ Split = Literal["train", "val"]
 # Ours; other packages register theirs as entry points of GROUP.
 REGISTRY = {
     "lm": "paceline.workloads.lm:LanguageModel",
-REGISTRY = {
-    "lm": "paceline.workloads.lm:LanguageModel",
     "causal_lm": "paceline.workloads.causal_lm:CausalLM",
     "mae": "paceline.workloads.mae:MaskedAutoencoder",
     "uneven": "paceline.workloads.uneven:Uneven",
-}
 }
 GROUP = "paceline.workloads"
 

@@ -51,6 +51,12 @@ VARIANTS = [
     ["train.eval_every=2", "train.eval_samples=8", "data.num_workers=1"],
     ["optim.name=sgd", "optim.momentum=0.9"],
 ]
+# Keys that one strategy or one precision looks at, already in the plan: planned, and not run.
+PLANNED = [
+    ["strategy.name=zero3_hybrid", "strategy.shard_size=2", "launch.nproc=4"],
+    ["strategy.comm_hook=powersgd", "launch.nproc=2"],
+    ["precision.mode=fp16"],
+]
 
 
 @pytest.fixture
@@ -108,6 +114,8 @@ def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, corpus: 
             _build_ddp(job, plan, tmp_path)
             RunDir.create(job.config.name, tmp_path / f"{name}-{number}-name")
             schemas.add(type(job.config))
+    for settings in PLANNED:
+        make_plan(load_job("lm_tiny", ["launch.device=cpu", *settings]), probe())
     _draw_launches(tmp_path)
     unread = {
         key.path
