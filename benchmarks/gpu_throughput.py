@@ -1,30 +1,319 @@
-"""One GPU: `paceline train` against a plain hand-written loop on the same model, in one call.
+"""One GPU: `paceline train` against a hand-written loop, Accelerate, Lightning and HF Trainer.
 
-    python benchmarks/gpu_throughput.py [--recipe lm_125m] [--steps 60]
+    python benchmarks/gpu_throughput.py [--recipe lm_1b] [--steps 30] [--rounds 2] [--only NAME ...]
 
-Both: compiled, bf16 autocast over fp32 weights, fused AdamW, clipping, synthetic tokens. The hand
-loop reads nothing back and logs nothing. Prints tokens/s of both, their ratio, MFU, and the share
-of the matrix-product rate measured in the same run.
+All train the same model on the same tokens: bf16 over fp32 master weights, fused AdamW, clipping,
+compiled (the peers and the hand loop as one graph, the loss inside it). Each contender runs in a
+process of its own, one after the other, in an order that turns every round; the best round counts.
+`fsdp` is a bare fully_shard loop on one rank and `ddp` a bare DistributedDataParallel one, which
+`paceline zero3` and `paceline` are held against. Prints tokens/s, MFU, the share of the rate of an
+8192^3 bf16 product measured at the start of each round, and the ratios.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from paceline.data.cursor import Order
 from paceline.data.synthetic import SyntheticTokens
-from paceline.job import load_job
+from paceline.job import Job, load_job
+from paceline.plan.policy import effective_config
+from paceline.strategies.blocks import find_blocks
 from paceline.strategies.weights import fill_weights
 from paceline.train.optim import build_optimizer
 
-WARMUP = 15
+WARMUP = 10
+CLIP = 1.0
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+PEAK_FLOPS = 989.4e12
+
+
+class Bench:
+    """The model, its optimizer and its tokens, the same for everybody."""
+
+    def __init__(self, job: Job, steps: int) -> None:
+        self.job, self.steps = job, steps
+        config = effective_config(job.config, "sdpa")
+        self.micro, self.seq_len = config.train.micro_batch_size, config.data.seq_len
+        with torch.device("meta"):
+            self.model = job.workload.build_model(config)
+
+    def fill(self, model: nn.Module) -> None:
+        fill_weights(model, self.model.init_module, self.job.config.train.seed, DEVICE)
+
+    def batches(self) -> list[Tensor]:
+        config = self.job.config
+        data = SyntheticTokens(
+            config.data.synthetic_samples, self.seq_len, config.model.vocab_size, config.train.seed
+        )
+        ids = Order(len(data), config.train.seed).at(np.arange(self.steps * self.micro))
+        tokens = [data.batch(row)["tokens"] for row in ids.reshape(self.steps, self.micro)]
+        return [batch.pin_memory() if ON_GPU else batch for batch in tokens]
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(model.parameters(), self.job.config.optim, fused=True)
+
+
+class Stopwatch:
+    """Called before every step and once at the end: times what comes after WARMUP."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.step = bench, 0
+        self.started_at = self.ended_at = 0.0
+
+    def tick(self) -> None:
+        if self.step == WARMUP:
+            _synchronize()
+            self.started_at = time.perf_counter()
+        self.step += 1
+
+    def stop(self) -> None:
+        """After the last step: what a library does to clean up is not training."""
+        _synchronize()
+        self.ended_at = time.perf_counter()
+
+    def tokens_per_s(self) -> float:
+        if not self.ended_at:
+            self.stop()
+        elapsed_s = self.ended_at - self.started_at
+        steps = self.bench.steps - WARMUP
+        return steps * self.bench.micro * self.bench.seq_len / elapsed_s
+
+
+def _synchronize() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    targets = tokens[:, 1:]
+    return model(tokens[:, :-1], targets) / targets.numel()
+
+
+def plain_loop(bench: Bench, model: nn.Module, autocast: bool) -> float:
+    optimizer, parameters = bench.optimizer(model), list(model.parameters())
+    watch = Stopwatch(bench)
+    for tokens in bench.batches():
+        watch.tick()
+        tokens = tokens.to(DEVICE, non_blocking=True)
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=autocast):
+            loss = mean_loss(model, tokens)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, CLIP, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return watch.tokens_per_s()
+
+
+def hand(bench: Bench) -> float:
+    bench.fill(bench.model)
+    bench.model.compile(dynamic=False)
+    return plain_loop(bench, bench.model, autocast=True)
+
+
+def ddp(bench: Bench) -> float:
+    """Bare DistributedDataParallel on one rank."""
+    bench.fill(bench.model)
+    compile_blocks(bench.model)
+    with one_rank():
+        wrapped = nn.parallel.DistributedDataParallel(bench.model, gradient_as_bucket_view=True)
+        return plain_loop(bench, wrapped, autocast=True)
+
+
+def fsdp(bench: Bench) -> float:
+    """Bare fully_shard on one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    compile_blocks(bench.model)
+    with one_rank():
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mesh = init_device_mesh(DEVICE.type, (1,), mesh_dim_names=("dp",))
+        for block in find_blocks(bench.model):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(bench.model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        bench.fill(bench.model)
+        return plain_loop(bench, bench.model, autocast=False)
+
+
+def compile_blocks(model: nn.Module) -> None:
+    for part in [*find_blocks(model), model.tail]:
+        part.compile(dynamic=False)
+
+
+class one_rank:  # noqa: N801  (a context manager)
+    def __enter__(self) -> None:
+        store = dist.HashStore()
+        backend = "nccl" if ON_GPU else "gloo"
+        device = torch.device("cuda", 0) if ON_GPU else None
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device)
+
+    def __exit__(self, *_: object) -> None:
+        dist.destroy_process_group()
+
+
+def iter_ticking(bench: Bench, watch: Stopwatch) -> Iterator[Tensor]:
+    for tokens in bench.batches():
+        watch.tick()
+        yield tokens
+
+
+class Ticking(torch.utils.data.IterableDataset):
+    def __init__(self, bench: Bench, watch: Stopwatch) -> None:
+        self.bench, self.watch = bench, watch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter_ticking(self.bench, self.watch)
+
+
+def accelerate(bench: Bench) -> float:
+    from accelerate import Accelerator
+
+    bench.fill(bench.model)
+    bench.model.compile(dynamic=False)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=not ON_GPU)
+    model, optimizer = accelerator.prepare(bench.model, bench.optimizer(bench.model))
+    watch = Stopwatch(bench)
+    for tokens in iter_ticking(bench, watch):
+        tokens = tokens.to(DEVICE, non_blocking=True)
+        with accelerator.autocast():
+            loss = mean_loss(model, tokens)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return watch.tokens_per_s()
+
+
+def lightning(bench: Bench) -> float:
+    import lightning as pl
+
+    bench.fill(bench.model)
+    bench.model.compile(dynamic=False)
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = bench.model
+
+        def training_step(self, tokens: Tensor, index: int) -> Tensor:
+            return mean_loss(self.model, tokens)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return bench.optimizer(self.model)
+
+        def on_train_end(self) -> None:
+            watch.stop()
+
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            # Its own clipping refuses a fused optimizer under mixed precision.
+            nn.utils.clip_grad_norm_(self.parameters(), CLIP, foreach=True)
+
+    watch = Stopwatch(bench)
+    loader = torch.utils.data.DataLoader(Ticking(bench, watch), batch_size=None)
+    trainer = pl.Trainer(
+        accelerator="gpu" if ON_GPU else "cpu", devices=1, max_steps=bench.steps, max_epochs=1,
+        precision="bf16-mixed", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Module(), loader)
+    return watch.tokens_per_s()
+
+
+def hf_trainer(bench: Bench) -> float:
+    import transformers
+
+    bench.fill(bench.model)
+    bench.model.compile(dynamic=False)
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = bench.model
+
+        def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+            return {"loss": mean_loss(self.model, tokens)}
+
+    class Loader(list):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
+            for tokens in super().__iter__():
+                watch.tick()
+                yield {"tokens": tokens.to(DEVICE, non_blocking=True)}
+
+    class Trainer(transformers.Trainer):
+        def get_train_dataloader(self) -> Any:
+            return Loader(bench.batches())
+
+    watch = Stopwatch(bench)
+    optimizer = bench.optimizer(bench.model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder, max_steps=bench.steps, bf16=True, max_grad_norm=CLIP, report_to=[],
+            save_strategy="no", disable_tqdm=True, logging_strategy="no", use_cpu=not ON_GPU,
+            per_device_train_batch_size=bench.micro, remove_unused_columns=False,
+        )  # fmt: skip
+        Trainer(
+            model=Wrapped(), args=arguments, train_dataset=[0] * bench.steps * bench.micro,
+            optimizers=(optimizer, schedule),
+        ).train()  # fmt: skip
+    return watch.tokens_per_s()
+
+
+LOOPS: dict[str, Callable[[Bench], float]] = {
+    "hand": hand,
+    "accelerate": accelerate,
+    "lightning": lightning,
+    "hf trainer": hf_trainer,
+    "ddp": ddp,
+    "fsdp": fsdp,
+}
+OURS = {"paceline": "ddp", "paceline zero3": "zero3"}
+AGAINST = {
+    "paceline": ("hand", "accelerate", "lightning", "hf trainer", "ddp"),
+    "paceline zero3": ("fsdp",),
+}
+
+
+def run_ours(strategy: str, recipe: list[str], steps: int) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline", "train", *recipe, f"train.steps={steps}",
+             f"observe.warmup_steps={WARMUP}", "launch.nproc=1", f"strategy.name={strategy}",
+             "precision.mode=bf16", "--out", f"{folder}/run", "--json"],
+            capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        for line in Path(folder, "run/summary.md").read_text().splitlines():
+            if line.startswith(("| attention | auto, so", "| torch.compile", "| rank 0")):
+                print("   ", line)
+    return float(json.loads(done.stdout)["tokens_per_s"])
+
+
+def run_peer(name: str, arguments: argparse.Namespace) -> float:
+    """In a process of its own: none inherits another's compiled graphs or memory."""
+    command = [sys.executable, __file__, "--one", name, "--steps", str(arguments.steps)]
+    done = subprocess.run(
+        [*command, "--recipe", *arguments.recipe], capture_output=True, text=True, env=os.environ
+    )
+    if done.returncode:
+        print(done.stderr[-2000:])
+        return float("nan")
+    return float(done.stdout.splitlines()[-1])
 
 
 def matmul_tflops(size: int = 8192, repeats: int = 20) -> float:
@@ -41,75 +330,50 @@ def matmul_tflops(size: int = 8192, repeats: int = 20) -> float:
     return 2 * size**3 * repeats / (start.elapsed_time(end) / 1e3) / 1e12
 
 
-def hand_tokens_per_s(recipe: str, steps: int) -> float:
-    config = load_job(recipe, []).config
-    micro, seq_len = config.train.micro_batch_size, config.data.seq_len
-    data = SyntheticTokens(config.data.synthetic_samples, seq_len, config.model.vocab_size, 0)
-    import numpy as np
-
-    ids = Order(len(data), 0).at(np.arange(steps * micro)).reshape(steps, micro)
-    batches = [data.batch(row)["tokens"].pin_memory() for row in ids]
-    workload = load_job(recipe, []).workload
-    with torch.device("meta"):
-        model = workload.build_model(config)
-    fill_weights(model, model.init_module, 0, torch.device("cuda"))
-    model.compile(dynamic=False)
-    parameters = list(model.parameters())
-    optimizer = build_optimizer(parameters, config.optim, fused=True)
-    for step, tokens in enumerate(batches):
-        if step == WARMUP:
-            torch.cuda.synchronize()
-            started_at = time.perf_counter()
-        tokens = tokens.to("cuda", non_blocking=True)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            logits = model(tokens[:, :-1])
-            loss = nn.functional.cross_entropy(
-                logits.flatten(0, 1).float(), tokens[:, 1:].flatten()
-            )
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
-    elapsed_s = time.perf_counter() - started_at
-    return (steps - WARMUP) * micro * seq_len / elapsed_s
-
-
-def paceline_result(recipe: str, steps: int) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-m", "paceline", "train", recipe, f"train.steps={steps}",
-             f"observe.warmup_steps={WARMUP}", "launch.nproc=1", "--out", f"{folder}/run",
-             "--json"],
-            capture_output=True, text=True,
-        )  # fmt: skip
-        if done.returncode:
-            raise SystemExit(done.stderr)
-        for row in Path(folder, "run/ranks/rank0/steps.csv").read_text().splitlines()[-3:]:
-            print("   ", row)
-    return json.loads(done.stdout)
+def race(arguments: argparse.Namespace) -> tuple[dict[str, list[float]], list[float]]:
+    names = arguments.only or [*LOOPS, *OURS]
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    products = []
+    for number in range(arguments.rounds):
+        products.append(matmul_tflops() if ON_GPU else float("nan"))
+        print(f"round {number + 1}: matmul {products[-1]:.0f} TFLOP/s", flush=True)
+        torch.cuda.empty_cache() if ON_GPU else None
+        turn = number * 3 % len(names)
+        for name in names[turn:] + names[:turn]:
+            if name in OURS:
+                rate = run_ours(OURS[name], arguments.recipe, arguments.steps)
+            else:
+                rate = run_peer(name, arguments)
+            rates[name].append(rate)
+            print(f"  {name:<15} {rate:>10,.0f} tokens/s", flush=True)
+    return rates, products
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", default="lm_125m")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--recipe", nargs="+", default=["lm_1b"])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    rate = matmul_tflops()
-    print(f"{torch.cuda.get_device_name()}: matmul {rate:.0f} TFLOP/s; torch {torch.__version__}")
-    hands, ours = [], []
-    for _ in range(2):
-        torch.compiler.reset()
-        hands.append(hand_tokens_per_s(arguments.recipe, arguments.steps))
-        torch.cuda.empty_cache()
-        ours.append(paceline_result(arguments.recipe, arguments.steps))
-        print(f"hand {hands[-1]:,.0f} tokens/s; paceline {ours[-1]['tokens_per_s']:,.0f} tokens/s")
-    best = max(ours, key=lambda result: result["tokens_per_s"])
-    print(
-        f"{arguments.recipe}: paceline / hand = {best['tokens_per_s'] / max(hands):.3f};"
-        f" MFU {best['mfu']:.1%}; {best['tflops_per_rank'] / rate:.1%} of the matmul rate;"
-        f" peak {best['peak_active_bytes'] / 2**30:.1f} GiB"
-    )
+    job = load_job(arguments.recipe[0], arguments.recipe[1:])
+    if arguments.one:
+        torch.set_float32_matmul_precision("high")
+        print(LOOPS[arguments.one](Bench(job, arguments.steps)))
+        return
+    rates, products = race(arguments)
+    best = {name: max(values) for name, values in rates.items()}
+    flops = job.workload.flops(job.config) / job.config.data.seq_len
+    print(f"\n{'':<15} {'tokens/s':>10} {'MFU':>7} {'of matmul':>10}")
+    for name, rate in best.items():
+        achieved = rate * flops
+        share = achieved / 1e12 / max(products)
+        print(f"{name:<15} {rate:>10,.0f} {achieved / PEAK_FLOPS:>7.1%} {share:>10.1%}")
+    for ours, others in AGAINST.items():
+        for other in others:
+            if ours in best and other in best:
+                print(f"{ours} / {other} = {best[ours] / best[other]:.3f} in tokens/s")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,12 @@ class TrainConfig(Section):
     )
     compile: Literal[
         "off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
-    ] = Field("off", description="Mode of torch.compile, block by block.")
+    ] = Field("off", description="Mode of torch.compile.")
+    compile_scope: Literal["auto", "blocks", "model"] = Field(
+        "auto",
+        description="What one graph holds: a block, or the model with its loss. auto: the model on"
+        " one rank, else blocks, so that gathering and reducing go on between them.",
+    )
     compile_dynamic: Literal["auto", "off", "on"] = Field(
         "off", description="Dynamic shapes in torch.compile; auto lets it decide on a recompile."
     )

@@ -43,6 +43,14 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             where="observe.warmup_steps",
             what=f"all {config.train.steps} steps count as warm-up: no throughput is reported",
         )
+    if plan.compile_scope.value == "model" and plan.strategy.value.startswith(("zero2", "zero3")):
+        yield Finding(
+            severity="error",
+            where="train.compile_scope",
+            what=f"{plan.strategy.value} gathers weights block by block, which one graph of the"
+            " whole model leaves no room for",
+            hint="set train.compile_scope=blocks, or auto",
+        )
     yield from check_idle_settings(config, plan)
 
 
@@ -109,7 +117,12 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
         *_launch_rules(plan),
         Idle("data", ("prefetch", "timeout_s"), no_workers, plan.loader_workers.because),
         Idle("precision", ("loss_scale",), not_fp16, f"precision is {plan.precision.value}"),
-        Idle("train", ("compile_dynamic",), train.compile == "off", "train.compile is off"),
+        Idle(
+            "train",
+            ("compile_dynamic", "compile_scope"),
+            train.compile == "off",
+            "train.compile is off",
+        ),
         Idle("train", ("eval_samples",), train.eval_every == "off", "train.eval_every is off"),
         Idle("optim", ("momentum",), optim.name == "adamw", "adamw has betas instead"),
         Idle("optim", ("beta1", "beta2"), optim.name == "sgd", "sgd has momentum instead"),

@@ -47,7 +47,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     attention = choose_attention(config, env, device, workload)
     workers = _choose_workers(config, env, crew)
     model = measure_model(workload, effective_config(config, attention.value))
-    share = _share(mesh, precision.value, batch, rank=0)  # no rank holds more than the first
+    share = _share(mesh, precision.value, batch, rank=None)
     sharing = find_strategy(strategy.value)
     plan = Plan(
         name=config.name,
@@ -66,6 +66,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         matmul=choose_matmul(config),
         attention=attention,
         compile=_as_asked(config.train.compile),
+        compile_scope=_choose_scope(config, strategy.value),
         recompute=_as_asked(config.train.activation_checkpointing),
         fused_optimizer=_choose_fused(config, strategy.value),
         threads=choose_threads(config.launch, env, crew, workers.value),
@@ -96,10 +97,10 @@ def share_of(plan: Plan, rank: int) -> Share:
     return _share(plan.mesh, plan.precision.value, plan.batch, rank)
 
 
-def _share(mesh: dict[str, int], precision: str, batch: BatchSplit, rank: int) -> Share:
+def _share(mesh: dict[str, int], precision: str, batch: BatchSplit, rank: int | None) -> Share:
     size = mesh.get("shard", prod(mesh.values()))
     compute_bytes = 4 if precision == "fp32" else 2
-    return Share(size, rank % size, compute_bytes, batch.grad_accum)
+    return Share(size, None if rank is None else rank % size, compute_bytes, batch.grad_accum)
 
 
 def split_batch(config: RunConfig, dp: int) -> tuple[BatchSplit, list[Finding]]:
@@ -204,6 +205,15 @@ def _choose_mesh(
 
 def _as_asked(value: str) -> Choice:
     return Choice(requested=value, value=value, because="as asked")
+
+
+def _choose_scope(config: RunConfig, strategy: str) -> Choice:
+    asked = config.train.compile_scope
+    if asked != "auto":
+        return Choice(requested=asked, value=asked, because="as asked")
+    if strategy == "single":
+        return Choice(requested=asked, value="model", because="nothing is exchanged inside it")
+    return Choice(requested=asked, value="blocks", because=f"{strategy} works between the blocks")
 
 
 def _choose_fused(config: RunConfig, strategy: str) -> Choice:

@@ -111,6 +111,7 @@ class Plan(Record):
     matmul: Choice = Field(description="Products of fp32 matrices: highest is fp32, others TF32.")
     attention: Choice
     compile: Choice
+    compile_scope: Choice = Field(description="What one compiled graph holds: blocks or model.")
     recompute: Choice = Field(description="Activation checkpointing.")
     fused_optimizer: Choice
     threads: Choice

@@ -49,10 +49,11 @@ class EngineParts:
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of the state a rank holds: `index` among `size` ranks that shard together."""
+    """Which part of the state a rank holds: `index` among `size` ranks that shard together; None
+    is the one that holds most."""
 
     size: int
-    index: int
+    index: int | None
     compute_bytes: int = 4  # of one number in the compute type
     num_microbatches: int = 1
 

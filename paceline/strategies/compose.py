@@ -21,9 +21,10 @@ def compose(parts: EngineParts, shard: Callable[[nn.Module], None] | None = None
     if parts.plan.recompute.value != "none":
         for block in blocks or [model]:
             recompute_block(block, parts.plan.recompute.value)
-    # Then compile, block by block: equal blocks share one graph, and no hook of a wrapper is in it.
+    # Then compile, before any wrapper: no hook is in a graph. Equal blocks share one.
     if parts.plan.compile.value != "off":
-        for part in [*blocks, *find_tail(model)] or [model]:
+        by_blocks = parts.plan.compile_scope.value == "blocks" and bool(blocks)
+        for part in [*blocks, *find_tail(model)] if by_blocks else [model]:
             compile_in_place(part, parts)
     # Then shard, while the weights have no memory yet: a rank never holds the whole model.
     if shard is not None:

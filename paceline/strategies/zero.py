@@ -42,7 +42,8 @@ class Zero1:
     def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
         """Whole parameters cannot be dealt out evenly: ranks differ by up to the largest one."""
         trainable = sum_bytes(model.trainable)
-        own = deal(model.trainable, share.size)[share.index]
+        hands = deal(model.trainable, share.size)
+        own = max(hands, key=sum_bytes) if share.index is None else hands[share.index]
         return StateBytes(
             parameters=trainable + sum_bytes(model.frozen),
             gradients=trainable,
@@ -174,7 +175,8 @@ def own_numel(parameter: ParameterShape, share: Share) -> int:
     """The piece without its padding: the last ranks may have fewer rows, or none."""
     rows, width = _rows_and_width(parameter)
     each = -(-rows // share.size)
-    return max(0, min(each, rows - share.index * each)) * width
+    before = 0 if share.index is None else share.index * each  # the first has most
+    return max(0, min(each, rows - before)) * width
 
 
 def _rows_and_width(parameter: ParameterShape) -> tuple[int, int]:

@@ -71,7 +71,9 @@ def test_buckets_are_what_ddp_made(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_graphs_and_breaks_are_counted(tmp_path: Path) -> None:
-    """Two equal blocks share one graph; the tail is the other."""
-    found = audit_of(tmp_path / "run", ["train.compile=default"])["torch.compile"]
-    assert found.ok and found.effective == "2 graphs, 0 breaks, 0 recompilations"
+@pytest.mark.parametrize(("scope", "graphs"), [("auto", 1), ("blocks", 2)])
+def test_graphs_and_breaks_are_counted(scope: str, graphs: int, tmp_path: Path) -> None:
+    """One rank has one graph with the loss in it. Equal blocks share one; the tail is another."""
+    asked = ["train.compile=default", f"train.compile_scope={scope}"]
+    found = audit_of(tmp_path / "run", asked)["torch.compile"]
+    assert found.ok and found.effective == f"{graphs} graphs, 0 breaks, 0 recompilations"
