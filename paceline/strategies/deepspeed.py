@@ -51,6 +51,7 @@ class DeepSpeed:
         return [
             *_installation_problems(),
             *_offload_problems(config),
+            *_compile_problems(config),
             *check_overrides(config.strategy.deepspeed_config),
         ]
 
@@ -89,6 +90,17 @@ def _offload_problems(config: RunConfig) -> Iterator[Finding]:
             where="strategy.offload",
             what="DeepSpeed offloads a sharded optimizer, and strategy.stage=0 shards nothing",
             hint="set strategy.stage to 1, 2 or 3",
+        )
+
+
+def _compile_problems(config: RunConfig) -> Iterator[Finding]:
+    if config.train.compile != "off" and config.strategy.stage == 3:
+        yield Finding(
+            severity="warning",
+            where="train.compile",
+            what="stage 3 gathers weights in hooks of every module, and each of them cuts the"
+            " compiled graph: the result is right, the gain small",
+            hint="set strategy.stage=2, or strategy.name=zero3, which compiles whole blocks",
         )
 
 

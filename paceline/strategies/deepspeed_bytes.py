@@ -9,7 +9,8 @@ P parameters, W ranks, fp32 weights whatever is computed in, AdamW:
     stage 3   20 P / W + a bucket of gradients + small parameters whole
 
 Flat weights are padded to a multiple of 2 W for each group of the optimizer, stage 3 pads each
-parameter to a multiple of W. With that the prediction is exact to the byte.
+parameter to a multiple of W. With that the prediction is exact to the byte. An offloaded optimizer
+has the same state on the CPU, and staging buffers there that are not counted.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -5,6 +5,7 @@ with the key to use instead. Nothing here imports deepspeed: a laptop without it
 """
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from paceline.config.schema import RunConfig
@@ -41,7 +42,23 @@ FIXED = {
     "zero_optimization.compute_grad_norm": "the norm is what finds a bad gradient on any rank",
     "zero_optimization.zenflow": "it applies updates later than the step they belong to",
     "hybrid_engine": "it brings an engine of its own",
+    "tensor_parallel": "every rank has its own share of the batch",
+    "sequence_parallel_size": "every rank has its own share of the batch",
+    "elasticity": "it chooses the batch by itself",
 }
+# What DeepSpeed 0.19 looks for beside the keys above; it passes over any other in silence.
+KNOWN = frozenset(
+    "activation_checkpointing aio autotuning checkpoint comet comms_logger communication_data_type"
+    " compile compression_training csv_monitor curriculum_learning data_efficiency"
+    " data_parallel_size dataloader_drop_last datastates_ckpt disable_allgather disable_python_gc"
+    " dump_state eigenvalue expert_parallel flops_profiler gradient_predivide_factor"
+    " graph_harvesting keep_in_fp32_modules load_universal_checkpoint log_level memory_breakdown"
+    " nebula pipeline prescale_gradients progressive_layer_drop quantize_training"
+    " seq_parallel_communication_data_type sparse_attention sparse_gradients steps_per_print"
+    " tensorboard timers torch_autocast use_data_before_expert_parallelism use_node_local_storage"
+    " vocabulary_size wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer"
+    " zero_force_ds_cpu_optimizer zero_optimization".split()
+)
 
 
 def generate(config: RunConfig, plan: Plan) -> dict[str, Any]:
@@ -99,6 +116,8 @@ def check_overrides(overrides: Mapping[str, Any]) -> Iterator[Finding]:
     for path, because in FIXED.items():
         if _has(overrides, path):
             yield _refusal(path, f"cannot be changed: {because}", "drop it")
+    for key in overrides.keys() - KNOWN - OURS.keys() - FIXED.keys():
+        yield _unknown(key)
     if not isinstance(overrides.get(ZERO, {}), Mapping):
         yield _refusal(ZERO, "is not a map", "name the keys inside it; strategy.stage is ours")
     for path in _autos(overrides):
@@ -145,6 +164,16 @@ def _autos(settings: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield from _autos(value, f"{above}{key}.")
         elif value == "auto":
             yield f"{above}{key}"
+
+
+def _unknown(key: str) -> Finding:
+    near = get_close_matches(key, KNOWN, n=1)
+    return Finding(
+        severity="warning",
+        where=f"strategy.deepspeed_config.{key}",
+        what="is no key that DeepSpeed 0.19 looks at: it has no effect there",
+        hint=f"did you mean {near[0]}?" if near else "",
+    )
 
 
 def _refusal(path: str, what: str, hint: str) -> Finding:

@@ -305,3 +305,26 @@ def test_recomputation_under_stage_3(reference: RankEnds, tmp_path: Path) -> Non
     recompute = ["train.activation_checkpointing=full"]
     ends = run_ranks(tmp_path / "run", "lm_tiny", [*overrides, *recompute])
     assert_same_curve(reference, ends)
+
+
+@slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_evaluation_between_steps(stage: int, corpus: Path, tmp_path: Path) -> None:
+    """Losses on validation data, and training goes on as if nobody had looked."""
+    text = [f"data.source={corpus}", f"data.cache_dir={tmp_path / 'cache'}"]
+    text += ["data.val_fraction=0.3", "train.eval_every=2", "train.eval_samples=8"]
+    common = [*tiny_model(), *SGD, *BATCH, "train.steps=6", "train.micro_batch_size=8", *text]
+    expected = run_ranks(tmp_path / "ddp", "lm_tiny", [*common, "launch.nproc=2"]).rows
+    found = run_ranks(tmp_path / "run", "lm_tiny", [*common, *deepspeed(stage)]).rows
+    assert [row.val_loss for row in found] == [
+        row.val_loss and pytest.approx(row.val_loss, rel=1e-5) for row in expected
+    ]
+    assert [row.loss for row in found] == [pytest.approx(row.loss, rel=1e-5) for row in expected]
+    assert found[-1].val_loss is not None
+
+
+@slow
+def test_a_key_that_deepspeed_does_not_know_is_a_config_error(tmp_path: Path) -> None:
+    unknown = "+strategy.deepspeed_config.zero_optimization.reduce_buckets=1"
+    with pytest.raises(AssertionError, match="ConfigError: DeepSpeed refuses its config"):
+        build_ranks(tmp_path / "run", [*STATE, *deepspeed(2, unknown)], _look_inside)

@@ -84,6 +84,11 @@ def test_offload_needs_a_stage_that_shards() -> None:
     assert found.where == "strategy.offload" and "strategy.stage" in found.hint
 
 
+def test_compiling_stage_3_is_warned_of() -> None:
+    plan = planned("strategy.stage=3", "train.compile=default")
+    assert any(f.where == "train.compile" and f.severity == "warning" for f in plan.findings)
+
+
 def test_merge_goes_down_to_the_leaves() -> None:
     base = {"a": 1, "zero": {"stage": 2, "bucket": {"x": 1, "y": 2}}}
     over = {"zero": {"bucket": {"y": 3}, "new": True}}
@@ -123,6 +128,12 @@ def test_auto_and_nonsense_are_refused() -> None:
     assert "Hugging Face" in errors(auto)[0].what
     (found,) = errors(planned("+strategy.deepspeed_config.zero_optimization=true"))
     assert "not a map" in found.what
+
+
+def test_a_key_that_nobody_reads_is_a_warning() -> None:
+    plan = planned("+strategy.deepspeed_config.zero_optimisation.overlap_comm=true")
+    (found,) = [f for f in plan.findings if f.where.startswith("strategy.deepspeed_config")]
+    assert found.severity == "warning" and "zero_optimization" in found.hint
 
 
 def test_not_installed_is_one_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
