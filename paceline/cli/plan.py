@@ -1,5 +1,6 @@
 """`paceline plan`: what would run, what it needs, what is wrong with it. No GPU needed."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,6 +94,9 @@ def _print(plan: "Plan") -> None:
     for name, choice in plan.choices().items():
         table.add_row(name, shown(choice.requested), shown(choice.value), escape(choice.because))
     console.print(table)
+    if plan.engine_config:
+        console.print(f"config of {plan.strategy.value}:")
+        console.print(escape(json.dumps(plan.engine_config, indent=2)))
     for finding in plan.findings:
         if finding.severity != "error":
             console.print(f"{finding.severity}: {escape(str(finding))}")

@@ -25,7 +25,7 @@ from paceline.plan.policy import (
 )
 from paceline.records import BatchSplit, Choice, Crew, Env, Finding, Plan
 from paceline.strategies import find_strategy
-from paceline.strategies.base import Share
+from paceline.strategies.base import Configured, Share
 from paceline.strategies.shape import ModelShape, measure_shape
 from paceline.workloads.base import Workload
 
@@ -80,6 +80,8 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         ),
         findings=[],
     )
+    if isinstance(sharing, Configured):
+        plan = plan.model_copy(update={"engine_config": sharing.settings(config, plan)})
     findings = [
         *check_crew(config.launch, env, crew, topology),
         *batch_problems,

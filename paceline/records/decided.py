@@ -119,6 +119,9 @@ class Plan(Record):
     model: ModelSize
     state_bytes: StateBytes = Field(description="Of the rank that holds most.")
     exchange: Exchange
+    engine_config: dict[str, Any] = Field(
+        {}, description="Config of the library that the strategy drives, where it has its own."
+    )
     flops_per_sample: Choice = Field(description="Forward and backward, recomputation not counted.")
     peak_flops: Choice = Field(description="Dense peak of one device in the chosen precision.")
     findings: list[Finding]

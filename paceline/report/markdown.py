@@ -1,5 +1,6 @@
 """summary.md: what a person pastes into an issue."""
 
+import json
 from collections.abc import Sequence
 
 from paceline.records import Env, Git
@@ -25,6 +26,7 @@ def render_markdown(story: Story) -> str:
             ],
         ),
         _batch(story),
+        _engine_config(story),
         *(f"- {finding.severity}: {_cell(str(finding))}" for finding in story.plan.findings),
         *_audit(story),
         "## Where a step's time goes (median; warm-up left out if there is more)",
@@ -78,6 +80,16 @@ def _batch(story: Story) -> str:
         f" accumulation x {batch.dp} dp; {story.plan.model.num_trainable:,} parameters;"
         f" {size(state.total)} of state a rank."
     )
+
+
+def _engine_config(story: Story) -> str:
+    """As it ran, to be pasted into another run. Nothing inside a code block needs escaping but
+    the fence, and JSON holds no line of only that."""
+    settings = story.plan.engine_config
+    if not settings:
+        return ""
+    body = json.dumps(settings, indent=2)
+    return f"Config of {story.plan.strategy.value}:\n\n```json\n{body}\n```"
 
 
 def _phases(story: Story) -> str:

@@ -7,7 +7,7 @@ whatever the strategy, the gradient is that of  sum of losses / units in the glo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -102,6 +102,15 @@ class Strategy(Protocol):
         ...
 
     def build(self, parts: EngineParts) -> Engine: ...
+
+
+@runtime_checkable
+class Configured(Protocol):
+    """A strategy that drives a library with a config of its own."""
+
+    def settings(self, config: RunConfig, plan: Plan) -> dict[str, Any]:
+        """That config, whole: it stands in the plan, and is what runs."""
+        ...
 
 
 def normalise(loss_sum: Tensor, scale: float | Tensor) -> Tensor:

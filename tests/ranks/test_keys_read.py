@@ -136,6 +136,8 @@ def _draw_launches(tmp_path: Path) -> None:
     env = probe()
     plan = make_plan(job, env)
     find_launcher(plan.crew.launcher.value).plan(order_for(job, env, plan))
+    # Keys of a strategy that may not be installed: its config is generated without it.
+    make_plan(load_job("lm_tiny", ["strategy.name=deepspeed", "launch.device=cpu"]), env)
 
 
 def _owner(schema: type[Section], path: str) -> tuple[str, str]:

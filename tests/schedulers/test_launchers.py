@@ -108,6 +108,35 @@ def test_deepspeed_started_by_paceline(expected: dict[int, list[float]], tmp_pat
     same(tmp_path / "run", expected[2])
 
 
+DEEPSPEED = ["strategy.name=deepspeed", "strategy.stage=2"]
+
+
+@needs_deepspeed
+def test_deepspeed_under_its_own_launcher(expected: dict[int, list[float]], tmp_path: Path) -> None:
+    """The strategy under the launcher of the same name: the losses of ddp under ours."""
+    argv = ["deepspeed", "--num_gpus", "2", "--master_port", free_port(), "--module", "paceline"]
+    run([*argv, "train", *JOB, *DEEPSPEED, "--out", "run"], tmp_path, DS_ACCELERATOR="cpu")
+    same(tmp_path / "run", expected[2])
+    assert launcher_of(tmp_path / "run") == "deepspeed"
+
+
+@needs_deepspeed
+def test_deepspeed_under_our_launcher(expected: dict[int, list[float]], tmp_path: Path) -> None:
+    ran = paceline("train", *JOB, *DEEPSPEED, "launch.nproc=2", "--out", "run", cwd=tmp_path)
+    assert ran.code == 0, ran.err
+    same(tmp_path / "run", expected[2])
+    assert "DeepSpeed's config" in (tmp_path / "run/ranks/rank1/log.txt").read_text()
+
+
+@needs_mpi
+@needs_deepspeed
+def test_deepspeed_under_mpirun(expected: dict[int, list[float]], tmp_path: Path) -> None:
+    """Where LOCAL_RANK has another name."""
+    argv = ["mpirun", "-n", "2", *PACELINE, "train", *JOB, *DEEPSPEED, "--out", "run"]
+    run(argv, tmp_path, **AS_ROOT)
+    same(tmp_path / "run", expected[2])
+
+
 @needs_mpi
 def test_under_mpirun(expected: dict[int, list[float]], tmp_path: Path) -> None:
     run(["mpirun", "-n", "2", *PACELINE, "train", *JOB, "--out", "run"], tmp_path, **AS_ROOT)
