@@ -14,6 +14,7 @@ has the same state on the CPU, and staging buffers there that are not counted.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from paceline.records import Exchange, StateBytes
 from paceline.strategies.base import Share
 from paceline.strategies.ddp import optimizer_bytes
 from paceline.strategies.deepspeed_config import num_elements, zero_section
-from paceline.strategies.engine import storage_bytes
+from paceline.strategies.gather import storage_bytes
 from paceline.strategies.shape import ModelShape, ParameterShape, sum_bytes
 
 ALIGNMENT = 2  # elements: each rank's part of a flat group starts at a multiple of it
@@ -41,6 +42,9 @@ def estimate_bytes(model: ModelShape, config: RunConfig, share: Share) -> StateB
             gradients=trainable,
             optimizer=optimizer_bytes(config, trainable, len(model.trainable)),
         )
+    if share.index is None:
+        every = (replace(share, index=index) for index in range(share.size))
+        return max((estimate_bytes(model, config, s) for s in every), key=lambda held: held.total)
     section = zero_section(config, sum(p.numel for p in model.trainable))
     if stage == 3:
         return _estimate_stage3(model, config, share, section)
@@ -99,6 +103,7 @@ def part_numel(group: Sequence[ParameterShape], size: int) -> int:
 
 def _touched_numel(group: Sequence[ParameterShape], part: int, share: Share) -> int:
     """Gradients of the parameters that this rank's part cuts into are kept whole; padding too."""
+    assert share.index is not None, "one rank at a time"
     start, end = share.index * part, (share.index + 1) * part
     touched = offset = 0
     for parameter in group:
