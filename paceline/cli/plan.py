@@ -88,6 +88,14 @@ def _print(plan: "Plan") -> None:
         f"state   {size(state.total)} a rank = weights {size(state.parameters)} + gradients"
         f" {size(state.gradients)} + optimizer {size(state.optimizer)}; activations come on top"
     )
+    if state.peak > state.total:
+        console.print(
+            f"        and for a while {size(state.gathered)} of gathered weights,"
+            f" {size(state.deferred)} of gradients that wait"
+        )
+    console.print(
+        f"sends   {size(plan.exchange.sent)} of gradients a step: {plan.exchange.because}"
+    )
     table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
     for column in ("choice", "requested", "effective", "because"):
         table.add_column(column, overflow="fold")

@@ -9,7 +9,7 @@ from paceline.records import Env, Finding, Plan
 
 def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
     """Everything wrong with, or idle in, what was asked for here."""
-    yield from _memory_problems(plan, env)
+    yield from _memory_problems(config, plan, env)
     if plan.strategy.value == "single" and plan.world_size > 1:
         yield Finding(
             severity="error",
@@ -54,9 +54,9 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
     yield from check_idle_settings(config, plan)
 
 
-def _memory_problems(plan: Plan, env: Env) -> Iterator[Finding]:
+def _memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Finding]:
     if plan.device.value == "cuda":
-        yield from _gpu_memory_problems(plan, env)
+        yield from _gpu_memory_problems(config, plan, env)
         return
     needed = plan.state_bytes.total * plan.crew.per_node
     if needed > env.memory_bytes:
@@ -69,16 +69,21 @@ def _memory_problems(plan: Plan, env: Env) -> Iterator[Finding]:
         )
 
 
-def _gpu_memory_problems(plan: Plan, env: Env) -> Iterator[Finding]:
+def _gpu_memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Finding]:
     smallest = min((gpu.memory_bytes for gpu in env.gpus), default=0)
-    needed = plan.state_bytes.peak
+    state = plan.state_bytes
+    needed = state.peak
+    if config.strategy.offload and plan.strategy.value == "deepspeed":
+        needed -= state.optimizer
+    elif config.strategy.offload and plan.strategy.value.startswith(("zero2", "zero3")):
+        needed -= state.total
     if smallest and needed > smallest:
         yield Finding(
             severity="error",
             where="strategy.name",
             what=f"{plan.strategy.value} holds {needed / 2**30:.1f} GiB of state on every rank;"
             f" the smallest GPU has {smallest / 2**30:.1f} GiB",
-            hint="use a smaller model, or a strategy that shards",
+            hint="use a smaller model, strategy.name=zero3 on more ranks, or strategy.offload=true",
             cause="cluster",
         )
 

@@ -78,7 +78,9 @@ def _batch(story: Story) -> str:
     return (
         f"{batch.global_size} samples a step = {batch.micro} micro x {batch.grad_accum}"
         f" accumulation x {batch.dp} dp; {story.plan.model.num_trainable:,} parameters;"
-        f" {size(state.total)} of state a rank."
+        f" {size(state.total)} of state a rank, {size(state.peak)} while weights are gathered;"
+        f" {size(story.plan.exchange.sent)} of gradients sent a step"
+        f" ({story.plan.exchange.because})."
     )
 
 

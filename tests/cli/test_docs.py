@@ -26,7 +26,7 @@ from tests.cli.program import Ran, environment, free_port
 from tests.schedulers.slurm import SlurmCluster, why_not
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("launching", "checking", "troubleshooting")
+PAGES = ("launching", "checking", "troubleshooting", "strategies", "mae")
 COMMAND_S = 120
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 EXIT = re.compile(r"\s+# exit (\d+)$")
@@ -34,10 +34,12 @@ SCHEDULED = ("srun", "salloc", "sbatch")
 NEEDS = {  # a word of a command, and the program that it needs
     "torchrun": "torchrun", "mpirun": "mpirun", "deepspeed": "deepspeed",
     "launch.launcher=mpi": "mpirun", "launch.launcher=deepspeed": "deepspeed",
+    "strategy.name=deepspeed": "deepspeed",
 }  # fmt: skip
 FIRST_OF_TWO = {"train", "launch.launcher=torchrun", "launch.nnodes=2"}
 # Files that are called like keys, and a key that is misspelt on purpose.
-NO_KEYS = {"launch.json", "train.log", "data.json", "launch.nprocs"}
+NO_KEYS = {"audit.json", "launch.json", "train.log", "data.json", "launch.nprocs"}
+OPEN_MAPS = ("launch.env", "strategy.deepspeed_config", "model.hf_config")
 BIN = str(Path(sys.executable).parent)
 PATH = f"{BIN}{os.pathsep}{os.environ['PATH']}"
 
@@ -182,12 +184,13 @@ def test_the_python_of_launching_runs(tmp_path: Path) -> None:
 
 
 def test_every_key_in_the_pages_exists() -> None:
-    known = {key.path for key in iter_keys(type(load_job("lm_tiny", []).config))}
+    jobs = [load_job(name, []).config for name in ("lm_tiny", "mae_tiny")]
+    known = {key.path for config in jobs for key in iter_keys(type(config))}
     sections = "|".join(sorted({path.split(".")[0] for path in known if "." in path}))
     for page in PAGES:
         for found in re.finditer(rf"(?<![\w/.])(?:{sections})(?:\.[a-z_0-9]+)+", text_of(page)):
             key = found[0]
-            assert key in known | NO_KEYS or key.startswith("launch.env"), f"{page}: {key}"
+            assert key in known | NO_KEYS or key.startswith(OPEN_MAPS), f"{page}: {key}"
 
 
 def test_launching_has_every_launch_key_with_its_default() -> None:
