@@ -19,6 +19,10 @@ def attend(impl: str, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
     is_grouped = q_BHTE.shape[1] != k_BKSE.shape[1]
     if impl == "flex":
         return _flex(q_BHTE, k_BKSE, v_BKSE, is_grouped)
+    if impl == "efficient" and is_grouped:  # the one kernel that does not know groups
+        num_groups = q_BHTE.shape[1] // k_BKSE.shape[1]
+        k_BKSE, v_BKSE = (x.repeat_interleave(num_groups, dim=1) for x in (k_BKSE, v_BKSE))
+        is_grouped = False
     return F.scaled_dot_product_attention(
         q_BHTE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=is_grouped
     )

@@ -12,8 +12,13 @@ from paceline.strategies.recompute import recompute_block
 from paceline.strategies.weights import fill_weights
 
 
-def compose(parts: EngineParts, shard: Callable[[nn.Module], None] | None = None) -> nn.Module:
-    """The workload's model on the device, the same on every rank. `shard` cuts it up in place."""
+def compose(
+    parts: EngineParts,
+    shard: Callable[[nn.Module], None] | None = None,
+    rest: torch.device | None = None,
+) -> nn.Module:
+    """The workload's model on the device, the same on every rank. `shard` cuts it up in place;
+    `rest` is where its pieces lie between steps, if not on the device."""
     model = build_model(parts)
     blocks = find_blocks(model)
     # Recomputation first: compiled or sharded, a block's forward must already be the one that
@@ -32,7 +37,7 @@ def compose(parts: EngineParts, shard: Callable[[nn.Module], None] | None = None
     # Values last, into what is left of them on this rank. Replicas start equal by their seed.
     if parts.workload.meta_init:
         initialise = partial(parts.workload.init_weights, model)
-        fill_weights(model, initialise, parts.config.train.seed, parts.device)
+        fill_weights(model, initialise, parts.config.train.seed, parts.device, rest)
     return model
 
 

@@ -18,11 +18,17 @@ Initialise = Callable[[str, nn.Module], None]
 
 
 @torch.no_grad()
-def fill_weights(model: nn.Module, initialise: Initialise, seed: int, device: torch.device) -> None:
-    """Give every parameter and buffer of `model` memory and its first value."""
-    is_offloaded = any(_rests_on_cpu(p) for p in model.parameters())
+def fill_weights(
+    model: nn.Module,
+    initialise: Initialise,
+    seed: int,
+    device: torch.device,
+    rest: torch.device | None = None,
+) -> None:
+    """Give every parameter and buffer of `model` memory and its first value. `rest` is where
+    parameters lie between steps, if not on `device`."""
     names = _tied_names(model)
-    model.to_empty(device=torch.device("cpu") if is_offloaded else device)
+    model.to_empty(device=rest or device)
     _tie(model, names)
     done: set[int] = set()
     for name, module in model.named_modules():
@@ -69,10 +75,6 @@ def _keep_part(parameter: DTensor, whole: torch.Tensor) -> None:
 def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
-
-
-def _rests_on_cpu(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor) and parameter.to_local().device.type == "cpu"
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:

@@ -130,7 +130,8 @@ class Sharded:
 
     def build(self, parts: EngineParts) -> Engine:
         mesh = build_mesh(parts.plan, parts.device)
-        module = compose(parts, lambda model: self._shard(model, parts, mesh))
+        rest = torch.device("cpu") if _offloads(parts) else None
+        module = compose(parts, lambda model: self._shard(model, parts, mesh), rest)
         # Optimizer last: fully_shard replaces every parameter, an earlier one would step orphans.
         fused = parts.plan.fused_optimizer.value
         optimizer = build_optimizer(module.parameters(), parts.config.optim, fused)
@@ -154,7 +155,7 @@ class Sharded:
             "reshard_after_forward": self._reshards(parts.config),
             "mp_policy": _precision_policy(parts.plan.precision.value),
         }
-        if strategy.offload and parts.device.type != "cpu":
+        if _offloads(parts):
             settings["offload_policy"] = CPUOffloadPolicy()
         # Blocks before the root: what is left over, embeddings and head, is the root's own.
         blocks = find_blocks(model)
@@ -163,6 +164,10 @@ class Sharded:
         # The root's weights are needed first in backward: freeing them would gather them again.
         fully_shard(model, **(settings | {"reshard_after_forward": False}))
         _prefetch(blocks, strategy.forward_prefetch, strategy.backward_prefetch)
+
+
+def _offloads(parts: EngineParts) -> bool:
+    return parts.config.strategy.offload and parts.device.type != "cpu"
 
 
 def padded_numel(parameter: ParameterShape, size: int) -> int:
