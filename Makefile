@@ -31,6 +31,8 @@ figures: launchers
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ddp_parity.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/launch.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/check_bandwidth.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/strategy_memory.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/wrapper_cost.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
