@@ -83,6 +83,7 @@ def reference(job: str, saved: Path, tmp_path_factory: pytest.TempPathFactory) -
     return _REFERENCES[job]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("row", TWO_RANKS)
 def test_two_ranks_equal_one(
@@ -93,6 +94,7 @@ def test_two_ranks_equal_one(
     assert_same(reference, run_ranks(tmp_path / "run", source, two))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["mae", "llama, loaded"])
 def test_four_ranks_equal_one(job: str, reference: RankEnds, saved: Path, tmp_path: Path) -> None:
     """Two copies, each cut in two."""

@@ -65,6 +65,14 @@ ROWS = {
         "attention.impl=eager",
     ],
 }
+# The quick suite takes one row of each kind; `make test-all` takes all.
+QUICK = {
+    "ddp",
+    "ddp, accumulation, static graph",
+    "zero1, accumulation",
+    "zero2",
+    "fsdp, accumulation",
+}
 FOUR_RANKS = ["zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid"]
 
 
@@ -87,7 +95,9 @@ def tiny_model() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    "row", [row if row in QUICK else pytest.param(row, marks=pytest.mark.slow) for row in ROWS]
+)
 def test_two_ranks_equal_one(row: str, reference: RankEnds, tmp_path: Path) -> None:
     overrides = [*tiny_model(), *SGD, *BATCH, *ROWS[row], "launch.nproc=2"]
     ends = run_ranks(tmp_path / "run", "lm_tiny", overrides)
@@ -95,6 +105,7 @@ def test_two_ranks_equal_one(row: str, reference: RankEnds, tmp_path: Path) -> N
     assert_same_weights(reference, ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_four_ranks_equal_one(name: str, reference: RankEnds, tmp_path: Path) -> None:
     """Hybrids as 2 x 2: two copies, each cut in two."""
