@@ -9,6 +9,7 @@ from paceline.cli.arguments import JsonFlag, OutOption
 if TYPE_CHECKING:
     from paceline.verify.records import StrategyProof, VerifyReport
 
+TABLE_WIDTH = 100
 Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="[STRATEGY]... [KEY=VALUE]...", help="None: all that can run here."),
@@ -43,7 +44,8 @@ def _print(report: "VerifyReport") -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    # A table that is cut off proves nothing: a narrow terminal wraps it.
+    console = Console(highlight=False, soft_wrap=True, width=max(Console().width, TABLE_WIDTH))
     tried = [proof for proof in report.proofs if proof.checks]
     if tried:
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)

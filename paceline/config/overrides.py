@@ -67,7 +67,7 @@ def apply_override(tree: DictConfig, override: Override, schema: type[BaseModel]
 
 def unknown_key(key: str, place: str, schema: type[BaseModel]) -> str:
     close = nearest(key, schema)
-    hint = f"did you mean {close}?" if close else "`paceline recipes --keys` lists every key"
+    hint = f"did you mean {close}?" if close else "`paceline recipes --keys RECIPE` lists every key"
     return f"unknown key {key} in {place}\nhint: {hint}"
 
 

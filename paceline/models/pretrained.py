@@ -74,6 +74,10 @@ def config_class(name: str, base: dict[str, Any]) -> Any:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
+    if not path.is_file():
+        raise DataError(
+            f"{folder} has no config.json\nhint: give the folder that save_pretrained wrote"
+        )
     try:
         read = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -143,7 +147,7 @@ def check_weights(model: nn.Module, folder: Path) -> None:
     if problems:
         raise DataError(
             f"the weights in {folder} do not fit {type(model).__name__}: {'; '.join(problems)}\n"
-            "hint: change model.hf_config to what the weights are of, or set model.weights=random"
+            "hint: '~model.hf_config' drops the recipe's keys, which go over the model's own"
         )
 
 

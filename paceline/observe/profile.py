@@ -57,13 +57,24 @@ def _iter_ops(profiled: profile) -> Iterator[Op]:
     # The public list of events has shapes, but not the types.
     results = profiled.profiler.kineto_results if profiled.profiler else None
     assert results is not None, "stopped after it was started"
-    for event in results.events():
+    for event in _outermost(results.events()):
         yield Op(
             event.name(),
             tuple(tuple(shape) for shape in event.shapes()),
             tuple(TYPE_NAMES.get(name, name) for name in event.dtypes()),
             tuple(event.concrete_inputs()),
         )
+
+
+def _outermost(events: Any) -> Iterator[Any]:
+    """Without calls inside a call of the same name: a dispatch mode, as selective recomputation
+    has one, passes each operation on to itself."""
+    running: dict[tuple[int, str], int] = {}  # thread and name, to when the outermost ends
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        key = event.start_thread_id(), event.name()
+        if event.start_ns() >= running.get(key, -1):
+            running[key] = event.start_ns() + event.duration_ns()
+            yield event
 
 
 def compile_counts() -> tuple[int, int, int]:
@@ -76,9 +87,10 @@ def compile_counts() -> tuple[int, int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), again
 
 
-def group_timeout_s(device: torch.device) -> float:
-    """How long a collective of the default group really waits, as its backend has it."""
-    from torch.distributed.distributed_c10d import _get_default_group
+def group_timeouts_s(device: torch.device) -> list[float]:
+    """How long a collective really waits, as the backend of every group has it."""
+    from torch.distributed.distributed_c10d import _world
 
-    options = _get_default_group()._get_backend(device).options
-    return float(options._timeout.total_seconds())
+    groups = [group for group in _world.pg_map if hasattr(group, "_get_backend")]
+    options = [group._get_backend(device).options for group in groups]
+    return [float(option._timeout.total_seconds()) for option in options]

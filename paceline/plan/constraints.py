@@ -58,7 +58,7 @@ def _memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Findin
     if plan.device.value == "cuda":
         yield from _gpu_memory_problems(config, plan, env)
         return
-    needed = plan.state_bytes.total * plan.crew.per_node
+    needed = plan.state_bytes.peak * plan.crew.per_node
     if needed > env.memory_bytes:
         yield Finding(
             severity="warning",
@@ -100,12 +100,15 @@ class Idle:
 
 def check_idle_settings(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """One warning for every changed setting that this plan never reads."""
+    said: set[tuple[str, str]] = set()
     for rule in _rules(config, plan):
         if not rule.holds:
             continue
         section = _section(config, rule.section)
         for key in rule.keys:
-            if getattr(section, key) != type(section).model_fields[key].get_default():
+            is_changed = getattr(section, key) != type(section).model_fields[key].get_default()
+            if is_changed and (rule.section, key) not in said:
+                said.add((rule.section, key))
                 yield Finding(
                     severity="warning",
                     where=f"{rule.section}.{key}",

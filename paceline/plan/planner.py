@@ -4,6 +4,7 @@ Needs no GPU and no process group: `paceline plan lm_1b launch.nproc=64` runs on
 """
 
 import traceback
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
@@ -89,9 +90,20 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *workload.problems(config),
         *check_policy(config, env, plan, workload),
         *sharing.problems(config, env, model),
+        *_recompute_problems(config, model),
         *check(config, env, plan),
     ]
     return plan.model_copy(update={"findings": findings})
+
+
+def _recompute_problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
+    if config.train.activation_checkpointing != "none" and model.num_units == 1:
+        yield Finding(
+            severity="warning",
+            where="train.activation_checkpointing",
+            what="the model has no blocks: it is recomputed as a whole, which saves no memory",
+            hint="put its repeated layers into an nn.ModuleList, and call each of them",
+        )
 
 
 def share_of(plan: Plan, rank: int) -> Share:
@@ -181,6 +193,8 @@ def _choose_strategy(config: RunConfig, world: int) -> Choice:
     if meant == "ddp" and world == 1:
         return Choice(requested=asked, value="single", because="one rank has nobody to reduce with")
     because = "as asked" if meant == asked else f"{asked} is another name for it"
+    if world == 1 and meant.startswith("zero"):
+        because += ", though one rank has nobody to share with"
     return Choice(requested=asked, value=meant, because=because)
 
 
@@ -193,16 +207,21 @@ def _choose_mesh(
         return {"dp": world}, None
     size = config.strategy.shard_size
     size = crew.per_node if size == "auto" else size
-    if size > world or world % size or size == world:
+    if size > world or world % size or size in (1, world):
         return {"replicate": 1, "shard": world}, Finding(
             severity="error",
             where="strategy.shard_size",
             what=f"a hybrid of {world} ranks in groups of {size} is no grid of copies and shards",
-            hint=f"set it to a divisor of {world} below it"
-            if world > 2
-            else "use zero2 or zero3: two ranks are too few for a hybrid",
+            hint=_hybrid_hint(world, strategy),
         )
     return {"replicate": world // size, "shard": size}, None
+
+
+def _hybrid_hint(world: int, strategy: str) -> str:
+    fitting = [size for size in range(world // 2, 1, -1) if world % size == 0]
+    if not fitting:
+        return f"use {strategy.removesuffix('_hybrid')}: {world} ranks are no grid"
+    return f"set strategy.shard_size={fitting[0]}"
 
 
 def _as_asked(value: str) -> Choice:

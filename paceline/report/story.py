@@ -112,7 +112,7 @@ def _rate_figures(result: Result) -> list[Figure]:
         figures.append(Figure("MFU", f"{result.mfu:.1%}", source))
     if result.matmul_share is not None:
         share = f"{result.matmul_share:.1%}"
-        figures.append(Figure("of the matmul rate", share, "`paceline check` on this machine"))
+        figures.append(Figure("of the matmul rate", share, "paceline check on this machine"))
     return figures
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from paceline.strategies.base import EngineParts
@@ -48,7 +49,12 @@ def build_model(parts: EngineParts) -> nn.Module:
         with torch.device("meta"):
             return parts.workload.build_model(parts.config)
     with parts.device:
-        return parts.workload.build_model(parts.config).to(parts.device)
+        model = parts.workload.build_model(parts.config).to(parts.device)
+    # The seed makes replicas equal, unless the user's code draws from elsewhere: rank 0 decides.
+    if dist.get_world_size() > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, src=0)
+    return model
 
 
 def compile_in_place(module: nn.Module, parts: EngineParts) -> None:

@@ -52,6 +52,7 @@ class DeepSpeed:
             *_installation_problems(),
             *_offload_problems(config),
             *_compile_problems(config),
+            *_shape_problems(config, model),
             *check_overrides(config.strategy.deepspeed_config),
         ]
 
@@ -101,6 +102,16 @@ def _compile_problems(config: RunConfig) -> Iterator[Finding]:
             what="stage 3 gathers weights in hooks of every module, and each of them cuts the"
             " compiled graph: the result is right, the gain small",
             hint="set strategy.stage=2, or strategy.name=zero3, which compiles whole blocks",
+        )
+
+
+def _shape_problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
+    if config.strategy.stage > 0 and not all(p.shape for p in model.parameters):
+        yield Finding(
+            severity="error",
+            where="strategy.stage",
+            what="the model has a parameter without any axis, which DeepSpeed cannot flatten",
+            hint="give it the shape (1,), or set strategy.stage=0",
         )
 
 

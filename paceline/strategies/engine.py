@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from paceline.errors import ConfigError
 from paceline.records import Proof, StateBytes
 from paceline.strategies.base import OVERFLOWED, EngineParts, StepInfo, Totals, normalise
-from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
+from paceline.strategies.gather import global_norm, locals_of, part_like, storage_bytes, whole
 from paceline.train.precision import START_SCALE, LossScale, compute_context
 from paceline.train.timing import Clock
 
@@ -24,13 +24,17 @@ TINY = 1e-6  # as in torch's clip_grad_norm_
 
 @dataclass(frozen=True)
 class Wrapping:
-    """What a strategy put around the model: `model` is called, `unsynced` holds back the exchange
-    of gradients, `forget` drops what the exchange remembers of a step that was vetoed, `shards`
-    are the ranks that each hold a piece of every gradient."""
+    """What a strategy put around the model.
+
+    `model` is called; `unsynced` holds back the exchange of gradients; `settle` frees what a
+    forward pass without a backward leaves; `forget` drops what the exchange remembers of a step
+    that was vetoed; `shards` are the ranks that each hold a piece of every gradient.
+    """
 
     model: nn.Module
     unsynced: Callable[[], AbstractContextManager[None]] = nullcontext
     proofs: Callable[[], list[Proof]] = list
+    settle: Callable[[], None] = lambda: None
     forget: Callable[[], None] | None = None
     shards: ProcessGroup | None = None
 
@@ -118,6 +122,7 @@ class ModuleEngine:
         self.module.eval()
         loss, units = compute_loss(self.parts, self.wrapping.model, batch)
         self.module.train()
+        self.wrapping.settle()
         return Totals(loss, units)
 
     def state(self) -> dict[str, Any]:
@@ -136,10 +141,22 @@ class ModuleEngine:
         return state | {"state": entries}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        """What `state` returned: any rank's weights, this rank's part of zero1's optimizer."""
+        held = self.module.state_dict()
+        kept = {name: part_like(value, held[name]) for name, value in state["model"].items()}
+        self.module.load_state_dict(kept)
+        self._load_optimizer(state["optimizer"])
         if self.scaler is not None:
             self.scaler.load_state(state["scaler"])
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        inner = inner_optimizer(self.optimizer)
+        parameters = [p for group in inner.param_groups for p in group["params"]]
+        entries = {
+            key: {name: _moment_like(value, parameters[key]) for name, value in entry.items()}
+            for key, entry in state["state"].items()
+        }
+        inner.load_state_dict(state | {"state": entries})
 
     def held(self) -> StateBytes:
         entries = inner_optimizer(self.optimizer).state.values()
@@ -173,6 +190,12 @@ def compute_loss(parts: EngineParts, model: nn.Module, batch: Any) -> tuple[Tens
             'hint: return cross_entropy(..., reduction="sum"), len(targets)'
         )
     return result
+
+
+def _moment_like(value: Any, parameter: Tensor) -> Any:
+    """A moment has its parameter's shape, and is cut as it is; a step count stays."""
+    is_moment = torch.is_tensor(value) and value.dim() > 0 and value.shape == parameter.shape
+    return part_like(value, parameter) if is_moment else value
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:

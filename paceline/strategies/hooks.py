@@ -80,6 +80,10 @@ def _power_hook(traffic: Traffic, bucket: GradBucket) -> torch.futures.Future[to
     has_begun = state.iter >= state.start_powerSGD_iter
     before = state.total_numel_after_compression
     future = powerSGD_hook(state, bucket)
+    if dist.get_backend() == "gloo":
+        # Its later collectives start in callbacks, which gloo runs as they come: two buckets at
+        # once would meet in another order on another rank. NCCL keeps the order of its stream.
+        future.wait()
     numel = state.total_numel_after_compression - before if has_begun else gradients.numel()
     traffic.sent += numel * gradients.element_size()
     return future

@@ -34,6 +34,7 @@ class ModelShape:
 
     parameters: Sequence[ParameterShape]
     num_units: int
+    shares_across_units: bool = False
 
     @property
     def trainable(self) -> list[ParameterShape]:
@@ -68,13 +69,14 @@ def measure_shape(model: nn.Module) -> ModelShape:
     """The sizes of a model, which may lie on meta."""
     blocks = find_blocks(model)
     unit_of: dict[int, int] = {}
+    is_shared = False
     for number, block in enumerate(blocks):
         for parameter in block.parameters():
-            unit_of.setdefault(id(parameter), number)
+            is_shared |= unit_of.setdefault(id(parameter), number) != number
     parameters = [
         ParameterShape(
             tuple(p.shape), p.element_size(), p.requires_grad, unit_of.get(id(p), len(blocks))
         )
         for p in model.parameters()
     ]
-    return ModelShape(parameters, len(blocks) + 1)
+    return ModelShape(parameters, len(blocks) + 1, is_shared)

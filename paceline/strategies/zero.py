@@ -86,17 +86,37 @@ class Sharded:
     reshard: bool
 
     def problems(self, config: RunConfig, env: Env, model: ModelShape) -> list[Finding]:
-        if all(parameter.shape for parameter in model.parameters):
-            return []
-        return [
-            Finding(
-                severity="error",
-                where="strategy.name",
-                what=f"{config.strategy.name} cuts every parameter along its first axis, and the"
-                " model has one without any",
-                hint="give it the shape (1,), or use strategy.name=zero1",
+        found = []
+        if not all(parameter.shape for parameter in model.parameters):
+            found.append(
+                Finding(
+                    severity="error",
+                    where="strategy.name",
+                    what=f"{config.strategy.name} cuts every parameter along its first axis, and"
+                    " the model has one without any",
+                    hint="give it the shape (1,), or use strategy.name=zero1",
+                )
             )
-        ]
+        if model.shares_across_units:
+            found.append(
+                Finding(
+                    severity="error",
+                    where="strategy.name",
+                    what=f"{config.strategy.name} gathers blocks one by one, and two of the"
+                    " model's blocks share a parameter",
+                    hint="share it from outside of the blocks, or use strategy.name=zero1",
+                )
+            )
+        if model.num_units == 1:
+            found.append(
+                Finding(
+                    severity="warning",
+                    where="strategy.name",
+                    what="the model has no blocks: all its weights are gathered at once",
+                    hint="put its repeated layers into an nn.ModuleList, and call each of them",
+                )
+            )
+        return found
 
     def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
         """Weights and gradients are padded to equal pieces; the optimizer's state is not."""
@@ -129,7 +149,8 @@ class Sharded:
         return Exchange(plain=total, sent=total, because=because)
 
     def build(self, parts: EngineParts) -> Engine:
-        mesh = build_mesh(parts.plan, parts.device)
+        timeout_s = parts.config.launch.collective_timeout_s
+        mesh = build_mesh(parts.plan, parts.device, timeout_s)
         rest = torch.device("cpu") if _offloads(parts) else None
         module = compose(parts, lambda model: self._shard(model, parts, mesh), rest)
         # Optimizer last: fully_shard replaces every parameter, an earlier one would step orphans.
@@ -140,6 +161,7 @@ class Sharded:
             module,
             unsynced=(lambda: _deferred(module)) if defers else nullcontext,
             proofs=lambda: _proofs(parts, module),
+            settle=lambda: _reshard(module),
             shards=mesh.get_group(mesh.ndim - 1),
         )
         return ModuleEngine(parts, module, optimizer, wrapping)
@@ -197,9 +219,8 @@ def _gathered_numels(model: ModelShape, share: Share) -> list[int]:
 
 def _precision_policy(precision: str) -> MixedPrecisionPolicy:
     """Weights are gathered in the compute type; gradients are summed in fp32."""
-    if precision == "fp32":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=COMPUTE_TYPES[precision], reduce_dtype=torch.float32)
+    compute = None if precision == "fp32" else COMPUTE_TYPES[precision]
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
 
 
 def _prefetch(blocks: Sequence[nn.Module], num_forward: int, num_backward: int) -> None:
@@ -225,6 +246,13 @@ def _deferred(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.set_requires_gradient_sync(True)
+
+
+def _reshard(module: nn.Module) -> None:
+    """Backward would have done it."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _proofs(parts: EngineParts, module: nn.Module) -> list[Proof]:

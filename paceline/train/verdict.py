@@ -31,6 +31,8 @@ def _hint(message: str) -> str:
     hints = {
         "Expected to have finished reduction in the prior iteration": "some parameters got no"
         " gradient; set strategy.find_unused_parameters=true, or take them out of the model",
+        "got mixed torch.Tensor and DTensor": "a block's weights are used without calling it; call"
+        " the items of the model's ModuleLists, or use strategy.name=zero1",
         "can't allocate memory": "set a smaller train.micro_batch_size and a larger"
         " train.grad_accum, or fewer ranks on this machine",
         "out of memory": "set a smaller train.micro_batch_size and a larger train.grad_accum",

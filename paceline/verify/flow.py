@@ -1,14 +1,14 @@
 """`paceline verify` from names to a report: for each strategy plan, launch, judge."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from paceline.cluster.facts import probe
-from paceline.errors import EXIT_CODES, ConfigError, Outcome, PacelineError
-from paceline.plan.planner import make_plan
+from paceline.errors import EXIT_CODES, ConfigError, LaunchError, Outcome, PacelineError
+from paceline.plan.planner import ALIASES, make_plan
 from paceline.records import Env
 from paceline.rundir import RunDir
 from paceline.verify.judge import judge
@@ -16,10 +16,9 @@ from paceline.verify.records import StrategyProof, VerifyReport
 from paceline.verify.trials import Trials, build_job, expected_bytes
 
 ALL = ("ddp", "zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid", "deepspeed")
-ALIASES = {"zero0": "ddp", "fsdp": "zero3"}
 # What a proof may be asked under. Other keys would change what is proven.
 ALLOWED = ("launch.", "strategy.", "attention.", "train.compile", "train.activation_checkpointing")
-STAGES = range(4)
+DEEPSPEED = tuple(f"deepspeed_{stage}" for stage in range(4))
 VERIFY_FILE = "verify.json"
 
 Say = Callable[[str], None]
@@ -41,21 +40,26 @@ def run_verify(
     _require_known(names, overrides)
     env = probe()
     overrides, world, device = _choose_ranks(env, overrides)
-    candidates = list(_candidates(names, world))
+    candidates = list(_candidates(names, overrides, world))
     run = RunDir.create("verify", out, is_run=False)
-    say(f"one process first, then {len(candidates)} strategies on {world} ranks, in {run.root}")
-    reference = Trials(run.root / "one_process", env, world)
-    reference.run(_reference_settings(overrides), only_equal=True)
-    proofs = []
-    for candidate in candidates:
-        proofs.append(_prove(candidate, run, reference, overrides))
-        say(f"{candidate.label}: {_word(proofs[-1])}")
-    passed = all(proof.ok for proof in proofs) and any(proof.checks for proof in proofs)
+    tried = [candidate.label for candidate in candidates if not candidate.skipped]
+    say(f"on {world} ranks: {', '.join(tried)}; 10 s or so each, in {run.root}")
+    proofs: list[StrategyProof] = []
+    try:
+        reference = Trials(run.root / "one_process", env, world)
+        _require_reference(reference.run(_reference_settings(overrides), only_equal=True))
+        for candidate in candidates:
+            proofs.append(_prove(candidate, run, reference))
+            say(f"{candidate.label}: {_word(proofs[-1])}")
+        passed = all(proof.ok for proof in proofs) and any(proof.checks for proof in proofs)
+        outcome = Outcome.OK if passed else Outcome.CHECK_FAILED
+    except KeyboardInterrupt:
+        outcome = Outcome.INTERRUPTED  # what was proven until now is kept
     report = VerifyReport(
         run_dir=str(run.root),
         world_size=world,
         device=device,
-        exit_code=EXIT_CODES[Outcome.OK if passed else Outcome.CHECK_FAILED],
+        exit_code=EXIT_CODES[outcome],
         proofs=proofs,
         elapsed_s=time.time() - started_at,
     )
@@ -63,20 +67,23 @@ def run_verify(
     return report
 
 
-def _prove(
-    candidate: Candidate, run: RunDir, reference: Trials, overrides: Sequence[str]
-) -> StrategyProof:
+def _require_reference(failure: str) -> None:
+    """Without one process's numbers there is nothing to hold a strategy against."""
+    if failure:
+        raise LaunchError(f"the run on one process, the reference, did not finish: {failure}")
+
+
+def _prove(candidate: Candidate, run: RunDir, reference: Trials) -> StrategyProof:
     if candidate.skipped:
         return StrategyProof(strategy=candidate.label, skipped=candidate.skipped)
     trials = Trials(run.root / candidate.label, reference.env, reference.world)
-    settings = [*overrides, *candidate.settings]
     try:
-        failure = trials.run(settings)
+        failure = trials.run(candidate.settings)
     except PacelineError as error:  # of the plan: nothing was started
         return StrategyProof(strategy=candidate.label, failure=str(error))
     if failure:
         return StrategyProof(strategy=candidate.label, failure=failure)
-    expected = expected_bytes(settings, reference.env)
+    expected = expected_bytes(candidate.settings, reference.env)
     checks = judge(trials.run_dir, reference.run_dir, trials.world, expected)
     return StrategyProof(strategy=candidate.label, checks=checks)
 
@@ -88,17 +95,22 @@ def _word(proof: StrategyProof) -> str:
 
 
 def _require_known(names: Sequence[str], overrides: Sequence[str]) -> None:
-    known = (*ALL, *ALIASES)
+    known = (*ALL, *ALIASES, *DEEPSPEED)
     problems = [
         f"there is no strategy '{name}'\nhint: {', '.join(known)}"
         for name in names
         if name not in known
     ]
-    problems += [
-        f"{text}: a proof fixes this setting\nhint: it takes {', '.join(ALLOWED)}"
-        for text in overrides
-        if not text.lstrip("+~").startswith(ALLOWED) or text.lstrip("+").startswith("strategy.name")
-    ]
+    for text in overrides:
+        key, _, value = text.lstrip("+~").partition("=")
+        if key == "strategy.name":
+            problems.append(f"{text}: strategies are named\nhint: paceline verify {value}")
+        elif not key.startswith(ALLOWED):
+            problems.append(f"{text}: a proof fixes this\nhint: it takes {', '.join(ALLOWED)}")
+        elif key == "strategy.comm_hook":
+            problems.append(f"{text}: a hook changes the numbers\nhint: see its row in the audit")
+        elif (key, value) == ("launch.nproc", "1"):
+            problems.append(f"{text}: one rank proves nothing\nhint: launch.nproc=2 or more")
     if problems:
         raise ConfigError(problems)
 
@@ -115,34 +127,38 @@ def _choose_ranks(env: Env, overrides: Sequence[str]) -> tuple[list[str], int, s
     return chosen, plan.world_size, plan.device.value
 
 
-def _candidates(names: Sequence[str], world: int) -> Iterator[Candidate]:
+def _candidates(names: Sequence[str], overrides: Sequence[str], world: int) -> Iterator[Candidate]:
     for asked in dict.fromkeys(ALIASES.get(name, name) for name in names or ALL):
-        if asked == "deepspeed":
-            yield from _deepspeed_candidates(is_asked=bool(names))
+        if asked.startswith("deepspeed"):
+            yield from _deepspeed_candidates(asked, overrides, is_asked=bool(names))
         elif asked.endswith("_hybrid"):
             few = "" if world >= 4 and world % 2 == 0 else "a hybrid needs 4 ranks or more, even"
             if few and names:
                 raise ConfigError(f"{asked}: {few}\nhint: launch.nproc=4")
             size = f"strategy.shard_size={world // 2}"
-            yield Candidate(asked, (f"strategy.name={asked}", size), few)
+            yield Candidate(asked, (size, *overrides, f"strategy.name={asked}"), few)
         else:
-            yield Candidate(asked, (f"strategy.name={asked}",))
+            yield Candidate(asked, (*overrides, f"strategy.name={asked}"))
 
 
-def _deepspeed_candidates(is_asked: bool) -> Iterator[Candidate]:
-    from importlib.util import find_spec
-
+def _deepspeed_candidates(
+    asked: str, overrides: Sequence[str], is_asked: bool
+) -> Iterator[Candidate]:
+    """The stages that are named, or that strategy.stage names, or all."""
     missing = "" if find_spec("deepspeed") else "deepspeed is not installed"
     if missing and is_asked:
         raise ConfigError(f"{missing}\nhint: pip install 'paceline[deepspeed]'")
-    for stage in STAGES:
-        settings = ("strategy.name=deepspeed", f"strategy.stage={stage}")
-        yield Candidate(f"deepspeed_{stage}", settings, missing)
+    stages = [t.partition("=")[2] for t in overrides if t.startswith("strategy.stage=")]
+    for label in DEEPSPEED:
+        stage = label.rpartition("_")[2]
+        if asked == label or (asked == "deepspeed" and stage in (stages or [stage])):
+            name = ("strategy.name=deepspeed", f"strategy.stage={stage}")
+            yield Candidate(label, (*overrides, *name), missing)
 
 
 def _reference_settings(overrides: Sequence[str]) -> list[str]:
     """One rank of ours on the same device, and nothing of a strategy."""
     kept = [text for text in overrides if text.startswith(("attention.", "launch.device="))]
-    devices = [text for text in overrides if text.startswith("launch.devices=")]
-    first = [f"launch.devices=[{json.loads(text.partition('=')[2])[0]}]" for text in devices]
-    return [*kept, *(first or ["launch.nproc=1"]), "strategy.name=single"]
+    devices = build_job(overrides).config.launch.devices
+    place = "launch.nproc=1" if devices == "auto" else f"launch.devices=[{devices[0]}]"
+    return [*kept, place, "strategy.name=single"]

@@ -11,6 +11,7 @@ from paceline.rundir import RunDir
 from paceline.tables import TrainingRow, read_training
 from paceline.verify.records import Check, TrialHeld
 from paceline.verify.trial import (
+    AFTER,
     BEFORE,
     BROKEN,
     BYTES,
@@ -37,8 +38,9 @@ def judge(
         _same_weights(one, equal),
         _replicas_agree(equal, num_ranks),
         _weights_moved(equal, num_ranks),
-        _veto_held(trial_dir(run, BEFORE), trial_dir(run, POISONED), num_ranks),
+        _veto_held(run, num_ranks),
         _bytes_as_planned(trial_dir(run, BYTES), num_ranks, expected),
+        _is_restored(trial_dir(run, BYTES), num_ranks),
         _can_fail(one, trial_dir(run, BROKEN)),
     ]
 
@@ -46,10 +48,10 @@ def judge(
 def _same_curve(expected: list[TrainingRow], found: list[TrainingRow]) -> list[Check]:
     complete = [row.step for row in found] == [row.step for row in expected] and bool(expected)
     checks = []
-    for name, field in (("loss", "loss"), ("norm", "grad_norm")):
-        pairs = zip(expected, found, strict=False)
-        apart = (_relative(getattr(a, field), getattr(b, field)) for a, b in pairs)
-        worst = max(apart, default=float("inf"))
+    for name, field in (("loss", "loss"), ("norm", "grad_norm"), ("eval", "val_loss")):
+        pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(expected, found)]  # noqa: B905
+        known = [(a, b) for a, b in pairs if a is not None]
+        worst = max((_relative(a, b) for a, b in known), default=float("inf"))
         checks.append(_limit(name, worst if complete else float("inf"), TOLERANCE))
     return checks
 
@@ -78,18 +80,20 @@ def _weights_moved(equal: RunDir, num_ranks: int) -> Check:
     return _check("moved", not still, f"unchanged: {still}" if still else "all", "all")
 
 
-def _veto_held(before: RunDir, poisoned: RunDir, num_ranks: int) -> Check:
-    """Step 2 of `poisoned` has a NaN on the last rank: its weights are those after step 1."""
-    rows = read_training(poisoned.training)
-    skipped = [row.step for row in rows if row.skipped]
+def _veto_held(run: RunDir, num_ranks: int) -> Check:
+    """Step 2 has a NaN on the last rank: the weights stay those after step 1, and step 3 is taken
+    as if nothing had been."""
+    before, poisoned, after = (trial_dir(run, name) for name in (BEFORE, POISONED, AFTER))
+    skipped = [row.step for row in read_training(after.training) if row.skipped]
     touched = [
         rank
         for rank in range(num_ranks)
         if not _is_same(_final(before, rank), _final(poisoned, rank))
     ]
-    ok = skipped == [2] and not touched
-    seen = f"ranks {touched} changed" if touched else f"skipped steps {skipped}"
-    return _check("NaN", ok, "vetoed" if ok else seen, "vetoed on every rank")
+    went_on = not _is_same(_final(before, 0), _final(after, 0))
+    ok = skipped == [2] and not touched and went_on
+    seen = f"ranks {touched} changed" if touched else f"skipped steps {skipped} of 3"
+    return _check("NaN", ok, "vetoed" if ok else seen, "step 2 vetoed on every rank, 3 taken")
 
 
 def _bytes_as_planned(
@@ -104,6 +108,11 @@ def _bytes_as_planned(
     total = TrialHeld.load(held_file(trial, 0))
     measured = f"{total.parameters + total.gradients + total.optimizer:,}"
     return _check("bytes", not wrong, "; ".join(wrong) or measured, f"{expected(0).total:,}")
+
+
+def _is_restored(trial: RunDir, num_ranks: int) -> Check:
+    lost = [r for r in range(num_ranks) if not TrialHeld.load(held_file(trial, r)).restored]
+    return _check("state", not lost, f"lost on ranks {lost}" if lost else "kept", "kept")
 
 
 def _can_fail(one: RunDir, broken: RunDir) -> Check:
@@ -137,7 +146,9 @@ def _distance(expected: Weights, found: Weights) -> float:
     )
 
 
-def _relative(a: float, b: float) -> float:
+def _relative(a: float, b: float | None) -> float:
+    if b is None:
+        return float("inf")
     return abs(a - b) / max(abs(a), 1e-12)
 
 

@@ -40,3 +40,4 @@ class TrialHeld(Record):
     parameters: int
     gradients: int
     optimizer: int
+    restored: bool = Field(description="Another engine took this one's state, bit for bit.")

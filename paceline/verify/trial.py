@@ -15,17 +15,20 @@ from torch import Tensor
 from paceline.cluster.group import Meeting, Place
 from paceline.errors import Outcome
 from paceline.job import reload_job
+from paceline.plan.policy import effective_config
 from paceline.records import LaunchPlan, Plan
 from paceline.rundir import RunDir
-from paceline.strategies.base import Engine, Totals
+from paceline.strategies import find_strategy
+from paceline.strategies.base import Engine, EngineParts, Totals
 from paceline.train.loop import LoopEnd, LoopParts
 from paceline.train.timing import Clock
 from paceline.train.worker import RankRun
 from paceline.verify.records import TrialHeld
 
-# The trials, in order. `equal` is compared with one process, `before` and `poisoned` with each
-# other, `bytes` with the plan; `broken` must not pass.
-EQUAL, BEFORE, POISONED, BYTES, BROKEN = "equal", "before", "poisoned", "bytes", "broken"
+# The trials, in order. `equal` is compared with one process; `before` and `poisoned` with each
+# other, and `after` goes on from there; `bytes` with the plan; `broken` must not pass.
+EQUAL, BEFORE, POISONED, AFTER = "equal", "before", "poisoned", "after"
+BYTES, BROKEN = "bytes", "broken"
 WRONG_SCALE = 1.01
 
 
@@ -49,7 +52,7 @@ def try_rank(run: RunDir, place: Place, meeting: Meeting) -> None:
     """All trials of one strategy. The first joins the group, the others find it."""
     launch = LaunchPlan.load(run.launch)
     first: Meeting | None = meeting
-    for name in (EQUAL, BEFORE, POISONED, BYTES, BROKEN):
+    for name in (EQUAL, BEFORE, POISONED, AFTER, BYTES, BROKEN):
         trial = trial_dir(run, name)
         if trial.plan.is_file():
             job = reload_job(trial, launch.workload)
@@ -81,11 +84,31 @@ class TrialRun(RankRun):
         gradients = engine.held().gradients
         engine.step(1e-3, clock)
         held = engine.held()
-        TrialHeld(parameters=held.parameters, gradients=gradients, optimizer=held.optimizer).save(
-            held_file(self.run, self.place.rank)
-        )
+        TrialHeld(
+            parameters=held.parameters,
+            gradients=gradients,
+            optimizer=held.optimizer,
+            restored=self._is_restored(engine),
+        ).save(held_file(self.run, self.place.rank))
         parts.ledger.abandon()
         return LoopEnd(Outcome.OK, 1)
+
+    def _is_restored(self, engine: Engine) -> bool:
+        """A second engine, which starts from the first weights, takes the state of this one."""
+        config = effective_config(self.job.config, self.plan.attention.value)
+        parts = EngineParts(config, self.plan, self.job.workload, self.device)
+        second = find_strategy(self.plan.strategy.value).build(parts)
+        state = engine.state()
+        second.load_state(state)
+        return _is_same_state(second.state(), state)
+
+
+def _is_same_state(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_is_same_state(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(_is_same_state(x, y) for x, y in zip(a, b, strict=True))
+    return torch.equal(a, b) if torch.is_tensor(a) else bool(a == b)
 
 
 def _weights(engine: Engine) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from paceline.plan.policy import effective_config
 from paceline.records import Env, Plan, StateBytes
 from paceline.rundir import RunDir
 from paceline.strategies import find_strategy
-from paceline.verify.trial import BEFORE, BROKEN, BYTES, EQUAL, POISONED, trial_dir
+from paceline.verify.trial import AFTER, BEFORE, BROKEN, BYTES, EQUAL, POISONED, trial_dir
 from paceline.workloads.base import find_workload
 
 WORKLOAD = "uneven"
@@ -29,10 +29,12 @@ TOTAL_S = 300.0  # trials of one strategy that take longer have hung
 COMMON = (
     "name=verify", f"workload={WORKLOAD}", "precision.mode=fp32", "precision.matmul=highest",
     "train.seed=7", "train.log_every=1", "train.max_skips=1", "data.num_workers=0",
-    "optim.schedule.name=constant",
 )  # fmt: skip
 # The norms of these steps lie around the limit: some steps are clipped, some are not.
 SGD = ("optim.name=sgd", "optim.lr=0.3", "optim.weight_decay=0.01", "optim.clip=0.9")
+CHANGING = ("optim.schedule.name=cosine", "optim.schedule.warmup_steps=2")
+CONSTANT = ("optim.schedule.name=constant",)
+EVALUATED = ("train.eval_every=4", "train.eval_samples=9")
 RECOMPUTED = ("train.activation_checkpointing=full",)
 
 
@@ -75,11 +77,12 @@ class Trials:
     def _differences(self) -> dict[str, list[str]]:
         sample = _sample_of(rank=self.world - 1, step=2, world=self.world)
         return {
-            EQUAL: [*SGD, f"train.steps={STEPS}"],
-            BEFORE: [*SGD, "train.steps=1"],
-            POISONED: [*SGD, "train.steps=2", f"data.poison={sample}"],
+            EQUAL: [*SGD, *CHANGING, f"train.steps={STEPS}", *EVALUATED],
+            BEFORE: [*SGD, *CONSTANT, "train.steps=1"],
+            POISONED: [*SGD, *CONSTANT, "train.steps=2", f"data.poison={sample}"],
+            AFTER: [*SGD, *CONSTANT, "train.steps=3", f"data.poison={sample}"],
             BYTES: ["optim.name=adamw", "train.steps=1"],
-            BROKEN: [*SGD, f"train.steps={STEPS}"],
+            BROKEN: [*SGD, *CHANGING, f"train.steps={STEPS}"],
         }
 
     def _prepare(self, name: str, settings: list[str]) -> tuple[Job, Plan]:

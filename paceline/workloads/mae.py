@@ -34,11 +34,15 @@ class MaskedAutoencoder(Workload):
         init_mae_module(model, name, module)
 
     def head_dim(self, config: Any) -> int:
-        """Of the encoder; the decoder's heads may be narrower."""
+        """Of encoder or decoder: the one that kernels find harder."""
         from paceline.models.mae import mae_config
 
         known = mae_config(config.model.hf_config)
-        return int(known.hidden_size // known.num_attention_heads)
+        widths = (
+            int(known.hidden_size // known.num_attention_heads),
+            int(known.decoder_hidden_size // known.decoder_num_attention_heads),
+        )
+        return next((width for width in widths if width % 8), max(widths))
 
     def build_data(self, config: Any, split: Split) -> Dataset | None:
         from paceline.data.images import RandomImages

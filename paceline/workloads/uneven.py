@@ -22,11 +22,9 @@ class Uneven(LanguageModel):
     def build_data(self, config: Any, split: Split) -> Dataset | None:
         from paceline.data.synthetic import Sentences
 
-        if split == "val":
-            return None
-        data = config.data
-        size = config.model.vocab_size
-        return Sentences(data.num_samples, data.seq_len, size, config.train.seed, data.poison)
+        data, size = config.data, config.model.vocab_size
+        seed = config.train.seed + (1 if split == "val" else 0)
+        return Sentences(data.num_samples, data.seq_len, size, seed, data.poison)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
         tokens_BT1 = batch["tokens"]

@@ -52,6 +52,31 @@ def test_precision_optimizer_and_recomputation_are_seen(tmp_path: Path) -> None:
     assert recomputed.ok and recomputed.effective == "4 attention calls forward, 2 backward"
 
 
+@pytest.mark.parametrize(("kind", "forward"), [("none", 2), ("selective", 4)])
+def test_recomputation_is_counted(kind: str, forward: int, tmp_path: Path) -> None:
+    """A dispatch mode passes each call on to itself; that is one call."""
+    found = audit_of(tmp_path / "run", [f"train.activation_checkpointing={kind}"])
+    recomputed = found["activation checkpointing"]
+    assert recomputed.ok
+    assert recomputed.effective == f"{forward} attention calls forward, 2 backward"
+
+
+def test_an_evaluation_before_it_changes_nothing(tmp_path: Path) -> None:
+    two = ["launch.nproc=2", "strategy.name=zero2", "train.eval_every=2", "train.eval_samples=8"]
+    text = ["data.source=stdlib", "data.max_files=40", f"data.cache_dir={tmp_path / 'cache'}"]
+    ends = run_ranks(tmp_path / "run", "lm_tiny", [*SHORT, *two, *text])
+    assert all(proof.ok for proof in Audit.load(ends.run.audit).proofs if "FSDP" in proof.what)
+
+
+def test_every_group_has_the_timeout(tmp_path: Path) -> None:
+    """The harness joins with 90 s; the groups of a mesh are made later."""
+    four = ["launch.nproc=4", "strategy.name=zero3_hybrid", "strategy.shard_size=2"]
+    limit = ["launch.collective_timeout_s=90"]
+    ends = run_ranks(tmp_path / "run", "lm_tiny", [*SHORT, *four, *limit])
+    proof = next(p for p in Audit.load(ends.run.audit).proofs if "timeout" in p.what)
+    assert proof.ok and proof.effective == "90 s", proof
+
+
 def test_types_on_the_wire_of_a_sharded_run(tmp_path: Path) -> None:
     two = ["launch.nproc=2", "strategy.name=zero3", "precision.mode=bf16"]
     ends = run_ranks(tmp_path / "run", "lm_tiny", [*SHORT, *two])

@@ -53,6 +53,16 @@ def test_powersgd_forgets_a_bad_step(tmp_path: Path) -> None:
     assert [row.step for row in ends.rows if row.skipped] == [5]
 
 
+def test_powersgd_keeps_its_buckets_in_order(tmp_path: Path) -> None:
+    """Many small buckets: over gloo their later collectives met in another order and aborted."""
+    settings = [
+        *TWO, "train.micro_batch_size=8", "strategy.comm_hook=powersgd",
+        "strategy.powersgd_start=2", "strategy.bucket_mb=0.02",
+    ]  # fmt: skip
+    ends = run_ranks(tmp_path / "run", "lm_tiny", settings)
+    assert {verdict.outcome for verdict in ends.verdicts} == {Outcome.OK}
+
+
 def test_powersgd_bytes_are_worked_out() -> None:
     """64 x 32 at rank 2: (64 + 32) x 2 = 192 numbers for 2048; a vector of 10 goes whole."""
     from paceline.config.schema import StrategyConfig

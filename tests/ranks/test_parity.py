@@ -160,6 +160,31 @@ def test_a_wrong_gradient_scale_is_caught(
         assert_same_curve(reference, ends)
 
 
+def test_rank_0_decides_where_the_seed_does_not(tmp_path: Path) -> None:
+    """A model whose weights depend on the rank: all start with rank 0's."""
+    job = tmp_path / "ranked.py"
+    job.write_text(
+        "import torch, torch.distributed as dist\nfrom torch import nn\n"
+        "from paceline import Workload\n"
+        "class Data:\n"
+        "    def __len__(self): return 64\n"
+        "    def __getitem__(self, index): return torch.ones(4)\n"
+        "class Ranked(Workload):\n"
+        "    def build_model(self, config):\n"
+        "        model = nn.Linear(4, 4)\n"
+        "        rank = dist.get_rank() if dist.is_initialized() else 0\n"
+        "        nn.init.constant_(model.weight, float(rank))\n"
+        "        return model\n"
+        "    def build_data(self, config, split): return Data() if split == 'train' else None\n"
+        "    def loss(self, model, batch): return model(batch).sum(), len(batch)\n"
+    )
+    still = ["train.steps=1", "optim.name=sgd", "optim.lr=1e-9", "data.num_workers=0"]
+    two = ["launch.nproc=2", "launch.device=cpu", "strategy.name=zero3"]
+    ends = run_ranks(tmp_path / "run", f"{job}:Ranked", [*still, *two])
+    for state in ends.states:
+        assert state["model"]["weight"].abs().max() < 1e-6
+
+
 def test_state_survives_a_round_trip(tmp_path: Path) -> None:
     """load_state(state()) puts weights and optimizer back, bit for bit."""
     from paceline.strategies import find_strategy

@@ -28,7 +28,7 @@ def assert_proven(report: VerifyReport, *names: str) -> None:
     assert [proof.strategy for proof in report.proofs] == list(names)
     for proof in report.proofs:
         assert not proof.failure and not proof.skipped, proof
-        assert len(proof.checks) == 8
+        assert len(proof.checks) == 10
         assert all(check.ok for check in proof.checks), proof
     assert report.exit_code == 0
 
@@ -58,6 +58,11 @@ def change_loss(run: RunDir) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+def lose_state(run: RunDir) -> None:
+    path = held_file(trial(run, BYTES), 1)
+    TrialHeld.load(path).model_copy(update={"restored": False}).save(path)
+
+
 def trial(run: RunDir, name: str) -> RunDir:
     return RunDir(run.root / "trials" / name)
 
@@ -79,6 +84,7 @@ DAMAGE: dict[str, Callable[[RunDir], None]] = {
     "moved": stand_still,
     "NaN": lambda run: change_weights(state_file(trial(run, POISONED), 1)),
     "bytes": hold_more,
+    "state": lose_state,
 }
 
 
@@ -122,7 +128,7 @@ def test_compiled_and_recomputed_strategies_are_proven(tmp_path: Path) -> None:
 def test_what_cannot_be_proven_here_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no strategy 'zero9'"):
         verify(["zero9"], [], tmp_path / "a")
-    with pytest.raises(ConfigError, match="a proof fixes this setting"):
+    with pytest.raises(ConfigError, match="a proof fixes this"):
         verify(["ddp"], ["train.steps=3"], tmp_path / "b")
     with pytest.raises(ConfigError, match="needs 4 ranks"):
         verify(["zero3_hybrid"], ["launch.nproc=2"], tmp_path / "c")
