@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, synchronize, util
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ def rank_main(ticket: RankTicket) -> None:
     _end_children()
     if dist.is_initialized():
         dist.destroy_process_group()
+    _release_semaphores()
     sys.stdout.flush()
     os._exit(0)  # a thread that the user left running must not keep a finished rank
 
@@ -145,6 +146,16 @@ def _end_children() -> None:
     """Loaders ignore TERM; one that hangs in a user's code must not outlive the rank."""
     for child in multiprocessing.active_children():
         child.kill()
+
+
+def _release_semaphores() -> None:
+    """Those of a library's worker pools, as torch's compiler has them: `os._exit` runs nobody's
+    clean-up, and the tracker that we share with the supervisor would complain on its screen."""
+    registry: dict[Any, Any] = util._finalizer_registry  # type: ignore[attr-defined]
+    clean_up = synchronize.SemLock._cleanup  # type: ignore[attr-defined]
+    for registered in list(registry.values()):
+        if registered._callback is clean_up:
+            registered()
 
 
 def _apply_environment(ticket: RankTicket) -> None:
