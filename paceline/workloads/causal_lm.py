@@ -93,6 +93,7 @@ class CausalLM(LanguageModel):
             *check_keys(settings.hf_config, type(known)),
             *check_shape(known, config.data.seq_len, num_tokens),
             *self._weight_problems(settings),
+            *self._fit_problems(config),
         )
 
     def _weight_problems(self, settings: CausalLMModel) -> Sequence[Finding]:
@@ -106,6 +107,30 @@ class CausalLM(LanguageModel):
                 hint="give model.hf a folder or a name on the hub, or set model.weights=random",
             ),
         )
+
+    def _fit_problems(self, config: Any) -> Sequence[Finding]:
+        """Weights of a folder are looked at while planning; those of the hub when they are here."""
+        import torch
+
+        from paceline.errors import DataError
+        from paceline.models.pretrained import check_weights, choose_weights
+
+        settings = config.model
+        if settings.weights == "random" or not Path(settings.hf).expanduser().is_dir():
+            return ()
+        try:
+            folder, source = choose_weights(
+                settings.weights, settings.hf, self._folder(settings.hf)
+            )
+            if folder is not None and source == "load":
+                with torch.device("meta"):
+                    check_weights(self.build_model(config), folder)
+        except DataError as error:
+            what, _, hint = str(error).partition("\nhint: ")
+            return (
+                Finding(severity="error", where="model.hf", what=what, hint=hint, cause="data"),
+            )
+        return ()
 
     def _hf_config(self, config: Any) -> Any:
         from paceline.models.pretrained import load_config

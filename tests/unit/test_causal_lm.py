@@ -169,6 +169,17 @@ def test_weights_that_do_not_fit_are_named(given: Any, what: str, tmp_path: Path
         load(tmp_path, given)
 
 
+def test_the_plan_says_so_too(tmp_path: Path) -> None:
+    """A recipe's own keys go over those of the folder: TinyLlama's do not fit."""
+    save(tmp_path)
+    job = load_job("tinyllama_fsdp", [f"model.hf={tmp_path}", "launch.device=cpu"])
+    (problem,) = job.workload.problems(job.config)
+    assert "do not fit LlamaForCausalLM" in problem.what and "~model.hf_config" in problem.hint
+    assert problem.cause == "data"
+    fitting = load_job("causal_lm", [f"model.hf={tmp_path}", "data.seq_len=16"])
+    assert not fitting.workload.problems(fitting.config)
+
+
 def test_old_files_hold_buffers_that_are_computed(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
