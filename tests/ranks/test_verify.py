@@ -1,15 +1,22 @@
 """`paceline verify`: every strategy proven on 2 and 4 ranks, and every check able to fail."""
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from paceline.cluster.facts import probe
+from paceline.data.cursor import Order as SampleOrder
 from paceline.errors import ConfigError
+from paceline.job import reload_job
+from paceline.plan.policy import effective_config
 from paceline.rundir import RunDir
+from paceline.strategies.weights import fill_weights
+from paceline.tables import read_training
 from paceline.verify.flow import run_verify
 from paceline.verify.judge import judge
 from paceline.verify.records import TrialHeld, VerifyReport
@@ -42,6 +49,45 @@ def proven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_record_is_kept(proven: Path) -> None:
     assert VerifyReport.load(proven / "verify.json").exit_code == 0
+
+
+def test_the_reference_is_what_a_plain_loop_computes(proven: Path) -> None:
+    """Nothing of ours but the model, the data and their order: loss, norm, clipping, decay and
+    learning rate are written out again."""
+    one = RunDir(proven / "one_process" / "trials" / EQUAL)
+    job = reload_job(one, "uneven")
+    config, optim = job.config, job.config.optim
+    with torch.device("meta"):
+        model = job.workload.build_model(effective_config(config, "sdpa"))
+    fill_weights(model, model.init_module, config.train.seed, torch.device("cpu"))
+    data = job.workload.build_data(config, "train")
+    size = config.train.micro_batch_size
+    rows = read_training(one.training)
+    for step in range(1, config.train.steps + 1):
+        ids = SampleOrder(len(data), config.train.seed).at(
+            np.arange((step - 1) * size, step * size)
+        )
+        samples = [data[int(index)] for index in ids]
+        batch = {name: torch.stack([s[name] for s in samples]) for name in samples[0]}
+        targets = batch["tokens"][:, 1:]
+        loss = model(batch["tokens"][:, :-1].clamp(min=0), targets) / (targets != -100).sum()
+        loss.backward()
+        gradients = [p.grad for p in model.parameters()]
+        norm = torch.cat([g.flatten() for g in gradients]).norm()
+        done = (step - 2) / (config.train.steps - 2)
+        cosine = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
+        lr = optim.lr * (step / 2 if step <= 2 else cosine)
+        with torch.no_grad():
+            for p in model.parameters():
+                gradient = p.grad * min(1.0, optim.clip / float(norm))
+                p -= lr * (gradient + (optim.weight_decay * p if p.dim() >= 2 else 0))
+                p.grad = None
+        assert rows[step - 1].loss == pytest.approx(float(loss), rel=1e-5)
+        assert rows[step - 1].grad_norm == pytest.approx(float(norm), rel=1e-5)
+    clipped = [row.grad_norm > optim.clip for row in rows]
+    assert any(clipped) and not all(clipped), "clipping is part of the proof"
+    for name, weight in torch.load(state_file(one, 0)).items():
+        torch.testing.assert_close(weight, model.state_dict()[name], rtol=1e-4, atol=1e-6)
 
 
 def change_weights(path: Path) -> None:
