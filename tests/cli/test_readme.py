@@ -25,7 +25,7 @@ def test_the_readme_names_every_verb() -> None:
     from paceline.cli import app
 
     verbs = {command.callback.__name__ for command in app.registered_commands if command.callback}
-    assert verbs == {"check", "demo", "recipes", "plan", "train", "report"}
+    assert verbs == {"check", "demo", "recipes", "plan", "train", "verify", "report"}
     text = " ".join(commands()) + " make demo"
     assert all(verb in text for verb in verbs)
 
