@@ -35,7 +35,7 @@ def recipes(
             print_json(_dumps(rows))
         else:
             for row in rows:
-                print(f"{row['name']:<12} {row['about']}")
+                print(f"{row['name']:<15} {row['about']}")
 
 
 def _recipes() -> list[dict[str, str]]:

@@ -32,7 +32,9 @@ def test_help_does_not_load_torch(tmp_path: Path) -> None:
 
 def test_recipes_list_copy_and_keys(tmp_path: Path) -> None:
     names = [row["name"] for row in json.loads(paceline("recipes", "--json", cwd=tmp_path).out)]
-    assert names == ["lm_125m", "lm_1b", "lm_tiny"]
+    assert names == [
+        "causal_lm", "lm_125m", "lm_1b", "lm_tiny", "mae_stub", "mae_tiny", "tinyllama_fsdp",
+    ]  # fmt: skip
     keys = json.loads(paceline("recipes", "--keys", "lm_tiny", "--json", cwd=tmp_path).out)
     assert {"path": "train.steps", "type": "whole number >= 1"}.items() <= {
         key["path"]: key for key in keys
@@ -55,7 +57,7 @@ def test_plan_for_64_ranks_on_this_machine(tmp_path: Path) -> None:
 
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     ran = paceline("train", "lm_tiny", "--dry-run", "--json", cwd=tmp_path)
-    assert ran.code == 0 and json.loads(ran.out)["schema"] == 1
+    assert ran.code == 0 and json.loads(ran.out)["schema"] == 2
     assert list(tmp_path.iterdir()) == []
 
 
