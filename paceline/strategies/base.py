@@ -34,9 +34,6 @@ class StepInfo(NamedTuple):
     skipped: Tensor
 
 
-OVERFLOWED = 2
-
-
 @dataclass(frozen=True)
 class EngineParts:
     """What an engine is built from. `config` has the plan's attention in place of auto."""

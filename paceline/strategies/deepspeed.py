@@ -26,7 +26,6 @@ from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError
 from paceline.records import Env, Exchange, Finding, Plan, Proof, StateBytes
 from paceline.strategies.base import (
-    OVERFLOWED,
     Engine,
     EngineParts,
     Share,
@@ -206,9 +205,7 @@ class DeepSpeedTraining:
             group["lr"] = lr
         norm, skipped = self._update_replica() if self.stage == 0 else self._update_sharded()
         if self.scaler is not None:
-            is_searching = (self.scaler.value > 1.0).float()
-            self.scaler.update(skipped)
-            skipped = skipped * (1 + (OVERFLOWED - 1) * is_searching)
+            skipped = self.scaler.judge(skipped)
         return StepInfo(norm, skipped)
 
     def _update_replica(self) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
 from paceline.records import Proof, StateBytes
-from paceline.strategies.base import OVERFLOWED, EngineParts, StepInfo, Totals, normalise
+from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
 from paceline.strategies.gather import global_norm, locals_of, part_like, storage_bytes, whole
 from paceline.train.precision import START_SCALE, LossScale, compute_context
 from paceline.train.timing import Clock
@@ -90,10 +90,7 @@ class ModuleEngine:
         for parameter in self.parameters:
             parameter.grad = None
         if self.scaler is not None:
-            # At a scale of 1 there is nothing left to halve: then it is the gradient that is bad.
-            is_searching = (self.scaler.value > 1.0).float()
-            self.scaler.update(skipped)
-            skipped = skipped * (1 + (OVERFLOWED - 1) * is_searching)
+            skipped = self.scaler.judge(skipped)
         return StepInfo(norm, skipped)
 
     def _update(

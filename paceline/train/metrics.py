@@ -17,7 +17,8 @@ from torch import Tensor
 from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError
 from paceline.records import Plan
-from paceline.strategies.base import OVERFLOWED, StepInfo, Totals
+from paceline.strategies.base import StepInfo, Totals
+from paceline.train.precision import OVERFLOWED
 from paceline.train.readback import Readback
 from paceline.train.timing import Clock, StepTimes
 

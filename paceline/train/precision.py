@@ -8,6 +8,7 @@ from torch import Tensor
 
 COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 START_SCALE = 65536.0
+OVERFLOWED = 2  # a step skipped while fp16 looks for its scale; 1 is one whose gradient is bad
 GROWTH_STEPS = 2000  # steps without overflow before the scale doubles
 
 
@@ -34,6 +35,13 @@ class LossScale:
         """After each step: halve it if the step overflowed, double it after many that did not."""
         torch._amp_update_scale_(self.value, self._good_steps, overflowed, 2.0, 0.5, GROWTH_STEPS)
         self.value.clamp_(min=1.0)
+
+    def judge(self, skipped: Tensor) -> Tensor:
+        """Update by a step's `skipped`, 0 or 1, and say OVERFLOWED where that is no fault. At a
+        scale of 1 there is nothing left to halve: then it is the gradient that is bad."""
+        is_searching = (self.value > 1.0).float()
+        self.update(skipped)
+        return skipped * (1 + (OVERFLOWED - 1) * is_searching)
 
     def state(self) -> dict[str, Any]:
         return {"value": self.value.clone(), "good_steps": self._good_steps.clone()}

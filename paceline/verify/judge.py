@@ -48,8 +48,9 @@ def judge(
 def _same_curve(expected: list[TrainingRow], found: list[TrainingRow]) -> list[Check]:
     complete = [row.step for row in found] == [row.step for row in expected] and bool(expected)
     checks = []
+    both = list(zip(expected, found, strict=False))
     for name, field in (("loss", "loss"), ("norm", "grad_norm"), ("eval", "val_loss")):
-        pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(expected, found)]  # noqa: B905
+        pairs = [(getattr(a, field), getattr(b, field)) for a, b in both]
         known = [(a, b) for a, b in pairs if a is not None]
         worst = max((_relative(a, b) for a, b in known), default=float("inf"))
         checks.append(_limit(name, worst if complete else float("inf"), TOLERANCE))
