@@ -5,7 +5,10 @@
     ├── ClusterError         the machines cannot do what was asked        exit 3
     ├── AuditError           what ran is not what was decided             exit 1
     ├── DataError            the data is missing, damaged or too small    exit 4
-    └── LaunchError          ranks did not come, or left before the run   exit 5
+    │   └── LoaderError      a loader process died or hangs               exit 4
+    ├── LaunchError          ranks did not come, or left before the run   exit 5
+    ├── SaveError            a checkpoint could not be written            exit 8
+    └── RestoreError         no checkpoint can be trusted                 exit 9
 
 Library code raises these; only `paceline.cli` prints them and exits. What happens to a rank is no
 exception in the supervisor: it is an outcome, read from the rank's verdict (conclude.py).
@@ -81,5 +84,17 @@ class DataError(PacelineError):
     outcome = Outcome.REFUSED_DATA
 
 
+class LoaderError(DataError):
+    """Not the data's fault for certain: another attempt may succeed."""
+
+
 class LaunchError(PacelineError):
     outcome = Outcome.CRASHED
+
+
+class SaveError(PacelineError):
+    outcome = Outcome.CHECKPOINT_NOT_WRITTEN
+
+
+class RestoreError(PacelineError):
+    outcome = Outcome.NO_VALID_CHECKPOINT

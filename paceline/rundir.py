@@ -127,6 +127,28 @@ class RunDir:
         return self.root / "check.json"
 
     @property
+    def attempt(self) -> Path:
+        return self.root / "attempt.json"
+
+    def past_attempt(self, number: int) -> Path:
+        """Where the files that the next attempt writes anew are kept."""
+        return self.root / "attempts" / str(number)
+
+    @property
+    def halt(self) -> Path:
+        """Made by anybody to ask for a checkpoint and the end."""
+        return self.root / ".HALT"
+
+    @property
+    def checkpoint_request(self) -> Path:
+        """Touched to ask a live run for a checkpoint."""
+        return self.root / "control" / "checkpoint"
+
+    @property
+    def checkpoint_log(self) -> Path:
+        return self.root / "checkpoints.csv"
+
+    @property
     def ranks(self) -> Path:
         return self.root / "ranks"
 
@@ -152,6 +174,9 @@ class RunDir:
 
     def steps(self, rank: int) -> Path:
         return self.rank(rank) / "steps.csv"
+
+    def samples(self, rank: int) -> Path:
+        return self.rank(rank) / "samples.csv"
 
     def heartbeat(self, rank: int) -> Path:
         return self.root / f"heartbeat_rank{rank}.jsonl"

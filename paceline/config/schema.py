@@ -217,7 +217,11 @@ class LaunchConfig(Section):
     progress_s: Seconds = Field(600.0, description="Longest silence of a rank after that.")
     total_s: Literal["off"] | Seconds = Field("off", description="Longest run.")
     grace_s: Annotated[float, Field(ge=0)] = Field(
-        60.0, description="Time for a rank to leave after TERM, before it is killed."
+        60.0,
+        description="Time for ranks to write a checkpoint and leave when they are asked to stop.",
+    )
+    max_restarts: Count = Field(
+        0, description="How often all ranks start again, from the last checkpoint, after one died."
     )
     collective_timeout_s: Seconds = Field(
         600.0, description="Timeout of the process group: how long a collective may wait."
@@ -259,6 +263,28 @@ class DataConfig(Section):
     )
 
 
+class CheckpointConfig(Section):
+    every: Literal["off"] | Positive = Field("off", description="Steps between checkpoints.")
+    every_s: Literal["off"] | Seconds = Field("off", description="Seconds between checkpoints.")
+    at_end: bool = Field(True, description="One after the last step too.")
+    mode: Literal["async", "sync"] = Field(
+        "async",
+        description="async: the state is copied at its step and written while training goes on.",
+    )
+    state: Literal["sharded", "full"] = Field(
+        "sharded", description="sharded: each rank writes its part. full: one file of each kind."
+    )
+    keep: Annotated[int, Field(ge=2)] = Field(
+        2, description="Newest checkpoints that stay, once verified; the best one stays too."
+    )
+    dir: str = Field(
+        "run", description="run: checkpoints/ in the run directory; else a folder, for large ones."
+    )
+    on_error: Literal["stop", "continue"] = Field(
+        "stop", description="When one cannot be written: end with exit 8, or train on and say so."
+    )
+
+
 class ObserveConfig(Section):
     heartbeat_s: Seconds = Field(1.0, description="Seconds between heartbeats of a rank.")
     telemetry_s: Seconds = Field(
@@ -266,6 +292,9 @@ class ObserveConfig(Section):
     )
     warmup_steps: Count = Field(
         5, description="First steps, marked as warm-up: recorded, but outside every throughput."
+    )
+    sample_ids: bool = Field(
+        False, description="Record which samples each step took, in ranks/rank<r>/samples.csv."
     )
 
 
@@ -292,6 +321,9 @@ class RunConfig(Section):
     launch: LaunchConfig = Field(LaunchConfig(), description="Where ranks run.")
     observe: ObserveConfig = Field(ObserveConfig(), description="What is measured while it runs.")
     audit: AuditConfig = Field(AuditConfig(), description="Whether what was decided really ran.")
+    checkpoint: CheckpointConfig = Field(
+        CheckpointConfig(), description="What is kept of a run, so that it can go on."
+    )
 
 
 class CheckConfig(Section):

@@ -20,6 +20,7 @@ from paceline.records.decided import (
 )
 from paceline.records.found import Env, Git, Gpu, Link
 from paceline.records.recorded import (
+    Attempt,
     Audit,
     Failure,
     Fingerprints,
@@ -34,6 +35,7 @@ from paceline.records.recorded import (
 )
 
 __all__ = [
+    "Attempt",
     "Audit",
     "BatchSplit",
     "Choice",

@@ -40,6 +40,22 @@ class RankError(Part):
     traceback: str = ""
 
 
+class Attempt(Record):
+    """One start of all ranks: attempt.json while it lives, attempts/<number>/attempt.json after."""
+
+    number: int = Field(description="1, 2, ... over all restarts and resumes of the run.")
+    resume: bool = Field(description="Go on from the newest checkpoint that can be trusted.")
+    started_at: float
+    halt_seen: int | None = Field(
+        None, description="Modification time, in ns, of a .HALT that was there before the run."
+    )
+    ended_at: float | None = None
+    outcome: Outcome | None = None
+    first_step: int = Field(0, description="The first step it took; 0: none.")
+    last_step: int = 0
+    cause: str = Field("", description="Why it ended, where it did not end well.")
+
+
 class RankEnd(Record):
     """How a rank's process ended, as its supervisor saw it: exit code, or -N for signal N."""
 

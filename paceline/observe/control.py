@@ -1,0 +1,37 @@
+"""What is asked of a live run: by signals, by files in its directory, by its own clock.
+
+Handlers and threads only raise a number here; the loop looks at it, and all ranks act on the
+largest number of any of them, at the same step.
+"""
+
+from enum import IntEnum
+
+
+class Ask(IntEnum):
+    """The larger one wins where ranks were asked different things."""
+
+    NOTHING = 0
+    CHECKPOINT = 1
+    PREEMPT = 2  # checkpoint, stop, exit 75
+    INTERRUPT = 3  # the same, exit 130
+    FAIL = 4  # a save in the background has failed: all ranks stop together
+
+
+class Requests:
+    """What this rank was asked since the last answer. `raise_to` is safe in a signal handler."""
+
+    def __init__(self) -> None:
+        self._asked = Ask.NOTHING
+
+    @property
+    def asked(self) -> Ask:
+        return self._asked
+
+    def raise_to(self, ask: Ask) -> None:
+        if ask > self._asked:
+            self._asked = ask
+
+    def answered(self, ask: Ask) -> None:
+        """All ranks have done it; a stop is never taken back."""
+        if self._asked is ask is Ask.CHECKPOINT:
+            self._asked = Ask.NOTHING
