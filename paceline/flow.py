@@ -20,6 +20,7 @@ from paceline.errors import ClusterError, ConfigError, DataError, PacelineError
 from paceline.files import write_atomic
 from paceline.job import Job
 from paceline.launch import find_launcher
+from paceline.launch.archive import archive_left_over, begin_attempt, find_halt
 from paceline.launch.base import RUN_DIR, LaunchEnd, Launcher, Order
 from paceline.launch.follow import Follower
 from paceline.launch.member import MemberLauncher
@@ -101,8 +102,10 @@ def run_job(job: Job, out: Path | None, talk: Talk, call: RollCall | None = None
         launch = launcher.plan(order_for(job, env, plan, str(run.root)))
         for finding in launch.findings:
             talk.say(f"{finding.severity}: {finding}")
+        archive_left_over(run)
         _save_decisions(run, job, env, plan, launch)
         write_atomic(run.data, json.dumps(prepared, indent=2) + "\n")
+        begin_attempt(run, resume=False, halt_seen=find_halt(run, talk.say))
         with in_peace():
             end = _launch(run, plan, launch, launcher.run, talk)
             known = Circumstances(
@@ -148,7 +151,7 @@ def _launch(
     start: Callable[[LaunchPlan, RunDir], LaunchEnd],
     talk: Talk,
 ) -> LaunchEnd:
-    follower = Follower(run, plan.world_size, talk.training(run, plan))
+    follower = Follower(run, plan.world_size, talk.training(run, plan), talk.say)
     follower.start()
     try:
         return start(launch, run)

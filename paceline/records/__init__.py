@@ -21,6 +21,7 @@ from paceline.records.decided import (
 from paceline.records.found import Env, Git, Gpu, Link
 from paceline.records.recorded import (
     Attempt,
+    AttemptSummary,
     Audit,
     Failure,
     Fingerprints,
@@ -36,6 +37,7 @@ from paceline.records.recorded import (
 
 __all__ = [
     "Attempt",
+    "AttemptSummary",
     "Audit",
     "BatchSplit",
     "Choice",

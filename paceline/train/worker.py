@@ -18,6 +18,7 @@ from paceline.data.loader import LoaderPlan, Microbatch, MicrobatchSource, iter_
 from paceline.errors import DataError, Outcome
 from paceline.job import Job
 from paceline.observe.audit import Auditor
+from paceline.observe.control import Requests
 from paceline.observe.heartbeat import Heartbeat, Ticker
 from paceline.observe.telemetry import Telemetry
 from paceline.plan.policy import effective_config
@@ -40,9 +41,16 @@ class RankRun:
     """One rank's run. Whatever is known when it ends, however it ends, goes into the verdict."""
 
     def __init__(
-        self, job: Job, plan: Plan, run: RunDir, place: Place, meeting: Meeting | None = None
+        self,
+        job: Job,
+        plan: Plan,
+        run: RunDir,
+        place: Place,
+        meeting: Meeting | None = None,
+        requests: Requests | None = None,
     ) -> None:
         self.job, self.plan, self.run, self.place = job, plan, run, place
+        self.requests = requests
         self.meeting = meeting  # None: this process has joined its group already
         self.device = torch.device("cpu")
         self.clock: Clock = HostClock()
