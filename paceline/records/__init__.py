@@ -19,6 +19,15 @@ from paceline.records.decided import (
     StateBytes,
 )
 from paceline.records.found import Env, Git, Gpu, Link
+from paceline.records.kept import (
+    BestMetric,
+    DataPosition,
+    FileSum,
+    Kept,
+    Manifest,
+    TensorEntry,
+    TensorRows,
+)
 from paceline.records.recorded import (
     Attempt,
     Audit,
@@ -38,18 +47,23 @@ __all__ = [
     "Attempt",
     "Audit",
     "BatchSplit",
+    "BestMetric",
     "Choice",
     "Crew",
+    "DataPosition",
     "Env",
     "Exchange",
     "Failure",
+    "FileSum",
     "Finding",
     "Fingerprints",
     "Git",
     "Gpu",
+    "Kept",
     "LaunchPlan",
     "Limits",
     "Link",
+    "Manifest",
     "ModelSize",
     "Part",
     "Plan",
@@ -63,5 +77,7 @@ __all__ = [
     "Result",
     "StateBytes",
     "StepSeconds",
+    "TensorEntry",
+    "TensorRows",
     "Window",
 ]

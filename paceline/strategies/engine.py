@@ -1,21 +1,34 @@
 """The engine of every strategy that is one module and one optimizer on each rank."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
+from paceline.checkpoint.pieces import Piece, Source, moment_name
 from paceline.errors import ConfigError
 from paceline.records import Proof, StateBytes
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
-from paceline.strategies.gather import global_norm, locals_of, part_like, storage_bytes, whole
+from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
+from paceline.strategies.stored import (
+    load_scale,
+    local_part,
+    moment_like,
+    named_tensors,
+    piece_of,
+    read_like,
+    require_same_shapes,
+    scale_pieces,
+    slots_of,
+)
 from paceline.train.precision import START_SCALE, LossScale, compute_context
 from paceline.train.timing import Clock
 
@@ -122,38 +135,56 @@ class ModuleEngine:
         self.wrapping.settle()
         return Totals(loss, units)
 
-    def state(self) -> dict[str, Any]:
+    def weights(self) -> dict[str, Tensor]:
         """Whole tensors, whatever is sharded: all ranks must ask together."""
-        model = {name: whole(value) for name, value in self.module.state_dict().items()}
-        state = {"model": model, "optimizer": self._optimizer_state()}
-        return state | ({"scaler": self.scaler.state()} if self.scaler is not None else {})
+        return {name: whole(value) for name, value in self.module.state_dict().items()}
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        """Of zero1 this rank's part: whole parameters are dealt out, nothing is cut."""
-        state: dict[str, Any] = inner_optimizer(self.optimizer).state_dict()
-        entries = {
-            key: {name: whole(value) for name, value in entry.items()}
-            for key, entry in state["state"].items()
-        }
-        return state | {"state": entries}
+    def pieces(self) -> list[Piece]:
+        model = [piece_of("model", name, value) for name, value in named_tensors(self.module)]
+        # zero1 deals its state out by whole parameters: what is here is nowhere else.
+        is_dealt = isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        holders = (dist.get_rank(),) if is_dealt else None
+        optimizer = [
+            piece_of("optimizer", moment_name(name, slot), value, holders)
+            for name, entry in self._entries()
+            for slot, value in entry.items()
+            if torch.is_tensor(value)
+        ]
+        scale = scale_pieces(self.scaler) if self.scaler is not None else []
+        return [piece for piece in (*model, *optimizer, *scale) if piece.value.numel()]
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """What `state` returned: any rank's weights, this rank's part of zero1's optimizer."""
-        held = self.module.state_dict()
-        kept = {name: part_like(value, held[name]) for name, value in state["model"].items()}
-        self.module.load_state_dict(kept)
-        self._load_optimizer(state["optimizer"])
+    def _entries(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What the optimizer keeps on this rank, by the parameter's name."""
+        state = inner_optimizer(self.optimizer).state
+        for name, parameter in self.module.named_parameters():
+            if parameter in state:
+                yield name, state[parameter]
+
+    @torch.no_grad()
+    def load(self, source: Source) -> None:
+        """All that this rank holds, from whatever ranks it was written by."""
+        held = dict(named_tensors(self.module))
+        require_same_shapes(source, {name: tuple(value.shape) for name, value in held.items()})
+        for name, value in held.items():
+            local_part(value).copy_(read_like(source, "model", name, value))
+        self._load_optimizer(source)
         if self.scaler is not None:
-            self.scaler.load_state(state["scaler"])
+            load_scale(self.scaler, source)
 
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
+    def _load_optimizer(self, source: Source) -> None:
         inner = inner_optimizer(self.optimizer)
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        slots = slots_of(source)
         parameters = [p for group in inner.param_groups for p in group["params"]]
-        entries = {
-            key: {name: _moment_like(value, parameters[key]) for name, value in entry.items()}
-            for key, entry in state["state"].items()
+        state = {
+            number: {
+                slot: moment_like(source, moment_name(names[parameter], slot), parameter)
+                for slot in slots.get(names[parameter], ())
+            }
+            for number, parameter in enumerate(parameters)
         }
-        inner.load_state_dict(state | {"state": entries})
+        kept = {number: entry for number, entry in state.items() if entry}
+        inner.load_state_dict(inner.state_dict() | {"state": kept})
 
     def held(self) -> StateBytes:
         entries = inner_optimizer(self.optimizer).state.values()
@@ -187,12 +218,6 @@ def compute_loss(parts: EngineParts, model: nn.Module, batch: Any) -> tuple[Tens
             'hint: return cross_entropy(..., reduction="sum"), len(targets)'
         )
     return result
-
-
-def _moment_like(value: Any, parameter: Tensor) -> Any:
-    """A moment has its parameter's shape, and is cut as it is; a step count stays."""
-    is_moment = torch.is_tensor(value) and value.dim() > 0 and value.shape == parameter.shape
-    return part_like(value, parameter) if is_moment else value
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:

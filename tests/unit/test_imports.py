@@ -19,6 +19,7 @@ LAYERS = [
     ["paceline.workloads", "paceline.job"],
     ["paceline.data"],
     ["paceline.observe"],
+    ["paceline.checkpoint"],
     ["paceline.train.timing", "paceline.train.optim", "paceline.train.precision"],
     ["paceline.train.readback", "paceline.train.feed", "paceline.train.flops"],
     ["paceline.strategies"],
