@@ -233,7 +233,7 @@ def _launch(
     start: Callable[[LaunchPlan, RunDir], LaunchEnd],
     talk: Talk,
 ) -> LaunchEnd:
-    follower = Follower(run, plan.world_size, talk.training(run, plan))
+    follower = Follower(run, plan.world_size, talk.training(run, plan), talk.say)
     follower.start()
     try:
         return start(launch, run)
