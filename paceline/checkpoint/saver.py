@@ -157,7 +157,7 @@ class Saver:
     def _write_own(self, save: Save, temporary: Path) -> dict[str, Any]:
         """This rank's files, and what the manifest will say of them."""
         writer = self.writer
-        writer.folder.root.mkdir(parents=True, exist_ok=True)
+        # Its parent was there when the run began; made anew it might lie under a lost mount.
         temporary.mkdir(exist_ok=True)
         files: dict[str, FileSum] = {}
         tensors: dict[str, dict[str, TensorEntry]] = {}
