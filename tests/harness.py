@@ -7,13 +7,16 @@ import json
 import multiprocessing
 import os
 import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from paceline.checkpoint.pieces import Piece, Section, moment_name
 from paceline.cluster.facts import probe
 from paceline.cluster.group import Place, claim_device, join_group
 from paceline.config.load import dump_config
@@ -22,6 +25,8 @@ from paceline.job import Job, load_job
 from paceline.plan.planner import make_plan
 from paceline.records import Plan, RankVerdict
 from paceline.rundir import RunDir
+from paceline.strategies.base import Engine
+from paceline.strategies.stored import SCALER
 from paceline.tables import TrainingRow, read_training
 from paceline.train.worker import RankRun
 
@@ -30,10 +35,60 @@ multiprocessing.set_forkserver_preload(["tests.harness"])
 
 
 @dataclass
+class RankState:
+    """What one rank held at the end: whole weights, and its own pieces of all state."""
+
+    weights: dict[str, Tensor]
+    pieces: list[Piece]
+
+    @classmethod
+    def of(cls, engine: Engine) -> "RankState":
+        pieces = [piece._replace(value=piece.value.clone()) for piece in engine.pieces()]
+        return cls({name: w.detach().clone() for name, w in engine.weights().items()}, pieces)
+
+    @property
+    def optimizer(self) -> dict[str, Tensor]:
+        """This rank's part of the optimizer's state, by the names it has in a checkpoint."""
+        return {piece.name: piece.value for piece in self.pieces if piece.section == "optimizer"}
+
+    def slot(self, slot: str) -> dict[str, Tensor]:
+        """`exp_avg` and the like, by parameter."""
+        names = {name: name.split("/", 1) for name in self.optimizer}
+        return {at: self.optimizer[name] for name, (kind, at) in names.items() if kind == slot}
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.optimizer[moment_name(SCALER, "value")])
+
+
+class HeldSource:
+    """Pieces in memory, of however many ranks, as a checkpoint would give them."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self.parts: dict[tuple[str, str], dict[int, Piece]] = {}
+        for piece in pieces:
+            self.parts.setdefault((piece.section, piece.name), {})[piece.row] = piece
+
+    @classmethod
+    def of_all_ranks(cls, pieces: list[Piece]) -> "HeldSource":
+        heard: list[list[Piece]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(heard, pieces)
+        return cls(piece for rank in heard for piece in rank)
+
+    def shapes(self, section: Section) -> dict[str, tuple[int, ...]]:
+        firsts = [next(iter(rows.values())) for rows in self.parts.values()]
+        return {piece.name: piece.shape for piece in firsts if piece.section == section}
+
+    def rows(self, section: Section, name: str, first: int, count: int) -> Tensor:
+        found = [piece.value for _, piece in sorted(self.parts[section, name].items())]
+        return torch.cat(found)[first : first + count] if found[0].dim() else found[0]
+
+
+@dataclass
 class RankEnds:
     run: RunDir
     verdicts: list[RankVerdict]
-    states: list[dict[str, Any]]
+    states: list["RankState"]
 
     @property
     def rows(self) -> list[TrainingRow]:
@@ -74,7 +129,10 @@ def run_ranks(folder: Path, source: str, overrides: list[str]) -> RankEnds:
     return RankEnds(
         run,
         [RankVerdict.load(run.verdict(rank)) for rank in range(plan.world_size)],
-        [torch.load(run.rank(rank) / "state.pt") for rank in range(plan.world_size)],
+        [
+            torch.load(run.rank(rank) / "state.pt", weights_only=False)
+            for rank in range(plan.world_size)
+        ],
     )
 
 
@@ -88,7 +146,18 @@ def run_here(folder: Path, source: str, overrides: list[str]) -> RankEnds:
         rank = RankRun(job, plan, run, place)
         verdict = rank.execute()
         assert rank.engine is not None
-        return RankEnds(run, [verdict], [rank.engine.state()])
+        return RankEnds(run, [verdict], [RankState.of(rank.engine)])
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A process group of this process only."""
+    device = torch.device("cpu")
+    join_group("gloo", Place(0, 0, 1), device, dist.HashStore(), TIMEOUT_S)
+    try:
+        yield
     finally:
         dist.destroy_process_group()
 
@@ -107,7 +176,7 @@ def _rank(root: str, source: str, overrides: list[str], rank: int) -> None:
         rank_run = RankRun(job, plan, run, place)
         rank_run.execute()
         assert rank_run.engine is not None
-        torch.save(rank_run.engine.state(), run.rank(rank) / "state.pt")
+        torch.save(RankState.of(rank_run.engine), run.rank(rank) / "state.pt")
     except BaseException:
         (run.rank(rank) / "error.txt").write_text(traceback.format_exc())
     os._exit(0)  # gloo sometimes aborts in interpreter exit, after the verdict
