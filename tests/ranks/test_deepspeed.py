@@ -1,34 +1,36 @@
 """DeepSpeed computes what one process computes, on every stage; a bad gradient on one rank leaves
 all untouched; what it holds is what was estimated."""
 
-import json
 import math
-import multiprocessing
-import os
-import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.cluster.group import Place, join_group
+from paceline.cluster.group import Place
 from paceline.config.schema import RunConfig
-from paceline.data.loader import collate
 from paceline.errors import Outcome
 from paceline.job import load_job
 from paceline.plan.planner import measure_model
-from paceline.records import Plan
 from paceline.rundir import RunDir
 from paceline.strategies import find_strategy
-from paceline.strategies.base import EngineParts, Share
+from paceline.strategies.base import Share
 from paceline.strategies.shape import ModelShape
 from paceline.train.timing import HostClock
-from tests.harness import TIMEOUT_S, HeldSource, RankEnds, RankState, prepare_run, run_ranks
+from tests.harness import (
+    HeldSource,
+    RankEnds,
+    RankState,
+    build_engine,
+    prepare_run,
+    run_ranks,
+    start_ranks,
+)
 from tests.ranks.test_nan import COMMON, STEPS, job, poisoned_sample  # noqa: F401
 from tests.ranks.test_parity import (  # noqa: F401
     BATCH,
@@ -125,42 +127,15 @@ def test_16_bits_compute_nearly_the_same(
 
 def build_ranks(folder: Path, overrides: list[str], look: Callable[[Any, Any], Any]) -> list[Any]:
     """An engine on each rank, built and not trained; `look(engine, batches)` on each comes back."""
-    _, plan, run = prepare_run(folder, "lm_tiny", [*tiny_model(), *overrides])
-    context = multiprocessing.get_context("forkserver")
-    arguments = (str(run.root), [*tiny_model(), *overrides], look)
-    processes = [
-        context.Process(target=_built, args=(*arguments, rank)) for rank in range(plan.world_size)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(TIMEOUT_S)
-    failures = [path.read_text() for path in run.ranks.glob("*/error.txt")]
-    assert not failures, "\n".join(failures)
+    settings = [*tiny_model(), *overrides]
+    _, plan, run = prepare_run(folder, "lm_tiny", settings)
+    start_ranks(run, plan.world_size, partial(_look, settings, look))
     return [torch.load(run.rank(rank) / "seen.pt", weights_only=False) for rank in range(2)]
 
 
-def _built(root: str, overrides: list[str], look: Callable[[Any, Any], Any], rank: int) -> None:
-    run = RunDir(Path(root))
-    run.rank(rank).mkdir(parents=True, exist_ok=True)
-    try:
-        torch.set_num_threads(1)
-        plan, device = Plan.load(run.plan), torch.device("cpu")
-        store = dist.FileStore(str(run.root / "store"), plan.world_size)
-        join_group("gloo", Place(rank, rank, plan.world_size), device, store, TIMEOUT_S)
-        job = load_job("lm_tiny", overrides)
-        job.workload.prepared = json.loads(run.data.read_text())
-        parts = EngineParts(job.config, plan, job.workload, device)
-        data = job.workload.build_data(job.config, "train")
-        assert data is not None
-        micro, shape = plan.batch.micro, (plan.batch.grad_accum, 2, plan.batch.micro)
-        rows = np.arange(2 * plan.batch.grad_accum * micro).reshape(shape)[:, rank]
-        batches = [collate(data, row) for row in rows]
-        seen = look(find_strategy("deepspeed").build(parts), batches)
-        torch.save(seen, run.rank(rank) / "seen.pt")
-    except BaseException:
-        (run.rank(rank) / "error.txt").write_text(traceback.format_exc())
-    os._exit(0)
+def _look(settings: list[str], look: Callable[[Any, Any], Any], run: RunDir, place: Place) -> None:
+    seen = look(*build_engine(run, "lm_tiny", settings))
+    torch.save(seen, run.rank(place.rank) / "seen.pt")
 
 
 STATE = [*BATCH, "optim.name=adamw", "train.micro_batch_size=2", "train.steps=9"]
