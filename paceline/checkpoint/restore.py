@@ -72,6 +72,8 @@ def _examine(folder: CheckpointFolder, step: int) -> tuple[Found | None, list[st
         return Found(folder.state(step), TensorFiles(folder.path(step), manifest), manifest), []
     except (RestoreError, DataError) as error:
         return None, error.problems
+    except (OSError, RecursionError) as error:
+        return None, [f"{folder.path(step).name} cannot be read: {error}"]
 
 
 def _agreed_steps(folder: CheckpointFolder, device: torch.device) -> list[int]:
