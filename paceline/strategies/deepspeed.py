@@ -270,10 +270,10 @@ class DeepSpeedTraining:
         found = collect_pieces(self.module, self.engine.optimizer, self.inner, self.parts.device)
         return [*found, *scale]
 
-    @torch.no_grad()
     def rehearse(self, batch: Callable[[], Any], clock: Clock) -> None:
         """Its buckets are what they are from the first pass on."""
 
+    @torch.no_grad()
     def load(self, source: Source) -> None:
         """What this rank holds, from whatever ranks it was written by: all ranks must ask."""
         if self.stage == 0:
