@@ -62,7 +62,7 @@ def run_attempts(
                 break
             log_line(run, f"attempt {ended.number} failed: {ended.cause}: all ranks start again")
             archive_attempt(run, ended)
-            begin_attempt(run, resume=True, halt_seen=ended.halt_seen)
+            begin_attempt(run, True, ended.halt_seen, ended.allow_change)
             announce(ended.number)
             before = ending
     announce(None)

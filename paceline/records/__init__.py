@@ -19,6 +19,15 @@ from paceline.records.decided import (
     StateBytes,
 )
 from paceline.records.found import Env, Git, Gpu, Link
+from paceline.records.kept import (
+    BestMetric,
+    DataPosition,
+    FileSum,
+    Kept,
+    Manifest,
+    TensorEntry,
+    TensorRows,
+)
 from paceline.records.recorded import (
     Attempt,
     AttemptSummary,
@@ -40,18 +49,23 @@ __all__ = [
     "AttemptSummary",
     "Audit",
     "BatchSplit",
+    "BestMetric",
     "Choice",
     "Crew",
+    "DataPosition",
     "Env",
     "Exchange",
     "Failure",
+    "FileSum",
     "Finding",
     "Fingerprints",
     "Git",
     "Gpu",
+    "Kept",
     "LaunchPlan",
     "Limits",
     "Link",
+    "Manifest",
     "ModelSize",
     "Part",
     "Plan",
@@ -65,5 +79,7 @@ __all__ = [
     "Result",
     "StateBytes",
     "StepSeconds",
+    "TensorEntry",
+    "TensorRows",
     "Window",
 ]

@@ -45,6 +45,7 @@ class Attempt(Record):
 
     number: int = Field(description="1, 2, ... over all restarts and resumes of the run.")
     resume: bool = Field(description="Go on from the newest checkpoint that can be trusted.")
+    allow_change: bool = Field(False, description="The user accepts other settings or data.")
     started_at: float
     halt_seen: int | None = Field(
         None, description="Modification time, in ns, of a .HALT that was there before the run."

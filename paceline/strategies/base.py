@@ -5,13 +5,14 @@ an engine without knowing which one it is: it hands over microbatches and one sc
 whatever the strategy, the gradient is that of  sum of losses / units in the global step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.pieces import Piece, Source
 from paceline.config.schema import RunConfig
 from paceline.records import Env, Exchange, Finding, Plan, Proof, StateBytes
 from paceline.strategies.shape import ModelShape
@@ -70,11 +71,24 @@ class Engine(Protocol):
         """Loss without gradients. All ranks call it the same number of times."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """Weights and optimizer state, by name."""
+    def weights(self) -> dict[str, Tensor]:
+        """Whole weights and buffers by the model's own names: all ranks ask together."""
         ...
 
-    def load_state(self, state: dict[str, Any]) -> None: ...
+    def pieces(self) -> list[Piece]:
+        """All that a checkpoint must keep, as this rank holds it: all ranks ask together. The
+        tensors change with the next step."""
+        ...
+
+    def rehearse(self, batch: Callable[[], Any], clock: Clock) -> None:
+        """Before `load`: one pass that leaves nothing behind, where a library learns from its first
+        pass how to do all others. So a run that goes on sums in the order of one that never
+        stopped."""
+        ...
+
+    def load(self, source: Source) -> None:
+        """Take this rank's part of a state, whatever strategy wrote it on however many ranks."""
+        ...
 
     def held(self) -> StateBytes:
         """Bytes of the tensors this rank really holds now."""

@@ -7,15 +7,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
+from paceline.checkpoint.pieces import Piece, Source
+from paceline.data.loader import to_device
 from paceline.errors import ConfigError
 from paceline.records import Proof, StateBytes
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
-from paceline.strategies.gather import global_norm, locals_of, part_like, storage_bytes, whole
+from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
+from paceline.strategies.stored import (
+    load_module,
+    load_optimizer,
+    load_scale,
+    module_pieces,
+    moment_pieces,
+    scale_pieces,
+)
 from paceline.train.precision import START_SCALE, LossScale, compute_context
 from paceline.train.timing import Clock
 
@@ -28,7 +39,8 @@ class Wrapping:
 
     `model` is called; `unsynced` holds back the exchange of gradients; `settle` frees what a
     forward pass without a backward leaves; `forget` drops what the exchange remembers of a step
-    that was vetoed; `shards` are the ranks that each hold a piece of every gradient.
+    that was vetoed; `shards` are the ranks that each hold a piece of every gradient; `rehearsed`
+    is told after a rehearsal, by a wrapper that changes its ways after its first pass.
     """
 
     model: nn.Module
@@ -37,6 +49,7 @@ class Wrapping:
     settle: Callable[[], None] = lambda: None
     forget: Callable[[], None] | None = None
     shards: ProcessGroup | None = None
+    rehearsed: Callable[[], None] | None = None
 
 
 class ModuleEngine:
@@ -122,38 +135,33 @@ class ModuleEngine:
         self.wrapping.settle()
         return Totals(loss, units)
 
-    def state(self) -> dict[str, Any]:
+    def weights(self) -> dict[str, Tensor]:
         """Whole tensors, whatever is sharded: all ranks must ask together."""
-        model = {name: whole(value) for name, value in self.module.state_dict().items()}
-        state = {"model": model, "optimizer": self._optimizer_state()}
-        return state | ({"scaler": self.scaler.state()} if self.scaler is not None else {})
+        return {name: whole(value) for name, value in self.module.state_dict().items()}
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        """Of zero1 this rank's part: whole parameters are dealt out, nothing is cut."""
-        state: dict[str, Any] = inner_optimizer(self.optimizer).state_dict()
-        entries = {
-            key: {name: whole(value) for name, value in entry.items()}
-            for key, entry in state["state"].items()
-        }
-        return state | {"state": entries}
+    def pieces(self) -> list[Piece]:
+        # zero1 deals its state out by whole parameters: what is here is nowhere else.
+        is_dealt = isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        holders = (dist.get_rank(),) if is_dealt else None
+        moments = moment_pieces(self.module, inner_optimizer(self.optimizer), holders)
+        scale = scale_pieces(self.scaler) if self.scaler is not None else []
+        return [*module_pieces(self.module), *moments, *scale]
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """What `state` returned: any rank's weights, this rank's part of zero1's optimizer."""
-        held = self.module.state_dict()
-        kept = {name: part_like(value, held[name]) for name, value in state["model"].items()}
-        self.module.load_state_dict(kept)
-        self._load_optimizer(state["optimizer"])
+    def rehearse(self, batch: Callable[[], Any], clock: Clock) -> None:
+        if self.wrapping.rehearsed is None:
+            return
+        self.forward_backward([to_device(batch(), self.parts.device)], 0.0, clock)
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.wrapping.rehearsed()
+
+    @torch.no_grad()
+    def load(self, source: Source) -> None:
+        """All that this rank holds, from whatever ranks it was written by."""
+        load_module(source, self.module)
+        load_optimizer(source, self.module, inner_optimizer(self.optimizer))
         if self.scaler is not None:
-            self.scaler.load_state(state["scaler"])
-
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        inner = inner_optimizer(self.optimizer)
-        parameters = [p for group in inner.param_groups for p in group["params"]]
-        entries = {
-            key: {name: _moment_like(value, parameters[key]) for name, value in entry.items()}
-            for key, entry in state["state"].items()
-        }
-        inner.load_state_dict(state | {"state": entries})
+            load_scale(self.scaler, source)
 
     def held(self) -> StateBytes:
         entries = inner_optimizer(self.optimizer).state.values()
@@ -187,12 +195,6 @@ def compute_loss(parts: EngineParts, model: nn.Module, batch: Any) -> tuple[Tens
             'hint: return cross_entropy(..., reduction="sum"), len(targets)'
         )
     return result
-
-
-def _moment_like(value: Any, parameter: Tensor) -> Any:
-    """A moment has its parameter's shape, and is cut as it is; a step count stays."""
-    is_moment = torch.is_tensor(value) and value.dim() > 0 and value.shape == parameter.shape
-    return part_like(value, parameter) if is_moment else value
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
 
@@ -27,18 +27,6 @@ def whole(value: Any) -> Any:
     parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, padded, group=group)
     return torch.cat(parts)[: value.shape[0]].to(part.device)
-
-
-def part_like(whole_value: Any, held: Any) -> Any:
-    """The piece of a whole tensor that this rank holds, as a shard like `held`."""
-    if not isinstance(held, DTensor):
-        return whole_value
-    tensor = whole_value.to(held.device_mesh.device_type)
-    part = distribute_tensor(tensor, held.device_mesh, held.placements, src_data_rank=None)
-    return DTensor.from_local(
-        part.to_local().to(held.to_local().device), held.device_mesh, held.placements,
-        run_check=False, shape=held.shape, stride=held.stride(),
-    )  # fmt: skip
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:

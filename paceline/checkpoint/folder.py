@@ -1,0 +1,220 @@
+"""The checkpoints of a run as folders: how one comes to be, which can be trusted, which may go.
+
+    .tmp-step_30-2   ranks write and fsync here      step_30    after one rename, with its manifest
+    latest, best     name a step, moved after that   prune      only then, and never the last good
+
+What is named `step_<n>` was complete when it got that name; `verify` says whether it still is.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from paceline.checkpoint.tensors import sum_file
+from paceline.config.schema import CheckpointConfig
+from paceline.errors import ClusterError, DataError, RestoreError
+from paceline.files import sync_directory, write_atomic
+from paceline.records import Kept, Manifest
+from paceline.rundir import RunDir
+
+STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # as `step_name` writes it; fits 64 bits
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+MANIFEST, STATE = "manifest.json", "state.json"
+LATEST, BEST = "latest", "best"
+TEMPORARY, REPLACED = ".tmp-", ".old-"
+
+
+def step_name(step: int) -> str:
+    return f"step_{step}"
+
+
+def seal(manifest: Manifest) -> Manifest:
+    """With the sum over its own content, so that an edit shows."""
+    return manifest.model_copy(update={"seal": _sum(manifest)})
+
+
+def _sum(manifest: Manifest) -> str:
+    body = manifest.model_dump(mode="json", exclude={"seal"})
+    return xxhash.xxh3_64(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _named_by_tensors(manifest: Manifest) -> set[str]:
+    tensors = (*manifest.model.values(), *manifest.optimizer.values())
+    return {part.file for entry in tensors for part in entry.parts}
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    root: Path
+
+    @classmethod
+    def of_run(cls, run: RunDir, config: CheckpointConfig) -> "CheckpointFolder":
+        """In the run directory, or under `checkpoint.dir` by the run's own name."""
+        if config.dir == "run":
+            return cls(run.root / "checkpoints")
+        return cls(Path(config.dir).expanduser().absolute() / run.root.name)
+
+    def path(self, step: int) -> Path:
+        return self.root / step_name(step)
+
+    def steps(self) -> list[int]:
+        """Of every checkpoint there is, the newest first, damaged ones too."""
+        try:
+            entries = list(os.scandir(self.root))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise RestoreError(f"{self.root} cannot be read: {error.strerror}") from error
+        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        found = [STEP.fullmatch(name) for name in names]
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def pointer(self, name: str) -> int | None:
+        """The step that `latest` or `best` names."""
+        try:
+            match = STEP.fullmatch((self.root / name).read_text(errors="replace").strip())
+        except OSError:
+            return None
+        return int(match[1]) if match else None
+
+    def manifest(self, step: int) -> Manifest:
+        """What a checkpoint should be; RestoreError where even that cannot be believed."""
+        folder = self.path(step)
+        try:
+            manifest = Manifest.load(folder / MANIFEST)
+        except (DataError, RecursionError) as error:
+            raise RestoreError(f"{folder.name} is incomplete: {error}") from error
+        if manifest.seal != _sum(manifest) or manifest.step != step:
+            raise RestoreError(f"{folder.name} is damaged: its {MANIFEST} was changed")
+        if odd := [name for name in manifest.files if not PLAIN_NAME.fullmatch(name)]:
+            raise RestoreError(f"{folder.name} is damaged: {odd[0]!r} is no name of a file of ours")
+        # Only what stands among the files is summed: nothing else may ever be opened.
+        if unsummed := {STATE, *_named_by_tensors(manifest)} - manifest.files.keys():
+            raise RestoreError(
+                f"{folder.name} is damaged: there is no checksum for {min(unsummed)!r}"
+            )
+        return manifest
+
+    def state(self, step: int) -> Kept:
+        return Kept.load(self.path(step) / STATE)
+
+    def damages(self, step: int, manifest: Manifest, names: Iterable[str]) -> list[str]:
+        """What is wrong with these files: each is read to its end."""
+        return [text for name in names if (text := self._damage(step, name, manifest))]
+
+    def _damage(self, step: int, name: str, manifest: Manifest) -> str:
+        path, wanted = self.path(step) / name, manifest.files[name]
+        try:
+            if path.is_symlink() or not path.is_file():
+                return f"{path.parent.name}/{name} is missing"
+            if (size := path.stat().st_size) != wanted.num_bytes:
+                return f"{path.parent.name}/{name} has {size} bytes, and had {wanted.num_bytes}"
+            found = sum_file(path)
+        except OSError as error:
+            return f"{path.parent.name}/{name} cannot be read: {error.strerror}"
+        if found.xxh3 != wanted.xxh3:
+            return (
+                f"{path.parent.name}/{name} has changed: checksum {found.xxh3}, was {wanted.xxh3}"
+            )
+        return ""
+
+    def require_sound(self, step: int) -> Manifest:
+        """The manifest of a checkpoint whose every byte was read and is right."""
+        manifest = self.manifest(step)
+        if damages := self.damages(step, manifest, manifest.files):
+            raise RestoreError(damages)
+        return manifest
+
+    # How one comes to be
+
+    def temporary(self, step: int, attempt: int) -> Path:
+        return self.root / f"{TEMPORARY}{step_name(step)}-{attempt}"
+
+    def publish(self, temporary: Path, manifest: Manifest) -> None:
+        """From a folder that every rank has written to a checkpoint that is there for good."""
+        seal(manifest).save(temporary / MANIFEST)
+        final = self.path(manifest.step)
+        replaced = self.root / f"{REPLACED}{final.name}"
+        if final.exists():  # a damaged one, or one of steps that were taken again
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.rename(final, replaced)
+        os.rename(temporary, final)
+        sync_directory(self.root)
+        write_atomic(self.root / LATEST, f"{final.name}\n")
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def mark_best(self, step: int) -> None:
+        write_atomic(self.root / BEST, f"{step_name(step)}\n")
+
+    def sweep(self) -> list[str]:
+        """Remove what a save that was killed has left; nobody may be writing."""
+        swept = []
+        with suppress(FileNotFoundError):
+            for entry in list(os.scandir(self.root)):
+                if entry.name.startswith((TEMPORARY, REPLACED)):
+                    self._put_back(entry)
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                    swept.append(entry.name)
+        return swept
+
+    def _put_back(self, entry: "os.DirEntry[str]") -> None:
+        """One that was to be replaced, when the kill came before its successor had its name."""
+        final = self.root / entry.name.removeprefix(REPLACED)
+        if entry.name.startswith(REPLACED) and not final.exists():
+            os.rename(entry.path, final)
+
+    def require_writable(self) -> None:
+        """A write test, before any rank starts."""
+        try:
+            if self.root.is_symlink():
+                raise ClusterError(
+                    f"{self.root} is a link to {self.root.resolve()}; checkpoints are not written"
+                    " through links\nhint: set checkpoint.dir to the place itself"
+                )
+            self.root.mkdir(parents=True, exist_ok=True)
+            probe = self.root / f"{TEMPORARY}write-test"
+            probe.mkdir(exist_ok=True)
+            write_atomic(probe / "test", "test")
+            shutil.rmtree(probe)
+            sync_directory(self.root.parent)  # the folder itself must survive a power cut too
+        except OSError as error:
+            raise ClusterError(
+                f"checkpoints cannot be written to {self.root}: {error.strerror}\n"
+                "hint: make it writable, or set checkpoint.dir to a place that is"
+            ) from error
+
+
+class Retention:
+    """Which old checkpoints may go: never one of the `keep` newest that were read back and found
+    sound, never the best one."""
+
+    def __init__(self, folder: CheckpointFolder, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+        self._sound: set[int] = set()
+
+    def prune(self, newest: int) -> list[str]:
+        """After `newest` was written; what was found damaged on the way is returned."""
+        damages: list[str] = []
+        kept = 0
+        self._sound.discard(newest)  # it may have taken another's place
+        for step in (s for s in self.folder.steps() if s <= newest):
+            if kept >= self.keep and step != self.folder.pointer(BEST):
+                shutil.rmtree(self.folder.path(step), ignore_errors=True)
+                self._sound.discard(step)
+            elif step in self._sound:
+                kept += 1
+            else:
+                try:
+                    self.folder.require_sound(step)
+                    self._sound.add(step)
+                    kept += 1
+                except RestoreError as error:
+                    damages += error.problems
+        return damages

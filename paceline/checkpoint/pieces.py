@@ -1,0 +1,69 @@
+"""A run's state in pieces: what each rank holds of each tensor, and who writes what.
+
+A piece is a block of rows of one named tensor. Every strategy cuts along rows or not at all, so
+any strategy on any number of ranks can read what any other has written.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+Section = Literal["model", "optimizer"]
+SECTIONS: tuple[Section, ...] = ("model", "optimizer")
+
+
+class Piece(NamedTuple):
+    """Rows `row` and following of a tensor of `shape`; one without axes is a single row.
+
+    `holders` are the ranks that hold this very piece: one of them writes it.
+    """
+
+    section: Section
+    name: str
+    shape: tuple[int, ...]
+    row: int
+    value: Tensor
+    holders: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.value.numel() * self.value.element_size()
+
+
+class Source(Protocol):
+    """Where an engine reads its pieces from, whoever wrote them."""
+
+    def shapes(self, section: Section) -> dict[str, tuple[int, ...]]:
+        """Every tensor there is."""
+        ...
+
+    def rows(self, section: Section, name: str, first: int, count: int) -> Tensor:
+        """A block of rows of one tensor, on the CPU; of one without axes, the tensor."""
+        ...
+
+
+def moment_name(parameter: str, slot: str) -> str:
+    """What an optimizer keeps for a parameter: `exp_avg/blocks.0.weight`."""
+    return f"{slot}/{parameter}"
+
+
+def own_pieces(pieces: Iterable[Piece], rank: int, first_holder_only: bool) -> list[Piece]:
+    """What `rank` writes: of pieces that several hold, its fair share by bytes, the same division
+    on each of them; or, with `first_holder_only`, all where it is the first of them."""
+    groups: dict[tuple[int, ...], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        groups[piece.holders].append(piece)
+    own: list[Piece] = []
+    for holders, group in groups.items():
+        if first_holder_only or len(holders) == 1:
+            own += group if holders[0] == rank else []
+            continue
+        loads = dict.fromkeys(holders, 0)
+        for piece in sorted(group, key=lambda p: (-p.num_bytes, p.section, p.name)):
+            writer = min(loads, key=lambda holder: (loads[holder], holder))
+            loads[writer] += piece.num_bytes
+            if writer == rank:
+                own.append(piece)
+    return own

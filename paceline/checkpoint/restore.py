@@ -1,0 +1,105 @@
+"""All ranks choose one checkpoint together: the newest whose every byte is what was written."""
+
+import csv
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.checkpoint.folder import CheckpointFolder
+from paceline.checkpoint.tensors import SUFFIX, TensorFiles
+from paceline.errors import DataError, RestoreError
+from paceline.records import Kept, Manifest
+
+LOG = logging.getLogger("paceline")
+MAX_STEPS = 64
+
+
+@dataclass
+class Found:
+    """A checkpoint that can be trusted; `damages` says what was wrong with newer ones."""
+
+    kept: Kept
+    source: TensorFiles
+    manifest: Manifest
+    damages: list[str] = field(default_factory=list)
+
+    def rng(self, rank: int) -> dict[str, Tensor]:
+        """The random generators of a rank that took part in writing it."""
+        path = self.source.folder / f"rng-rank{rank}{SUFFIX}"
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise RestoreError(f"{path.parent.name}/{path.name} cannot be read: {error}") from error
+
+
+def choose_checkpoint(folder: CheckpointFolder, device: torch.device) -> Found | None:
+    """None where there never was one; RestoreError where none is sound. A collective: each rank
+    reads its share of the files, and one that any rank finds damaged is used by none."""
+    damages: list[str] = []
+    steps = _agreed_steps(folder, device)
+    for step in steps:
+        found, problems = _examine(folder, step)
+        damages += problems
+        for problem in problems:
+            LOG.warning("%s", problem)
+        if _all_agree(found is not None, device):
+            assert found is not None, "this rank is one of all"
+            found.damages = damages
+            return found
+    if steps:
+        raise RestoreError(
+            f"no checkpoint in {folder.root} can be trusted"
+            + "".join(f"\n  {text}" for text in damages)
+            + "\nhint: paceline checkpoints verify RUN_DIR says what is wrong with each of them"
+        )
+    return None
+
+
+def _examine(folder: CheckpointFolder, step: int) -> tuple[Found | None, list[str]]:
+    """The manifest, and this rank's share of the files it names."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        manifest = folder.manifest(step)
+        names = sorted(manifest.files)
+        if damages := folder.damages(step, manifest, names[rank::world]):
+            return None, damages
+        return Found(folder.state(step), TensorFiles(folder.path(step), manifest), manifest), []
+    except (RestoreError, DataError) as error:
+        return None, error.problems
+    except (OSError, RecursionError) as error:
+        return None, [f"{folder.path(step).name} cannot be read: {error}"]
+
+
+def _agreed_steps(folder: CheckpointFolder, device: torch.device) -> list[int]:
+    """As rank 0 sees them: a shared file system may show others an older picture."""
+    steps = folder.steps()[:MAX_STEPS] if dist.get_rank() == 0 else []
+    told = torch.full((MAX_STEPS,), -1, dtype=torch.int64)
+    told[: len(steps)] = torch.tensor(steps, dtype=torch.int64)
+    told = told.to(device)
+    dist.broadcast(told, src=0)
+    return [step for step in told.tolist() if step >= 0]
+
+
+def _all_agree(is_good: bool, device: torch.device) -> bool:
+    verdict = torch.tensor(int(is_good), device=device)
+    dist.all_reduce(verdict, dist.ReduceOp.MIN)
+    return bool(verdict.item())
+
+
+def require_never_saved(log: Path, folder: CheckpointFolder) -> None:
+    """Refuse to begin anew where checkpoints were written and are gone."""
+    if not log.is_file():
+        return
+    with log.open(newline="") as file:
+        written = [row["step"] for row in csv.DictReader(file) if row.get("outcome") == "ok"]
+    if written:
+        raise RestoreError(
+            f"checkpoints up to step {written[-1]} were written, and {folder.root} holds none\n"
+            "hint: bring that folder back, or start a new run"
+        )

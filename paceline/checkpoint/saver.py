@@ -1,0 +1,268 @@
+"""All ranks write one checkpoint together, in the background or at once.
+
+Each rank writes its own files into a temporary folder and tells rank 0, through the store where
+ranks meet, their sizes and sums, or what went wrong. Rank 0 then makes a checkpoint of them all,
+or of none, and tells the others. No collective is involved, so training can go on meanwhile.
+"""
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from paceline.checkpoint.consolidate import consolidate
+from paceline.checkpoint.folder import STATE, CheckpointFolder, Retention
+from paceline.checkpoint.pieces import SECTIONS, Piece, own_pieces
+from paceline.checkpoint.tensors import SUFFIX, entries, write_bytes, write_pieces
+from paceline.config.schema import CheckpointConfig
+from paceline.errors import SaveError
+from paceline.files import sync_directory
+from paceline.records import FileSum, Kept, Manifest, TensorEntry
+
+LOG = logging.getLogger("paceline")
+POLL_S, MAX_POLL_S = 0.005, 0.1
+COLUMNS = "step,reason,mode,state,num_bytes,stall_s,duration_s,outcome,error"
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Who writes where: one rank's part in all saves of one attempt."""
+
+    folder: CheckpointFolder
+    config: CheckpointConfig
+    store: Store
+    rank: int
+    world_size: int
+    attempt: int
+    log: Path  # checkpoints.csv
+
+
+@dataclass
+class Save:
+    """One checkpoint on its way."""
+
+    kept: Kept
+    pieces: list[Piece]
+    rng: dict[str, Tensor]
+    started_at: float = field(default_factory=time.perf_counter)
+    stall_s: float = 0.0
+    error: str = ""
+    is_written: threading.Event = field(default_factory=threading.Event)
+
+
+class Saver:
+    """One save at a time: a second one first waits for the one before it."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        writer.folder.root.mkdir(parents=True, exist_ok=True)
+        self.notes: list[str] = []
+        self._retention = Retention(writer.folder, writer.config.keep)
+        self._staging: dict[tuple[str, str], Tensor] = {}
+        self._save: Save | None = None
+        self._num_saves = 0
+        self._thread: threading.Thread | None = None
+
+    def save(self, kept: Kept, pieces: Sequence[Piece], rng: dict[str, Tensor]) -> None:
+        """Begin to write; back as soon as training may change the state again."""
+        self.wait()
+        writer = self.writer
+        own = own_pieces(pieces, writer.rank, writer.config.state == "full")
+        save = Save(kept, own, rng)
+        is_async = writer.config.mode == "async"
+        if is_async:
+            save.pieces = self._capture(own)
+        self._save = save
+        self._num_saves += 1
+        self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint")
+        self._thread.daemon = True  # a rank that fails must not wait for it
+        save.stall_s = time.perf_counter() - save.started_at
+        self._thread.start()
+        if not is_async:
+            save.is_written.wait()
+
+    @property
+    def failure(self) -> SaveError | None:
+        """Of the last save, once it is known."""
+        save = self._save
+        if save is None or not save.is_written.is_set() or not save.error:
+            return None
+        return SaveError(
+            f"the checkpoint of step {save.kept.step} could not be written: {save.error}\n"
+            "hint: free space there or set checkpoint.dir; checkpoint.on_error=continue trains on"
+        )
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _capture(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Copies that stay as they are; their memory serves every save of this attempt."""
+        captured = []
+        for piece in pieces:
+            key = (piece.section, piece.name)
+            held = self._staging.get(key)
+            if held is None or held.shape != piece.value.shape:
+                on_gpu = piece.value.device.type == "cuda"
+                held = torch.empty(piece.value.shape, dtype=piece.value.dtype, pin_memory=on_gpu)
+                self._staging[key] = held
+            held.copy_(piece.value.detach(), non_blocking=True)
+            captured.append(piece._replace(value=held))
+        if any(piece.value.device.type == "cuda" for piece in pieces):
+            torch.cuda.current_stream().synchronize()
+        return captured
+
+    def _run(self, save: Save) -> None:
+        try:
+            save.error = self._write_together(save)
+        except BaseException as error:  # a thread's exception would be lost
+            save.error = f"{type(error).__name__}: {error}"
+        duration_s = time.perf_counter() - save.started_at
+        if self.writer.config.mode == "sync":
+            save.stall_s = duration_s
+        save.is_written.set()
+        save.pieces = []
+        if save.error:
+            self.notes.append(f"checkpoint of step {save.kept.step} not written: {save.error}")
+            LOG.error("%s", self.notes[-1])
+        if self.writer.rank == 0:
+            self._settle(save, duration_s)
+
+    def _settle(self, save: Save, duration_s: float) -> None:
+        """The row of this save, and the end of old ones. It stands whatever goes wrong here."""
+        try:
+            self._record(save, duration_s)
+            if not save.error:
+                self.notes += self._retention.prune(save.kept.step)
+        except Exception as error:
+            self.notes.append(f"after the checkpoint of step {save.kept.step}: {_why(error)}")
+            LOG.error("%s", self.notes[-1])
+
+    def _write_together(self, save: Save) -> str:
+        """Empty, or what went wrong on whichever rank."""
+        writer, step = self.writer, save.kept.step
+        # By number and not by step, which may be saved twice: an old answer must not be heard.
+        key = self._key(self._num_saves)
+        temporary = writer.folder.temporary(step, writer.attempt)
+        try:
+            part = self._write_own(save, temporary)
+        except Exception as error:  # whatever it is, the others wait for a word
+            part = {"error": f"rank {writer.rank}: {_why(error)}"}
+        writer.store.set(f"{key}/{writer.rank}", json.dumps(part))
+        if writer.rank != 0:
+            return str(self._hear(f"{key}/end"))
+        outcome = self._publish(save, temporary, key)
+        writer.store.set(f"{key}/end", json.dumps(outcome))
+        return outcome
+
+    def _key(self, number: int) -> str:
+        return f"checkpoint/{self.writer.attempt}/{number}"
+
+    def _write_own(self, save: Save, temporary: Path) -> dict[str, Any]:
+        """This rank's files, and what the manifest will say of them."""
+        writer = self.writer
+        # Its parent was there when this attempt began; made anew it might lie under a lost mount.
+        temporary.mkdir(exist_ok=True)
+        files: dict[str, FileSum] = {}
+        tensors: dict[str, dict[str, TensorEntry]] = {}
+        for section in SECTIONS:
+            own = [piece for piece in save.pieces if piece.section == section]
+            name = f"{section}-rank{writer.rank}{SUFFIX}"
+            if own:
+                files[name] = write_pieces(temporary / name, own)
+            tensors[section] = entries(own, name)
+        name = f"rng-rank{writer.rank}{SUFFIX}"
+        files[name] = write_pieces(temporary / name, _rng_pieces(save.rng))
+        if writer.rank == 0:
+            files[STATE] = write_bytes(temporary / STATE, save.kept.to_json().encode())
+        sync_directory(temporary)
+        return Manifest(step=save.kept.step, files=files, **tensors).model_dump(mode="json")
+
+    def _publish(self, save: Save, temporary: Path, key: str) -> str:
+        """Rank 0: hear every rank, then make one checkpoint of all parts, or clear them away."""
+        folder = self.writer.folder
+        parts = self._hear_all(key)
+        errors = [part["error"] for part in parts if "error" in part]
+        try:
+            if not errors:
+                manifest = merge([Manifest.model_validate(part) for part in parts])
+                if self.writer.config.state == "full":
+                    manifest = consolidate(temporary, manifest)
+                folder.publish(temporary, manifest)
+                if save.kept.best is not None and save.kept.best.step == save.kept.step:
+                    folder.mark_best(save.kept.step)
+        except Exception as error:
+            errors.append(f"rank 0: {_why(error)}")
+        if errors:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return "; ".join(errors)
+
+    def _hear_all(self, key: str) -> list[Any]:
+        """What each rank says. Nothing stays in the store, which outlives many saves: whoever
+        speaks of this save has heard how the one before it ended."""
+        store = self.writer.store
+        keys = [f"{key}/{rank}" for rank in range(self.writer.world_size)]
+        parts = [self._hear(name) for name in keys]
+        for name in [*keys, f"{self._key(self._num_saves - 1)}/end"]:
+            store.delete_key(name)
+        return parts
+
+    def _hear(self, key: str) -> Any:
+        """What another rank says. By asking again and again: a store that waits answers nobody."""
+        pause_s = POLL_S
+        while not self.writer.store.check([key]):
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, MAX_POLL_S)
+        return json.loads(self.writer.store.get(key))
+
+    def _record(self, save: Save, duration_s: float) -> None:
+        writer, kept = self.writer, save.kept
+        num_bytes = 0
+        if not save.error:
+            num_bytes = writer.folder.manifest(kept.step).num_bytes
+        row = (
+            kept.step, kept.reason, writer.config.mode, writer.config.state, num_bytes,
+            f"{save.stall_s:.4f}", f"{duration_s:.4f}", "failed" if save.error else "ok",
+            json.dumps(save.error) if save.error else "",
+        )  # fmt: skip
+        is_new = not writer.log.exists()
+        with writer.log.open("a") as file:
+            file.write((f"{COLUMNS}\n" if is_new else "") + ",".join(map(str, row)) + "\n")
+
+
+def merge(parts: Sequence[Manifest]) -> Manifest:
+    """One manifest of what every rank has written."""
+    files: dict[str, FileSum] = {}
+    tensors: dict[str, dict[str, TensorEntry]] = {section: {} for section in SECTIONS}
+    for part in parts:
+        files |= part.files
+        for section, found in (("model", part.model), ("optimizer", part.optimizer)):
+            for name, entry in found.items():
+                before = tensors[section].get(name)
+                rows = [*before.parts, *entry.parts] if before else entry.parts
+                tensors[section][name] = entry.model_copy(update={"parts": rows})
+    return Manifest(step=parts[0].step, files=files, **tensors)
+
+
+def _rng_pieces(states: dict[str, Tensor]) -> list[Piece]:
+    return [
+        Piece("model", name, tuple(value.shape), 0, value, ()) for name, value in states.items()
+    ]
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        place = f" ({Path(error.filename).name})" if isinstance(error.filename, str) else ""
+        return f"{error.strerror or error}{place}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,84 @@
+"""Kept: what a checkpoint says of itself, in state.json and manifest.json."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from paceline.records.base import Part, Record
+
+
+class DataPosition(Part):
+    """Where in the data a run stands. `position` alone decides; the rest says what that means."""
+
+    position: int = Field(description="Samples taken since the run began, over all ranks.")
+    num_samples: int
+    seed: int
+    epoch: int
+    segment: int = Field(description="Optimizer steps taken inside this epoch.")
+    start_index: int = Field(description="Where in the epoch's order the last step began.")
+    end_index: int = Field(description="Where it ended: the next sample's place.")
+    fingerprint: str
+
+
+class BestMetric(Part):
+    """The lowest validation loss so far."""
+
+    step: int
+    val_loss: float
+
+
+class Kept(Record):
+    """state.json: all of a run's state that is not a tensor."""
+
+    step: int
+    reason: str = Field(description="every, every_s, request, end, preempted or interrupted.")
+    saved_at: float
+    data: DataPosition
+    num_skips: int = Field(description="Updates vetoed so far.")
+    lr: float = Field(description="The schedule is a function of the step; this was its value.")
+    num_steps: int
+    best: BestMetric | None
+    evaluation_is_due: bool = Field(
+        False, description="The evaluation of this step was cut short and must be done again."
+    )
+    strategy: str
+    world_size: int
+    precision: str
+    global_size: int = Field(description="Samples per optimizer step.")
+    config_fingerprint: str
+    versions: dict[str, str]
+
+
+class FileSum(Part):
+    num_bytes: int
+    xxh3: str
+
+
+class TensorRows(Part):
+    """Some rows of a tensor, and the file they are in."""
+
+    file: str
+    row: int
+    num_rows: int
+
+
+class TensorEntry(Part):
+    shape: list[int]
+    dtype: str
+    parts: list[TensorRows]
+
+
+class Manifest(Record):
+    """manifest.json: every file with its sum, every tensor with its place. Written last."""
+
+    SCHEMA: ClassVar[int] = 1
+
+    step: int
+    files: dict[str, FileSum]
+    model: dict[str, TensorEntry]
+    optimizer: dict[str, TensorEntry]
+    seal: str = Field("", description="Sum over this record without its seal: an edit shows.")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files.values())

@@ -1,0 +1,175 @@
+"""Between an engine's tensors and the pieces of a checkpoint: names, rows, holders."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from paceline.checkpoint.pieces import Piece, Section, Source, moment_name
+from paceline.errors import ConfigError
+from paceline.train.precision import LossScale
+
+MAX_NAMED = 8
+SCALER = ":loss_scale"  # no parameter has this name
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by their first name: tied ones once."""
+    seen: set[int] = set()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield name, value
+
+
+def module_pieces(module: nn.Module) -> list[Piece]:
+    return _not_empty(piece_of("model", name, value) for name, value in named_tensors(module))
+
+
+def moment_pieces(
+    module: nn.Module, optimizer: Optimizer, holders: tuple[int, ...] | None = None
+) -> list[Piece]:
+    """What the optimizer keeps on this rank; `holders` as for `piece_of`."""
+    return _not_empty(
+        piece_of("optimizer", moment_name(name, slot), value, holders)
+        for name, parameter in module.named_parameters()
+        for slot, value in optimizer.state.get(parameter, {}).items()
+        if torch.is_tensor(value)
+    )
+
+
+def _not_empty(pieces: Iterable[Piece]) -> list[Piece]:
+    """Without those of which this rank has no rows, unless nobody has any."""
+    return [piece for piece in pieces if piece.value.numel() or 0 in piece.shape]
+
+
+def load_module(source: Source, module: nn.Module) -> None:
+    """Weights and buffers, as far as this rank holds them."""
+    held = dict(named_tensors(module))
+    require_same_shapes(source, {name: tuple(value.shape) for name, value in held.items()})
+    for name, value in held.items():
+        local_part(value).copy_(read_like(source, "model", name, value))
+
+
+def load_optimizer(source: Source, module: nn.Module, optimizer: Optimizer) -> None:
+    """What was kept for the parameters that this rank updates; for others nothing is read."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    slots = slots_of(source)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {
+        number: {
+            slot: moment_like(source, moment_name(names[parameter], slot), parameter)
+            for slot in slots.get(names[parameter], ())
+        }
+        for number, parameter in enumerate(parameters)
+    }
+    kept = {number: entry for number, entry in state.items() if entry}
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": kept})
+
+
+def piece_of(
+    section: Section, name: str, value: Tensor, holders: tuple[int, ...] | None = None
+) -> Piece:
+    """What this rank holds of a tensor. `holders`: where that cannot be seen from the tensor."""
+    row = _rows(value)[0] if isinstance(value, DTensor) else 0
+    held = holders if holders is not None else _holders(value)
+    return Piece(section, name, tuple(value.shape), row, local_part(value), held)
+
+
+def local_part(value: Tensor) -> Tensor:
+    return (value.to_local() if isinstance(value, DTensor) else value).detach()
+
+
+def read_like(source: Source, section: Section, name: str, like: Tensor) -> Tensor:
+    """The rows that this rank holds of `like`."""
+    if isinstance(like, DTensor):
+        first, count = _rows(like)
+        if count == 0:
+            return local_part(like).new_empty(local_part(like).shape)
+        return source.rows(section, name, first, count)
+    return source.rows(section, name, 0, (*like.shape, 1)[0])
+
+
+def moment_like(source: Source, name: str, parameter: Tensor) -> Tensor:
+    """A moment has its parameter's shape, and is cut as it is; a step count is one number."""
+    # A copy: what a source gives may be the file itself, mapped, and that file will be pruned.
+    if source.shapes("optimizer")[name] != tuple(parameter.shape):
+        return source.rows("optimizer", name, 0, 1).clone()
+    rows = read_like(source, "optimizer", name, parameter).clone()
+    if not isinstance(parameter, DTensor):
+        return rows
+    return DTensor.from_local(
+        rows.to(local_part(parameter).device), parameter.device_mesh, parameter.placements,
+        run_check=False, shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+
+
+def slots_of(source: Source) -> dict[str, list[str]]:
+    """What is kept for each parameter: {"blocks.0.weight": ["exp_avg", ...]}."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in source.shapes("optimizer"):
+        slot, _, parameter = name.partition("/")
+        found[parameter].append(slot)
+    return found
+
+
+def require_same_shapes(source: Source, held: dict[str, tuple[int, ...]]) -> None:
+    """Refuse a checkpoint of another model, and say where the two differ."""
+    kept = source.shapes("model")
+    differences = [f"{name}: not in the checkpoint" for name in held.keys() - kept.keys()]
+    differences += [f"{name}: not in the model" for name in kept.keys() - held.keys()]
+    differences += [
+        f"{name}: {list(kept[name])} in the checkpoint, {list(held[name])} in the model"
+        for name in held.keys() & kept.keys()
+        if kept[name] != held[name]
+    ]
+    if differences:
+        shown = "\n".join(f"  {line}" for line in sorted(differences)[:MAX_NAMED])
+        more = (
+            f"\n  and {len(differences) - MAX_NAMED} more" if len(differences) > MAX_NAMED else ""
+        )
+        raise ConfigError(
+            f"the checkpoint is of another model; {len(differences)} tensors differ:\n{shown}{more}"
+            "\nhint: resume with the model's own settings, or start a new run"
+        )
+
+
+def scale_pieces(scale: LossScale) -> list[Piece]:
+    """fp16's loss scale, which every rank has."""
+    return [
+        piece_of("optimizer", moment_name(SCALER, slot), value)
+        for slot, value in scale.state().items()
+    ]
+
+
+def load_scale(scale: LossScale, source: Source) -> None:
+    """Left as it is where the checkpoint was not made in fp16."""
+    names = {slot: moment_name(SCALER, slot) for slot in scale.state()}
+    if set(names.values()) <= source.shapes("optimizer").keys():
+        scale.load_state({s: source.rows("optimizer", name, 0, 1) for s, name in names.items()})
+
+
+def _rows(value: DTensor) -> tuple[int, int]:
+    """First row and number of rows on this rank."""
+    shape, offset = compute_local_shape_and_global_offset(
+        value.shape, value.device_mesh, value.placements
+    )
+    return (offset[0], shape[0]) if shape else (0, 1)
+
+
+def _holders(value: Tensor) -> tuple[int, ...]:
+    """Every rank holds a plain tensor; of a sharded one those at the same place of other copies."""
+    if not isinstance(value, DTensor):
+        return tuple(range(dist.get_world_size()))
+    mesh, here = value.device_mesh, value.device_mesh.get_coordinate()
+    assert here is not None, "this rank is in the mesh"
+    ranks = mesh.mesh
+    for axis in reversed(range(mesh.ndim)):
+        if isinstance(value.placements[axis], Shard):
+            ranks = ranks.select(axis, here[axis])
+    return tuple(torch.as_tensor(ranks).flatten().tolist())
