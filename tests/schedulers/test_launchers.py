@@ -267,6 +267,23 @@ def wait_for(file: Path, text: str, seconds: float = 60) -> None:
 
 
 @needs_slurm
+def test_a_requeued_job_goes_on_from_its_checkpoint(cluster: SlurmCluster, tmp_path: Path) -> None:
+    slow = ["launch.nproc=1", "launch.nnodes=2", "train.steps=3000"]
+    script = batch(cluster, tmp_path, *slow)
+    submitted = cluster.run(["sbatch", "--parsable", script.name], cwd=tmp_path, timeout=60)
+    job = submitted.stdout.strip()
+    made = tmp_path / f"runs/lm_tiny-{job}"
+    wait_for(made / "training.csv", "\n3,")
+    cluster.run(["scancel", "--batch", "--signal=USR2", job], timeout=60)
+    wait_for(made / "attempts/1/result.json", "preempted", 120)  # moved there by the second job
+    first = json.loads((made / "attempts/1/attempt.json").read_text())
+    wait_for(made / "result.json", "outcome", 150)
+    result = json.loads((made / "result.json").read_text())
+    assert (result["outcome"], result["steps"]) == ("ok", 3000)
+    assert result["attempts"][1]["first_step"] > first["last_step"], "no step was taken twice"
+
+
+@needs_slurm
 def test_scancel_ends_ranks_in_order(cluster: SlurmCluster, tmp_path: Path) -> None:
     """Ranks under srun get TERM and leave with a checkpoint; nothing is left."""
     argv = ["srun", "-N2", "--ntasks-per-node=1", *PACELINE, "train", *JOB, "train.steps=99999"]

@@ -1,0 +1,40 @@
+"""Following files that attempts cut and append to."""
+
+from pathlib import Path
+
+from paceline.launch.archive import archive_left_over, begin_attempt
+from paceline.launch.follow import Follower, Tail
+from paceline.rundir import RunDir
+
+
+def test_a_file_that_has_become_shorter_is_told_from_its_new_end(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("step\n1\n2\n3\n")
+    tail = Tail(path)
+    assert tail.lines() == ["step", "1", "2", "3"]
+    path.write_text("step\n1\n")  # the next attempt goes on from step 1
+    assert tail.lines() == []
+    with path.open("a") as file:
+        file.write("2\n3\n4\n")
+    assert tail.lines() == ["2", "3", "4"]
+
+
+def test_rows_that_are_there_already_are_not_replayed(tmp_path: Path) -> None:
+    run, told, said = RunDir(tmp_path), list[dict[str, str]](), list[str]()
+    run.training.write_text("step,loss\n" + "".join(f"{n},0.5\n" for n in range(1, 1001)))
+    run.rank_log(0).parent.mkdir(parents=True)
+    run.rank_log(0).write_text("said before\n")
+    begin_attempt(run, resume=False)
+    follower = Follower(run, 1, told.append, said.append)
+    assert told == [{"step": "1000", "loss": "0.5"}], "progress starts where the run stands"
+    with run.training.open("a") as file:
+        file.write("1001,0.4\n")
+    archive_left_over(run)
+    begin_attempt(run, resume=True)
+    follower.tick()
+    assert [row["step"] for row in told] == ["1000", "1001"]
+    assert said == [
+        "cut off: its supervisor was killed, or the machine went down\n"
+        "starting all ranks again: attempt 2"
+    ]
+    assert run.train_log.read_text() == ""
