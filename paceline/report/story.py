@@ -78,6 +78,27 @@ def headline(story: Story) -> list[Figure]:
     if memory:
         kind = "allocator, active" if result.peak_active_bytes else "resident set of the process"
         figures.append(Figure("peak memory a rank", size(memory), kind))
+    return figures + _kept_figures(result)
+
+
+def _kept_figures(result: Result) -> list[Figure]:
+    """What was kept, what it cost, and how often the ranks had to start."""
+    figures, kept = [], result.checkpoints
+    if kept is not None:
+        failed = f", {kept.num_failed} failed" if kept.num_failed else ""
+        last = f", the last at step {kept.last_step} ({size(kept.num_bytes)})"
+        figures.append(
+            Figure(
+                "checkpoints",
+                f"{kept.num_written}{failed}{last if kept.last_step is not None else ''}",
+                f"checkpoints.csv; training waited {duration(kept.stall_s)} for them",
+            )
+        )
+    if len(result.attempts) > 1:
+        share = f"{result.ettr:.0%}" if result.ettr is not None else "unknown"
+        figures.append(
+            Figure("attempts", str(len(result.attempts)), f"{share} of their time in steps")
+        )
     return figures
 
 
