@@ -109,12 +109,15 @@ def read_telemetry(path: Path) -> list[TelemetryRow]:
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    """Whole rows only: a run that was killed may have stopped inside a line."""
+    """Whole rows only: a run that was killed may have stopped inside a line. Each attempt writes a
+    header of its own."""
     if not path.is_file():
         return []
     text = path.read_text()
     whole = text[: text.rfind("\n") + 1]
-    return [row for row in csv.DictReader(whole.splitlines()) if None not in row.values()]
+    lines = whole.splitlines()
+    rows = csv.DictReader([line for n, line in enumerate(lines) if n == 0 or line != lines[0]])
+    return [row for row in rows if None not in row.values()]
 
 
 def _optional(text: str) -> float | None:

@@ -24,20 +24,24 @@ BATCH = """\
 {gpus}#SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# SIGUSR2 to this script {warning_s} s before the time is up: the run ends in order.
+# SIGUSR2 to this script {warning_s} s before the time is up: ranks write a checkpoint and leave.
 #SBATCH --signal=B:USR2@{warning_s}
 # Add what your site needs: --time, --partition, --account, modules.
 
 cd {folder}
-{command} &
-run=$!
-trap 'kill -USR2 $run' USR2
-trap 'kill -TERM $run' TERM
+run="runs/{name}-$SLURM_JOB_ID"
+if [ -f "$run/run.yaml" ]; then  # this job was here before: go on from the newest checkpoint
+  {program} train --resume "$run" launch.launcher=slurm &
+else
+  {command} --out "$run" &
+fi
+process=$!
+trap 'kill -USR2 $process' USR2
+trap 'kill -TERM $process' TERM
 code=200
-while kill -0 $run 2>/dev/null; do wait $run; code=$?; done  # a trapped signal ends a wait early
+while kill -0 $process 2>/dev/null; do wait $process; code=$?; done  # a signal ends a wait early
 
-# 75: stopped in time and can go on. Anything else is final. (A run says 75 once it can write
-# checkpoints, which this version cannot: until then one that is stopped ends with 130.)
+# 75: stopped in time and can go on. Anything else is final.
 if [ $code -eq 75 ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -82,7 +86,8 @@ def _hosts(order: Order) -> list[str]:
 
 
 def batch_script(name: str, file: str, crew: Crew, asked: Sequence[str]) -> str:
-    """A job for sbatch that runs the same `paceline train`. Every word of it is quoted."""
+    """A job for sbatch that runs the same `paceline train`, in a directory named by the job's number
+    so that a requeued one finds it. `name` is a slug; every other word is quoted."""
     program = shutil.which("paceline")
     if program is None:
         raise ConfigError("`paceline` is not on PATH, and the batch script must call it")
@@ -97,5 +102,6 @@ def batch_script(name: str, file: str, crew: Crew, asked: Sequence[str]) -> str:
         gpus=f"#SBATCH --gpus-per-node={crew.per_node}\n" if on_gpu else "",
         warning_s=WARNING_S,
         folder=shlex.quote(os.getcwd()),
+        program=shlex.quote(program),
         command=shlex.join(words),
     )

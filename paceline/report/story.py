@@ -72,6 +72,7 @@ def headline(story: Story) -> list[Figure]:
         Figure("outcome", str(result.outcome), f"exit code {result.exit_code}"),
         Figure("steps", f"{result.steps} of {story.plan.steps}"),
     ]
+    figures += _attempt_figures(result)
     figures += _loss_figures(result)
     figures += _rate_figures(result)
     memory = result.peak_active_bytes or result.peak_reserved_bytes
@@ -100,6 +101,13 @@ def _kept_figures(result: Result) -> list[Figure]:
             Figure("attempts", str(len(result.attempts)), f"{share} of their time in steps")
         )
     return figures
+
+
+def _attempt_figures(result: Result) -> list[Figure]:
+    if len(result.attempts) < 2:
+        return []
+    share = f"productive time {result.ettr:.0%}" if result.ettr is not None else ""
+    return [Figure("attempts", str(len(result.attempts)), share)]
 
 
 def _loss_figures(result: Result) -> list[Figure]:

@@ -232,7 +232,7 @@ def test_the_batch_script_quotes_every_word(monkeypatch: pytest.MonkeyPatch) -> 
     asked = ["lm_tiny", "name=$(touch x)", "launch.launcher=slurm"]
     crew = draw("launch.nproc=2", "launch.nnodes=2", "launch.device=cpu", by="slurm").crew
     text = batch_script("lm_tiny", "job.sh", crew, asked)
-    assert "train lm_tiny 'name=$(touch x)' launch.launcher=slurm &" in text
+    assert "train lm_tiny 'name=$(touch x)' launch.launcher=slurm --out" in text
     assert "#SBATCH --signal=B:USR2@120" in text and "-eq 75" in text
 
 
