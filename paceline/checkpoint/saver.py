@@ -64,6 +64,7 @@ class Saver:
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
+        writer.folder.root.mkdir(parents=True, exist_ok=True)
         self.notes: list[str] = []
         self._retention = Retention(writer.folder, writer.config.keep)
         self._staging: dict[tuple[str, str], Tensor] = {}
@@ -171,7 +172,7 @@ class Saver:
     def _write_own(self, save: Save, temporary: Path) -> dict[str, Any]:
         """This rank's files, and what the manifest will say of them."""
         writer = self.writer
-        writer.folder.root.mkdir(parents=True, exist_ok=True)
+        # Its parent was there when this attempt began; made anew it might lie under a lost mount.
         temporary.mkdir(exist_ok=True)
         files: dict[str, FileSum] = {}
         tensors: dict[str, dict[str, TensorEntry]] = {}

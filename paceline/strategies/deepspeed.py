@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -269,6 +269,9 @@ class DeepSpeedTraining:
             return [*module_pieces(self.module), *moment_pieces(self.module, self.inner), *scale]
         found = collect_pieces(self.module, self.engine.optimizer, self.inner, self.parts.device)
         return [*found, *scale]
+
+    def rehearse(self, batch: Callable[[], Any], clock: Clock) -> None:
+        """Its buckets are what they are from the first pass on."""
 
     @torch.no_grad()
     def load(self, source: Source) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from paceline.checkpoint.pieces import Piece, Source
+from paceline.data.loader import to_device
 from paceline.errors import ConfigError
 from paceline.records import Proof, StateBytes
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
@@ -38,7 +39,8 @@ class Wrapping:
 
     `model` is called; `unsynced` holds back the exchange of gradients; `settle` frees what a
     forward pass without a backward leaves; `forget` drops what the exchange remembers of a step
-    that was vetoed; `shards` are the ranks that each hold a piece of every gradient.
+    that was vetoed; `shards` are the ranks that each hold a piece of every gradient; `rehearsed`
+    is told after a rehearsal, by a wrapper that changes its ways after its first pass.
     """
 
     model: nn.Module
@@ -47,6 +49,7 @@ class Wrapping:
     settle: Callable[[], None] = lambda: None
     forget: Callable[[], None] | None = None
     shards: ProcessGroup | None = None
+    rehearsed: Callable[[], None] | None = None
 
 
 class ModuleEngine:
@@ -143,6 +146,14 @@ class ModuleEngine:
         moments = moment_pieces(self.module, inner_optimizer(self.optimizer), holders)
         scale = scale_pieces(self.scaler) if self.scaler is not None else []
         return [*module_pieces(self.module), *moments, *scale]
+
+    def rehearse(self, batch: Callable[[], Any], clock: Clock) -> None:
+        if self.wrapping.rehearsed is None:
+            return
+        self.forward_backward([to_device(batch(), self.parts.device)], 0.0, clock)
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.wrapping.rehearsed()
 
     @torch.no_grad()
     def load(self, source: Source) -> None:

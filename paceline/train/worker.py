@@ -130,16 +130,20 @@ class RankRun:
         parts = EngineParts(effective, plan, workload, device)
         self.engine = engine = find_strategy(plan.strategy.value).build(parts)
         history = History(job, plan, self.attempt, len(data), self.data_fingerprint)
-        found = self._restore(engine, history)
+        found = self._choose(history)
         val = workload.build_data(config, "val") if config.train.eval_every != "off" else None
         if val is None and config.train.eval_every != "off":
             self.notes.append("train.eval_every is set, but this workload has no validation data")
         source = _source(job, plan, data, place, history.start_position)
+        feed = Feed(_microbatches(job, plan, source, history, device), plan, device)
+        if found is not None:
+            engine.rehearse(lambda: feed.peek().batch, self.clock)
+            engine.load(found.source)
         return LoopParts(
             config=config,
             plan=plan,
             engine=engine,
-            feed=Feed(_microbatches(job, plan, source, history, device), plan, device),
+            feed=feed,
             clock=self.clock,
             ledger=Ledger(config, plan, self.clock, device, self._files(history)),
             auditor=Auditor(
@@ -163,8 +167,8 @@ class RankRun:
             first_step=history.start.first_step,
         )
 
-    def _restore(self, engine: Engine, history: History) -> Found | None:
-        """Load the newest checkpoint that can be trusted, if this attempt is to go on from one."""
+    def _choose(self, history: History) -> Found | None:
+        """The newest checkpoint that can be trusted, if this attempt is to go on from one."""
         if not self.attempt.resume:
             return None
         folder = CheckpointFolder.of_run(self.run, self.job.config.checkpoint)
@@ -174,7 +178,9 @@ class RankRun:
             self.notes.append("there was no checkpoint yet: this attempt began with step 1")
             return None
         history.go_on_from(found.kept)
-        engine.load(found.source)
+        if self.place.rank == 0:
+            first = {"first_step": found.kept.step + 1}
+            self.attempt.model_copy(update=first).save(self.run.attempt)
         used = f"step_{found.kept.step} was used instead"
         self.notes += [f"{damage}; {used}" for damage in found.damages]
         LOG.info("goes on from the checkpoint of step %d", found.kept.step)
