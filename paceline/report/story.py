@@ -83,7 +83,7 @@ def headline(story: Story) -> list[Figure]:
 
 
 def _kept_figures(result: Result) -> list[Figure]:
-    """What was kept, what it cost, and how often the ranks had to start."""
+    """What was kept, and what it cost."""
     figures, kept = [], result.checkpoints
     if kept is not None:
         failed = f", {kept.num_failed} failed" if kept.num_failed else ""
@@ -94,11 +94,6 @@ def _kept_figures(result: Result) -> list[Figure]:
                 f"{kept.num_written}{failed}{last if kept.last_step is not None else ''}",
                 f"checkpoints.csv; training waited {duration(kept.stall_s)} for them",
             )
-        )
-    if len(result.attempts) > 1:
-        share = f"{result.ettr:.0%}" if result.ettr is not None else "unknown"
-        figures.append(
-            Figure("attempts", str(len(result.attempts)), f"{share} of their time in steps")
         )
     return figures
 
