@@ -14,13 +14,13 @@ from paceline.errors import EXIT_CODES, Outcome
 if TYPE_CHECKING:
     from paceline.checkpoint.survey import Listed, Verified
 
-TABLE_WIDTH = 120
+TABLE_WIDTH = 1000  # more than a table takes: it is never cut off, and a terminal wraps it
 COLUMNS = (
     "step", "saved (UTC)", "reason", "size", "state", "by", "precision", "best val_loss", "",
     "looks",
 )  # fmt: skip
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")]
-StepArgument = Annotated[str, typer.Argument(metavar="[STEP]", help="latest, best, or a number.")]
+StepArgument = Annotated[str, typer.Argument(metavar="STEP", help="latest, best, or a number.")]
 FolderOption = Annotated[
     Path | None,
     typer.Option("--out", help="The folder to make; RUN_DIR/converted/step_<n> if not given."),
@@ -126,11 +126,10 @@ def _print_table(found: list["Listed"]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    # A table that is cut off hides what is damaged: a narrow terminal wraps it.
-    console = Console(highlight=False, soft_wrap=True, width=max(Console().width, TABLE_WIDTH))
+    console = Console(highlight=False, soft_wrap=True, width=TABLE_WIDTH)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in COLUMNS:
-        table.add_column(column, no_wrap=column != "looks", overflow="fold")
+        table.add_column(column, no_wrap=True)
     for listed in found:
         table.add_row(*(Text(_printable(cell)) for cell in _cells(listed)))
     console.print(table)
