@@ -8,7 +8,8 @@
     │   └── LoaderError      a loader process died or hangs               exit 4
     ├── LaunchError          ranks did not come, or left before the run   exit 5
     ├── SaveError            a checkpoint could not be written            exit 8
-    └── RestoreError         no checkpoint can be trusted                 exit 9
+    ├── RestoreError         no checkpoint can be trusted                 exit 9
+    └── StopAsked            a signal came before any rank had started    exit 75
 
 Library code raises these; only `paceline.cli` prints them and exits. What happens to a rank is no
 exception in the supervisor: it is an outcome, read from the rank's verdict (conclude.py).
@@ -98,3 +99,7 @@ class SaveError(PacelineError):
 
 class RestoreError(PacelineError):
     outcome = Outcome.NO_VALID_CHECKPOINT
+
+
+class StopAsked(PacelineError):
+    outcome = Outcome.PREEMPTED

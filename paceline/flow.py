@@ -9,17 +9,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from paceline.checkpoint.folder import CheckpointFolder
 from paceline.cluster.facts import probe
 from paceline.cluster.rendezvous import Topology
 from paceline.conclude import Circumstances, conclude
 from paceline.config.load import dump_config
-from paceline.errors import ClusterError, ConfigError, DataError, PacelineError
+from paceline.errors import (
+    ClusterError,
+    ConfigError,
+    DataError,
+    Outcome,
+    PacelineError,
+)
 from paceline.files import write_atomic
 from paceline.job import Job
 from paceline.launch import find_launcher
+from paceline.launch.archive import archive_left_over, begin_attempt, find_halt
 from paceline.launch.base import RUN_DIR, LaunchEnd, Launcher, Order
 from paceline.launch.follow import Follower
 from paceline.launch.member import MemberLauncher
@@ -27,6 +36,7 @@ from paceline.launch.muster import RollCall
 from paceline.plan.planner import make_plan
 from paceline.records import Crew, Env, LaunchPlan, Plan, Result
 from paceline.report import write_report
+from paceline.resume import Resumption
 from paceline.rundir import RunDir
 from paceline.workloads.base import code_fingerprint
 
@@ -35,6 +45,9 @@ REFUSALS: dict[str, type[PacelineError]] = {
     "cluster": ClusterError,
     "data": DataError,
 }
+
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
 class Talk(Protocol):
@@ -82,11 +95,67 @@ def choose_launcher(crew: Crew, call: RollCall | None, start_s: float) -> Launch
     return MemberLauncher(call, call.wait_for_all(start_s))
 
 
+@dataclass(frozen=True)
+class Decided:
+    """What is known before the run directory is written."""
+
+    job: Job
+    env: Env
+    plan: Plan
+    launcher: Launcher
+    prepared: dict[str, Any]
+    code: str
+    started_at: float
+
+
 def run_job(job: Job, out: Path | None, talk: Talk, call: RollCall | None = None) -> Result:
     """Train `job` in a new run directory and write its result and report. `call` is the meeting
     with the other ranks when a launcher has started this process as rank 0 of several."""
-    started_at = time.time()
     env, plan = decide(job, call.topology if call else None)
+    decided = _prepare(job, env, plan, talk, call)
+    run = RunDir.create(job.config.name, out)
+    with run.lock():
+        run.require_fresh()
+        return _train_in(run, decided, talk)
+
+
+def resume_job(
+    resumption: Resumption, allow_change: bool, talk: Talk, call: RollCall | None = None
+) -> Result:
+    """Go on in a run's own directory, from its newest checkpoint that can be trusted."""
+    run, topology = resumption.run, call.topology if call else None
+    with run.lock():
+        if (result := _finished(resumption)) is not None:
+            talk.say(f"all {result.steps} steps are taken already: nothing to do")
+            return result
+        for change in resumption.changes:
+            talk.say(f"changed: {change}")
+        env, plan = decide(resumption.job, topology)
+        if plan.batch.global_size != resumption.global_size:
+            resumption = resumption.with_same_batch()
+            env, plan = decide(resumption.job, topology)
+        decided = _prepare(resumption.job, env, plan, talk, call)
+        return _train_in(run, decided, talk, Resuming(allow_change))
+
+
+@dataclass(frozen=True)
+class Resuming:
+    allow_change: bool
+
+
+def _finished(resumption: Resumption) -> Result | None:
+    """The result of a run that has taken all its steps."""
+    path = resumption.run.result
+    if not path.is_file():
+        return None
+    result = Result.load(path)
+    is_over = result.outcome is Outcome.OK and result.steps >= resumption.job.config.train.steps
+    return result if is_over else None
+
+
+def _prepare(job: Job, env: Env, plan: Plan, talk: Talk, call: RollCall | None) -> Decided:
+    """All that can fail before a rank starts, and the data."""
+    started_at = time.time()
     require_feasible(plan)
     launcher = choose_launcher(plan.crew, call, job.config.launch.start_s)
     for finding in plan.findings:
@@ -94,43 +163,59 @@ def run_job(job: Job, out: Path | None, talk: Talk, call: RollCall | None = None
     prepared = job.workload.prepare(job.config, talk.say)
     # Now, not later: the user may edit the file while the run goes on.
     code = code_fingerprint(job.config.workload)
+    return Decided(job, env, plan, launcher, prepared, code, started_at)
 
-    run = RunDir.create(job.config.name, out)
-    with run.lock():
-        run.require_fresh()
-        launch = launcher.plan(order_for(job, env, plan, str(run.root)))
-        for finding in launch.findings:
-            talk.say(f"{finding.severity}: {finding}")
-        _save_decisions(run, job, env, plan, launch)
-        write_atomic(run.data, json.dumps(prepared, indent=2) + "\n")
-        with in_peace():
-            end = _launch(run, plan, launch, launcher.run, talk)
-            known = Circumstances(
-                end=end,
-                config_fingerprint=job.fingerprint,
-                code_fingerprint=code,
-                data_facts={k: v for k, v in prepared.items() if isinstance(v, int | float)},
-                started_at=started_at,
-                ended_at=time.time(),
-            )
-            result = conclude(run, plan, env, known)
-            result.save(run.result)
-            write_report(run)
+
+def _train_in(
+    run: RunDir, decided: Decided, talk: Talk, resuming: Resuming | None = None
+) -> Result:
+    """Write the decisions, run the ranks, conclude. The run directory is locked."""
+    job, env, plan, launcher = decided.job, decided.env, decided.plan, decided.launcher
+    launch = launcher.plan(order_for(job, env, plan, str(run.root)))
+    for finding in launch.findings:
+        talk.say(f"{finding.severity}: {finding}")
+    folder = CheckpointFolder.of_run(run, job.config.checkpoint)
+    folder.require_writable()
+    folder.sweep()
+    archive_left_over(run)
+    _save_decisions(run, job, env, plan, launch)
+    write_atomic(run.data, json.dumps(decided.prepared, indent=2) + "\n")
+    begin_attempt(
+        run,
+        resume=resuming is not None,
+        halt_seen=find_halt(run, talk.say),
+        allow_change=resuming is not None and resuming.allow_change,
+    )
+    with in_peace():
+        end = _launch(run, plan, launch, launcher.run, talk)
+        folder.sweep()
+        known = Circumstances(
+            end=end,
+            config_fingerprint=job.fingerprint,
+            code_fingerprint=decided.code,
+            data_facts={k: v for k, v in decided.prepared.items() if isinstance(v, int | float)},
+            started_at=decided.started_at,
+            ended_at=time.time(),
+        )
+        result = conclude(run, plan, env, known)
+        result.save(run.result)
+        write_report(run)
     return result
 
 
 @contextmanager
 def in_peace() -> Iterator[None]:
-    """While ranks live the launcher has its own handler for Ctrl-C; once they have ended, an
-    impatient second one must not cost the record of the run."""
+    """While ranks live the launcher has its own handlers; before and after, an impatient signal
+    must not cost the record of the run."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Ctrl-C reaches the main thread, which is the caller's
+        yield  # signals reach the main thread, which is the caller's
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _save_decisions(run: RunDir, job: Job, env: Env, plan: Plan, launch: LaunchPlan) -> None:
@@ -148,7 +233,7 @@ def _launch(
     start: Callable[[LaunchPlan, RunDir], LaunchEnd],
     talk: Talk,
 ) -> LaunchEnd:
-    follower = Follower(run, plan.world_size, talk.training(run, plan))
+    follower = Follower(run, plan.world_size, talk.training(run, plan), talk.say)
     follower.start()
     try:
         return start(launch, run)

@@ -130,9 +130,13 @@ class RunDir:
     def attempt(self) -> Path:
         return self.root / "attempt.json"
 
+    @property
+    def attempts(self) -> Path:
+        return self.root / "attempts"
+
     def past_attempt(self, number: int) -> Path:
         """Where the files that the next attempt writes anew are kept."""
-        return self.root / "attempts" / str(number)
+        return self.attempts / str(number)
 
     @property
     def halt(self) -> Path:
@@ -156,6 +160,11 @@ class RunDir:
     def dump_request(self) -> Path:
         """Touched to ask a live run for the stacks of all its ranks."""
         return self.root / "control" / "dump"
+
+    @property
+    def stop_request(self) -> Path:
+        """The numbers of the signals that came to the process which runs a launcher's command."""
+        return self.root / "control" / "stop"
 
     def rank(self, rank: int) -> Path:
         return self.ranks / f"rank{rank}"

@@ -1,13 +1,17 @@
 """All ranks choose one checkpoint together: the newest whose every byte is what was written."""
 
+import csv
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
 
 from paceline.checkpoint.folder import CheckpointFolder
-from paceline.checkpoint.tensors import TensorFiles
+from paceline.checkpoint.tensors import SUFFIX, TensorFiles
 from paceline.errors import DataError, RestoreError
 from paceline.records import Kept, Manifest
 
@@ -23,6 +27,10 @@ class Found:
     source: TensorFiles
     manifest: Manifest
     damages: list[str] = field(default_factory=list)
+
+    def rng(self, rank: int) -> dict[str, Tensor]:
+        """The random generators of a rank that took part in writing it."""
+        return load_file(self.source.folder / f"rng-rank{rank}{SUFFIX}")
 
 
 def choose_checkpoint(folder: CheckpointFolder, device: torch.device) -> Found | None:
@@ -75,3 +83,16 @@ def _all_agree(is_good: bool, device: torch.device) -> bool:
     verdict = torch.tensor(int(is_good), device=device)
     dist.all_reduce(verdict, dist.ReduceOp.MIN)
     return bool(verdict.item())
+
+
+def require_never_saved(log: Path, folder: CheckpointFolder) -> None:
+    """Refuse to begin anew where checkpoints were written and are gone."""
+    if not log.is_file():
+        return
+    with log.open(newline="") as file:
+        written = [row["step"] for row in csv.DictReader(file) if row.get("outcome") == "ok"]
+    if written:
+        raise RestoreError(
+            f"checkpoints up to step {written[-1]} were written, and {folder.root} holds none\n"
+            "hint: bring that folder back, or start a new run"
+        )

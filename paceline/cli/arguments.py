@@ -5,13 +5,10 @@ from typing import Annotated
 
 import typer
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE",
-        help="A recipe's name, a YAML file, FILE.py:Class, or +experiment=NAME.",
-    ),
-]
+SOURCE = typer.Argument(
+    metavar="RECIPE", help="A recipe's name, a YAML file, FILE.py:Class, or +experiment=NAME."
+)
+Source = Annotated[str, SOURCE]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

@@ -1,6 +1,7 @@
 """What a person sees on stderr: progress, problems, how a run ended. Readable without colour."""
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from paceline.conclude import REFUSALS
 from paceline.errors import Outcome, PacelineError
+from paceline.launch.cause import REFUSALS, STOPS
 from paceline.records import Plan, Result
 from paceline.rundir import RunDir
 
@@ -109,8 +110,9 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
     """The last lines of a run: how it ended, its figures with their window, its report."""
     if result.outcome is Outcome.OK:
         talk.say(f"finished {result.steps} steps, loss {_number(result.final_loss)}{_val(result)}")
-    elif result.outcome is Outcome.INTERRUPTED:
-        talk.say(f"interrupted after step {result.steps} (exit {result.exit_code})")
+    elif result.outcome in STOPS:
+        said = f"{result.outcome} after step {result.steps} (exit {result.exit_code})"
+        talk.say(f"{said}{_way_on(result, run)}")
     else:
         _say_failure(talk, result, run)
     for note in result.notes:
@@ -124,6 +126,14 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
             f" to {result.window.last_step})"
         )
     talk.say(f"report: {shown(run.report)}")
+
+
+def _way_on(result: Result, run: RunDir) -> str:
+    """How to continue a run that was stopped: from its newest checkpoint, where it has one."""
+    has_any = any((run.root / "checkpoints").glob("step_*"))
+    if result.outcome is not Outcome.PREEMPTED and not has_any:
+        return ""
+    return f": go on with: paceline train --resume {shlex.quote(shown(run.root))}"
 
 
 def _say_failure(talk: ConsoleTalk, result: Result, run: RunDir) -> None:

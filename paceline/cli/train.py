@@ -1,26 +1,55 @@
-"""`paceline train`: one run, from config to report."""
+"""`paceline train`: one run, from config to report, or on from where it stopped."""
+
+from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.arguments import JsonFlag, OutOption, Overrides, Source
+from paceline.cli.arguments import SOURCE, JsonFlag, OutOption, Overrides
+from paceline.errors import ConfigError, StopAsked
+
+if TYPE_CHECKING:
+    from paceline.cli.talk import ConsoleTalk
+    from paceline.launch.muster import RollCall
+    from paceline.records import Result
 
 
 def train(
-    source: Source,
+    source: Annotated[str, SOURCE] = "",
     overrides: Overrides = None,
     out: OutOption = None,
     as_json: JsonFlag = False,
     dry_run: bool = typer.Option(False, "--dry-run", help="Plan, say what would run, and stop."),
+    resume: Path | None = typer.Option(
+        None, "--resume", help="Go on in this run directory, from its newest sound checkpoint."
+    ),
+    allow_change: bool = typer.Option(
+        False, "--allow-change", help="With --resume: accept settings that change the training."
+    ),
 ) -> None:
     """Train a recipe, a YAML file, or a job of your own; write the run record and its report.
 
     Example: paceline train lm_tiny train.steps=200 launch.nproc=2
 
     Your own job: paceline train my_job.py:MyWorkload train.steps=50
+
+    Go on with a run that was stopped: paceline train --resume runs/latest
     """
+    if resume is not None:
+        go_on(
+            resume,
+            [word for word in (source, *(overrides or [])) if word],
+            out,
+            as_json,
+            allow_change,
+        )
+    if not source:
+        raise ConfigError("train needs a RECIPE, or --resume RUN_DIR\nhint: paceline recipes")
     if dry_run:
         from paceline.cli.plan import plan
 
@@ -30,21 +59,67 @@ def train(
 
 def finish(source: str, overrides: list[str], out: Path | None, as_json: bool) -> None:
     """Run a job to its report, say how it ended, and leave with its exit code."""
-    from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout, say_result
-    from paceline.cli.together import among_ranks
     from paceline.job import load_job
-    from paceline.rundir import RunDir
 
-    talk = ConsoleTalk()
-    with among_ranks() as call, refusals_on_stdout(as_json):
+    def run(talk: ConsoleTalk, call: RollCall | None) -> Result:
         job = load_job(source, overrides)
         talk.say("checking the machine and planning")
         from paceline.flow import run_job  # imports torch: only once the config is right
 
-        result = run_job(job, out, talk, call)
-    # All that is left is to say so: one more Ctrl-C must not replace the run's exit code.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return run_job(job, out, talk, call)
+
+    _to_the_end(run, as_json)
+
+
+def go_on(
+    resume: Path, overrides: list[str], out: Path | None, as_json: bool, allow_change: bool
+) -> None:
+    """The same for a run that was stopped."""
+    if out is not None:
+        raise ConfigError("--resume goes on in the run's own directory; it takes no --out")
+
+    def run(talk: ConsoleTalk, call: RollCall | None) -> Result:
+        from paceline.flow import resume_job
+        from paceline.resume import load_resumption
+
+        resumption = load_resumption(resume, overrides, allow_change)
+        talk.say("checking the machine and planning")
+        return resume_job(resumption, allow_change, talk, call)
+
+    _to_the_end(run, as_json)
+
+
+def _to_the_end(run: Callable[[ConsoleTalk, RollCall | None], Result], as_json: bool) -> None:
+    from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout, say_result
+    from paceline.cli.together import among_ranks
+    from paceline.rundir import RunDir
+
+    talk = ConsoleTalk()
+    with among_ranks() as call, refusals_on_stdout(as_json), stoppable():
+        result = run(talk, call)
+    # All that is left is to say so: one more signal must not replace the run's exit code.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     say_result(talk, result, RunDir(Path(result.run_dir)))
     if as_json:
         print_json(result.to_json())
     raise typer.Exit(result.exit_code)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Before ranks exist there is nothing to save: a signal ends planning and preparing as Ctrl-C
+    does, and what was being written is cleaned up on the way out."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise StopAsked(
+            f"{signal.Signals(number).name}: stopped before any rank had started; data that was"
+            " prepared stays\nhint: the same command goes on from there"
+        )
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -36,22 +36,24 @@ class StepSlice:
     """Which positions of a step one data-parallel rank reads.
 
     A step takes `global_size` consecutive positions, whatever the number of ranks; microbatch a
-    of rank r is the (a * dp + r)-th piece of `micro` of them.
+    of rank r is the (a * dp + r)-th piece of `micro` of them. `start` is the position where this
+    attempt begins: all that a run which goes on must know of the one before.
     """
 
     micro: int
     grad_accum: int
     dp: int
     dp_rank: int
+    start: int = 0
 
     @property
     def global_size(self) -> int:
         return self.micro * self.grad_accum * self.dp
 
     def positions(self, microbatch: int) -> Indices:
-        """Positions of this rank's n-th microbatch, counted from the start of the run."""
+        """Positions of this rank's n-th microbatch, counted from `start`."""
         step, a = divmod(microbatch, self.grad_accum)
-        first = step * self.global_size + (a * self.dp + self.dp_rank) * self.micro
+        first = self.start + step * self.global_size + (a * self.dp + self.dp_rank) * self.micro
         return np.arange(first, first + self.micro, dtype=np.int64)
 
 

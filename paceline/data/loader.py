@@ -5,21 +5,24 @@ A loader's state is one number, the next microbatch: to resume is to start count
 
 import ctypes
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from paceline.data.cursor import Indices, Order, StepSlice
-from paceline.errors import DataError
+from paceline.data.rng import seed_rng
+from paceline.errors import DataError, LoaderError
 from paceline.workloads.base import Dataset, Workload
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MAX_NAMED = 8
 BLOCK = 128  # microbatches whose sample ids are computed together: the hash costs more than the sum
 
 
@@ -55,7 +58,12 @@ class MicrobatchSource(TorchDataset[Microbatch]):
         self._block, self._block_ids = -1, np.empty((0, 0), dtype=np.int64)
 
     def __getitem__(self, index: int) -> Microbatch:
-        sample_ids = self._sample_ids(index)
+        sample_ids = self.sample_ids(index)
+        if get_worker_info() is not None:
+            # By its place alone: what a data set draws does not depend on which loader it is in,
+            # nor on when the run was stopped and went on. Without loaders it draws from the rank's
+            # own generators, which checkpoints keep.
+            seed_rng(self.order.seed ^ (int(self.step_slice.positions(index)[0]) << 20))
         batch = collate(self.data, sample_ids)
         units = (
             len(sample_ids) * self.units_per_sample
@@ -64,7 +72,7 @@ class MicrobatchSource(TorchDataset[Microbatch]):
         )
         return Microbatch(batch, sample_ids, units)
 
-    def _sample_ids(self, index: int) -> Indices:
+    def sample_ids(self, index: int) -> Indices:
         block, row = divmod(index, BLOCK)
         if block != self._block:
             first = block * BLOCK
@@ -98,33 +106,78 @@ def _data_error(what: str, error: Exception) -> DataError:
     return DataError(f"the data set failed on {what}: {type(error).__name__}: {error}")
 
 
-def iter_microbatches(
-    source: MicrobatchSource, indices: range, plan: LoaderPlan
-) -> Generator[Microbatch]:
-    """Microbatches in order; loader processes keep `prefetch` of them ready each."""
-    if plan.num_workers == 0:
-        yield from map(source.__getitem__, indices)
-        return
-    loader = DataLoader(
+class Microbatches:
+    """`total` microbatches in order; loader processes keep `prefetch` of them ready each."""
+
+    def __init__(self, source: MicrobatchSource, total: int, plan: LoaderPlan) -> None:
+        self.source, self.plan = source, plan
+        self._next = 0  # the microbatch that is owed
+        self._workers: list[Any] = []
+        self._items: Iterator[Microbatch] = map(source.__getitem__, range(total))
+        if plan.num_workers:
+            self._items = iter(_loader(source, total, plan))
+            self._workers = list(getattr(self._items, "_workers", []))
+
+    def __next__(self) -> Microbatch:
+        try:
+            item = next(self._items)
+        except RuntimeError as error:
+            raise self.fault(error) from error
+        self._next += 1
+        return item
+
+    def fault(self, error: RuntimeError) -> Exception:
+        """A loader's death or silence in our words, with the samples it owes; else the error. It
+        may surface anywhere: torch raises it in a handler of SIGCHLD."""
+        if "DataLoader" not in str(error) or not self._workers:
+            return error
+        dead = [w for w in self._workers if not w.is_alive()]
+        number = self._workers.index(dead[0]) if dead else self._next % len(self._workers)
+        worker = self._workers[number]
+        owed = next(n for n in count(self._next) if n % len(self._workers) == number)
+        ids = self.source.sample_ids(owed).tolist()
+        shown = ", ".join(map(str, ids[:MAX_NAMED])) + (", ..." if len(ids) > MAX_NAMED else "")
+        what = (
+            f"died ({_exit_reason(worker.exitcode)})"
+            if dead
+            else f"gave nothing for {self.plan.timeout_s:g} s"
+        )
+        hint = (
+            "the kernel kills loaders when memory runs out: fewer data.num_workers, less prefetch"
+            if dead
+            else "look at these samples; data.timeout_s sets the limit"
+        )
+        return LoaderError(
+            f"loader process {number} of {len(self._workers)} (process {worker.pid}) {what} over"
+            f" samples {shown} (indices {min(ids)} to {max(ids)})\nhint: {hint}"
+        )
+
+    def close(self) -> None:
+        """End the loader's processes now: left to the interpreter's exit, they would hang it."""
+        shut_down = getattr(self._items, "_shutdown_workers", None)
+        self._items = iter(())
+        if shut_down is not None:
+            shut_down()
+
+
+def _exit_reason(code: int | None) -> str:
+    return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+
+
+def _loader(source: MicrobatchSource, total: int, plan: LoaderPlan) -> DataLoader[Microbatch]:
+    return DataLoader(
         source,
         batch_size=None,  # an item is a whole microbatch already
-        sampler=indices,
+        sampler=range(total),
         num_workers=plan.num_workers,
         prefetch_factor=plan.prefetch,
         timeout=plan.timeout_s,
         pin_memory=plan.pin_memory,
-        persistent_workers=True,
         # A rank is a child of a fork server and would start its loaders from another one: slow,
         # and unable to pickle what a user's own file defines.
         multiprocessing_context="fork",
         worker_init_fn=_quiet_worker,
     )
-    try:
-        yield from loader
-    except RuntimeError as error:
-        if "DataLoader" not in str(error):
-            raise
-        raise DataError(f"a loader process failed: {error}") from error
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -156,9 +209,9 @@ def eval_ids(num_samples: int, micro: int, dp: int, dp_rank: int) -> list[Indice
 
 
 def _quiet_worker(_: int) -> None:
-    """Ctrl-C and TERM go to the whole group; the rank decides when its loaders end, not they.
+    """Signals may go to the whole group; the rank decides when its loaders end, not they.
     And they end with it, even one that hangs in a user's code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)

@@ -70,6 +70,8 @@ def draw_plan(order: Order, argv: Sequence[str], hosts: Sequence[str]) -> Launch
         reasons=reasons,
         ranks=_places(crew, settings, hosts),
         limits=limits_of(settings),
+        # Whatever else ranks do is short, and starts from nothing each time.
+        max_restarts=settings.max_restarts if order.task == "train" else 0,
         findings=[*fabric.findings, *_overruled(order, fabric.variables)],
     )
 

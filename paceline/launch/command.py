@@ -19,15 +19,18 @@ from pathlib import Path
 import psutil
 
 from paceline.errors import ClusterError
+from paceline.files import write_atomic
 from paceline.launch.base import MEMBER, LaunchEnd, Order
 from paceline.launch.member import load_ends, starter_variable
 from paceline.launch.pulse import Pulse
-from paceline.launch.supervisor import POLL_S, Notes, noted_signals
+from paceline.launch.signals import Notes, kill_time, noted_signals, repeats
+from paceline.launch.supervisor import POLL_S, modified_at
 from paceline.records import LaunchPlan, Limits
 from paceline.rundir import RunDir
 
 PR_SET_PDEATHSIG = 1
 EXTRA_S = 15.0  # members need their own grace before the command may be killed
+HASTE_S = 3.0  # the same after a second Ctrl-C, when they kill at once
 LAST_LINES = 8
 
 
@@ -42,9 +45,10 @@ def require_program(name: str, hint: str) -> None:
 
 
 def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> LaunchEnd:
-    """Run the plan's command to its end; its own output goes to launcher.log. `stop` is the signal
-    by which this launcher lets its ranks end in order."""
+    """Run the plan's command to its end; its own output goes to launcher.log. `stop` is SIGUSR2 for
+    a launcher that passes it on to its ranks, and SIGTERM for one that has no such signal."""
     name = Path(launch.argv[0]).name
+    run.stop_request.unlink(missing_ok=True)
     with noted_signals() as notes, run.launcher_log.open("ab") as log:
         process = subprocess.Popen(
             launch.argv,
@@ -56,14 +60,15 @@ def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> 
             preexec_fn=partial(_end_with_parent, stop),
         )
         try:
-            end = _watch(process, notes, run, launch, stop)
+            end = CommandWatch(process, notes, run, launch, stop).watch()
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
             _end_session(process.pid, launch.limits.grace_s + EXTRA_S)
+            run.stop_request.unlink(missing_ok=True)
     ends = load_ends(run, launch.crew.world_size)
-    asked = notes.ending[0] if notes.ending and not end.had_failed else None
+    asked = notes.first if not end.had_failed else None
     refusal = ""
     if end.stall:
         refusal = f"{name} had not started every rank in time{_last_words(run.launcher_log)}"
@@ -79,29 +84,77 @@ class CommandEnd:
     stall: str = ""
 
 
-def _watch(
-    process: subprocess.Popen[bytes], notes: Notes, run: RunDir, launch: LaunchPlan, stop: int
-) -> CommandEnd:
+class CommandWatch:
     """Until the command has ended. Members keep the deadlines of their own ranks; this process
     those of ranks that never came."""
-    dumps, kill_at, end = 0, None, CommandEnd()
-    pulse = Pulse(run, range(launch.crew.world_size), _later(launch.limits))
-    while process.poll() is None:
-        if notes.dumps > dumps:
-            dumps = notes.dumps
-            request_dump(run)
-        if kill_at is None and not notes.ending:
-            end.stall = pulse.missed() or ""
-        if (notes.ending or end.stall) and kill_at is None:
-            ends = load_ends(run, launch.crew.world_size)
-            end.had_failed = any(found.failed for found in ends.values())
-            kill_at = time.monotonic() + launch.limits.grace_s + EXTRA_S
-            os.killpg(process.pid, stop)  # deepspeed passes nothing on to its own child
-        impatient = notes.ending.count(signal.SIGINT) > 1
-        if kill_at is not None and (impatient or time.monotonic() > kill_at):
-            process.kill()
-        time.sleep(POLL_S)
-    return end
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        notes: Notes,
+        run: RunDir,
+        launch: LaunchPlan,
+        stop: int,
+    ) -> None:
+        self.process, self.notes, self.run, self.launch = process, notes, run, launch
+        self.stop, self.end = stop, CommandEnd()
+        self._dumps = self._num_asked = 0
+        self._kill_at = float("inf")
+        self._watch_attempt()
+
+    def watch(self) -> CommandEnd:
+        while self.process.poll() is None:
+            self._answer()
+            if self.notes.ending:
+                self._pass_on()
+            elif not self.end.stall:
+                self._keep_deadlines()
+            if time.monotonic() > self._kill_at:
+                self.process.kill()
+            time.sleep(POLL_S)
+        return self.end
+
+    def _answer(self) -> None:
+        if self.notes.dumps > self._dumps:
+            self._dumps = self.notes.dumps
+            request_dump(self.run)
+
+    def _pass_on(self) -> None:
+        """Through a file: torchrun and mpirun give their ranks less time than they may need, and
+        make one signal of all. Through the launcher as well where that does no harm, for members
+        on other machines that do not see the file soon."""
+        asked = [self.notes.ending[0], *repeats(self.notes.ending)]
+        if len(asked) == self._num_asked:
+            return
+        if not self._num_asked:
+            self.end.had_failed = self._has_failed()
+        self._num_asked = len(asked)
+        self.run.stop_request.parent.mkdir(exist_ok=True)
+        write_atomic(self.run.stop_request, " ".join(str(heard.number) for heard in asked))
+        if self.stop == signal.SIGUSR2:
+            os.killpg(self.process.pid, self.stop)
+        kill_at = kill_time(self.notes.ending, self.launch.limits.grace_s)
+        # Members end their ranks first.
+        self._kill_at = kill_at + (EXTRA_S if kill_at > asked[-1].at else HASTE_S)
+
+    def _keep_deadlines(self) -> None:
+        if modified_at(self.run.attempt) != self._attempt_seen:
+            self._watch_attempt()
+        self.end.stall = self._pulse.missed() or ""
+        if self.end.stall:
+            self.end.had_failed = self._has_failed()
+            self._kill_at = time.monotonic() + self.launch.limits.grace_s + EXTRA_S
+            os.killpg(self.process.pid, self.stop)  # deepspeed passes nothing on to its own child
+
+    def _watch_attempt(self) -> None:
+        """Each attempt has its heartbeats, and its time to start."""
+        self._attempt_seen = modified_at(self.run.attempt)
+        ranks, limits = range(self.launch.crew.world_size), _later(self.launch.limits)
+        self._pulse = Pulse(self.run, ranks, limits)
+
+    def _has_failed(self) -> bool:
+        ends = load_ends(self.run, self.launch.crew.world_size)
+        return any(found.failed for found in ends.values())
 
 
 def _later(limits: Limits) -> Limits:

@@ -1,11 +1,15 @@
-"""Following a live run from its files: rank logs into train.log, training.csv into progress."""
+"""Following a live run from its files: rank logs into train.log, training.csv into progress, a new
+attempt into a line for the user."""
 
 import csv
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.errors import DataError
 from paceline.observe.heartbeat import Ticker
+from paceline.records import Attempt
 from paceline.rundir import RunDir
 
 INTERVAL_S = 0.2
@@ -19,10 +23,19 @@ class Tail:
     _offset: int = 0
     _rest: bytes = field(default=b"", repr=False)
 
+    @classmethod
+    def from_end(cls, path: Path) -> "Tail":
+        """Of what is written from now on: an earlier attempt's lines have been told."""
+        return cls(path, path.stat().st_size if path.is_file() else 0)
+
     def lines(self, last: bool = False) -> list[str]:
         """Lines since the last call; with `last`, the unfinished one too."""
         try:
             with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    # A new attempt has cut off what its checkpoint does not hold. What is left has
+                    # been told.
+                    self._offset, self._rest = file.seek(0, os.SEEK_END), b""
                 file.seek(self._offset)
                 new = file.read()
         except FileNotFoundError:
@@ -36,16 +49,23 @@ class Tail:
 
 
 class Follower(Ticker):
-    """A thread of the supervisor; `on_row` gets each new row of training.csv, in order."""
+    """A thread of the supervisor; `on_row` gets each new row of training.csv, in order, and the
+    last one of those that are there already. `say` is told of every attempt after the first."""
 
     def __init__(
-        self, run: RunDir, num_ranks: int, on_row: Callable[[dict[str, str]], None]
+        self,
+        run: RunDir,
+        num_ranks: int,
+        on_row: Callable[[dict[str, str]], None],
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         super().__init__(INTERVAL_S, "follower")
-        self._logs = {rank: Tail(run.rank_log(rank)) for rank in range(num_ranks)}
+        self._files, self._on_row, self._say = run, on_row, say
+        self._logs = {rank: Tail.from_end(run.rank_log(rank)) for rank in range(num_ranks)}
         self._train_log = run.train_log.open("a", buffering=1)
         self._training, self._columns = Tail(run.training), list[str]()
-        self._on_row = on_row
+        self._attempt = self._find_attempt()
+        self._tell(self._new_rows()[-1:])
 
     def stop(self) -> None:
         super().stop()
@@ -54,11 +74,35 @@ class Follower(Ticker):
 
     def tick(self) -> None:
         self._copy_logs(last=False)
-        for row in csv.reader(self._training.lines()):
-            if not self._columns:
-                self._columns = row
-            else:
-                self._on_row(dict(zip(self._columns, row, strict=False)))
+        self._tell(self._new_rows())
+        self._tell_attempt()
+
+    def _new_rows(self) -> list[list[str]]:
+        rows = list(csv.reader(self._training.lines()))
+        if rows and not self._columns:
+            self._columns, *rows = rows
+        return rows
+
+    def _tell(self, rows: list[list[str]]) -> None:
+        for row in rows:
+            if len(row) == len(self._columns):
+                self._on_row(dict(zip(self._columns, row, strict=True)))
+
+    def _find_attempt(self) -> Attempt | None:
+        """None too in the moment between two attempts."""
+        try:
+            return Attempt.load(self._files.attempt)
+        except DataError:
+            return None
+
+    def _tell_attempt(self) -> None:
+        found = self._find_attempt()
+        if found is None or self._attempt is None or found.number == self._attempt.number:
+            self._attempt = self._attempt or found
+            return
+        ended = Attempt.load(self._files.past_attempt(found.number - 1) / self._files.attempt.name)
+        self._say(f"{ended.cause}\nstarting all ranks again: attempt {found.number}")
+        self._attempt = found
 
     def _copy_logs(self, last: bool) -> None:
         for rank, tail in self._logs.items():

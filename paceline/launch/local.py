@@ -2,9 +2,11 @@
 
 import os
 import uuid
+from functools import partial
 from multiprocessing.util import get_temp_dir
 
 from paceline.cluster.group import Meeting, Place, serve_store
+from paceline.launch.attempts import Start, run_attempts
 from paceline.launch.base import LaunchEnd, Order, draw_plan
 from paceline.launch.rank import TASKS, RankTicket, Task
 from paceline.launch.supervisor import Supervisor
@@ -23,15 +25,20 @@ class LocalLauncher:
 
 
 def run_local(launch: LaunchPlan, run: RunDir, task: Task) -> LaunchEnd:
-    """Any task on the ranks of a plan. The store is ours: a free port, and no rank's death ends
-    the place where ranks meet."""
+    """Any task on the ranks of a plan."""
+    return run_attempts(launch, run, partial(_start_all, launch, run, task))
+
+
+def _start_all(launch: LaunchPlan, run: RunDir, task: Task, this: Start) -> LaunchEnd:
+    """The store is ours and each attempt's own: a free port, and no rank's death ends the place
+    where ranks meet."""
     store = serve_store()
     meeting = Meeting(LOOPBACK, store.port, uuid.uuid4().hex)
     world = launch.crew.world_size
     tickets = [
         build_ticket(launch, run, Place(rank, rank, world), meeting, task) for rank in range(world)
     ]
-    return Supervisor(run, tickets, launch.limits).run()
+    return Supervisor(run, tickets, this.limits).run(this.notes)
 
 
 def build_ticket(

@@ -7,22 +7,26 @@ crashes or is killed is seen and told, whatever the launcher does about it.
     python -m paceline.launch.member RUN_DIR    started by a launcher of ours: the plan is there
 """
 
+import itertools
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.cluster.group import Place
 from paceline.cluster.rendezvous import Topology, resolve_topology
 from paceline.errors import ClusterError, PacelineError
+from paceline.launch.archive import archive_rank
+from paceline.launch.attempts import Start, run_attempts
 from paceline.launch.base import LaunchEnd, Order, draw_plan, rank_device, rank_gpu
 from paceline.launch.local import build_ticket
 from paceline.launch.muster import RollCall, muster
+from paceline.launch.process import wait_for_any
 from paceline.launch.rank import TASKS, save_failure
-from paceline.launch.supervisor import Supervisor, wait_for_any
+from paceline.launch.signals import Notes, noted_signals
+from paceline.launch.supervisor import Supervisor
 from paceline.records import LaunchPlan, RankEnd, RankPlace
 from paceline.rundir import RunDir
 
@@ -54,13 +58,9 @@ class MemberLauncher:
         return draw_plan(order, argv=[], hosts=hosts).model_copy(update={"ranks": places})
 
     def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
+        run.stop_request.unlink(missing_ok=True)  # one that was killed may have left it
         self.call.publish(run_dir=str(run.root))
-        own = sit(run, launch, self.call)
-        ends = load_ends(run, launch.crew.world_size)
-        # A launcher ends everybody when one rank fails: then the signal is not the cause.
-        alone_to_blame = all(not end.failed or end.asked_to_end for end in ends.values())
-        complete = len(ends) == launch.crew.world_size
-        return LaunchEnd(ends=ends, signal=own.signal if alone_to_blame and complete else None)
+        return sit(run, launch, self.call)
 
 
 def attend(call: RollCall) -> int:
@@ -87,36 +87,88 @@ def end_code(end: RankEnd) -> int:
 
 
 def sit(run: RunDir, launch: LaunchPlan, call: RollCall) -> LaunchEnd:
-    """Supervise this member's own rank to its end, and tell the others how it went."""
-    topology = call.topology
-    place = Place(topology.rank, topology.local_rank, topology.world_size)
-    ticket = build_ticket(launch, run, place, call.meeting, TASKS[launch.task])
-    supervisor = Supervisor(run, [ticket], launch.limits, _ended_elsewhere(call))
-    end = supervisor.run()
-    if end.ends[topology.rank].failed:
-        call.tell_failure(topology.rank)
-    call.tell_end()
-    if topology.rank == 0:  # whose store the others speak through
-        call.wait_for_ends(launch.limits.grace_s + LAST_WORDS_S)
-    return end
+    """Supervise this member's own rank over all attempts. Rank 0 decides whether another follows,
+    because it reads every rank's last words; the others wait for its word."""
+    seat = Seat(run, launch, call)
+    if call.topology.rank == 0:
+        return run_attempts(launch, run, seat.lead, call.announce)
+    return seat.follow()
 
 
-def _ended_elsewhere(call: RollCall) -> Callable[[], bool]:
-    """Asks now and then: has the launcher, or who started it, gone; has another rank failed?"""
-    # In a container the launcher may be outside: then there is no parent to see.
-    above = [os.pidfd_open(pid) for pid in (os.getppid(), *_starter()) if pid]
-    asked_at = time.monotonic()
+class Seat:
+    """One member's place in a run."""
 
-    def is_over() -> bool:
-        nonlocal asked_at
-        if wait_for_any(above, 0):
+    def __init__(self, run: RunDir, launch: LaunchPlan, call: RollCall) -> None:
+        self.run, self.launch, self.call = run, launch, call
+        # In a container the launcher may be outside: then there is no parent to see.
+        self.above = [os.pidfd_open(pid) for pid in (os.getppid(), *_starter()) if pid]
+        self._asked_at = time.monotonic()
+
+    def lead(self, this: Start) -> LaunchEnd:
+        """Rank 0: its own rank, and then how all have ended."""
+        own = self.start(this)
+        self.call.wait_for_ends(self.launch.limits.grace_s + LAST_WORDS_S)
+        ends = load_ends(self.run, self.launch.crew.world_size)
+        signals = [end.signal for end in ends.values() if end.signal is not None]
+        # A launcher ends everybody when one rank fails: then the signal is not the cause.
+        alone_to_blame = all(not end.failed or end.asked_to_end for end in ends.values())
+        complete = len(ends) == self.launch.crew.world_size
+        found = own.signal or (signals[0] if signals else None)
+        return LaunchEnd(ends=ends, signal=found if alone_to_blame and complete else None)
+
+    def follow(self) -> LaunchEnd:
+        """Any other rank: start it as often as rank 0 says."""
+        with noted_signals() as notes:
+            for restarts in itertools.count():
+                end = self.start(Start(restarts, self.launch.limits, notes))
+                failed = self.launch.max_restarts and self.call.hear(self._is_deserted)
+                if not failed:
+                    break
+                archive_rank(self.run, failed, self.call.topology.rank)
+        return end
+
+    def start(self, this: Start) -> LaunchEnd:
+        """This member's own rank to its end; the others are told how it went."""
+        at, call = self.call.topology, self.call
+        place = Place(at.rank, at.local_rank, at.world_size)
+        task = TASKS[self.launch.task]
+        ticket = build_ticket(self.launch, self.run, place, call.ranks_meeting, task)
+        end = Supervisor(self.run, [ticket], this.limits, self._is_over).run(this.notes)
+        if at.rank not in end.ends:
+            end.ends[at.rank] = self._never_started(this.notes)
+        if end.ends[at.rank].failed:
+            call.tell_failure(at.rank)
+        call.tell_end()
+        return end
+
+    def _never_started(self, notes: Notes) -> RankEnd:
+        """A signal came first. The others wait for this rank, and rank 0 for a word of it."""
+        assert notes.first is not None, "nothing else keeps a rank from being started"
+        rank = self.call.topology.rank
+        end = RankEnd(
+            rank=rank,
+            host=socket.gethostname(),
+            exit_code=-notes.first,
+            asked_to_end=True,
+            signal=notes.first,
+            failed=True,
+        )
+        self.run.rank(rank).mkdir(parents=True, exist_ok=True)
+        end.save(self.run.rank_end(rank))
+        return end
+
+    def _is_deserted(self) -> bool:
+        """Has the launcher gone, or who started it?"""
+        return bool(self.above) and wait_for_any(self.above, 0)
+
+    def _is_over(self) -> bool:
+        """Asks now and then: has another rank failed?"""
+        if self._is_deserted():
             return True
-        if time.monotonic() - asked_at < POLL_S:
+        if time.monotonic() - self._asked_at < POLL_S:
             return False
-        asked_at = time.monotonic()
-        return call.has_failed()
-
-    return is_over
+        self._asked_at = time.monotonic()
+        return self.call.has_failed()
 
 
 def starter_variable() -> dict[str, str]:

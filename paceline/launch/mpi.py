@@ -1,5 +1,6 @@
 """mpirun of Open MPI, as a starter of processes: ranks never call MPI."""
 
+import signal
 import socket
 import subprocess
 
@@ -43,7 +44,8 @@ class MpiLauncher:
                 "this mpirun is not Open MPI's, whose flags launch.launcher=mpi uses\n"
                 "hint: start it yourself: mpirun -n 2 paceline train RECIPE"
             )
-        return run_command(launch, run)
+        # mpirun kills its ranks a second after TERM, and passes USR2 on.
+        return run_command(launch, run, stop=signal.SIGUSR2)
 
 
 def _free_port() -> int:

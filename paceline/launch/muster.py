@@ -8,9 +8,9 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import psutil
@@ -26,8 +26,10 @@ CONNECT_S = 300.0
 SUSPECT_S = 10.0
 WAIT_S = 1.0
 POLL_S = 0.02
+WORD_S = 0.1
 LINGER_S = 5.0
 MAX_NAMED = 16
+AGAIN, STOP = "again ", "stop"
 CRASHED = EXIT_CODES[Outcome.CRASHED]
 
 
@@ -39,6 +41,12 @@ class RollCall:
     store: Store
     meeting: Meeting
     server: TCPStore | None  # kept alive by rank 0
+    round: int = 0  # of starts: each has words of its own
+
+    @property
+    def ranks_meeting(self) -> Meeting:
+        """Where the ranks of this round meet: they find nothing that an earlier one has left."""
+        return replace(self.meeting, prefix=f"{self.meeting.prefix}/{self.round}")
 
     def wait_for_all(self, start_s: float) -> list[RankPlace]:
         """Rank 0: hosts and local ranks of everybody, or an error that lists the missing."""
@@ -81,26 +89,46 @@ class RollCall:
 
     def tell_failure(self, rank: int) -> None:
         with suppress(RuntimeError):
-            self.store.set("failed", str(rank))
+            self.store.set(f"{self.round}/failed", str(rank))
 
     def tell_end(self) -> None:
         with suppress(RuntimeError):
-            self.store.add("ended", 1)
+            self.store.add(f"{self.round}/ended", 1)
 
     def has_failed(self) -> bool:
         """True when a member has said so, or the store is gone, and with it rank 0."""
         try:
-            return bool(self.store.check(["failed"]))
+            return bool(self.store.check([f"{self.round}/failed"]))
         except RuntimeError:
             return True
 
     def wait_for_ends(self, timeout_s: float) -> None:
+        """Rank 0, whose store the others speak through, lets them say their last word."""
         deadline = time.monotonic() + timeout_s
         with suppress(RuntimeError):
             while time.monotonic() < deadline:
-                if self.store.add("ended", 0) >= self.topology.world_size:
+                if self.store.add(f"{self.round}/ended", 0) >= self.topology.world_size:
                     return
                 time.sleep(POLL_S)
+
+    def announce(self, number: int | None) -> None:
+        """Rank 0: the attempt of this number has failed and another follows; None: none does."""
+        with suppress(RuntimeError):
+            self.store.set(f"{self.round}/word", AGAIN + str(number) if number else STOP)
+        self.round += 1
+
+    def hear(self, is_over: Callable[[], bool]) -> int | None:
+        """What rank 0 announces. It may not come: then there is nobody to go on with."""
+        while not is_over():
+            try:
+                if self.store.check([f"{self.round}/word"]):
+                    word = self.store.get(f"{self.round}/word").decode()
+                    self.round += 1
+                    return int(word.removeprefix(AGAIN)) if word.startswith(AGAIN) else None
+            except RuntimeError:
+                return None
+            time.sleep(WORD_S)
+        return None
 
 
 @contextmanager

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from paceline.cluster.group import Meeting, Place
 from paceline.errors import EXIT_CODES
 from paceline.job import reload_job
+from paceline.observe.control import Ask, Requests
 from paceline.records import LaunchPlan, Plan, RankVerdict
 from paceline.rundir import RunDir
 from paceline.train.verdict import explain, outcome_of
@@ -35,18 +36,30 @@ from paceline.train.worker import RankRun
 
 LOG = logging.getLogger("paceline")
 PR_SET_PDEATHSIG = 1
+ASKS = {
+    signal.SIGTERM: Ask.PREEMPT,
+    signal.SIGUSR2: Ask.PREEMPT,
+    signal.SIGINT: Ask.INTERRUPT,
+}
 
 
 @dataclass(frozen=True)
 class Post:
-    """Where a rank stands, where it meets the others, where its files go."""
+    """Where a rank stands, where it meets the others, where its files go, what is asked of it."""
 
     run: RunDir
     place: Place
     meeting: Meeting
+    requests: Requests
 
 
 Task = Callable[[Post], None]
+
+
+def answering(task: Task) -> Task:
+    """Marks a task that looks at its requests: signals are then notes, and do not end it."""
+    task.answers = True  # type: ignore[attr-defined]
+    return task
 
 
 @dataclass(frozen=True)
@@ -65,16 +78,13 @@ class RankTicket:
 
 def rank_main(ticket: RankTicket) -> None:
     """Run one rank to its verdict. A failure ends the process with the outcome's exit code."""
-    post = Post(RunDir(Path(ticket.run_dir)), ticket.place, ticket.meeting)
+    post = Post(RunDir(Path(ticket.run_dir)), ticket.place, ticket.meeting, Requests())
     _apply_environment(ticket)
     os.setpgid(0, 0)  # Ctrl-C reaches the supervisor alone, which ends the ranks in order
     _redirect(post.run.rank_log(post.place.rank))
     _die_with(ticket.supervisor_pid, ticket.temporary)
     _dump_stacks_on_request(post.run.stacks(post.place.rank))
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # the fork server is deaf
-        signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGINT, signal.SIGUSR2):  # some launchers signal every process
-        signal.signal(number, signal.SIG_IGN)
+    _take_signals(post.requests if getattr(ticket.task, "answers", False) else None)
     try:
         ticket.task(post)
     except BaseException as error:
@@ -91,6 +101,24 @@ def rank_main(ticket: RankTicket) -> None:
     os._exit(0)  # a thread that the user left running must not keep a finished rank
 
 
+def _take_signals(requests: Requests | None) -> None:
+    """The fork server is deaf; a rank notes what it is asked. A task that has no ear for requests
+    is ended by them: it has nothing to lose."""
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    if requests is None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        return
+
+    def note(number: int, frame: Any) -> None:
+        requests.raise_to(ASKS[signal.Signals(number)])
+
+    for number in ASKS:
+        signal.signal(number, note)
+        signal.siginterrupt(number, False)  # C++ code need not know of it
+
+
+@answering
 def train_rank(post: Post) -> None:
     """The task of `paceline train`."""
     plan = Plan.load(post.run.plan)
@@ -99,7 +127,8 @@ def train_rank(post: Post) -> None:
     job = reload_job(post.run, launch.workload)
     place = post.place
     LOG.info("rank %d of %d: process %d", place.rank, place.world_size, os.getpid())
-    verdict = RankRun(job, plan, post.run, place, post.meeting).execute()
+    rank = RankRun(job, plan, post.run, place, post.meeting, requests=post.requests)
+    verdict = rank.execute()
     LOG.info("%s after step %d", verdict.outcome, verdict.step)
 
 

@@ -2,107 +2,35 @@
 
 It never touches CUDA and never waits for a rank, so whatever a rank is stuck in, this answers.
 A loop in the main thread; signal handlers only take notes.
+
+    a signal to us       ranks are asked to stop in order, and killed when the grace is over
+    a rank has failed    the others are killed at once: without it they can do nothing useful, and
+                         one that is busy outside a collective would not notice for long
 """
 
 import multiprocessing
-import os
-import select
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from paceline.errors import Outcome
 from paceline.launch.base import LaunchEnd
+from paceline.launch.process import REAP_S, RankProcess, count_oom_kills, wait_for_any
 from paceline.launch.pulse import Deadline, Pulse
 from paceline.launch.rank import RankTicket, rank_main
+from paceline.launch.signals import Notes, kill_time, request_for
 from paceline.records import Limits, RankEnd, RankVerdict
 from paceline.rundir import RunDir
 
 POLL_S = 0.05
 DUMP_S = 2.0  # how long a stack dump may take before ranks are ended
 CONTROL_S = 1.0
+ASK_S = 1.0  # a rank that is only starting has not heard the request: it is repeated
 SETTLE_S = 0.2
 NURSERY = "paceline.launch.nursery"
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
-
-
-@dataclass
-class Notes:
-    """What signals asked for. Handlers write here and do nothing else."""
-
-    ending: list[int] = field(default_factory=list)
-    dumps: int = 0
-
-
-@contextmanager
-def noted_signals() -> Iterator[Notes]:
-    """Take note of signals meanwhile; afterwards every handler is what it was."""
-    notes = Notes()
-    if threading.current_thread() is not threading.main_thread():
-        yield notes  # only the main thread may have handlers; its owner decides about signals
-        return
-
-    def note(number: int, frame: Any) -> None:
-        if number == signal.SIGUSR1:
-            notes.dumps += 1
-        else:
-            notes.ending.append(number)
-
-    # nohup has had SIGHUP ignored, and so it stays.
-    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-    watched = [number for number in (*ENDING, signal.SIGUSR1) if number not in ignored]
-    before = {number: signal.signal(number, note) for number in watched}
-    try:
-        yield notes
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@dataclass
-class RankProcess:
-    """A rank as a process: signalled through its pidfd, which can never name another's."""
-
-    rank: int
-    process: Any
-    pidfd: int
-    asked_to_end: bool = False
-    was_stopped: bool = False
-    done_at: float = 0.0
-
-    @classmethod
-    def start(cls, ticket: RankTicket) -> "RankProcess":
-        context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=rank_main, args=(ticket,), name=f"rank{ticket.place.rank}")
-        process.start()
-        assert process.pid is not None, "it has been started"
-        try:
-            pidfd = os.pidfd_open(process.pid)
-        except ProcessLookupError:  # it is gone already; its exit code tells
-            pidfd = -1
-        return cls(ticket.place.rank, process, pidfd)
-
-    @property
-    def is_alive(self) -> bool:
-        return bool(self.process.is_alive())
-
-    def signal(self, number: int) -> None:
-        if self.pidfd >= 0 and self.is_alive:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, number)
-
-    def close(self) -> None:
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
 
 
 class Supervisor:
@@ -118,28 +46,30 @@ class Supervisor:
         self.run_dir, self.tickets, self.limits, self.is_over = run, tickets, limits, is_over
         self.ranks: list[RankProcess] = []
         self.stall: Deadline | None = None
-        self.kill_at: float | None = None
         self.signal: int | None = None
+        self.has_killed = False
         self._dumps_done = 0
-        self._control_at = self._looked_at = 0.0
-        self._control_seen = _modified_at(run.dump_request)
+        self._asked_at = self._control_at = self._looked_at = 0.0
+        self._control_seen = modified_at(run.dump_request)
         self._oom_kills = count_oom_kills()
 
-    def run(self) -> LaunchEnd:
+    def run(self, notes: Notes) -> LaunchEnd:
+        """`notes` are taken by the caller, who may have had a signal before the first rank."""
         multiprocessing.set_forkserver_preload([NURSERY, rank_main.__module__])
-        with noted_signals() as notes:
-            try:
-                self._start(notes)
-                pulse = Pulse(self.run_dir, [r.rank for r in self.ranks], self.limits)
-                while self._wait():
-                    self._answer(notes)
-                    if self.kill_at is None and self._must_end(notes, pulse):
-                        self._ask_to_end()
-                    self._escalate(notes)
-                    self._end_lingering()
-            finally:
-                self._kill_all()
-            self._settle(notes)
+        try:
+            self._start(notes)
+            pulse = Pulse(self.run_dir, [r.rank for r in self.ranks], self.limits)
+            while self._wait():
+                self._answer(notes)
+                if notes.ending and not self.has_killed:
+                    self.signal = notes.first
+                    self._ask_to_stop()
+                if why := self._why_kill(notes, pulse):
+                    self._kill_all(why)
+                self._end_lingering()
+        finally:
+            self._kill_all("the supervisor leaves")
+        self._settle(notes)
         return self._conclude()
 
     def _start(self, notes: Notes) -> None:
@@ -149,9 +79,7 @@ class Supervisor:
                 self._log(f"rank {ticket.place.rank} is process {self.ranks[-1].process.pid}")
 
     def _log(self, text: str) -> None:
-        """A line in launcher.log, which the supervisors of all machines share."""
-        with self.run_dir.launcher_log.open("a") as log:
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {socket.gethostname()}: {text}\n")
+        log_line(self.run_dir, text)
 
     def _wait(self) -> bool:
         """Until something happens or a moment has passed; False once no rank is alive."""
@@ -161,38 +89,56 @@ class Supervisor:
         return any(r.is_alive for r in self.ranks)
 
     def _answer(self, notes: Notes) -> None:
-        """Stack dumps on request: by signal, or by the file that a launcher cannot swallow."""
-        asked = self._dump_was_requested()
+        """Stack dumps by signal; by files, which no launcher can swallow, dumps and the end."""
+        asked = False
+        if time.monotonic() - self._control_at >= CONTROL_S:
+            self._control_at = time.monotonic()
+            asked = self._dump_was_requested()
+            self._hear_of_stop(notes)
         if notes.dumps > self._dumps_done or asked:
             self._dumps_done = notes.dumps
             self.dump_stacks("on request")
 
     def _dump_was_requested(self) -> bool:
-        if time.monotonic() - self._control_at < CONTROL_S:
-            return False
-        self._control_at = time.monotonic()
-        modified_at = _modified_at(self.run_dir.dump_request)
-        is_new = modified_at != self._control_seen
-        self._control_seen = modified_at
-        return is_new and modified_at is not None
+        found = modified_at(self.run_dir.dump_request)
+        is_new = found != self._control_seen
+        self._control_seen = found
+        return is_new and found is not None
 
-    def _must_end(self, notes: Notes, pulse: Pulse) -> bool:
-        if notes.ending:
-            self.signal = notes.ending[0]
-            return True
+    def _hear_of_stop(self, notes: Notes) -> None:
+        """What our starter was asked (command.py), unless the launcher has passed it on."""
+        try:
+            asked = [int(word) for word in self.run_dir.stop_request.read_text().split()]
+        except (OSError, ValueError):
+            return
+        for number in asked[len(notes.ending) :]:
+            notes.hear(number)
+
+    def _why_kill(self, notes: Notes, pulse: Pulse) -> str:
+        """Why no rank may go on; empty: they may."""
         failed = [r for r in self.ranks if not r.is_alive and self._has_failed(r)]
-        if any(self._timed_out(r) for r in failed):
-            self.stall = "collective"
-        elif failed or self.is_over():
-            return True
-        else:
-            self.stall = pulse.missed()
-        if self.stall is None:
-            return False
+        if failed and not any(self._timed_out(r) for r in failed):
+            return f"rank {failed[0].rank} has failed"
+        if self.is_over():
+            return "the run has ended elsewhere"
+        if notes.ending:
+            return self._why_impatient(notes)
+        stall: Deadline | None = "collective" if failed else pulse.missed()
+        if stall is None or self.has_killed:
+            return ""
+        self.stall = stall
         for rank in self.ranks:
-            rank.was_stopped = _is_stopped(rank)
-        self.dump_stacks(f"the {self.stall} deadline has passed")
-        return True
+            rank.was_stopped = rank.is_stopped
+        self.dump_stacks(f"the {stall} deadline has passed")
+        return f"the {stall} deadline has passed"
+
+    def _why_impatient(self, notes: Notes) -> str:
+        if len(self.ranks) < len(self.tickets):
+            return "the signal came before all ranks had started"
+        if time.monotonic() < kill_time(notes.ending, self.limits.grace_s):
+            return ""
+        again = len(notes.ending) > 1
+        return "we got another signal" if again else f"{self.limits.grace_s:g} s of grace are over"
 
     def _has_failed(self, rank: RankProcess) -> bool:
         """By its own word: gloo sometimes aborts in teardown, after all is done and said."""
@@ -226,7 +172,7 @@ class Supervisor:
         before = {}
         for rank in self.ranks:
             path = self.run_dir.stacks(rank.rank)
-            if rank.is_alive and path.is_file() and not _is_stopped(rank):
+            if rank.is_alive and path.is_file() and not rank.is_stopped:
                 with path.open("a") as file:
                     file.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')}: {why}\n")
                 before[path] = path.stat().st_size
@@ -235,100 +181,69 @@ class Supervisor:
         while time.monotonic() < deadline and _unchanged(before):
             time.sleep(POLL_S)
 
-    def _ask_to_end(self) -> None:
-        """TERM to all; one that is stopped cannot hear it and is killed."""
-        self.kill_at = time.monotonic() + self.limits.grace_s
-        for rank in self.ranks:
-            if rank.is_alive:
-                rank.asked_to_end = True
-                self._log(f"rank {rank.rank} is asked to end: {self._reason()}")
-                rank.signal(signal.SIGKILL if _is_stopped(rank) else signal.SIGTERM)
-
-    def _reason(self) -> str:
-        if self.signal is not None:
-            return f"we got {signal.Signals(self.signal).name}"
-        if self.stall is not None:
-            return f"the {self.stall} deadline has passed"
-        ended = [f"rank {r.rank} has failed" for r in self.ranks if not r.is_alive]
-        return ended[0] if ended else "the run has ended elsewhere"
-
-    def _escalate(self, notes: Notes) -> None:
-        """KILL when the grace is over, or at the second Ctrl-C."""
-        if self.kill_at is None:
+    def _ask_to_stop(self) -> None:
+        """Ranks take note, agree on a step, write a checkpoint and leave. To ask twice is as to
+        ask once, and one that was only starting has not heard the first time."""
+        assert self.signal is not None, "somebody has asked us"
+        if time.monotonic() - self._asked_at < ASK_S:
             return
-        impatient = notes.ending.count(signal.SIGINT) > 1
-        if impatient or time.monotonic() > self.kill_at:
-            self._kill_all()
-
-    def _kill_all(self) -> None:
+        self._asked_at = time.monotonic()
+        name, request = signal.Signals(self.signal).name, request_for(self.signal)
         for rank in self.ranks:
             if rank.is_alive:
+                if not rank.asked_to_end:
+                    self._log(f"rank {rank.rank} is asked to stop: we got {name}")
                 rank.asked_to_end = True
-                rank.signal(signal.SIGKILL)
+                rank.signal(signal.SIGKILL if rank.is_stopped else request)
+
+    def _kill_all(self, why: str) -> None:
+        for rank in self.ranks:
+            if rank.kill():
+                self.has_killed = True
+                self._log(f"rank {rank.rank} is killed: {why}")
         for rank in self.ranks:
             if rank.pidfd >= 0:
-                wait_for_any([rank.pidfd], 10.0)
+                wait_for_any([rank.pidfd], REAP_S)
 
     def _settle(self, notes: Notes) -> None:
         """A launcher that ends a run signals every supervisor, and ranks fail as their peers go.
         A failure beside such a signal is the run's end, not its cause."""
         if any(self._has_failed(r) for r in self.ranks) and not notes.ending:
             time.sleep(SETTLE_S)
-        if notes.ending and self.kill_at is None:
-            self.signal = notes.ending[0]
+        if notes.ending and self.signal is None and not self.has_killed:
+            self.signal = notes.first
             for rank in self.ranks:
                 rank.asked_to_end = True
 
     def _conclude(self) -> LaunchEnd:
-        host, oom_kills = socket.gethostname(), count_oom_kills() - self._oom_kills
-        ends = {}
-        for rank in self.ranks:
-            rank.process.join(timeout=10)
-            _end_group(rank.process.pid)
-            code = rank.process.exitcode
-            self._log(f"rank {rank.rank} ended with exit code {code}")
-            killed = code == -signal.SIGKILL and not rank.asked_to_end
-            ends[rank.rank] = RankEnd(
-                rank=rank.rank,
-                host=host,
-                exit_code=code if code is not None else -signal.SIGKILL,
-                asked_to_end=rank.asked_to_end,
-                stall=self.stall or "",
-                failed=self._has_failed(rank),
-                was_stopped=rank.was_stopped,
-                ran_out_of_memory=killed and oom_kills > 0,
-            )
-            self.run_dir.rank(rank.rank).mkdir(parents=True, exist_ok=True)
-            ends[rank.rank].save(self.run_dir.rank_end(rank.rank))
-            rank.close()
+        oom_kills = count_oom_kills() - self._oom_kills
+        ends = {rank.rank: self._end_of(rank, oom_kills > 0) for rank in self.ranks}
+        for rank, end in ends.items():
+            self._log(f"rank {rank} ended with exit code {end.exit_code}")
+            self.run_dir.rank(rank).mkdir(parents=True, exist_ok=True)
+            end.save(self.run_dir.rank_end(rank))
         return LaunchEnd(ends=ends, signal=self.signal)
 
-
-def wait_for_any(handles: Sequence[int], timeout_s: float) -> bool:
-    """True once one of them is readable; poll, because select stops at 1024 descriptors."""
-    poll = select.poll()
-    for handle in handles:
-        poll.register(handle, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
-
-
-def _is_stopped(rank: RankProcess) -> bool:
-    try:
-        return psutil.Process(rank.process.pid).status() in (
-            psutil.STATUS_STOPPED,
-            psutil.STATUS_TRACING_STOP,
+    def _end_of(self, rank: RankProcess, had_oom_kill: bool) -> RankEnd:
+        code = rank.reap()
+        was_killed = code == -signal.SIGKILL and not rank.asked_to_end
+        return RankEnd(
+            rank=rank.rank,
+            host=socket.gethostname(),
+            exit_code=code,
+            asked_to_end=rank.asked_to_end,
+            signal=self.signal,
+            stall=self.stall or "",
+            failed=self._has_failed(rank),
+            was_stopped=rank.was_stopped,
+            ran_out_of_memory=was_killed and had_oom_kill,
         )
-    except psutil.Error:
-        return False
 
 
-def _end_group(pgid: int) -> None:
-    """What a rank started and left behind in its process group, which is in our own session."""
-    for process in psutil.process_iter():
-        with suppress(ProcessLookupError, PermissionError, psutil.Error):
-            is_ours = os.getpgid(process.pid) == pgid and os.getsid(process.pid) == os.getsid(0)
-            if is_ours and process.pid != pgid:
-                process.kill()
+def log_line(run: RunDir, text: str) -> None:
+    """A line in launcher.log, which the supervisors of all machines share."""
+    with run.launcher_log.open("a") as log:
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {socket.gethostname()}: {text}\n")
 
 
 def _unchanged(before: dict[Path, int]) -> bool:
@@ -336,22 +251,8 @@ def _unchanged(before: dict[Path, int]) -> bool:
     return any(path.stat().st_size == size for path, size in before.items())
 
 
-def _modified_at(path: Path) -> int | None:
+def modified_at(path: Path) -> int | None:
     try:
         return path.stat().st_mtime_ns
     except OSError:
         return None
-
-
-def count_oom_kills() -> int:
-    """Processes that the kernel has killed in our control group for want of memory."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().splitlines()[0].rpartition("::")[2]
-        for folder in (Path("/sys/fs/cgroup") / group.lstrip("/"), Path("/sys/fs/cgroup")):
-            events = folder / "memory.events"
-            if events.is_file():
-                lines = dict(line.split() for line in events.read_text().splitlines())
-                return int(lines["oom_kill"])
-    except (OSError, ValueError, KeyError, IndexError):
-        pass
-    return 0

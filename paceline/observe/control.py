@@ -5,6 +5,12 @@ largest number of any of them, at the same step.
 """
 
 from enum import IntEnum
+from pathlib import Path
+
+from paceline.observe.heartbeat import Ticker
+from paceline.rundir import RunDir
+
+POLL_S = 0.25
 
 
 class Ask(IntEnum):
@@ -35,3 +41,29 @@ class Requests:
         """All ranks have done it; a stop is never taken back."""
         if self._asked is ask is Ask.CHECKPOINT:
             self._asked = Ask.NOTHING
+
+
+class ControlFiles(Ticker):
+    """Rank 0 looks for .HALT and control/checkpoint; one that was there before is no request."""
+
+    def __init__(self, run: RunDir, requests: Requests, halt_seen: int | None) -> None:
+        super().__init__(POLL_S, "control")
+        self._requests = requests
+        self._watched = {run.halt: Ask.PREEMPT, run.checkpoint_request: Ask.CHECKPOINT}
+        self._seen = {path: modified_at(path) for path in self._watched}
+        self._seen[run.halt] = halt_seen
+
+    def tick(self) -> None:
+        for path, ask in self._watched.items():
+            found = modified_at(path)
+            if found is not None and found != self._seen[path]:
+                self._requests.raise_to(ask)
+            self._seen[path] = found
+
+
+def modified_at(path: Path) -> int | None:
+    """In nanoseconds; None where there is no such file."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None

@@ -24,7 +24,8 @@ class Telemetry(Ticker):
         super().__init__(interval_s, "telemetry")
         self._file = path.open("a", buffering=1, newline="")
         self._writer = csv.writer(self._file, lineterminator="\n")
-        self._writer.writerow(COLUMNS)
+        if path.stat().st_size == 0:
+            self._writer.writerow(COLUMNS)
         self._process = psutil.Process(os.getpid())
         self._nvml = Nvml.open()
         psutil.cpu_percent(interval=None)  # the first call only sets the reference point

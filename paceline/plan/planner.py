@@ -130,17 +130,21 @@ def split_batch(config: RunConfig, dp: int) -> tuple[BatchSplit, list[Finding]]:
     return split, problems
 
 
-def measure_model(workload: Workload, config: RunConfig) -> ModelShape:
-    """Parameters of the model, built on meta: no memory, any size. Tied ones count once."""
+def sketch_model(workload: Workload, config: RunConfig) -> torch.nn.Module:
+    """The model on meta: no memory, any size."""
     try:
         with torch.device("meta"):
-            model = workload.build_model(config)
+            return workload.build_model(config)
     except PacelineError:
         raise
     except Exception:
         # It reads a value while it is built, which meta tensors do not have: build it for real.
-        model = _build_for_real(workload, config)
-    shape = measure_shape(model)
+        return _build_for_real(workload, config)
+
+
+def measure_model(workload: Workload, config: RunConfig) -> ModelShape:
+    """Parameters of the model; tied ones count once."""
+    shape = measure_shape(sketch_model(workload, config))
     if not shape.trainable:
         raise ConfigError(f"{type(workload).__name__}.build_model gave nothing to train")
     return shape

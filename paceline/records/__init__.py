@@ -30,6 +30,7 @@ from paceline.records.kept import (
 )
 from paceline.records.recorded import (
     Attempt,
+    AttemptSummary,
     Audit,
     Failure,
     Fingerprints,
@@ -45,6 +46,7 @@ from paceline.records.recorded import (
 
 __all__ = [
     "Attempt",
+    "AttemptSummary",
     "Audit",
     "BatchSplit",
     "BestMetric",

@@ -155,7 +155,7 @@ class Limits(Part):
 class LaunchPlan(Record):
     """How ranks are started: readable, and testable without the launcher it names."""
 
-    SCHEMA: ClassVar[int] = 2
+    SCHEMA: ClassVar[int] = 3
 
     launcher: str
     argv: list[str] = Field(description="The command, word by word; empty: no command is needed.")
@@ -168,4 +168,5 @@ class LaunchPlan(Record):
     reasons: dict[str, str] = Field(description="Why a variable of env is set, where we chose it.")
     ranks: list[RankPlace]
     limits: Limits
+    max_restarts: int = Field(0, description="How often all ranks start again after a failure.")
     findings: list[Finding] = []

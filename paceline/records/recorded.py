@@ -1,6 +1,6 @@
 """Recorded: how each rank ended, what really ran, and the result of a run."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -45,6 +45,7 @@ class Attempt(Record):
 
     number: int = Field(description="1, 2, ... over all restarts and resumes of the run.")
     resume: bool = Field(description="Go on from the newest checkpoint that can be trusted.")
+    allow_change: bool = Field(False, description="The user accepts other settings or data.")
     started_at: float
     halt_seen: int | None = Field(
         None, description="Modification time, in ns, of a .HALT that was there before the run."
@@ -54,6 +55,19 @@ class Attempt(Record):
     first_step: int = Field(0, description="The first step it took; 0: none.")
     last_step: int = 0
     cause: str = Field("", description="Why it ended, where it did not end well.")
+    stopped: str = Field("", description="Why no other attempt followed, where one might have.")
+
+
+class AttemptSummary(Part):
+    """An attempt as the result tells it."""
+
+    number: int
+    first_step: int
+    last_step: int
+    outcome: Outcome | None
+    cause: str
+    started_at: float
+    ended_at: float | None
 
 
 class RankEnd(Record):
@@ -62,7 +76,10 @@ class RankEnd(Record):
     rank: int
     host: str
     exit_code: int
-    asked_to_end: bool = Field(False, description="True where the supervisor had sent TERM first.")
+    asked_to_end: bool = Field(
+        False, description="True where its supervisor had asked it to stop, or killed it."
+    )
+    signal: int | None = Field(None, description="What its supervisor was asked to end by.")
     stall: Literal["", "start", "progress", "total", "collective"] = Field(
         "", description="The deadline missed."
     )
@@ -134,6 +151,8 @@ class Failure(Part):
 class Result(Record):
     """How a run ended and what it measured: the last line of every run, printed by `--json`."""
 
+    SCHEMA: ClassVar[int] = 2
+
     run_dir: str
     name: str
     outcome: Outcome
@@ -165,5 +184,9 @@ class Result(Record):
     bad_sample_ids: list[int]
     failure: Failure | None
     notes: list[str]
+    attempts: list[AttemptSummary] = []
+    ettr: float | None = Field(
+        None, description="Seconds in steps that count, over the wall time of all attempts."
+    )
     started_at: float
     elapsed_s: float

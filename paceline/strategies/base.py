@@ -5,7 +5,7 @@ an engine without knowing which one it is: it hands over microbatches and one sc
 whatever the strategy, the gradient is that of  sum of losses / units in the global step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -78,6 +78,12 @@ class Engine(Protocol):
     def pieces(self) -> list[Piece]:
         """All that a checkpoint must keep, as this rank holds it: all ranks ask together. The
         tensors change with the next step."""
+        ...
+
+    def rehearse(self, batch: Callable[[], Any], clock: Clock) -> None:
+        """Before `load`: one pass that leaves nothing behind, where a library learns from its first
+        pass how to do all others. So a run that goes on sums in the order of one that never
+        stopped."""
         ...
 
     def load(self, source: Source) -> None:

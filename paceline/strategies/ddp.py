@@ -116,6 +116,9 @@ def wrap_ddp(parts: EngineParts, module: nn.Module) -> Wrapping:
         unsynced,
         proofs=lambda: _proofs(parts, wrapped, traffic),
         forget=traffic.forget if traffic.power is not None else None,
+        # It sorts its buckets by the order in which the first gradients came; PowerSGD, which
+        # counts passes, must not see one more.
+        rehearsed=unsynced.has_learnt if traffic.power is None else None,
     )
 
 
@@ -136,6 +139,9 @@ class _Unsynced:
             self.num_exchanged -= 1
             return nullcontext()
         return self.model.no_sync()
+
+    def has_learnt(self) -> None:
+        self.num_exchanged = 0
 
 
 def _proofs(parts: EngineParts, wrapped: DistributedDataParallel, traffic: Traffic) -> list[Proof]:

@@ -14,6 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from paceline.checkpoint.pieces import Piece, Source, moment_name
+from paceline.data.loader import to_device
 from paceline.errors import ConfigError
 from paceline.records import Proof, StateBytes
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
@@ -41,7 +42,8 @@ class Wrapping:
 
     `model` is called; `unsynced` holds back the exchange of gradients; `settle` frees what a
     forward pass without a backward leaves; `forget` drops what the exchange remembers of a step
-    that was vetoed; `shards` are the ranks that each hold a piece of every gradient.
+    that was vetoed; `shards` are the ranks that each hold a piece of every gradient; `rehearsed`
+    is told after a rehearsal, by a wrapper that changes its ways after its first pass.
     """
 
     model: nn.Module
@@ -50,6 +52,7 @@ class Wrapping:
     settle: Callable[[], None] = lambda: None
     forget: Callable[[], None] | None = None
     shards: ProcessGroup | None = None
+    rehearsed: Callable[[], None] | None = None
 
 
 class ModuleEngine:
@@ -159,6 +162,14 @@ class ModuleEngine:
         for name, parameter in self.module.named_parameters():
             if parameter in state:
                 yield name, state[parameter]
+
+    def rehearse(self, batch: Callable[[], Any], clock: Clock) -> None:
+        if self.wrapping.rehearsed is None:
+            return
+        self.forward_backward([to_device(batch(), self.parts.device)], 0.0, clock)
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.wrapping.rehearsed()
 
     @torch.no_grad()
     def load(self, source: Source) -> None:

@@ -1,6 +1,7 @@
 """Validation: each sample once over all ranks, the mean over units, the same number everywhere."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -37,8 +38,9 @@ class Evaluation:
             return False
         return step % self.every == 0 or step == self.num_steps
 
-    def run(self, engine: Engine, clock: Clock) -> float:
-        """Mean loss per unit of the validation samples, over all ranks."""
+    def run(self, engine: Engine, clock: Clock, is_cut: Callable[[], bool]) -> float | None:
+        """Mean loss per unit of the validation samples, over all ranks; None where `is_cut`, which
+        all ranks ask together after each batch, said to leave it."""
         assert self.data is not None, "asked to evaluate without data"
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for ids in self.batches:
@@ -49,6 +51,8 @@ class Evaluation:
             if len(ids):
                 sums[0] += loss
                 sums[1] += count
+            if is_cut():
+                return None
         dist.all_reduce(sums)
         loss_sum, units = sums.tolist()
         return float(loss_sum / units) if units else math.nan

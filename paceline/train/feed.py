@@ -1,6 +1,5 @@
 """What one optimizer step consumes: this rank's microbatches on the device, and the loss scale."""
 
-from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.data.cursor import Indices
-from paceline.data.loader import Microbatch, to_device
+from paceline.data.loader import Microbatch, Microbatches, to_device
 from paceline.records import Plan
 
 
@@ -22,11 +21,9 @@ class StepBatch(NamedTuple):
 
 
 class Feed:
-    """Step batches, one after the other, from an iterator of microbatches."""
+    """Step batches, one after the other, from microbatches."""
 
-    def __init__(
-        self, microbatches: Generator[Microbatch], plan: Plan, device: torch.device
-    ) -> None:
+    def __init__(self, microbatches: Microbatches, plan: Plan, device: torch.device) -> None:
         self.microbatches, self.plan, self.device = microbatches, plan, device
         self._ahead: list[Microbatch] = []
         self.fixed_units = (
@@ -36,8 +33,11 @@ class Feed:
         )
 
     def close(self) -> None:
-        """End the loader's processes now: left to the interpreter's exit, they would hang it."""
         self.microbatches.close()
+
+    def fault(self, error: RuntimeError) -> Exception:
+        """The error, or what it says of a loader process, for people."""
+        return self.microbatches.fault(error)
 
     def peek(self) -> Microbatch:
         """The next microbatch, which `next` will hand out all the same."""

@@ -1,6 +1,6 @@
 """The only training loop. It drives any engine and never asks which one it is.
 
-    begin -> data -> forward and backward -> update -> other (record) -> eval -> begin -> ...
+    begin -> data -> forward and backward -> update -> other (record) -> eval -> checkpoint -> ...
 
 Nothing in a step waits for the device. The host learns one step late that an update was vetoed.
 """
@@ -17,11 +17,21 @@ from paceline.records import Plan
 from paceline.strategies.base import Engine
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
+from paceline.train.keeper import Keeper
 from paceline.train.metrics import Ledger
 from paceline.train.optim import learning_rate
 from paceline.train.timing import Clock
 
 LATENESS = 1  # steps after which the host must know how a step went
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the loop begins: at step 1, or where a checkpoint says."""
+
+    first_step: int = 1
+    num_skips: int = 0
+    evaluation_is_due: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,8 @@ class LoopParts:
     ledger: Ledger
     auditor: Auditor
     evaluation: Evaluation
+    keeper: Keeper
+    start: Start = Start()
 
 
 @dataclass(frozen=True)
@@ -47,21 +59,21 @@ class LoopEnd:
     loss_was_finite: bool = True
 
 
-def train(parts: LoopParts, first_step: int = 1) -> LoopEnd:
-    """Take the steps first_step..plan.steps; end early when too many updates were vetoed."""
+def train(parts: LoopParts) -> LoopEnd:
+    """Take the steps that are left; end early when asked to, or when too many were vetoed."""
     try:
-        return _train(parts, first_step)
+        return _train(parts)
     except BaseException:
         with suppress(RuntimeError):  # a device in error answers nothing more
             parts.ledger.abandon()
         raise
 
 
-def _train(parts: LoopParts, first_step: int) -> LoopEnd:
+def _train(parts: LoopParts) -> LoopEnd:
     plan, engine, clock, ledger = parts.plan, parts.engine, parts.clock, parts.ledger
-    judge = _Judge(parts)
-    end = None
-    for step in range(first_step, plan.steps + 1):
+    keeper, judge = parts.keeper, _Judge(parts)
+    end = _before(parts)
+    for step in range(parts.start.first_step, plan.steps + 1) if end is None else ():
         clock.begin(step)
         parts.auditor.begin(step)
         batch = parts.feed.next()
@@ -73,22 +85,52 @@ def _train(parts: LoopParts, first_step: int) -> LoopEnd:
         clock.enter("other")
         judge.remember(step, batch.sample_ids)
         ledger.record(step, lr, totals, info, batch.units)
+        ledger.note_samples(step, batch.sample_ids)
         end = judge.verdict(step, ledger.vetoes(through=step - LATENESS))
         if end is not None:
             break
         ledger.settle(step)
         if parts.evaluation.due(step):
-            ledger.note_evaluation(step, parts.evaluation.run(engine, clock))
-    clock.begin(0)  # closes the last step
+            _evaluate(parts, step)
+        wish = keeper.wish(step)
+        if wish.reason:
+            # The step ends here, its row is written, and only then can a checkpoint say "after it".
+            clock.pause("checkpoint")
+            end = judge.verdict(step, ledger.catch_up())
+            if end is not None:
+                break
+            keeper.save(step, wish.reason, judge.num_skips)
+        if wish.stop is not None:
+            end = LoopEnd(wish.stop, step)
+            break
+    clock.pause("checkpoint")  # ends the last step
     late = ledger.close()
+    keeper.close()
     return end or judge.verdict(plan.steps, late) or LoopEnd(Outcome.OK, plan.steps)
+
+
+def _before(parts: LoopParts) -> LoopEnd | None:
+    """What may have been asked while ranks were starting, and what the attempt before has left."""
+    last = parts.start.first_step - 1
+    if parts.keeper.is_stopping():
+        return LoopEnd(parts.keeper.wish(last).stop or Outcome.PREEMPTED, last)
+    if parts.start.evaluation_is_due:
+        _evaluate(parts, last)
+    return None
+
+
+def _evaluate(parts: LoopParts, step: int) -> None:
+    loss = parts.evaluation.run(parts.engine, parts.clock, parts.keeper.is_stopping)
+    parts.keeper.note_evaluation(step, loss)
+    if loss is not None:
+        parts.ledger.note_evaluation(step, loss)
 
 
 class _Judge:
     """Ends the run when more than `max_skips` updates were vetoed. Every rank sees the same."""
 
     def __init__(self, parts: LoopParts) -> None:
-        self.max_skips, self.num_skips = parts.config.train.max_skips, 0
+        self.max_skips, self.num_skips = parts.config.train.max_skips, parts.start.num_skips
         # A loss whose gradient was cut off everywhere is noticed only when losses are gathered.
         window = parts.config.train.log_every + LATENESS + 1
         self.recent: deque[tuple[int, list[Indices]]] = deque(maxlen=window)

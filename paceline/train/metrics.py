@@ -5,6 +5,7 @@ Losses stay on the device and are summed over ranks once in `log_every` steps, i
 
 import logging
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.config.schema import RunConfig
+from paceline.data.cursor import Indices
 from paceline.errors import ConfigError
+from paceline.files import write_atomic
 from paceline.records import Plan
+from paceline.rundir import RunDir
 from paceline.strategies.base import StepInfo, Totals
 from paceline.train.precision import OVERFLOWED
 from paceline.train.readback import Readback
@@ -33,12 +37,18 @@ STEP_COLUMNS = (
 )  # fmt: skip
 
 
+SAMPLE_COLUMNS = ("step", "microbatch", "sample_ids")
+
+
 @dataclass(frozen=True)
 class LedgerFiles:
-    """`training` is None on every rank but 0."""
+    """`training` is None on every rank but 0. Rows of steps from `first_step` on, which a run that
+    goes on takes again, are cut off."""
 
     steps: Path
     training: Path | None
+    samples: Path | None = None
+    first_step: int = 1
 
 
 @dataclass
@@ -68,14 +78,19 @@ class Ledger:
     ) -> None:
         self.plan, self.clock, self.device = plan, clock, device
         self.log_every = config.train.log_every
-        self.warmup_steps = config.observe.warmup_steps
+        self.last_warmup = files.first_step - 1 + config.observe.warmup_steps
         self._rows: dict[int, _Row] = {}
         self._window: list[tuple[int, Totals, float | Tensor]] = []
         self._late_vetoes: list[tuple[int, bool]] = []
         self._windows: dict[int, list[int]] = {}
         self._scalars, self._sums = Readback(device), Readback(device)
-        self._steps = _CsvFile(files.steps, STEP_COLUMNS)
-        self._training = _CsvFile(files.training, TRAINING_COLUMNS) if files.training else None
+        kept = files.first_step - 1
+        self._steps = _CsvFile(files.steps, STEP_COLUMNS, kept)
+        self._training = self._samples = None
+        if files.training:
+            self._training = _CsvFile(files.training, TRAINING_COLUMNS, kept)
+        if files.samples:
+            self._samples = _CsvFile(files.samples, SAMPLE_COLUMNS, kept)
 
     def record(
         self, step: int, lr: float, totals: Totals, info: StepInfo, units: float | Tensor
@@ -97,8 +112,17 @@ class Ledger:
                 found.append((step, math.isfinite(loss_sum)))
         return found
 
+    def note_samples(self, step: int, sample_ids: list[Indices]) -> None:
+        if self._samples is not None:
+            for number, ids in enumerate(sample_ids):
+                self._samples.add_line(f"{step},{number},{' '.join(map(str, ids.tolist()))}")
+
     def note_evaluation(self, step: int, loss: float) -> None:
-        self._rows[step].val_loss = loss
+        """Of the step that was just taken; or of the last one before this attempt."""
+        if step in self._rows:
+            self._rows[step].val_loss = loss
+        elif self._training is not None:
+            self._training.amend_last(f"{loss:.10g}")
 
     def settle(self, step: int) -> None:
         """Every `log_every` steps gather the losses; a step later write what has arrived."""
@@ -109,13 +133,22 @@ class Ledger:
 
     def close(self) -> list[tuple[int, bool]]:
         """Gather, wait for and write what is left; return the vetoes nobody has heard of yet."""
+        found = self.catch_up()
+        self._close_files()
+        return found
+
+    def catch_up(self) -> list[tuple[int, bool]]:
+        """Write all steps that have ended, for good: a checkpoint must not be ahead of the tables.
+        Returns the vetoes nobody has heard of yet."""
         if self._window:
             self._gather()
         last = max(self._rows, default=0)
         found = self.vetoes(through=last)
         self._collect(through=last, wait=True)
-        self._close_files()
-        return found + self._late_vetoes
+        for file in self._files():
+            file.sync()
+        late, self._late_vetoes = self._late_vetoes, []
+        return found + late
 
     def abandon(self) -> None:
         """Keep what this rank knows by itself: after an error nobody may answer a collective."""
@@ -124,9 +157,11 @@ class Ledger:
         self._close_files()
 
     def _close_files(self) -> None:
-        self._steps.close()
-        if self._training:
-            self._training.close()
+        for file in self._files():
+            file.close()
+
+    def _files(self) -> list["_CsvFile"]:
+        return [f for f in (self._steps, self._training, self._samples) if f is not None]
 
     def _gather(self) -> None:
         """Start summing this window's losses and counts over all ranks."""
@@ -180,9 +215,8 @@ class Ledger:
             self._log_progress(step)
             del self._rows[step]
         if done:
-            self._steps.flush()
-            if self._training:
-                self._training.flush()
+            for file in self._files():
+                file.flush()
 
     def _log_progress(self, step: int) -> None:
         """One line a window into the rank's log, and so into train.log."""
@@ -203,12 +237,12 @@ class Ledger:
         tokens_per_s = row.count / step_s if self.plan.unit == "tokens" else None
         return (
             step, row.loss, row.lr, row.grad_norm, step_s, samples_per_s, tokens_per_s,
-            row.skipped, step <= self.warmup_steps, row.val_loss,
+            row.skipped, step <= self.last_warmup, row.val_loss,
         )  # fmt: skip
 
     def _step_row(self, times: StepTimes) -> Sequence[float | None]:
         phases = [times.phases_s.get(phase, 0.0) for phase in PHASE_COLUMNS]
-        warmup = times.step <= self.warmup_steps
+        warmup = times.step <= self.last_warmup
         return (times.step, warmup, times.wall_s, *phases, times.unaccounted_s)
 
 
@@ -222,17 +256,30 @@ def _as_vector(counts: list[int | Tensor] | list[float | Tensor], device: torch.
 
 
 class _CsvFile:
-    """Rows of numbers, kept in memory until `flush`, which is one write of whole lines."""
+    """Rows of numbers, kept in memory until `flush`, which is one write of whole lines. `kept` is
+    the last step whose rows stay, where the file is there already."""
 
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self._file: TextIO = path.open("w")
-        self._lines: list[str] = [",".join(columns)]
-        self.flush()
+    def __init__(self, path: Path, columns: Sequence[str], kept: int) -> None:
+        self._path, self._lines = path, list[str]()
+        header = ",".join(columns)
+        rows = cut_rows(path, header, kept)
+        write_atomic(path, "".join(f"{line}\n" for line in (header, *rows)))
+        self._file: TextIO = path.open("a")
 
     def add(self, row: Sequence[float | None]) -> None:
         """Ten digits: enough to tell two float32 apart. None is an empty cell."""
-        cells = ["" if value is None else f"{value:.10g}" for value in row]
-        self._lines.append(",".join(cells))
+        self.add_line(",".join("" if value is None else f"{value:.10g}" for value in row))
+
+    def add_line(self, line: str) -> None:
+        self._lines.append(line)
+
+    def amend_last(self, cell: str) -> None:
+        """Put another last cell into the last row."""
+        self.close()
+        *lines, last = self._path.read_text().splitlines()
+        amended = f"{last.rpartition(',')[0]},{cell}"
+        write_atomic(self._path, "".join(f"{line}\n" for line in (*lines, amended)))
+        self._file = self._path.open("a")
 
     def flush(self) -> None:
         if self._lines:
@@ -240,6 +287,33 @@ class _CsvFile:
             self._file.flush()
             self._lines = []
 
+    def sync(self) -> None:
+        self.flush()
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self.flush()
         self._file.close()
+
+
+def cut_rows(path: Path, header: str, kept: int) -> list[str]:
+    """Whole rows of steps up to `kept`; a kill may have left half a line."""
+    if kept == 0 or not path.is_file():
+        return []
+    first, *rows = path.read_text().splitlines() or [""]
+    num_cells = header.count(",")
+    whole = [row for row in rows if first == header and row.count(",") == num_cells]
+    return [row for row in whole if row.split(",")[0].isdigit() and int(row.split(",")[0]) <= kept]
+
+
+def cut_absent_ranks(run: RunDir, num_ranks: int, kept: int) -> None:
+    """The same for ranks that take no part any more: their steps are taken again by others."""
+    for folder in run.ranks.glob("rank*"):
+        number = folder.name.removeprefix("rank")
+        if number.isdigit() and int(number) >= num_ranks:
+            for path, columns in (
+                (run.steps(int(number)), STEP_COLUMNS),
+                (run.samples(int(number)), SAMPLE_COLUMNS),
+            ):
+                if path.is_file():
+                    _CsvFile(path, columns, kept).close()

@@ -40,16 +40,22 @@ class HostClock:
         self.step, self.phase, self.marks = 0, "start", 0
         self._times: dict[str, float] = {}
         self._started_at = self._entered_at = perf_counter()
+        self._is_open = False
         self._done: list[StepTimes] = []
 
     def begin(self, step: int) -> None:
         """End the step before, if there is one, and start `step` in phase data."""
+        self.pause("data")
+        self.step, self._is_open = step, True
+
+    def pause(self, phase: str) -> None:
+        """End the step before, if there is one; what follows belongs to no step."""
         now = perf_counter()
-        if self.step:
+        if self._is_open:
             self._times[self.phase] = self._times.get(self.phase, 0.0) + now - self._entered_at
             self._done.append(StepTimes(self.step, now - self._started_at, self._times))
-        self._times = {}
-        self.step, self.phase = step, "data"
+        self._times, self._is_open = {}, False
+        self.phase = phase
         self.marks += 1
         self._started_at = self._entered_at = now
 
@@ -74,14 +80,19 @@ class DeviceClock:
         self._marks: list[tuple[str, torch.cuda.Event]] = []
         self._open: deque[tuple[int, float, list[tuple[str, torch.cuda.Event]]]] = deque()
         self._started_at = perf_counter()
+        self._is_open = False
 
     def begin(self, step: int) -> None:
+        self.pause("data")
+        self.step, self._is_open = step, True
+
+    def pause(self, phase: str) -> None:
         now = perf_counter()
         end = self._record()
-        if self.step:
+        if self._is_open:
             self._open.append((self.step, now - self._started_at, [*self._marks, ("end", end)]))
-        self._marks = [("data", end)]
-        self.step, self.phase = step, "data"
+        self._marks, self._is_open = [(phase, end)], False
+        self.phase = phase
         self.marks += 1
         self._started_at = now
 

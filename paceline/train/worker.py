@@ -4,20 +4,27 @@ Run by `paceline.launch.rank` in a process of its own; tests call `RankRun(...).
 """
 
 import gc
+import logging
 import socket
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from paceline.checkpoint.folder import CheckpointFolder
+from paceline.checkpoint.restore import Found, choose_checkpoint, require_never_saved
+from paceline.checkpoint.saver import Saver, Writer
 from paceline.cluster.group import Meeting, Place, claim_device, join_group
 from paceline.data.cursor import Order, StepSlice
-from paceline.data.loader import LoaderPlan, Microbatch, MicrobatchSource, iter_microbatches
+from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource
+from paceline.data.rng import restore_rng, seed_rng
 from paceline.errors import DataError, Outcome
 from paceline.job import Job
 from paceline.observe.audit import Auditor
+from paceline.observe.control import ControlFiles, Requests
 from paceline.observe.heartbeat import Heartbeat, Ticker
 from paceline.observe.telemetry import Telemetry
 from paceline.plan.policy import effective_config
@@ -28,22 +35,34 @@ from paceline.strategies.base import Engine, EngineParts
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
 from paceline.train.flops import flops_per_sample
+from paceline.train.history import History, load_attempt
+from paceline.train.keeper import Keeper, KeeperParts
 from paceline.train.loop import LoopEnd, LoopParts, train
-from paceline.train.metrics import Ledger, LedgerFiles
+from paceline.train.metrics import Ledger, LedgerFiles, cut_absent_ranks
 from paceline.train.policy import apply_policy
 from paceline.train.timing import Clock, HostClock, build_clock
 from paceline.train.verdict import explain, outcome_of, peak_memory
 from paceline.workloads.base import Dataset
+
+LOG = logging.getLogger("paceline")
 
 
 class RankRun:
     """One rank's run. Whatever is known when it ends, however it ends, goes into the verdict."""
 
     def __init__(
-        self, job: Job, plan: Plan, run: RunDir, place: Place, meeting: Meeting | None = None
+        self,
+        job: Job,
+        plan: Plan,
+        run: RunDir,
+        place: Place,
+        meeting: Meeting | None = None,
+        requests: Requests | None = None,
     ) -> None:
         self.job, self.plan, self.run, self.place = job, plan, run, place
         self.meeting = meeting  # None: this process has joined its group already
+        self.requests = requests or Requests()
+        self.attempt = load_attempt(run)
         self.device = torch.device("cpu")
         self.clock: Clock = HostClock()
         self.engine: Engine | None = None
@@ -59,13 +78,15 @@ class RankRun:
             crew = self.plan.crew
             self.device = claim_device(crew.device.value, self.place, crew.device_indices)
             self.clock = build_clock(self.device)
-            with _observed(self.job, self.run, self.place, self.clock):
+            with self._observed():
                 if self.meeting is not None:
                     self._join(self.meeting)
-                parts = self._build()
+                parts, found = self._build()
                 with closing(parts.feed), _settled_heap():
                     self._count_flops(parts.feed)
-                    end = self.take_steps(parts)
+                    self._settle_rng(found)
+                    end = self._take_steps(parts)
+                self.notes += parts.keeper.parts.saver.notes
         except BaseException as error:
             self._save(self._verdict(outcome_of(error), self.clock.step, error=explain(error)))
             raise
@@ -83,13 +104,23 @@ class RankRun:
         """The loop, and what a proof wants to see around it (verify/trial.py)."""
         return train(parts)
 
+    def _take_steps(self, parts: LoopParts) -> LoopEnd:
+        try:
+            return self.take_steps(parts)
+        except RuntimeError as error:
+            named = parts.feed.fault(error)
+            if named is error:
+                raise
+            raise named from error
+
     def _join(self, meeting: Meeting) -> None:
         timeout_s = self.job.config.launch.collective_timeout_s
         backend = self.plan.backend.value
         join_group(backend, self.place, self.device, meeting.connect(), timeout_s)
 
-    def _build(self) -> LoopParts:
-        """Data, engine, feed and ledger, in the order they need each other."""
+    def _build(self) -> tuple[LoopParts, Found | None]:
+        """Data, engine, the state to go on from, feed and ledger, in the order they need each
+        other."""
         job, plan, place, device = self.job, self.plan, self.place, self.device
         config, workload = job.config, job.workload
         data = _require_data(workload.build_data(config, "train"), plan)
@@ -98,22 +129,23 @@ class RankRun:
         effective = effective_config(config, plan.attention.value)
         parts = EngineParts(effective, plan, workload, device)
         self.engine = engine = find_strategy(plan.strategy.value).build(parts)
-        torch.manual_seed(config.train.seed + 1 + place.rank)  # dropout must differ between ranks
-        source = _source(job, plan, data, place)
-        files = LedgerFiles(
-            steps=self.run.steps(place.rank),
-            training=self.run.training if place.rank == 0 else None,
-        )
+        history = History(job, plan, self.attempt, len(data), self.data_fingerprint)
+        found = self._choose(history)
         val = workload.build_data(config, "val") if config.train.eval_every != "off" else None
         if val is None and config.train.eval_every != "off":
             self.notes.append("train.eval_every is set, but this workload has no validation data")
+        source = _source(job, plan, data, place, history.start_position)
+        feed = Feed(_microbatches(job, plan, source, history, device), plan, device)
+        if found is not None:
+            engine.rehearse(lambda: feed.peek().batch, self.clock)
+            engine.load(found.source)
         return LoopParts(
             config=config,
             plan=plan,
             engine=engine,
-            feed=Feed(_microbatches(job, plan, source, device), plan, device),
+            feed=feed,
             clock=self.clock,
-            ledger=Ledger(config, plan, self.clock, device, files),
+            ledger=Ledger(config, plan, self.clock, device, self._files(history)),
             auditor=Auditor(
                 config,
                 plan,
@@ -122,7 +154,68 @@ class RankRun:
                 self.run.audit if place.rank == 0 else None,
             ),
             evaluation=Evaluation(config, plan, val, place.rank, device),
+            keeper=self._keeper(engine, history),
+            start=history.start,
+        ), found
+
+    def _files(self, history: History) -> LedgerFiles:
+        rank = self.place.rank
+        return LedgerFiles(
+            steps=self.run.steps(rank),
+            training=self.run.training if rank == 0 else None,
+            samples=self.run.samples(rank) if self.job.config.observe.sample_ids else None,
+            first_step=history.start.first_step,
         )
+
+    def _choose(self, history: History) -> Found | None:
+        """The newest checkpoint that can be trusted, if this attempt is to go on from one."""
+        if not self.attempt.resume:
+            return None
+        folder = CheckpointFolder.of_run(self.run, self.job.config.checkpoint)
+        found = choose_checkpoint(folder, self.device)
+        if found is None:
+            require_never_saved(self.run.checkpoint_log, folder)
+            self.notes.append("there was no checkpoint yet: this attempt began with step 1")
+            return None
+        history.go_on_from(found.kept)
+        used = f"step_{found.kept.step} was used instead"
+        self.notes += [f"{damage}; {used}" for damage in found.damages]
+        LOG.info("goes on from the checkpoint of step %d", found.kept.step)
+        if self.place.rank == 0:
+            cut_absent_ranks(self.run, self.plan.world_size, found.kept.step)
+        return found
+
+    def _settle_rng(self, found: Found | None) -> None:
+        """Generators as they were; on another number of ranks they start anew."""
+        seed = self.job.config.train.seed + 1 + self.place.rank  # dropout differs between ranks
+        if found is None:
+            torch.manual_seed(seed)
+        elif found.kept.world_size == self.plan.world_size:
+            restore_rng(found.rng(self.place.rank), self.device)
+        else:
+            seed_rng(seed + (found.kept.step << 32))
+
+    def _keeper(self, engine: Engine, history: History) -> Keeper:
+        config, place = self.job.config.checkpoint, self.place
+        writer = Writer(
+            folder=CheckpointFolder.of_run(self.run, config),
+            config=config,
+            store=dist.distributed_c10d._get_default_store(),
+            rank=place.rank,
+            world_size=place.world_size,
+            attempt=self.attempt.number,
+            log=self.run.checkpoint_log,
+        )
+        parts = KeeperParts(
+            config=config,
+            engine=engine,
+            saver=Saver(writer),
+            requests=self.requests,
+            device=self.device,
+            num_steps=self.plan.steps,
+            describe=history.describe,
+        )
+        return Keeper(parts, history.best)
 
     def _count_flops(self, feed: Feed) -> None:
         """As the plan says, or on the first batch, which comes through the loader's time limit."""
@@ -150,23 +243,24 @@ class RankRun:
     def _save(self, verdict: RankVerdict) -> None:
         verdict.save(self.run.verdict(self.place.rank))
 
-
-@contextmanager
-def _observed(job: Job, run: RunDir, place: Place, clock: Clock) -> Iterator[None]:
-    """Heartbeat on every rank, telemetry on one rank of each machine."""
-    observe = job.config.observe
-    tickers: list[Ticker] = [
-        Heartbeat(run.heartbeat(place.rank), place.rank, clock, observe.heartbeat_s)
-    ]
-    if place.local_rank == 0:
-        tickers.append(Telemetry(run.telemetry_of(place.rank), observe.telemetry_s))
-    for ticker in tickers:
-        ticker.start()
-    try:
-        yield
-    finally:
+    @contextmanager
+    def _observed(self) -> Iterator[None]:
+        """Heartbeat on every rank, telemetry on one of each machine, an eye on files on rank 0."""
+        observe, run, rank = self.job.config.observe, self.run, self.place.rank
+        tickers: list[Ticker] = [
+            Heartbeat(run.heartbeat(rank), rank, self.clock, observe.heartbeat_s)
+        ]
+        if self.place.local_rank == 0:
+            tickers.append(Telemetry(run.telemetry_of(rank), observe.telemetry_s))
+        if rank == 0:
+            tickers.append(ControlFiles(run, self.requests, self.attempt.halt_seen))
         for ticker in tickers:
-            ticker.stop()
+            ticker.start()
+        try:
+            yield
+        finally:
+            for ticker in tickers:
+                ticker.stop()
 
 
 @contextmanager
@@ -181,25 +275,28 @@ def _settled_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _source(job: Job, plan: Plan, data: Dataset, place: Place) -> MicrobatchSource:
+def _source(
+    job: Job, plan: Plan, data: Dataset, place: Place, start_position: int
+) -> MicrobatchSource:
     batch = plan.batch
     return MicrobatchSource(
         data,
         Order(len(data), job.config.train.seed),
-        StepSlice(batch.micro, batch.grad_accum, batch.dp, dp_rank=place.rank),
+        StepSlice(batch.micro, batch.grad_accum, batch.dp, place.rank, start_position),
         job.workload,
         plan.units_per_sample,
     )
 
 
 def _microbatches(
-    job: Job, plan: Plan, source: MicrobatchSource, device: torch.device
-) -> Generator[Microbatch]:
+    job: Job, plan: Plan, source: MicrobatchSource, history: History, device: torch.device
+) -> Microbatches:
     settings = job.config.data
     loader = LoaderPlan(
         plan.loader_workers.value, settings.prefetch, settings.timeout_s, device.type == "cuda"
     )
-    return iter_microbatches(source, range(plan.steps * plan.batch.grad_accum), loader)
+    num_steps = max(0, plan.steps - history.start.first_step + 1)
+    return Microbatches(source, num_steps * plan.batch.grad_accum, loader)
 
 
 def _require_data(data: Dataset | None, plan: Plan) -> Dataset:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.conclude import load_verdicts
 from paceline.config.load import dump_config, read_draft, validate
 from paceline.config.schema import run_schema
 from paceline.data.cursor import Order, StepSlice
@@ -15,6 +14,7 @@ from paceline.job import Job
 from paceline.launch import find_launcher
 from paceline.launch.base import LaunchEnd
 from paceline.launch.blame import explain_stall, missed_deadline
+from paceline.launch.cause import load_verdicts
 from paceline.plan.planner import make_plan, measure_model, share_of
 from paceline.plan.policy import effective_config
 from paceline.records import Env, Plan, StateBytes

@@ -26,7 +26,7 @@ LAYERS = [
     ["paceline.plan.crew"],
     ["paceline.train", "paceline.plan"],
     ["paceline.launch"],
-    ["paceline.conclude"],
+    ["paceline.conclude", "paceline.resume"],
     ["paceline.flow"],
     ["paceline.check", "paceline.verify"],
     ["paceline.cli", "paceline.__main__"],

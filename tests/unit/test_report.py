@@ -139,7 +139,7 @@ def test_steps_of_a_run_that_was_cut_off_come_from_its_heartbeat(run: RunDir) ->
         run.heartbeat(rank).write_text(f'{{"time": 1, "step": {step}, "phase": "forward"}}\n')
         run.verdict(rank).unlink()
     result = finish(run, LaunchEnd(signal=15))
-    assert (result.outcome, result.steps, result.failure) == (Outcome.INTERRUPTED, 25, None)
+    assert (result.outcome, result.steps, result.failure) == (Outcome.PREEMPTED, 25, None)
 
 
 def test_a_validation_loss_that_is_no_number_is_said_and_valid_json(run: RunDir) -> None:

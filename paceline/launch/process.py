@@ -1,0 +1,115 @@
+"""Ranks as processes of this machine: started, signalled, and nothing of them left behind."""
+
+import multiprocessing
+import os
+import select
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from paceline.launch.rank import RankTicket, rank_main
+
+REAP_S = 10.0
+
+
+@dataclass
+class RankProcess:
+    """A rank as a process: signalled through its pidfd, which can never name another's."""
+
+    rank: int
+    process: Any
+    pidfd: int
+    asked_to_end: bool = False
+    was_stopped: bool = False
+    done_at: float = 0.0
+
+    @classmethod
+    def start(cls, ticket: RankTicket) -> "RankProcess":
+        context = multiprocessing.get_context("forkserver")
+        process = context.Process(target=rank_main, args=(ticket,), name=f"rank{ticket.place.rank}")
+        process.start()
+        assert process.pid is not None, "it has been started"
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except ProcessLookupError:  # it is gone already; its exit code tells
+            pidfd = -1
+        return cls(ticket.place.rank, process, pidfd)
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self.process.is_alive())
+
+    @property
+    def has_gone(self) -> bool:
+        """As the kernel says, a moment before the fork server has told us the exit code."""
+        return self.pidfd < 0 or wait_for_any([self.pidfd], 0)
+
+    @property
+    def is_stopped(self) -> bool:
+        """True for a process that a signal has frozen: it hears no other but KILL."""
+        try:
+            return psutil.Process(self.process.pid).status() in (
+                psutil.STATUS_STOPPED,
+                psutil.STATUS_TRACING_STOP,
+            )
+        except psutil.Error:
+            return False
+
+    def signal(self, number: int) -> None:
+        if self.pidfd >= 0 and self.is_alive:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def kill(self) -> bool:
+        """False for one that has ended by itself: then nobody asked it to."""
+        if self.has_gone:
+            return False
+        self.asked_to_end = True
+        self.signal(signal.SIGKILL)
+        return True
+
+    def reap(self) -> int:
+        """Wait for its end, clear away what it started, and return its exit code."""
+        self.process.join(timeout=REAP_S)
+        _end_group(self.process.pid)
+        code = self.process.exitcode
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+        return int(code) if code is not None else -signal.SIGKILL
+
+
+def wait_for_any(handles: Sequence[int], timeout_s: float) -> bool:
+    """True once one of them is readable; poll, because select stops at 1024 descriptors."""
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def _end_group(pgid: int) -> None:
+    """What a rank started and left behind in its process group, which is in our own session."""
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, PermissionError, psutil.Error):
+            is_ours = os.getpgid(process.pid) == pgid and os.getsid(process.pid) == os.getsid(0)
+            if is_ours and process.pid != pgid:
+                process.kill()
+
+
+def count_oom_kills() -> int:
+    """Processes that the kernel has killed in our control group for want of memory."""
+    try:
+        group = Path("/proc/self/cgroup").read_text().splitlines()[0].rpartition("::")[2]
+        for folder in (Path("/sys/fs/cgroup") / group.lstrip("/"), Path("/sys/fs/cgroup")):
+            events = folder / "memory.events"
+            if events.is_file():
+                lines = dict(line.split() for line in events.read_text().splitlines())
+                return int(lines["oom_kill"])
+    except (OSError, ValueError, KeyError, IndexError):
+        pass
+    return 0

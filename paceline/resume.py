@@ -1,0 +1,140 @@
+"""From a run directory and new overrides to the job that goes on in it.
+
+What has changed is shown. What changes the shape of the model is refused, what changes what is
+computed must be allowed, and how the same thing is computed may differ freely.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.folder import CheckpointFolder
+from paceline.checkpoint.tensors import TensorFiles
+from paceline.config.load import load_config, read_draft, validate
+from paceline.config.schema import RunConfig, run_schema
+from paceline.errors import ConfigError, RestoreError
+from paceline.job import Job
+from paceline.plan.planner import sketch_model
+from paceline.records import LaunchPlan, Plan
+from paceline.rundir import RunDir
+from paceline.strategies.stored import named_tensors, require_same_shapes
+from paceline.workloads.base import find_workload
+
+# Where ranks run, what is watched, how the work is shared: the same thing is computed.
+FREE = ("name", "launch.", "observe.", "audit.", "checkpoint.", "strategy.")
+FREE_KEYS = ("data.num_workers", "data.prefetch", "data.timeout_s", "train.log_every")
+NOT_FREE = ("strategy.comm_hook", "strategy.powersgd")  # these change the gradients
+BATCH = ("train.micro_batch_size", "train.grad_accum", "train.global_batch_size")
+
+
+@dataclass(frozen=True)
+class Change:
+    key: str
+    before: Any
+    after: Any
+
+    @property
+    def is_free(self) -> bool:
+        if self.key.startswith(NOT_FREE):
+            return False
+        return self.key.startswith(FREE) or self.key in FREE_KEYS
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.after}"
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A run that goes on: where, as what job, and what is different from before."""
+
+    run: RunDir
+    job: Job
+    changes: list[Change]
+    global_size: int  # samples per step of the run so far
+
+    def with_same_batch(self) -> "Resumption":
+        """On another number of ranks a step still takes as many samples, unless the user has
+        said otherwise: so it stays the same training."""
+        if any(change.key in BATCH for change in self.changes):
+            return self
+        train = self.job.config.train.model_copy(
+            update={"global_batch_size": self.global_size, "grad_accum": "auto"}
+        )
+        config = self.job.config.model_copy(update={"train": train})
+        return replace(self, job=replace(self.job, config=config))
+
+
+def load_resumption(path: Path, overrides: Sequence[str], allow_change: bool) -> Resumption:
+    """Read the run of a directory, with overrides on top; ConfigError lists what may not change."""
+    run = RunDir.open(path)
+    launch = LaunchPlan.load(run.launch)
+    _require_outside(run, launch.workload)
+    kind = find_workload(launch.workload, typed=True)
+    schema = run_schema(kind.Model, kind.Data)
+    draft = read_draft(str(run.config), overrides)
+    if draft.typed("workload") is not None:
+        raise ConfigError("a run goes on with its own workload; --resume cannot change it")
+    config = validate(draft, schema)
+    job = Job(config, kind(), ("--resume", str(path), *overrides))
+    changes = list(differences(load_config(run.config, schema), config))
+    _require_same_model(run, job, changes)
+    if not allow_change:
+        _require_free(changes)
+    return Resumption(run, job, changes, Plan.load(run.plan).batch.global_size)
+
+
+def differences(before: RunConfig, after: RunConfig) -> Iterator[Change]:
+    """Every key whose value is another one."""
+    old, new = (_flat(config.model_dump(mode="json")) for config in (before, after))
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            yield Change(key, old.get(key, "absent"), new.get(key, "absent"))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
+    return found
+
+
+def _require_outside(run: RunDir, workload: str) -> None:
+    """Code is run that a person typed the name of, never code that came with a directory."""
+    if ".py:" in workload:
+        file = Path(workload.rpartition(":")[0]).resolve()
+        if file.is_relative_to(run.root):
+            raise ConfigError(
+                f"{file} lies inside the run directory; code that comes with a run is not run\n"
+                "hint: move it elsewhere and start a new run with it"
+            )
+
+
+def _require_free(changes: Sequence[Change]) -> None:
+    problems = [
+        f"{change}: this run would go on as another one\nhint: --allow-change accepts it"
+        for change in changes
+        if not change.is_free
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _require_same_model(run: RunDir, job: Job, changes: Sequence[Change]) -> None:
+    """Against the newest checkpoint that says what it holds; ranks check again what they load."""
+    if not any(change.key.startswith("model.") for change in changes):
+        return
+    folder = CheckpointFolder.of_run(run, job.config.checkpoint)
+    for step in folder.steps():
+        try:
+            source = TensorFiles(folder.path(step), folder.manifest(step))
+        except RestoreError:
+            continue
+        model = sketch_model(job.workload, job.config)
+        shapes = {name: tuple(value.shape) for name, value in named_tensors(model)}
+        require_same_shapes(source, shapes)
+        return

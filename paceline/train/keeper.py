@@ -1,0 +1,137 @@
+"""After each step, together with all other ranks: is a checkpoint due, is it time to stop?
+
+Any rank may be asked to stop by a signal, rank 0 also by files and by its clock. All ranks act on
+the largest wish of any of them, at the same step.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from paceline.checkpoint.saver import Saver
+from paceline.config.schema import CheckpointConfig
+from paceline.data.rng import capture_rng
+from paceline.errors import Outcome
+from paceline.observe.control import Ask, Requests
+from paceline.records import BestMetric, Kept
+from paceline.strategies.base import Engine
+from paceline.train.readback import Readback
+
+STOPS = {Ask.PREEMPT: Outcome.PREEMPTED, Ask.INTERRUPT: Outcome.INTERRUPTED}
+
+
+class Consensus:
+    """What any rank was asked, known to all. On a GPU the answer is that of the look before, so
+    that nobody waits for the device."""
+
+    def __init__(self, requests: Requests, device: torch.device) -> None:
+        self.requests, self.device = requests, device
+        self._lateness = 1 if device.type == "cuda" else 0
+        self._words = [torch.tensor(int(ask), device=device) for ask in Ask]
+        self._readback, self._looks = Readback(device), 0
+
+    def look(self) -> Ask:
+        """A collective of one number: all ranks look equally often."""
+        if dist.get_world_size() == 1:
+            return self.requests.asked
+        word = self._words[self.requests.asked].clone()
+        dist.all_reduce(word, dist.ReduceOp.MAX)
+        self._readback.push(self._looks, [word])
+        heard = self._readback.pop(self._looks - self._lateness, wait=True)
+        self._looks += 1
+        return Ask(int(heard[-1][1][0])) if heard else Ask.NOTHING
+
+
+class Wish(NamedTuple):
+    """`reason` for a checkpoint, empty for none; `stop` is how the run then ends."""
+
+    reason: str
+    stop: Outcome | None
+
+
+@dataclass(frozen=True)
+class KeeperParts:
+    """`describe` says of a step all that is kept of it beside tensors."""
+
+    config: CheckpointConfig
+    engine: Engine
+    saver: Saver
+    requests: Requests
+    device: torch.device
+    num_steps: int
+    describe: Callable[[int, str, int], Kept]
+
+
+class Keeper:
+    def __init__(self, parts: KeeperParts, best: BestMetric | None = None) -> None:
+        self.parts, self.best = parts, best
+        self.consensus = Consensus(parts.requests, parts.device)
+        self.evaluation_is_due = False
+        self._saved_step, self._saved_at = 0, time.monotonic()
+
+    def is_stopping(self) -> bool:
+        """Asked between the batches of an evaluation, and before the first step."""
+        return self.consensus.look() in STOPS
+
+    def note_evaluation(self, step: int, loss: float | None) -> None:
+        """None: it was cut short, and is due again when the run goes on."""
+        self.evaluation_is_due = loss is None
+        if loss is not None and (self.best is None or loss < self.best.val_loss):
+            self.best = BestMetric(step=step, val_loss=loss)
+
+    def wish(self, step: int) -> Wish:
+        """What all ranks do after this step."""
+        self._raise_own()
+        ask = self.consensus.look()
+        if ask is Ask.FAIL:
+            self._require_written()
+        stop = STOPS.get(ask)
+        reason = self._reason(step, ask, stop) if step != self._saved_step else ""
+        self.parts.requests.answered(ask)
+        return Wish(reason, stop)
+
+    def _raise_own(self) -> None:
+        """What this rank itself has to ask of the others."""
+        config, requests = self.parts.config, self.parts.requests
+        if self.parts.saver.failure is not None and config.on_error == "stop":
+            requests.raise_to(Ask.FAIL)
+        if config.every_s != "off" and dist.get_rank() == 0:
+            if time.monotonic() - self._saved_at >= config.every_s:
+                requests.raise_to(Ask.CHECKPOINT)
+
+    def _reason(self, step: int, ask: Ask, stop: Outcome | None) -> str:
+        config = self.parts.config
+        if stop is not None:
+            return str(stop)
+        if ask is Ask.CHECKPOINT:
+            return "request" if config.every_s == "off" else "every_s"
+        if config.every != "off" and step % config.every == 0:
+            return "every"
+        return "end" if step == self.parts.num_steps and config.at_end else ""
+
+    def save(self, step: int, reason: str, num_skips: int) -> None:
+        """Write a checkpoint of the state as it is now; in the background if so configured."""
+        parts = self.parts
+        told = parts.describe(step, reason, num_skips)
+        kept = told.model_copy(
+            update={"best": self.best, "evaluation_is_due": self.evaluation_is_due}
+        )
+        parts.saver.save(kept, parts.engine.pieces(), capture_rng(parts.device))
+        self._saved_step, self._saved_at = step, time.monotonic()
+        if parts.config.mode == "sync":
+            self._require_written()
+
+    def close(self) -> None:
+        """Wait for what is being written; all ranks learn together if it failed."""
+        self.parts.saver.wait()
+        self._require_written()
+
+    def _require_written(self) -> None:
+        self.parts.saver.wait()
+        failure = self.parts.saver.failure
+        if failure is not None and self.parts.config.on_error == "stop":
+            raise failure
