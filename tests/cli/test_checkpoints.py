@@ -1,6 +1,7 @@
 """`paceline checkpoints`: what is listed, what is believed, what other tools can load."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -423,3 +424,15 @@ def test_the_program_itself(kept: Any, tmp_path: Path) -> None:
     assert paceline("checkpoints", "verify", "run", cwd=tmp_path).code == 1
     ran = paceline("checkpoints", "convert", "run", "best", "--out", "made", cwd=tmp_path)
     assert (ran.code, ran.err) == (0, "") and ran.out.startswith("made: step 20, paceline-lm\n")
+
+
+def test_the_python_of_the_page_runs(
+    checkpoints: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    run, tensors = make_run(tmp_path / "runs" / "latest", "lm_tiny", TINY_LM)
+    keep(run, tensors, 10, num_ranks=2)
+    assert checkpoints("convert", run.root, "--out", "my_model").code == 0
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, {})
+    assert capsys.readouterr().out == f"{len(tensors)} tensors\n[64, 32]\n"
