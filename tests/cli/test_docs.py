@@ -200,7 +200,11 @@ def test_launching_has_every_launch_key_with_its_default() -> None:
     assert list(rows) == list(LaunchConfig.model_fields)
     for name, shown in rows.items():
         default = LaunchConfig.model_fields[name].default
-        expected = f"{default:g}" if isinstance(default, float) else str(default or "none")
+        expected = (
+            f"{default:g}"
+            if isinstance(default, float)
+            else str("none" if default in ({}, []) else default)
+        )
         assert shown == expected, name
 
 
