@@ -37,7 +37,7 @@ def main() -> None:
         pairs = [(a.loss, b.loss) for a, b in zip(one.rows, two.rows, strict=True)]
         norms = one.rows[0].grad_norm, two.rows[0].grad_norm
     apart = [abs(a - b) / a for a, b in pairs]
-    states = [state["model"] for state in two.states]
+    states = [state.weights for state in two.states]
     equal = all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     print(f"loss {pairs[0][0]:.4f} -> {pairs[-1][0]:.4f} in {STEPS} steps of SGD")
     print(f"step 1: loss apart by {apart[0]:.1e} (goal 1e-6)")

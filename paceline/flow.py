@@ -130,6 +130,8 @@ def resume_job(
             return result
         for change in resumption.changes:
             talk.say(f"changed: {change}")
+        steps = CheckpointFolder.of_run(run, resumption.job.config.checkpoint).steps()
+        talk.say(f"newest checkpoint: step {steps[0]}" if steps else "no checkpoint yet")
         env, plan = decide(resumption.job, topology)
         if plan.batch.global_size != resumption.global_size:
             resumption = resumption.with_same_batch()

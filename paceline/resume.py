@@ -136,5 +136,9 @@ def _require_same_model(run: RunDir, job: Job, changes: Sequence[Change]) -> Non
             continue
         model = sketch_model(job.workload, job.config)
         shapes = {name: tuple(value.shape) for name, value in named_tensors(model)}
-        require_same_shapes(source, shapes)
+        try:
+            require_same_shapes(source, shapes)
+        except ConfigError as error:
+            changed = ", ".join(str(c) for c in changes if c.key.startswith("model."))
+            raise ConfigError(f"{changed}: {error}") from error
         return

@@ -7,21 +7,31 @@ import json
 import multiprocessing
 import os
 import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from paceline.checkpoint.pieces import Piece, Section, moment_name
 from paceline.cluster.facts import probe
 from paceline.cluster.group import Place, claim_device, join_group
 from paceline.config.load import dump_config
+from paceline.data.loader import collate
 from paceline.flow import require_feasible
 from paceline.job import Job, load_job
 from paceline.plan.planner import make_plan
-from paceline.records import Plan, RankVerdict
+from paceline.records import BestMetric, DataPosition, Kept, Plan, RankVerdict
 from paceline.rundir import RunDir
+from paceline.strategies import find_strategy
+from paceline.strategies.base import Engine, EngineParts
+from paceline.strategies.stored import SCALER
 from paceline.tables import TrainingRow, read_training
 from paceline.train.worker import RankRun
 
@@ -30,10 +40,60 @@ multiprocessing.set_forkserver_preload(["tests.harness"])
 
 
 @dataclass
+class RankState:
+    """What one rank held at the end: whole weights, and its own pieces of all state."""
+
+    weights: dict[str, Tensor]
+    pieces: list[Piece]
+
+    @classmethod
+    def of(cls, engine: Engine) -> "RankState":
+        pieces = [piece._replace(value=piece.value.clone()) for piece in engine.pieces()]
+        return cls({name: w.detach().clone() for name, w in engine.weights().items()}, pieces)
+
+    @property
+    def optimizer(self) -> dict[str, Tensor]:
+        """This rank's part of the optimizer's state, by the names it has in a checkpoint."""
+        return {piece.name: piece.value for piece in self.pieces if piece.section == "optimizer"}
+
+    def slot(self, slot: str) -> dict[str, Tensor]:
+        """`exp_avg` and the like, by parameter."""
+        names = {name: name.split("/", 1) for name in self.optimizer}
+        return {at: self.optimizer[name] for name, (kind, at) in names.items() if kind == slot}
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.optimizer[moment_name(SCALER, "value")])
+
+
+class HeldSource:
+    """Pieces in memory, of however many ranks, as a checkpoint would give them."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self.parts: dict[tuple[str, str], dict[int, Piece]] = {}
+        for piece in pieces:
+            self.parts.setdefault((piece.section, piece.name), {})[piece.row] = piece
+
+    @classmethod
+    def of_all_ranks(cls, pieces: list[Piece]) -> "HeldSource":
+        heard: list[list[Piece]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(heard, pieces)
+        return cls(piece for rank in heard for piece in rank)
+
+    def shapes(self, section: Section) -> dict[str, tuple[int, ...]]:
+        firsts = [next(iter(rows.values())) for rows in self.parts.values()]
+        return {piece.name: piece.shape for piece in firsts if piece.section == section}
+
+    def rows(self, section: Section, name: str, first: int, count: int) -> Tensor:
+        found = [piece.value for _, piece in sorted(self.parts[section, name].items())]
+        return torch.cat(found)[first : first + count] if found[0].dim() else found[0]
+
+
+@dataclass
 class RankEnds:
     run: RunDir
     verdicts: list[RankVerdict]
-    states: list[dict[str, Any]]
+    states: list["RankState"]
 
     @property
     def rows(self) -> list[TrainingRow]:
@@ -56,10 +116,22 @@ def prepare_run(folder: Path, source: str, overrides: list[str]) -> tuple[Job, P
 def run_ranks(folder: Path, source: str, overrides: list[str]) -> RankEnds:
     """Train on as many processes as the plan says; every rank's final state comes back."""
     _, plan, run = prepare_run(folder, source, overrides)
+    start_ranks(run, plan.world_size, partial(_train, source, overrides))
+    ranks = range(plan.world_size)
+    return RankEnds(
+        run,
+        [RankVerdict.load(run.verdict(rank)) for rank in ranks],
+        [torch.load(run.rank(rank) / "state.pt", weights_only=False) for rank in ranks],
+    )
+
+
+def start_ranks(run: RunDir, world_size: int, work: Callable[[RunDir, Place], object]) -> None:
+    """`work` on each of so many processes, which have joined a group; what one raised is raised
+    here."""
     context = multiprocessing.get_context("forkserver")
     processes = [
-        context.Process(target=_rank, args=(str(run.root), source, overrides, rank))
-        for rank in range(plan.world_size)
+        context.Process(target=_rank, args=(run, Place(rank, rank, world_size), work))
+        for rank in range(world_size)
     ]
     for process in processes:
         process.start()
@@ -68,14 +140,9 @@ def run_ranks(folder: Path, source: str, overrides: list[str]) -> RankEnds:
     stuck = [process for process in processes if process.is_alive()]
     for process in stuck:
         process.kill()
-    assert not stuck, f"{len(stuck)} ranks did not finish in {TIMEOUT_S} s"
     failures = [path.read_text() for path in run.ranks.glob("*/error.txt")]
     assert not failures, "\n".join(failures)
-    return RankEnds(
-        run,
-        [RankVerdict.load(run.verdict(rank)) for rank in range(plan.world_size)],
-        [torch.load(run.rank(rank) / "state.pt") for rank in range(plan.world_size)],
-    )
+    assert not stuck, f"{len(stuck)} ranks did not finish in {TIMEOUT_S} s"
 
 
 def run_here(folder: Path, source: str, overrides: list[str]) -> RankEnds:
@@ -88,26 +155,64 @@ def run_here(folder: Path, source: str, overrides: list[str]) -> RankEnds:
         rank = RankRun(job, plan, run, place)
         verdict = rank.execute()
         assert rank.engine is not None
-        return RankEnds(run, [verdict], [rank.engine.state()])
+        return RankEnds(run, [verdict], [RankState.of(rank.engine)])
     finally:
         dist.destroy_process_group()
 
 
-def _rank(root: str, source: str, overrides: list[str], rank: int) -> None:
-    run = RunDir(Path(root))
-    run.rank(rank).mkdir(parents=True, exist_ok=True)
+@contextmanager
+def alone() -> Iterator[None]:
+    """A process group of this process only."""
+    device = torch.device("cpu")
+    join_group("gloo", Place(0, 0, 1), device, dist.HashStore(), TIMEOUT_S)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _rank(run: RunDir, place: Place, work: Callable[[RunDir, Place], object]) -> None:
+    run.rank(place.rank).mkdir(parents=True, exist_ok=True)
     try:
         torch.set_num_threads(1)
-        plan = Plan.load(run.plan)
-        place = Place(rank, rank, plan.world_size)
-        store = dist.FileStore(str(run.root / "store"), plan.world_size)
-        join_group(plan.backend.value, place, torch.device("cpu"), store, TIMEOUT_S)
-        job = load_job(source, overrides)
-        job.workload.prepared = json.loads(run.data.read_text())
-        rank_run = RankRun(job, plan, run, place)
-        rank_run.execute()
-        assert rank_run.engine is not None
-        torch.save(rank_run.engine.state(), run.rank(rank) / "state.pt")
+        store = dist.FileStore(str(run.root / "store"), place.world_size)
+        join_group("gloo", place, torch.device("cpu"), store, TIMEOUT_S)
+        work(run, place)
     except BaseException:
-        (run.rank(rank) / "error.txt").write_text(traceback.format_exc())
+        (run.rank(place.rank) / "error.txt").write_text(traceback.format_exc())
     os._exit(0)  # gloo sometimes aborts in interpreter exit, after the verdict
+
+
+def _train(source: str, overrides: list[str], run: RunDir, place: Place) -> None:
+    job = load_job(source, overrides)
+    job.workload.prepared = json.loads(run.data.read_text())
+    rank_run = RankRun(job, Plan.load(run.plan), run, place)
+    rank_run.execute()
+    assert rank_run.engine is not None
+    torch.save(RankState.of(rank_run.engine), run.rank(place.rank) / "state.pt")
+
+
+def build_engine(run: RunDir, source: str, overrides: list[str]) -> tuple[Engine, list[Any]]:
+    """On a rank that has joined: the engine of a planned run, untrained, and its first batches."""
+    job, plan, rank = load_job(source, overrides), Plan.load(run.plan), dist.get_rank()
+    job.workload.prepared = json.loads(run.data.read_text())
+    parts = EngineParts(job.config, plan, job.workload, torch.device("cpu"))
+    data = job.workload.build_data(job.config, "train")
+    assert data is not None
+    shape = (plan.batch.grad_accum, plan.world_size, plan.batch.micro)
+    rows = np.arange(plan.batch.global_size).reshape(shape)[:, rank]
+    engine = find_strategy(plan.strategy.value).build(parts)
+    return engine, [collate(data, row) for row in rows]
+
+
+def make_kept(step: int, best: BestMetric | None = None) -> Kept:
+    """What a checkpoint keeps beside tensors, for those that look at tensors only."""
+    position = DataPosition(
+        position=step, num_samples=100, seed=0, epoch=0, segment=0, start_index=0, end_index=step,
+        fingerprint="none",
+    )  # fmt: skip
+    return Kept(
+        step=step, reason="every", saved_at=0.0, data=position, num_skips=0, lr=0.1, num_steps=9,
+        best=best, strategy="ddp", world_size=1, precision="fp32", global_size=1,
+        config_fingerprint="none", versions={},
+    )  # fmt: skip

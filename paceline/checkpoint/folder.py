@@ -24,7 +24,7 @@ from paceline.files import sync_directory, write_atomic
 from paceline.records import Kept, Manifest
 from paceline.rundir import RunDir
 
-STEP = re.compile(r"step_(\d+)")
+STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # as `step_name` writes it; fits 64 bits
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 MANIFEST, STATE = "manifest.json", "state.json"
 LATEST, BEST = "latest", "best"
@@ -43,6 +43,11 @@ def seal(manifest: Manifest) -> Manifest:
 def _sum(manifest: Manifest) -> str:
     body = manifest.model_dump(mode="json", exclude={"seal"})
     return xxhash.xxh3_64(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _named_by_tensors(manifest: Manifest) -> set[str]:
+    tensors = (*manifest.model.values(), *manifest.optimizer.values())
+    return {part.file for entry in tensors for part in entry.parts}
 
 
 @dataclass(frozen=True)
@@ -65,18 +70,21 @@ class CheckpointFolder:
     def steps(self) -> list[int]:
         """Of every checkpoint there is, the newest first, damaged ones too."""
         try:
-            names = [entry.name for entry in os.scandir(self.root) if entry.is_dir()]
+            entries = list(os.scandir(self.root))
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise RestoreError(f"{self.root} cannot be read: {error.strerror}") from error
+        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         found = [STEP.fullmatch(name) for name in names]
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def pointer(self, name: str) -> int | None:
         """The step that `latest` or `best` names."""
         try:
-            match = STEP.fullmatch((self.root / name).read_text().strip())
+            match = STEP.fullmatch((self.root / name).read_text(errors="replace").strip())
             return int(match[1]) if match else None
-        except (OSError, ValueError):  # absent, or no text of ours
+        except (OSError, ValueError):  # absent, or a number without end
             return None
 
     def manifest(self, step: int) -> Manifest:
@@ -90,9 +98,11 @@ class CheckpointFolder:
             raise RestoreError(f"{folder.name} is damaged: its {MANIFEST} was changed")
         if odd := [name for name in manifest.files if not PLAIN_NAME.fullmatch(name)]:
             raise RestoreError(f"{folder.name} is damaged: {odd[0]!r} is no name of a file of ours")
-        entries = (*manifest.model.values(), *manifest.optimizer.values())
-        if any(part.file not in manifest.files for entry in entries for part in entry.parts):
-            raise RestoreError(f"{folder.name} is damaged: tensors in files without a checksum")
+        # Only what stands among the files is summed: nothing else may ever be opened.
+        if unsummed := {STATE, *_named_by_tensors(manifest)} - manifest.files.keys():
+            raise RestoreError(
+                f"{folder.name} is damaged: there is no checksum for {min(unsummed)!r}"
+            )
         return manifest
 
     def state(self, step: int) -> Kept:
@@ -167,10 +177,20 @@ class CheckpointFolder:
 
     def sweep(self) -> list[str]:
         """Remove what a save that was killed has left; nobody may be writing."""
-        swept = self.leftovers()
-        for name in swept:
-            shutil.rmtree(self.root / name, ignore_errors=True)
+        swept = []
+        with suppress(FileNotFoundError):
+            for entry in list(os.scandir(self.root)):
+                if entry.name.startswith((TEMPORARY, REPLACED)):
+                    self._put_back(entry)
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                    swept.append(entry.name)
         return swept
+
+    def _put_back(self, entry: "os.DirEntry[str]") -> None:
+        """One that was to be replaced, when the kill came before its successor had its name."""
+        final = self.root / entry.name.removeprefix(REPLACED)
+        if entry.name.startswith(REPLACED) and not final.exists():
+            os.rename(entry.path, final)
 
     def require_writable(self) -> None:
         """A write test, before any rank starts."""
@@ -185,6 +205,7 @@ class CheckpointFolder:
             probe.mkdir(exist_ok=True)
             write_atomic(probe / "test", "test")
             shutil.rmtree(probe)
+            sync_directory(self.root.parent)  # the folder itself must survive a power cut too
         except OSError as error:
             raise ClusterError(
                 f"checkpoints cannot be written to {self.root}: {error.strerror}\n"
@@ -204,11 +225,12 @@ class Retention:
         """After `newest` was written; what was found damaged on the way is returned."""
         damages: list[str] = []
         kept = 0
+        self._sound.discard(newest)  # it may have taken another's place
         for step in (s for s in self.folder.steps() if s <= newest):
             if kept >= self.keep and step != self.folder.pointer(BEST):
                 shutil.rmtree(self.folder.path(step), ignore_errors=True)
                 self._sound.discard(step)
-            elif step == newest or step in self._sound:
+            elif step in self._sound:
                 kept += 1
             else:
                 try:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,7 +31,11 @@ class Found:
 
     def rng(self, rank: int) -> dict[str, Tensor]:
         """The random generators of a rank that took part in writing it."""
-        return load_file(self.source.folder / f"rng-rank{rank}{SUFFIX}")
+        path = self.source.folder / f"rng-rank{rank}{SUFFIX}"
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise RestoreError(f"{path.parent.name}/{path.name} cannot be read: {error}") from error
 
 
 def choose_checkpoint(folder: CheckpointFolder, device: torch.device) -> Found | None:
@@ -67,6 +72,8 @@ def _examine(folder: CheckpointFolder, step: int) -> tuple[Found | None, list[st
         return Found(folder.state(step), TensorFiles(folder.path(step), manifest), manifest), []
     except (RestoreError, DataError) as error:
         return None, error.problems
+    except (OSError, RecursionError) as error:
+        return None, [f"{folder.path(step).name} cannot be read: {error}"]
 
 
 def _agreed_steps(folder: CheckpointFolder, device: torch.device) -> list[int]:

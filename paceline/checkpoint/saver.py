@@ -29,7 +29,7 @@ from paceline.files import sync_directory
 from paceline.records import FileSum, Kept, Manifest, TensorEntry
 
 LOG = logging.getLogger("paceline")
-POLL_S = 0.005
+POLL_S, MAX_POLL_S = 0.005, 0.1
 COLUMNS = "step,reason,mode,state,num_bytes,stall_s,duration_s,outcome,error"
 
 
@@ -64,10 +64,12 @@ class Saver:
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
+        writer.folder.root.mkdir(parents=True, exist_ok=True)
         self.notes: list[str] = []
         self._retention = Retention(writer.folder, writer.config.keep)
         self._staging: dict[tuple[str, str], Tensor] = {}
         self._save: Save | None = None
+        self._num_saves = 0
         self._thread: threading.Thread | None = None
 
     def save(self, kept: Kept, pieces: Sequence[Piece], rng: dict[str, Tensor]) -> None:
@@ -80,14 +82,13 @@ class Saver:
         if is_async:
             save.pieces = self._capture(own)
         self._save = save
+        self._num_saves += 1
         self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint")
         self._thread.daemon = True  # a rank that fails must not wait for it
-        if not is_async:
-            self._thread.start()
-            save.is_written.wait()
         save.stall_s = time.perf_counter() - save.started_at
-        if is_async:
-            self._thread.start()
+        self._thread.start()
+        if not is_async:
+            save.is_written.wait()
 
     @property
     def failure(self) -> SaveError | None:
@@ -128,36 +129,50 @@ class Saver:
         except BaseException as error:  # a thread's exception would be lost
             save.error = f"{type(error).__name__}: {error}"
         duration_s = time.perf_counter() - save.started_at
+        if self.writer.config.mode == "sync":
+            save.stall_s = duration_s
         save.is_written.set()
         save.pieces = []
         if save.error:
             self.notes.append(f"checkpoint of step {save.kept.step} not written: {save.error}")
             LOG.error("%s", self.notes[-1])
         if self.writer.rank == 0:
+            self._settle(save, duration_s)
+
+    def _settle(self, save: Save, duration_s: float) -> None:
+        """The row of this save, and the end of old ones. It stands whatever goes wrong here."""
+        try:
             self._record(save, duration_s)
             if not save.error:
                 self.notes += self._retention.prune(save.kept.step)
+        except Exception as error:
+            self.notes.append(f"after the checkpoint of step {save.kept.step}: {_why(error)}")
+            LOG.error("%s", self.notes[-1])
 
     def _write_together(self, save: Save) -> str:
         """Empty, or what went wrong on whichever rank."""
         writer, step = self.writer, save.kept.step
-        key = f"checkpoint/{writer.attempt}/{step}"
+        # By number and not by step, which may be saved twice: an old answer must not be heard.
+        key = self._key(self._num_saves)
         temporary = writer.folder.temporary(step, writer.attempt)
         try:
             part = self._write_own(save, temporary)
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # whatever it is, the others wait for a word
             part = {"error": f"rank {writer.rank}: {_why(error)}"}
         writer.store.set(f"{key}/{writer.rank}", json.dumps(part))
         if writer.rank != 0:
-            return str(self._wait_for(f"{key}/end"))
+            return str(self._hear(f"{key}/end"))
         outcome = self._publish(save, temporary, key)
         writer.store.set(f"{key}/end", json.dumps(outcome))
         return outcome
 
+    def _key(self, number: int) -> str:
+        return f"checkpoint/{self.writer.attempt}/{number}"
+
     def _write_own(self, save: Save, temporary: Path) -> dict[str, Any]:
         """This rank's files, and what the manifest will say of them."""
         writer = self.writer
-        writer.folder.root.mkdir(parents=True, exist_ok=True)
+        # Its parent was there when this attempt began; made anew it might lie under a lost mount.
         temporary.mkdir(exist_ok=True)
         files: dict[str, FileSum] = {}
         tensors: dict[str, dict[str, TensorEntry]] = {}
@@ -177,7 +192,7 @@ class Saver:
     def _publish(self, save: Save, temporary: Path, key: str) -> str:
         """Rank 0: hear every rank, then make one checkpoint of all parts, or clear them away."""
         folder = self.writer.folder
-        parts = [self._wait_for(f"{key}/{rank}") for rank in range(self.writer.world_size)]
+        parts = self._hear_all(key)
         errors = [part["error"] for part in parts if "error" in part]
         try:
             if not errors:
@@ -187,16 +202,28 @@ class Saver:
                 folder.publish(temporary, manifest)
                 if save.kept.best is not None and save.kept.best.step == save.kept.step:
                     folder.mark_best(save.kept.step)
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:
             errors.append(f"rank 0: {_why(error)}")
         if errors:
             shutil.rmtree(temporary, ignore_errors=True)
         return "; ".join(errors)
 
-    def _wait_for(self, key: str) -> Any:
+    def _hear_all(self, key: str) -> list[Any]:
+        """What each rank says. Nothing stays in the store, which outlives many saves: whoever
+        speaks of this save has heard how the one before it ended."""
+        store = self.writer.store
+        keys = [f"{key}/{rank}" for rank in range(self.writer.world_size)]
+        parts = [self._hear(name) for name in keys]
+        for name in [*keys, f"{self._key(self._num_saves - 1)}/end"]:
+            store.delete_key(name)
+        return parts
+
+    def _hear(self, key: str) -> Any:
         """What another rank says. By asking again and again: a store that waits answers nobody."""
+        pause_s = POLL_S
         while not self.writer.store.check([key]):
-            time.sleep(POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, MAX_POLL_S)
         return json.loads(self.writer.store.get(key))
 
     def _record(self, save: Save, duration_s: float) -> None:
@@ -236,5 +263,6 @@ def _rng_pieces(states: dict[str, Tensor]) -> list[Piece]:
 
 def _why(error: BaseException) -> str:
     if isinstance(error, OSError):
-        return f"{error.strerror or error} ({Path(str(error.filename)).name})"
+        place = f" ({Path(error.filename).name})" if isinstance(error.filename, str) else ""
+        return f"{error.strerror or error}{place}"
     return f"{type(error).__name__}: {error}"

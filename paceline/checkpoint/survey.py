@@ -103,7 +103,7 @@ def _glance(folder: CheckpointFolder, step: int) -> Listed:
         listed = listed.model_copy(update=_of_manifest(manifest))
         if misfits := folder.misfits(step, manifest):
             raise RestoreError(misfits)
-        return listed.model_copy(update=_of_state(folder.state(step)))
+        return listed.model_copy(update=_of_state(_read_state(folder, step)))
     except (RestoreError, DataError) as error:
         return listed.model_copy(update={"looks": f"incomplete: {_first_line(error)}"})
 
@@ -163,8 +163,15 @@ def require_sound(folder: CheckpointFolder, step: int, say: Callable[[str], None
         problems += folder.damages(step, manifest, [name])
     if problems:
         raise RestoreError(problems)
-    folder.state(step)
+    _read_state(folder, step)
     return manifest
+
+
+def _read_state(folder: CheckpointFolder, step: int) -> Kept:
+    try:
+        return folder.state(step)
+    except RecursionError as error:
+        raise RestoreError(f"{folder.path(step).name} is damaged: its state has no end") from error
 
 
 def _first_line(error: RestoreError | DataError) -> str:

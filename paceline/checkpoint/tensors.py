@@ -27,6 +27,7 @@ DTYPES = {
     torch.uint8: "U8", torch.bool: "BOOL", torch.uint32: "U32", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def write_pieces(path: Path, pieces: Sequence[Piece]) -> FileSum:
@@ -127,30 +128,44 @@ class TensorFiles:
             "model": manifest.model,
             "optimizer": manifest.optimizer,
         }
+        self._shapes = {
+            section: {name: tuple(entry.shape) for name, entry in tensors.items()}
+            for section, tensors in self._tensors.items()
+        }
         self._open: dict[str, safe_open] = {}
 
     def shapes(self, section: Section) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(entry.shape) for name, entry in self._tensors[section].items()}
+        return self._shapes[section]
 
     def rows(self, section: Section, name: str, first: int, count: int) -> Tensor:
+        """Where one file has them all this is that file, mapped: copy what must outlive it."""
         entry = self._tensors[section][name]
-        found = []
+        found, row = [], first
         for part in sorted(entry.parts, key=lambda p: p.row):
-            begin, end = max(first, part.row), min(first + count, part.row + part.num_rows)
-            if begin < end:
-                found.append(self._slice(part.file, name, begin - part.row, end - part.row))
-        have = sum(len(rows) if rows.dim() else 1 for rows in found)
-        if have != count:
-            raise RestoreError(f"{self.folder.name} has {have} of {count} rows of {name}")
+            end = min(first + count, part.row + part.num_rows)
+            if part.row <= row < end:
+                found.append(self._slice(part, name, row - part.row, end - part.row))
+                self._require_shape(found[-1], entry, end - row, f"{part.file}: {name}")
+                row = end
+        if row != first + count:
+            raise RestoreError(f"{self.folder.name} has {row - first} of {count} rows of {name}")
+        if not found:
+            return torch.empty((0, *entry.shape[1:]), dtype=TYPES[entry.dtype])
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _slice(self, file: str, name: str, begin: int, end: int) -> Tensor:
+    def _slice(self, part: TensorRows, name: str, begin: int, end: int) -> Tensor:
         try:
-            opened: Any = self._open.get(file)
+            opened: Any = self._open.get(part.file)
             if opened is None:
-                opened = self._open[file] = safe_open(self.folder / file, framework="pt")
-            part = opened.get_slice(name)
-            rows: Tensor = part[begin:end] if part.get_shape() else opened.get_tensor(name)
+                opened = self._open[part.file] = safe_open(self.folder / part.file, framework="pt")
+            stored = opened.get_slice(name)
+            rows: Tensor = stored[begin:end] if stored.get_shape() else opened.get_tensor(name)
             return rows
         except (SafetensorError, OSError) as error:
-            raise RestoreError(f"{self.folder.name}/{file} cannot be read: {error}") from error
+            raise RestoreError(f"{self.folder.name}/{part.file} cannot be read: {error}") from error
+
+    def _require_shape(self, rows: Tensor, entry: TensorEntry, count: int, what: str) -> None:
+        """A tensor of another shape would be stretched to fit, without a word."""
+        wanted = (count, *entry.shape[1:]) if entry.shape else ()
+        if tuple(rows.shape) != wanted or DTYPES.get(rows.dtype) != entry.dtype:
+            raise RestoreError(f"{self.folder.name}/{what} is not what the manifest says it is")

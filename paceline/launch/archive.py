@@ -139,11 +139,9 @@ def _move(paths: Iterable[Path], folder: Path) -> None:
 
 def _span(run: RunDir, num_ranks: int) -> tuple[int, int]:
     """First and last step that this attempt took, as far as known; 0: none."""
-    first = first_step(run.heartbeat(0))
-    if first == 0 or num_ranks == 0:
+    if first_step(run.heartbeat(0)) == 0 or num_ranks == 0:
         return 0, 0
-    if not Attempt.load(run.attempt).resume:
-        first = 1  # the heartbeat may have missed some
+    first = Attempt.load(run.attempt).first_step or 1  # rank 0 says what it goes on from
     rows = read_training(run.training)
     return first, max(first, completed_steps(run, num_ranks, rows[-1].step if rows else 0))
 

@@ -11,8 +11,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from paceline.checkpoint.pieces import Piece, Source
 from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError
 from paceline.records import Env, Exchange, Finding, Plan, Proof, StateBytes
@@ -36,8 +36,22 @@ from paceline.strategies.base import (
 from paceline.strategies.compose import compose
 from paceline.strategies.deepspeed_bytes import estimate_bytes, found_bytes, plan_bytes_sent
 from paceline.strategies.deepspeed_config import ZERO, check_overrides, generate
+from paceline.strategies.deepspeed_state import (
+    collect_pieces,
+    is_cut,
+    load_moments,
+    load_weights,
+)
 from paceline.strategies.engine import build_scaler, compute_loss
 from paceline.strategies.shape import ModelShape
+from paceline.strategies.stored import (
+    load_module,
+    load_optimizer,
+    load_scale,
+    module_pieces,
+    moment_pieces,
+    scale_pieces,
+)
 from paceline.train.optim import build_optimizer
 from paceline.train.precision import COMPUTE_TYPES
 from paceline.train.timing import Clock
@@ -237,46 +251,39 @@ class DeepSpeedTraining:
         self.module.train()
         return Totals(loss, units)
 
-    def state(self) -> dict[str, Any]:
-        """Whole weights by the module's own names, and this rank's part of the optimizer: all
-        ranks must ask together."""
-        model = {}
+    def weights(self) -> dict[str, Tensor]:
+        """Whole weights by the module's own names: all ranks must ask together."""
+        found = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
             with self._whole(value):
-                model[name] = value.detach().clone()
-        with self._filled_groups():
-            state = {"model": model, "optimizer": copy.deepcopy(self.inner.state_dict())}
-        return state | ({"scaler": self.scaler.state()} if self.scaler is not None else {})
+                found[name] = value.detach().clone()
+        return found
+
+    def _whole(self, value: Tensor) -> Any:
+        """Stage 3 has a weight whole while inside."""
+        return self.deepspeed.zero.GatheredParameters([value], enabled=is_cut(value))
+
+    def pieces(self) -> list[Piece]:
+        scale = scale_pieces(self.scaler) if self.scaler is not None else []
+        if self.stage == 0:
+            return [*module_pieces(self.module), *moment_pieces(self.module, self.inner), *scale]
+        found = collect_pieces(self.module, self.engine.optimizer, self.inner, self.parts.device)
+        return [*found, *scale]
+
+    def rehearse(self, batch: Callable[[], Any], clock: Clock) -> None:
+        """Its buckets are what they are from the first pass on."""
 
     @torch.no_grad()
-    def load_state(self, state: dict[str, Any]) -> None:
-        """What `state` returned on this rank of as many ranks."""
-        for name, value in self.module.state_dict(keep_vars=True).items():
-            with self._whole(value, modifier=0):
-                value.copy_(state["model"][name])
-        if self.stage > 0:
-            self.engine.optimizer.refresh_fp32_params()  # its own copy, that the update works on
-        with self._filled_groups():
-            self.inner.load_state_dict(state["optimizer"])
+    def load(self, source: Source) -> None:
+        """What this rank holds, from whatever ranks it was written by: all ranks must ask."""
+        if self.stage == 0:
+            load_module(source, self.module)
+            load_optimizer(source, self.module, self.inner)
+        else:
+            load_weights(source, self.module, self.engine.optimizer)
+            load_moments(source, self.module, self.engine.optimizer, self.inner)
         if self.scaler is not None:
-            self.scaler.load_state(state["scaler"])
-
-    def _whole(self, value: Tensor, modifier: int | None = None) -> Any:
-        """Stage 3 has a weight whole while inside; `modifier` names the rank whose change stays."""
-        gathered = self.deepspeed.zero.GatheredParameters
-        return gathered([value], modifier_rank=modifier, enabled=hasattr(value, "ds_id"))
-
-    @contextmanager
-    def _filled_groups(self) -> Iterator[None]:
-        """Stage 3 gives the optimizer its parameters only while it updates them."""
-        wrapper = self.engine.optimizer
-        if self.stage == 3:
-            wrapper._set_fp32_optimizer_param_groups()
-        try:
-            yield
-        finally:
-            if self.stage == 3:
-                wrapper._clear_fp32_optimizer_param_groups()
+            load_scale(self.scaler, source)
 
     def held(self) -> StateBytes:
         return found_bytes(self.module, self.engine.optimizer, self.inner)

@@ -1,7 +1,7 @@
 """The engine of every strategy that is one module and one optimizer on each rank."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,22 +13,19 @@ from torch.distributed import ProcessGroup
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from paceline.checkpoint.pieces import Piece, Source, moment_name
+from paceline.checkpoint.pieces import Piece, Source
 from paceline.data.loader import to_device
 from paceline.errors import ConfigError
 from paceline.records import Proof, StateBytes
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
 from paceline.strategies.stored import (
+    load_module,
+    load_optimizer,
     load_scale,
-    local_part,
-    moment_like,
-    named_tensors,
-    piece_of,
-    read_like,
-    require_same_shapes,
+    module_pieces,
+    moment_pieces,
     scale_pieces,
-    slots_of,
 )
 from paceline.train.precision import START_SCALE, LossScale, compute_context
 from paceline.train.timing import Clock
@@ -143,25 +140,12 @@ class ModuleEngine:
         return {name: whole(value) for name, value in self.module.state_dict().items()}
 
     def pieces(self) -> list[Piece]:
-        model = [piece_of("model", name, value) for name, value in named_tensors(self.module)]
         # zero1 deals its state out by whole parameters: what is here is nowhere else.
         is_dealt = isinstance(self.optimizer, ZeroRedundancyOptimizer)
         holders = (dist.get_rank(),) if is_dealt else None
-        optimizer = [
-            piece_of("optimizer", moment_name(name, slot), value, holders)
-            for name, entry in self._entries()
-            for slot, value in entry.items()
-            if torch.is_tensor(value)
-        ]
+        moments = moment_pieces(self.module, inner_optimizer(self.optimizer), holders)
         scale = scale_pieces(self.scaler) if self.scaler is not None else []
-        return [piece for piece in (*model, *optimizer, *scale) if piece.value.numel()]
-
-    def _entries(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What the optimizer keeps on this rank, by the parameter's name."""
-        state = inner_optimizer(self.optimizer).state
-        for name, parameter in self.module.named_parameters():
-            if parameter in state:
-                yield name, state[parameter]
+        return [*module_pieces(self.module), *moments, *scale]
 
     def rehearse(self, batch: Callable[[], Any], clock: Clock) -> None:
         if self.wrapping.rehearsed is None:
@@ -174,28 +158,10 @@ class ModuleEngine:
     @torch.no_grad()
     def load(self, source: Source) -> None:
         """All that this rank holds, from whatever ranks it was written by."""
-        held = dict(named_tensors(self.module))
-        require_same_shapes(source, {name: tuple(value.shape) for name, value in held.items()})
-        for name, value in held.items():
-            local_part(value).copy_(read_like(source, "model", name, value))
-        self._load_optimizer(source)
+        load_module(source, self.module)
+        load_optimizer(source, self.module, inner_optimizer(self.optimizer))
         if self.scaler is not None:
             load_scale(self.scaler, source)
-
-    def _load_optimizer(self, source: Source) -> None:
-        inner = inner_optimizer(self.optimizer)
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        slots = slots_of(source)
-        parameters = [p for group in inner.param_groups for p in group["params"]]
-        state = {
-            number: {
-                slot: moment_like(source, moment_name(names[parameter], slot), parameter)
-                for slot in slots.get(names[parameter], ())
-            }
-            for number, parameter in enumerate(parameters)
-        }
-        kept = {number: entry for number, entry in state.items() if entry}
-        inner.load_state_dict(inner.state_dict() | {"state": kept})
 
     def held(self) -> StateBytes:
         entries = inner_optimizer(self.optimizer).state.values()

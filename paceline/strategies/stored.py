@@ -1,13 +1,14 @@
 """Between an engine's tensors and the pieces of a checkpoint: names, rows, holders."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
 
 from paceline.checkpoint.pieces import Piece, Section, Source, moment_name
 from paceline.errors import ConfigError
@@ -24,6 +25,51 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if id(value) not in seen:
             seen.add(id(value))
             yield name, value
+
+
+def module_pieces(module: nn.Module) -> list[Piece]:
+    return _not_empty(piece_of("model", name, value) for name, value in named_tensors(module))
+
+
+def moment_pieces(
+    module: nn.Module, optimizer: Optimizer, holders: tuple[int, ...] | None = None
+) -> list[Piece]:
+    """What the optimizer keeps on this rank; `holders` as for `piece_of`."""
+    return _not_empty(
+        piece_of("optimizer", moment_name(name, slot), value, holders)
+        for name, parameter in module.named_parameters()
+        for slot, value in optimizer.state.get(parameter, {}).items()
+        if torch.is_tensor(value)
+    )
+
+
+def _not_empty(pieces: Iterable[Piece]) -> list[Piece]:
+    """Without those of which this rank has no rows, unless nobody has any."""
+    return [piece for piece in pieces if piece.value.numel() or 0 in piece.shape]
+
+
+def load_module(source: Source, module: nn.Module) -> None:
+    """Weights and buffers, as far as this rank holds them."""
+    held = dict(named_tensors(module))
+    require_same_shapes(source, {name: tuple(value.shape) for name, value in held.items()})
+    for name, value in held.items():
+        local_part(value).copy_(read_like(source, "model", name, value))
+
+
+def load_optimizer(source: Source, module: nn.Module, optimizer: Optimizer) -> None:
+    """What was kept for the parameters that this rank updates; for others nothing is read."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    slots = slots_of(source)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {
+        number: {
+            slot: moment_like(source, moment_name(names[parameter], slot), parameter)
+            for slot in slots.get(names[parameter], ())
+        }
+        for number, parameter in enumerate(parameters)
+    }
+    kept = {number: entry for number, entry in state.items() if entry}
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": kept})
 
 
 def piece_of(
@@ -51,9 +97,10 @@ def read_like(source: Source, section: Section, name: str, like: Tensor) -> Tens
 
 def moment_like(source: Source, name: str, parameter: Tensor) -> Tensor:
     """A moment has its parameter's shape, and is cut as it is; a step count is one number."""
+    # A copy: what a source gives may be the file itself, mapped, and that file will be pruned.
     if source.shapes("optimizer")[name] != tuple(parameter.shape):
-        return source.rows("optimizer", name, 0, 1)
-    rows = read_like(source, "optimizer", name, parameter)
+        return source.rows("optimizer", name, 0, 1).clone()
+    rows = read_like(source, "optimizer", name, parameter).clone()
     if not isinstance(parameter, DTensor):
         return rows
     return DTensor.from_local(

@@ -178,6 +178,9 @@ class RankRun:
             self.notes.append("there was no checkpoint yet: this attempt began with step 1")
             return None
         history.go_on_from(found.kept)
+        if self.place.rank == 0:
+            first = {"first_step": found.kept.step + 1}
+            self.attempt.model_copy(update=first).save(self.run.attempt)
         used = f"step_{found.kept.step} was used instead"
         self.notes += [f"{damage}; {used}" for damage in found.damages]
         LOG.info("goes on from the checkpoint of step %d", found.kept.step)

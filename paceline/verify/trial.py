@@ -4,14 +4,19 @@ Each trial is a run directory of its own inside the strategy's, with a config an
 says what is different about it.
 """
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from paceline.checkpoint.folder import CheckpointFolder
+from paceline.checkpoint.pieces import Piece
+from paceline.checkpoint.restore import choose_checkpoint
 from paceline.cluster.group import Meeting, Place
 from paceline.errors import Outcome
 from paceline.job import reload_job
@@ -88,32 +93,50 @@ class TrialRun(RankRun):
             parameters=held.parameters,
             gradients=gradients,
             optimizer=held.optimizer,
-            restored=self._is_restored(engine),
+            restored=self._is_restored(parts),
         ).save(held_file(self.run, self.place.rank))
         parts.ledger.abandon()
         return LoopEnd(Outcome.OK, 1)
 
-    def _is_restored(self, engine: Engine) -> bool:
-        """A second engine, which starts from the first weights, takes the state of this one."""
+    def _is_restored(self, parts: LoopParts) -> bool:
+        """A second engine, which starts from the first weights, takes the state of this one: out
+        of a checkpoint, as when a run goes on."""
+        folder = CheckpointFolder.of_run(self.run, self.job.config.checkpoint)
+        parts.keeper.save(1, "verify", 0)
+        parts.keeper.close()
+        found = choose_checkpoint(folder, self.device)
+        assert found is not None, "it was written just now"
         config = effective_config(self.job.config, self.plan.attention.value)
-        parts = EngineParts(config, self.plan, self.job.workload, self.device)
-        second = find_strategy(self.plan.strategy.value).build(parts)
-        state = engine.state()
-        second.load_state(state)
-        return _is_same_state(second.state(), state)
+        again = EngineParts(config, self.plan, self.job.workload, self.device)
+        second = find_strategy(self.plan.strategy.value).build(again)
+        second.load(found.source)
+        is_same = _is_same_state(second.pieces(), parts.engine.pieces())
+        dist.barrier()  # nobody reads any more
+        if self.place.rank == 0:
+            shutil.rmtree(folder.root)
+        return is_same
 
 
-def _is_same_state(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_is_same_state(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(_is_same_state(x, y) for x, y in zip(a, b, strict=True))
-    return torch.equal(a, b) if torch.is_tensor(a) else bool(a == b)
+def _is_same_state(a: list[Piece], b: list[Piece]) -> bool:
+    """The same pieces, bit for bit, whatever their order."""
+    others = {(piece.section, piece.name): piece for piece in b}
+    return len(a) == len(b) and all(
+        (other := others.get((piece.section, piece.name))) is not None
+        and (piece.shape, piece.row, piece.holders) == (other.shape, other.row, other.holders)
+        and _is_same_bits(piece.value, other.value)
+        for piece in a
+    )
+
+
+def _is_same_bits(a: Tensor, b: Tensor) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    first, second = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(first, second)
 
 
 def _weights(engine: Engine) -> dict[str, Tensor]:
-    model: dict[str, Tensor] = engine.state()["model"]
-    return {name: weight.detach().cpu().clone() for name, weight in model.items()}
+    return {name: weight.detach().cpu().clone() for name, weight in engine.weights().items()}
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ TOTAL_S = 300.0  # trials of one strategy that take longer have hung
 COMMON = (
     "name=verify", f"workload={WORKLOAD}", "precision.mode=fp32", "precision.matmul=highest",
     "train.seed=7", "train.log_every=1", "train.max_skips=1", "data.num_workers=0",
+    "checkpoint.at_end=false",
 )  # fmt: skip
 # The norms of these steps lie around the limit: some steps are clipped, some are not.
 SGD = ("optim.name=sgd", "optim.lr=0.3", "optim.weight_decay=0.01", "optim.clip=0.9")

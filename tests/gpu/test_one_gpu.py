@@ -85,7 +85,7 @@ def test_the_veto_works_on_the_device(optimizer: str, tmp_path: Path) -> None:
     ends = run_here(tmp_path / "run", f"{tmp_path / 'bad_job.py'}:Bad", overrides)
     assert ends.verdicts[0].outcome is Outcome.OK
     assert [row.step for row in ends.rows if row.skipped] == [5]
-    assert all(torch.isfinite(w).all() for w in ends.states[0]["model"].values())
+    assert all(torch.isfinite(w).all() for w in ends.states[0].weights.values())
     assert all(math.isfinite(row.loss) for row in ends.rows if row.step != 5)
     overrides[-1] = "train.max_skips=0"
     stopped = run_here(tmp_path / "stopped", f"{tmp_path / 'bad_job.py'}:Bad", overrides)

@@ -1,34 +1,36 @@
 """DeepSpeed computes what one process computes, on every stage; a bad gradient on one rank leaves
 all untouched; what it holds is what was estimated."""
 
-import json
 import math
-import multiprocessing
-import os
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.cluster.group import Place, join_group
+from paceline.cluster.group import Place
 from paceline.config.schema import RunConfig
-from paceline.data.loader import collate
 from paceline.errors import Outcome
 from paceline.job import load_job
 from paceline.plan.planner import measure_model
-from paceline.records import Plan
 from paceline.rundir import RunDir
 from paceline.strategies import find_strategy
-from paceline.strategies.base import EngineParts, Share
+from paceline.strategies.base import Share
 from paceline.strategies.shape import ModelShape
 from paceline.train.timing import HostClock
-from tests.harness import TIMEOUT_S, RankEnds, prepare_run, run_ranks
+from tests.harness import (
+    HeldSource,
+    RankEnds,
+    RankState,
+    build_engine,
+    prepare_run,
+    run_ranks,
+    start_ranks,
+)
 from tests.ranks.test_nan import COMMON, STEPS, job, poisoned_sample  # noqa: F401
 from tests.ranks.test_parity import (  # noqa: F401
     BATCH,
@@ -81,10 +83,9 @@ def test_a_nan_on_one_rank_leaves_every_rank_untouched(
     good = [row for row in ends.rows if not row.skipped]
     assert all(math.isfinite(row.loss) and math.isfinite(row.grad_norm) for row in good)
     for state in ends.states:
-        entries = state["optimizer"]["state"].values()
-        assert {float(entry["step"]) for entry in entries} == {STEPS - 1}
-        assert all(torch.isfinite(entry["exp_avg"]).all() for entry in entries)
-    first, second = (state["model"] for state in ends.states)
+        assert {float(count) for count in state.slot("step").values()} == {STEPS - 1}
+        assert all(torch.isfinite(moment).all() for moment in state.optimizer.values())
+    first, second = (state.weights for state in ends.states)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -103,10 +104,9 @@ def test_the_run_ends_as_nan(job: str, kind: str, stage: int, tmp_path: Path) ->
     assert sample in ends.verdicts[1].bad_sample_ids
     before = run_ranks(tmp_path / "before", job, [*steady, "train.steps=4"])
     for end, expected in zip(ends.states, before.states, strict=True):
-        assert all(torch.equal(end["model"][n], w) for n, w in expected["model"].items())
-        moments = expected["optimizer"]["state"]
-        for key, entry in end["optimizer"]["state"].items():
-            assert all(torch.equal(entry[name], moments[key][name]) for name in entry)
+        assert all(torch.equal(end.weights[n], w) for n, w in expected.weights.items())
+        assert end.optimizer.keys() == expected.optimizer.keys()
+        assert all(torch.equal(end.optimizer[n], m) for n, m in expected.optimizer.items())
 
 
 @slow
@@ -122,47 +122,20 @@ def test_16_bits_compute_nearly_the_same(
     good = [row for row in ends.rows if not row.skipped]
     assert good[0].grad_norm == pytest.approx(reference.rows[0].grad_norm, rel=5e-2)
     assert ends.rows[0].loss != reference.rows[0].loss, "it was computed in fp32"
-    assert {w.dtype for w in ends.states[0]["model"].values()} == {torch.float32}
+    assert {w.dtype for w in ends.states[0].weights.values()} == {torch.float32}
 
 
 def build_ranks(folder: Path, overrides: list[str], look: Callable[[Any, Any], Any]) -> list[Any]:
     """An engine on each rank, built and not trained; `look(engine, batches)` on each comes back."""
-    _, plan, run = prepare_run(folder, "lm_tiny", [*tiny_model(), *overrides])
-    context = multiprocessing.get_context("forkserver")
-    arguments = (str(run.root), [*tiny_model(), *overrides], look)
-    processes = [
-        context.Process(target=_built, args=(*arguments, rank)) for rank in range(plan.world_size)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(TIMEOUT_S)
-    failures = [path.read_text() for path in run.ranks.glob("*/error.txt")]
-    assert not failures, "\n".join(failures)
+    settings = [*tiny_model(), *overrides]
+    _, plan, run = prepare_run(folder, "lm_tiny", settings)
+    start_ranks(run, plan.world_size, partial(_look, settings, look))
     return [torch.load(run.rank(rank) / "seen.pt", weights_only=False) for rank in range(2)]
 
 
-def _built(root: str, overrides: list[str], look: Callable[[Any, Any], Any], rank: int) -> None:
-    run = RunDir(Path(root))
-    run.rank(rank).mkdir(parents=True, exist_ok=True)
-    try:
-        torch.set_num_threads(1)
-        plan, device = Plan.load(run.plan), torch.device("cpu")
-        store = dist.FileStore(str(run.root / "store"), plan.world_size)
-        join_group("gloo", Place(rank, rank, plan.world_size), device, store, TIMEOUT_S)
-        job = load_job("lm_tiny", overrides)
-        job.workload.prepared = json.loads(run.data.read_text())
-        parts = EngineParts(job.config, plan, job.workload, device)
-        data = job.workload.build_data(job.config, "train")
-        assert data is not None
-        micro, shape = plan.batch.micro, (plan.batch.grad_accum, 2, plan.batch.micro)
-        rows = np.arange(2 * plan.batch.grad_accum * micro).reshape(shape)[:, rank]
-        batches = [collate(data, row) for row in rows]
-        seen = look(find_strategy("deepspeed").build(parts), batches)
-        torch.save(seen, run.rank(rank) / "seen.pt")
-    except BaseException:
-        (run.rank(rank) / "error.txt").write_text(traceback.format_exc())
-    os._exit(0)
+def _look(settings: list[str], look: Callable[[Any, Any], Any], run: RunDir, place: Place) -> None:
+    seen = look(*build_engine(run, "lm_tiny", settings))
+    torch.save(seen, run.rank(place.rank) / "seen.pt")
 
 
 STATE = [*BATCH, "optim.name=adamw", "train.micro_batch_size=2", "train.steps=9"]
@@ -239,34 +212,29 @@ def _go_back(engine: Any, batches: Any) -> Any:
     ends = []
     engine.forward_backward(batches, 0.01, HostClock())
     engine.step(0.01, HostClock())
-    kept = engine.state()
+    kept = RankState.of(engine)
+    source = HeldSource.of_all_ranks(kept.pieces)
     for _ in range(2):
         for _ in range(2):
             engine.forward_backward(batches, 0.01, HostClock())
             engine.step(0.01, HostClock())
-        ends.append(engine.state())
-        engine.load_state(kept)
-    return [kept, engine.state(), *ends]
+        ends.append(RankState.of(engine))
+        engine.load(source)
+    return [kept, RankState.of(engine), *ends]
 
 
 @slow
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, "3, small parts"])
 @pytest.mark.parametrize("mode", ["fp32", "fp16"])
-def test_state_survives_a_round_trip(stage: int, mode: str, tmp_path: Path) -> None:
-    overrides = [*STATE, *deepspeed(stage), f"precision.mode={mode}"]
+def test_state_survives_a_round_trip(stage: int | str, mode: str, tmp_path: Path) -> None:
+    overrides = [*STATE, *ODD, *deepspeed(int(str(stage)[0])), f"precision.mode={mode}"]
+    overrides += SMALL_STAGE3 if stage == "3, small parts" else []
     for states in build_ranks(tmp_path / "run", overrides, _go_back):
-        kept, back, once, again = (dict(_leaves(state)) for state in states)
+        kept, back, once, again = (state.weights | state.optimizer for state in states)
+        assert kept.keys() == back.keys() == once.keys() == again.keys()
         assert all(torch.equal(kept[key], back[key]) for key in kept)
         assert all(torch.equal(once[key], again[key]) for key in once)
         assert any(not torch.equal(kept[key], once[key]) for key in kept), "nothing was trained"
-
-
-def _leaves(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if torch.is_tensor(state):
-        yield path, state
-    elif isinstance(state, dict):
-        for key, value in state.items():
-            yield from _leaves(value, f"{path}.{key}")
 
 
 def _look_inside(engine: Any, batches: Any) -> Any:

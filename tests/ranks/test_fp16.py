@@ -8,7 +8,7 @@ import torch
 
 from paceline.errors import Outcome
 from paceline.train.precision import GROWTH_STEPS, LossScale
-from tests.harness import run_here, run_ranks
+from tests.harness import HeldSource, RankState, alone, prepare_run, run_here, run_ranks
 from tests.ranks.test_parity import BATCH, SGD, tiny_model
 
 FP16 = [*tiny_model(), *SGD, *BATCH, "precision.mode=fp16", "train.micro_batch_size=8"]
@@ -39,7 +39,7 @@ def test_fp16_learns_what_fp32_learns(strategy: str, tmp_path: Path) -> None:
         assert b.loss == pytest.approx(a.loss, rel=1e-2)
         assert b.grad_norm == pytest.approx(a.grad_norm, rel=2e-2), "not scaled back"
     assert ends.rows[0].grad_norm != expected.rows[0].grad_norm, "it was computed in fp32"
-    assert float(ends.states[0]["scaler"]["value"]) == 65536
+    assert ends.states[0].loss_scale == 65536
 
 
 def test_overflow_is_skipped_and_not_counted(tmp_path: Path) -> None:
@@ -50,24 +50,24 @@ def test_overflow_is_skipped_and_not_counted(tmp_path: Path) -> None:
     skipped = [row.step for row in ends.rows if row.skipped]
     assert skipped and skipped == list(range(1, len(skipped) + 1)) and len(skipped) < 12
     assert ends.rows[-1].loss < ends.rows[0].loss
-    scales = {float(state["scaler"]["value"]) for state in ends.states}
+    scales = {state.loss_scale for state in ends.states}
     assert scales == {1e8 / 2 ** len(skipped)}
-    assert all(math.isfinite(float(w.abs().sum())) for w in ends.states[0]["model"].values())
+    assert all(math.isfinite(float(w.abs().sum())) for w in ends.states[0].weights.values())
 
 
 def test_the_scaler_is_saved_and_restored(tmp_path: Path) -> None:
     from paceline.strategies import find_strategy
     from paceline.strategies.base import EngineParts
-    from tests.harness import prepare_run
 
     trained = run_here(
         tmp_path / "run", "lm_tiny", [*FP16, "train.steps=3", "precision.loss_scale=1024.0"]
     )
     job, plan, _ = prepare_run(tmp_path / "two", "lm_tiny", [*FP16, "launch.nproc=1"])
-    engine = find_strategy("single").build(
-        EngineParts(job.config, plan, job.workload, torch.device("cpu"))
-    )
-    assert float(engine.state()["scaler"]["value"]) == 65536
-    engine.load_state(trained.states[0])
-    assert float(engine.state()["scaler"]["value"]) == 1024
-    assert int(engine.state()["scaler"]["good_steps"]) == 3
+    parts = EngineParts(job.config, plan, job.workload, torch.device("cpu"))
+    with alone():
+        engine = find_strategy("single").build(parts)
+        assert RankState.of(engine).loss_scale == 65536
+        engine.load(HeldSource(trained.states[0].pieces))
+        found = RankState.of(engine)
+    assert found.loss_scale == 1024
+    assert [int(steps) for steps in found.slot("good_steps").values()] == [3]

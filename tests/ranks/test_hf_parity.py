@@ -109,11 +109,11 @@ def assert_same(reference: RankEnds, ends: RankEnds) -> None:
     for expected, found in losses:
         assert found == pytest.approx(expected, rel=1e-5)
     assert ends.rows[0].grad_norm == pytest.approx(reference.rows[0].grad_norm, rel=1e-5)
-    expected_state = reference.states[0]["model"]
+    expected_state = reference.states[0].weights
     for state in ends.states:
-        assert set(state["model"]) == set(expected_state)
+        assert set(state.weights) == set(expected_state)
         for name, weight in expected_state.items():
-            torch.testing.assert_close(state["model"][name], weight, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(state.weights[name], weight, rtol=1e-4, atol=1e-6)
 
 
 def test_loaded_weights_are_where_training_starts(saved: Path, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_loaded_weights_are_where_training_starts(saved: Path, tmp_path: Path) -
 
     source, overrides = arguments("llama, loaded", saved)
     still = [*overrides, "optim.lr=1e-12", "train.steps=1", "train.micro_batch_size=8"]
-    state = run_here(tmp_path / "run", source, [*still, "strategy.name=zero3"]).states[0]["model"]
+    state = run_here(tmp_path / "run", source, [*still, "strategy.name=zero3"]).states[0].weights
     files = [load_file(path) for path in saved.glob("*.safetensors")]
     for name, weight in {k: v for file in files for k, v in file.items()}.items():
         torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-9)

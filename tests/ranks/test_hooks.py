@@ -28,7 +28,7 @@ def test_a_hook_sends_less_and_learns_the_same(hook: str, tmp_path: Path) -> Non
         assert found.loss == pytest.approx(expected.loss, rel=close)
     with pytest.raises(AssertionError):  # it was really compressed
         assert_same_weights(reference, ends)
-    first, second = (state["model"] for state in ends.states)
+    first, second = (state.weights for state in ends.states)
     assert all(first[name].equal(second[name]) for name in first), "replicas differ"
     proof = next(p for p in Audit.load(ends.run.audit).proofs if p.what == "DDP hook")
     assert proof.ok, proof

@@ -74,8 +74,8 @@ def test_one_rank_stops_both_and_nothing_is_applied(job: str, kind: str, tmp_pat
     if kind != "grad":
         assert [v.loss_was_finite for v in ends.verdicts] == [True, False]
     for state in ends.states:
-        assert all(torch.isfinite(weight).all() for weight in state["model"].values())
-    assert torch.equal(ends.states[0]["model"]["weight"], ends.states[1]["model"]["weight"])
+        assert all(torch.isfinite(weight).all() for weight in state.weights.values())
+    assert torch.equal(ends.states[0].weights["weight"], ends.states[1].weights["weight"])
     bad = next(row for row in ends.rows if row.step == 5)
     assert bad.skipped and not math.isfinite(bad.grad_norm)
 
@@ -92,8 +92,8 @@ def test_the_vetoed_step_leaves_no_trace(job: str, log_every: int, tmp_path: Pat
     assert {verdict.outcome for verdict in ends.verdicts} == {Outcome.OK}
     assert [row.step for row in ends.rows if row.skipped] == [5]
     assert all(math.isfinite(row.loss) for row in ends.rows if row.step != 5)
-    optimizer = ends.states[0]["optimizer"]["state"]
-    assert {float(entry["step"]) for entry in optimizer.values()} == {STEPS - 1}
+    counts = ends.states[0].slot("step").values()
+    assert {float(count) for count in counts} == {STEPS - 1}
 
 
 def test_the_last_step_is_judged_too(job: str, tmp_path: Path) -> None:

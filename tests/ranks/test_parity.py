@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import RankEnds, run_here, run_ranks
+from tests.harness import (
+    HeldSource,
+    RankEnds,
+    RankState,
+    alone,
+    prepare_run,
+    run_here,
+    run_ranks,
+)
 
 STEPS = 50
 SGD = ["optim.name=sgd", "optim.lr=0.5", "optim.weight_decay=0.01", f"train.steps={STEPS}"]
@@ -127,13 +135,13 @@ def assert_same_curve(reference: RankEnds, ends: RankEnds) -> None:
 
 
 def assert_same_weights(reference: RankEnds, ends: RankEnds) -> None:
-    expected = reference.states[0]["model"]
-    first = ends.states[0]["model"]
+    expected = reference.states[0].weights
+    first = ends.states[0].weights
     for name, weight in expected.items():
         torch.testing.assert_close(first[name], weight, rtol=1e-4, atol=1e-6)
     for other in ends.states[1:]:
         for name in first:
-            assert torch.equal(first[name], other["model"][name]), f"replicas differ in {name}"
+            assert torch.equal(first[name], other.weights[name]), f"replicas differ in {name}"
 
 
 def test_bf16_computes_nearly_the_same(reference: RankEnds, tmp_path: Path) -> None:
@@ -143,7 +151,7 @@ def test_bf16_computes_nearly_the_same(reference: RankEnds, tmp_path: Path) -> N
     for expected, found in zip(reference.rows, ends.rows, strict=True):
         assert found.loss == pytest.approx(expected.loss, rel=1e-2)
     assert ends.rows[0].loss != reference.rows[0].loss, "it was computed in fp32"
-    assert {w.dtype for w in ends.states[0]["model"].values()} == {torch.float32}
+    assert {w.dtype for w in ends.states[0].weights.values()} == {torch.float32}
 
 
 def test_a_wrong_gradient_scale_is_caught(
@@ -182,21 +190,23 @@ def test_rank_0_decides_where_the_seed_does_not(tmp_path: Path) -> None:
     two = ["launch.nproc=2", "launch.device=cpu", "strategy.name=zero3"]
     ends = run_ranks(tmp_path / "run", f"{job}:Ranked", [*still, *two])
     for state in ends.states:
-        assert state["model"]["weight"].abs().max() < 1e-6
+        assert state.weights["weight"].abs().max() < 1e-6
 
 
 def test_state_survives_a_round_trip(tmp_path: Path) -> None:
-    """load_state(state()) puts weights and optimizer back, bit for bit."""
+    """What one engine holds, another takes, bit for bit."""
     from paceline.strategies import find_strategy
     from paceline.strategies.base import EngineParts
-    from tests.harness import prepare_run
 
     job, plan, _ = prepare_run(tmp_path / "run", "lm_tiny", [*tiny_model(), "launch.nproc=1"])
     parts = EngineParts(job.config, plan, job.workload, torch.device("cpu"))
-    first = find_strategy("single").build(parts)
     trained = run_here(tmp_path / "trained", "lm_tiny", [*tiny_model(), "train.steps=3"])
-    first.load_state(trained.states[0])
-    for name, weight in trained.states[0]["model"].items():
-        assert torch.equal(first.state()["model"][name], weight)
-    moments = first.state()["optimizer"]["state"]
-    assert moments and all(float(entry["step"]) == 3 for entry in moments.values())
+    with alone():
+        first = find_strategy("single").build(parts)
+        first.load(HeldSource(trained.states[0].pieces))
+        found = RankState.of(first)
+    assert all(torch.equal(found.weights[n], w) for n, w in trained.states[0].weights.items())
+    kept = trained.states[0].optimizer
+    assert kept.keys() == found.optimizer.keys()
+    assert all(torch.equal(found.optimizer[name], value) for name, value in kept.items())
+    assert {float(count) for count in found.slot("step").values()} == {3}

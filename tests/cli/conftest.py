@@ -1,0 +1,21 @@
+"""Fixtures of the tests that run the real program."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.bench import Bench, wait_until
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    try:
+        wait_until(lambda: not made.processes(), 5, "processes are gone")
+    finally:
+        for process in made.processes():
+            process.kill()
+    left = [path for path in made.temporary.rglob("*") if not path.is_dir()]
+    assert left == [], "temporary files are left"
