@@ -215,6 +215,17 @@ def test_checkpoints_has_every_checkpoint_key_with_its_default() -> None:
     assert rows == {name: str(field.default).replace("True", "true") for name, field in known}
 
 
+def test_checkpoints_names_a_test_for_every_promise() -> None:
+    rows = re.findall(
+        r"^\| F(\w+): .*`(\w+\.py) -k f(\w+)` \|$", text_of("checkpoints"), re.MULTILINE
+    )
+    assert len(rows) == 23
+    for fault, file, chosen in rows:
+        assert fault == chosen
+        tests = (ROOT / "tests" / "cli" / file).read_text()
+        assert re.search(rf"(?:_|\")f{fault}_", tests), f"F{fault} is not in {file}"
+
+
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}.md" for page in PAGES)])
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
