@@ -13,6 +13,7 @@ from paceline.launch.cause import Ending, completed_steps, judge_end, load_verdi
 from paceline.records import (
     Attempt,
     Audit,
+    CheckpointFacts,
     Env,
     Fingerprints,
     Plan,
@@ -22,7 +23,7 @@ from paceline.records import (
 )
 from paceline.rundir import RunDir
 from paceline.stats.windows import Throughput, measure_throughput
-from paceline.tables import TrainingRow, read_training
+from paceline.tables import CheckpointRow, TrainingRow, read_checkpoints, read_training
 
 MFU_FORMULA = "MFU = FLOPs per sample x samples/s / (world size x peak FLOP/s)"
 
@@ -45,7 +46,9 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
     ending = judge_end(run, plan.world_size, known.end)
     attempts = _attempts(run, plan.world_size, ending)
     rows = read_training(run.training)
-    rates = measure_throughput(rows, run.training.name)
+    # Of the last attempt: those before it may have had other ranks.
+    first_step = attempts[-1].first_step if attempts else 1
+    rates = measure_throughput([r for r in rows if r.step >= first_step], run.training.name)
     tflops, mfu, note = _utilisation(plan, verdicts, rates)
     bad_step, bad_ids = _bad_samples(verdicts)
     peaks = [verdicts[rank] for rank in sorted(verdicts)]
@@ -100,6 +103,7 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
         failure=ending.failure,
         notes=sorted(notes),
         attempts=[summarise(attempt) for attempt in attempts],
+        checkpoints=_checkpoint_facts(read_checkpoints(run.checkpoint_log)),
         ettr=measure_ettr(rows, attempts),
         started_at=known.started_at,
         elapsed_s=known.ended_at - known.started_at,
@@ -114,6 +118,20 @@ def _attempts(run: RunDir, num_ranks: int, ending: Ending) -> list[Attempt]:
             cause = ending.failure.message if ending.failure else ""
             finish_attempt(run, num_ranks, ending.outcome, cause, last.stopped)
     return list_attempts(run)
+
+
+def _checkpoint_facts(rows: list[CheckpointRow]) -> CheckpointFacts | None:
+    written = [row for row in rows if row.is_written]
+    if not rows:
+        return None
+    return CheckpointFacts(
+        num_written=len(written),
+        num_failed=len(rows) - len(written),
+        last_step=written[-1].step if written else None,
+        num_bytes=written[-1].num_bytes if written else 0,
+        stall_s=sum(row.stall_s for row in rows),
+        duration_s=max(row.duration_s for row in rows),
+    )
 
 
 def _utilisation(

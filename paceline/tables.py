@@ -37,6 +37,30 @@ class TelemetryRow:
     values: dict[str, float]
 
 
+@dataclass(frozen=True)
+class CheckpointRow:
+    step: int
+    reason: str
+    num_bytes: int
+    stall_s: float
+    duration_s: float
+    is_written: bool
+
+
+def read_checkpoints(path: Path) -> list[CheckpointRow]:
+    return [
+        CheckpointRow(
+            step=int(row["step"]),
+            reason=row["reason"],
+            num_bytes=int(row["num_bytes"]),
+            stall_s=float(row["stall_s"]),
+            duration_s=float(row["duration_s"]),
+            is_written=row["outcome"] == "ok",
+        )
+        for row in _rows(path)
+    ]
+
+
 def read_training(path: Path) -> list[TrainingRow]:
     return [
         TrainingRow(

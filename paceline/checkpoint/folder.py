@@ -19,7 +19,7 @@ import xxhash
 
 from paceline.checkpoint.tensors import sum_file
 from paceline.config.schema import CheckpointConfig
-from paceline.errors import ClusterError, DataError, RestoreError
+from paceline.errors import ClusterError, ConfigError, DataError, RestoreError
 from paceline.files import sync_directory, write_atomic
 from paceline.records import Kept, Manifest
 from paceline.rundir import RunDir
@@ -59,7 +59,10 @@ class CheckpointFolder:
         """In the run directory, or under `checkpoint.dir` by the run's own name."""
         if config.dir == "run":
             return cls(run.root / "checkpoints")
-        return cls(Path(config.dir).expanduser().absolute() / run.root.name)
+        try:
+            return cls(Path(config.dir).expanduser().absolute() / run.root.name)
+        except RuntimeError as error:  # ~somebody whom this machine does not know
+            raise ConfigError(f"checkpoint.dir={config.dir}: {error}") from error
 
     def path(self, step: int) -> Path:
         return self.root / step_name(step)
@@ -80,9 +83,9 @@ class CheckpointFolder:
         """The step that `latest` or `best` names."""
         try:
             match = STEP.fullmatch((self.root / name).read_text(errors="replace").strip())
-        except OSError:
+            return int(match[1]) if match else None
+        except (OSError, ValueError):  # absent, or a number without end
             return None
-        return int(match[1]) if match else None
 
     def manifest(self, step: int) -> Manifest:
         """What a checkpoint should be; RestoreError where even that cannot be believed."""
@@ -109,20 +112,32 @@ class CheckpointFolder:
         """What is wrong with these files: each is read to its end."""
         return [text for name in names if (text := self._damage(step, name, manifest))]
 
-    def _damage(self, step: int, name: str, manifest: Manifest) -> str:
-        path, wanted = self.path(step) / name, manifest.files[name]
+    def misfits(self, step: int, manifest: Manifest) -> list[str]:
+        """What is wrong at a glance: files that are missing or have another size."""
+        return [text for name in manifest.files if (text := self._misfit(step, name, manifest))]
+
+    def _misfit(self, step: int, name: str, manifest: Manifest) -> str:
+        path, wanted = self.path(step) / name, manifest.files[name].num_bytes
         try:
             if path.is_symlink() or not path.is_file():
                 return f"{path.parent.name}/{name} is missing"
-            if (size := path.stat().st_size) != wanted.num_bytes:
-                return f"{path.parent.name}/{name} has {size} bytes, and had {wanted.num_bytes}"
-            found = sum_file(path)
+            size = path.stat().st_size
         except OSError as error:
             return f"{path.parent.name}/{name} cannot be read: {error.strerror}"
-        if found.xxh3 != wanted.xxh3:
-            return (
-                f"{path.parent.name}/{name} has changed: checksum {found.xxh3}, was {wanted.xxh3}"
-            )
+        if size != wanted:
+            return f"{path.parent.name}/{name} has {size} bytes, and had {wanted}"
+        return ""
+
+    def _damage(self, step: int, name: str, manifest: Manifest) -> str:
+        if misfit := self._misfit(step, name, manifest):
+            return misfit
+        path, wanted = self.path(step) / name, manifest.files[name].xxh3
+        try:
+            found = sum_file(path).xxh3
+        except OSError as error:
+            return f"{path.parent.name}/{name} cannot be read: {error.strerror}"
+        if found != wanted:
+            return f"{path.parent.name}/{name} has changed: checksum {found}, was {wanted}"
         return ""
 
     def require_sound(self, step: int) -> Manifest:
@@ -152,6 +167,13 @@ class CheckpointFolder:
 
     def mark_best(self, step: int) -> None:
         write_atomic(self.root / BEST, f"{step_name(step)}\n")
+
+    def leftovers(self) -> list[str]:
+        """What saves that were killed have left, and what a live one is writing."""
+        with suppress(FileNotFoundError):
+            names = (entry.name for entry in os.scandir(self.root))
+            return sorted(name for name in names if name.startswith((TEMPORARY, REPLACED)))
+        return []
 
     def sweep(self) -> list[str]:
         """Remove what a save that was killed has left; nobody may be writing."""

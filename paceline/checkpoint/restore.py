@@ -33,6 +33,8 @@ class Found:
         """The random generators of a rank that took part in writing it."""
         path = self.source.folder / f"rng-rank{rank}{SUFFIX}"
         try:
+            if path.name not in self.manifest.files:
+                raise OSError("there is no checksum for it")
             return load_file(path)
         except (SafetensorError, OSError) as error:
             raise RestoreError(f"{path.parent.name}/{path.name} cannot be read: {error}") from error

@@ -10,7 +10,7 @@ import traceback
 
 import typer
 
-from paceline.cli import check, demo, plan, recipes, report, train, verify
+from paceline.cli import check, checkpoints, demo, plan, recipes, report, train, verify
 from paceline.errors import EXIT_CODES, Outcome, PacelineError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command()(plan.plan)
 app.command()(train.train)
 app.command()(verify.verify)
 app.command()(report.report)
+app.add_typer(checkpoints.app, name="checkpoints")
 
 
 @app.callback(invoke_without_command=True)

@@ -130,7 +130,7 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
 
 def _way_on(result: Result, run: RunDir) -> str:
     """How to continue a run that was stopped: from its newest checkpoint, where it has one."""
-    has_any = any((run.root / "checkpoints").glob("step_*"))
+    has_any = result.checkpoints is not None and result.checkpoints.num_written > 0
     if result.outcome is not Outcome.PREEMPTED and not has_any:
         return ""
     return f": go on with: paceline train --resume {shlex.quote(shown(run.root))}"

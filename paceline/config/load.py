@@ -111,6 +111,32 @@ def load_config(path: Path, schema: type[RunConfig]) -> RunConfig:
     return schema.model_validate_json(json.dumps(yaml.safe_load(path.read_text())))
 
 
+def read_plain(path: Path) -> dict[str, Any]:
+    """A run.yaml as it stands, for those who need a part of it: nothing in it is imported, and
+    no reference in it is followed."""
+    text = _read_file(path)
+    _require_plain(text, str(path))
+    try:
+        # Through JSON: dates, and keys that are no words, have no place in a run's config.
+        tree: dict[str, Any] = json.loads(json.dumps(yaml.safe_load(text) or {}))
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} holds what no run's config does: {error}") from error
+    return tree
+
+
+def check_plain(tree: dict[str, Any], schema: type[Config], place: str) -> Config:
+    """A config, or a section of one, from what `read_plain` read."""
+    try:
+        return schema.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        raise ConfigError(
+            [
+                f"{'.'.join(map(str, item['loc'])) or 'it'} in {place}: {item['msg']}"
+                for item in error.errors()
+            ]
+        ) from error
+
+
 def _read_file(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -122,7 +148,17 @@ def _read_file(path: Path) -> str:
 
 
 def _parse_yaml(text: str, place: str) -> DictConfig:
-    """Safe YAML only: no tags, no aliases (they can blow up), bounded depth."""
+    _require_plain(text, place)
+    try:
+        tree = OmegaConf.create(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{place} is not valid YAML: {error}") from error
+    assert isinstance(tree, DictConfig), "a map was read"
+    return tree
+
+
+def _require_plain(text: str, place: str) -> None:
+    """Safe YAML only: a map, no tags, no aliases (they can blow up), bounded depth."""
     try:
         depth = 0
         for event in yaml.parse(text):
@@ -140,11 +176,8 @@ def _parse_yaml(text: str, place: str) -> DictConfig:
         root = yaml.compose(text)
         if root is not None and not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{place} must be a map of keys")
-        tree = OmegaConf.create(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{place} is not valid YAML: {error}") from error
-    assert isinstance(tree, DictConfig), "a map was read"
-    return tree
 
 
 def _forbidden(draft: Draft) -> Iterator[str]:

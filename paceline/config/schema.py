@@ -284,6 +284,13 @@ class CheckpointConfig(Section):
         "stop", description="When one cannot be written: end with exit 8, or train on and say so."
     )
 
+    @field_validator("dir")
+    @classmethod
+    def _dir_is_a_path(cls, place: str) -> str:
+        if not place or "\0" in place:
+            raise ValueError(f"{place!r} is no path")
+        return place
+
 
 class ObserveConfig(Section):
     heartbeat_s: Seconds = Field(1.0, description="Seconds between heartbeats of a rank.")

@@ -148,6 +148,17 @@ class Failure(Part):
     others: list[str] = []
 
 
+class CheckpointFacts(Part):
+    """The checkpoints of a run, over all its attempts (checkpoints.csv)."""
+
+    num_written: int
+    num_failed: int
+    last_step: int | None = Field(description="Of the newest that was written.")
+    num_bytes: int = Field(description="Of that one.")
+    stall_s: float = Field(description="How long training waited for all of them.")
+    duration_s: float = Field(description="From its step until it was safe, of the slowest one.")
+
+
 class Result(Record):
     """How a run ended and what it measured: the last line of every run, printed by `--json`."""
 
@@ -185,6 +196,7 @@ class Result(Record):
     failure: Failure | None
     notes: list[str]
     attempts: list[AttemptSummary] = []
+    checkpoints: CheckpointFacts | None = None
     ettr: float | None = Field(
         None, description="Seconds in steps that count, over the wall time of all attempts."
     )

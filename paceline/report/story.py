@@ -79,6 +79,22 @@ def headline(story: Story) -> list[Figure]:
     if memory:
         kind = "allocator, active" if result.peak_active_bytes else "resident set of the process"
         figures.append(Figure("peak memory a rank", size(memory), kind))
+    return figures + _kept_figures(result)
+
+
+def _kept_figures(result: Result) -> list[Figure]:
+    """What was kept, and what it cost."""
+    figures, kept = [], result.checkpoints
+    if kept is not None:
+        failed = f", {kept.num_failed} failed" if kept.num_failed else ""
+        last = f", the last at step {kept.last_step} ({size(kept.num_bytes)})"
+        figures.append(
+            Figure(
+                "checkpoints",
+                f"{kept.num_written}{failed}{last if kept.last_step is not None else ''}",
+                f"checkpoints.csv; training waited {duration(kept.stall_s)} for them",
+            )
+        )
     return figures
 
 

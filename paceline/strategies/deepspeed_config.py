@@ -41,6 +41,7 @@ FIXED = {
     "gradient_allreduce_op": "gradients are the mean over ranks, as the loss is scaled for it",
     "zero_optimization.compute_grad_norm": "the norm is what finds a bad gradient on any rank",
     "zero_optimization.zenflow": "it applies updates later than the step they belong to",
+    "zero_optimization.mics_shard_size": "each rank's part is taken for one of all ranks'",
     "hybrid_engine": "it brings an engine of its own",
     "tensor_parallel": "every rank has its own share of the batch",
     "sequence_parallel_size": "every rank has its own share of the batch",
@@ -120,6 +121,10 @@ def check_overrides(overrides: Mapping[str, Any]) -> Iterator[Finding]:
         yield _unknown(key)
     if not isinstance(overrides.get(ZERO, {}), Mapping):
         yield _refusal(ZERO, "is not a map", "name the keys inside it; strategy.stage is ours")
+    for path in ("offload_optimizer", "offload_param"):
+        if _has(overrides, f"{ZERO}.{path}.device") and overrides[ZERO][path]["device"] == "nvme":
+            what = "is nvme, and what lies in DeepSpeed's own files is in no checkpoint"
+            yield _refusal(f"{ZERO}.{path}.device", what, "set it to cpu")
     for path in _autos(overrides):
         what = "is auto, which the Hugging Face Trainer fills in and DeepSpeed does not know"
         yield _refusal(path, what, "drop it, or give it a value")

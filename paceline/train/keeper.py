@@ -99,16 +99,20 @@ class Keeper:
         config, requests = self.parts.config, self.parts.requests
         if self.parts.saver.failure is not None and config.on_error == "stop":
             requests.raise_to(Ask.FAIL)
-        if config.every_s != "off" and dist.get_rank() == 0:
-            if time.monotonic() - self._saved_at >= config.every_s:
-                requests.raise_to(Ask.CHECKPOINT)
+        if dist.get_rank() == 0 and self._is_time():
+            requests.raise_to(Ask.CHECKPOINT)
+
+    def _is_time(self) -> bool:
+        """By rank 0's clock, whose word is written down."""
+        every_s = self.parts.config.every_s
+        return every_s != "off" and time.monotonic() - self._saved_at >= every_s
 
     def _reason(self, step: int, ask: Ask, stop: Outcome | None) -> str:
         config = self.parts.config
         if stop is not None:
             return str(stop)
         if ask is Ask.CHECKPOINT:
-            return "request" if config.every_s == "off" else "every_s"
+            return "every_s" if self._is_time() else "request"
         if config.every != "off" and step % config.every == 0:
             return "every"
         return "end" if step == self.parts.num_steps and config.at_end else ""
@@ -116,6 +120,7 @@ class Keeper:
     def save(self, step: int, reason: str, num_skips: int) -> None:
         """Write a checkpoint of the state as it is now; in the background if so configured."""
         parts = self.parts
+        self._require_written()  # of the one before, on every rank alike
         told = parts.describe(step, reason, num_skips)
         kept = told.model_copy(
             update={"best": self.best, "evaluation_is_due": self.evaluation_is_due}

@@ -55,6 +55,8 @@ class Workload:
     unit: ClassVar[str] = "samples"
     # True: the model is built on meta, and `init_weights` fills what of it this rank holds.
     meta_init: ClassVar[bool] = False
+    # True: `build_model` returns a model of transformers; checkpoints convert to its layout.
+    from_transformers: ClassVar[bool] = False
     # What `attention.impl` may be beside the kernels of torch's SDPA.
     own_attention: ClassVar[frozenset[str]] = frozenset()
     # What `prepare` returned, on every rank.

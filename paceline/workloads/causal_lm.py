@@ -23,6 +23,7 @@ class CausalLM(LanguageModel):
     """The language model's data and units, around another model."""
 
     Model = CausalLMModel  # type: ignore[assignment]
+    from_transformers = True
 
     def build_model(self, config: Any) -> nn.Module:
         from paceline.models.causal_lm import build_causal_lm

@@ -21,6 +21,7 @@ class MaskedAutoencoder(Workload):
     Data = MAEData
     unit = "samples"
     meta_init = True
+    from_transformers = True
     own_attention = frozenset({"eager"})
 
     def build_model(self, config: Any) -> nn.Module:

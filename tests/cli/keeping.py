@@ -83,7 +83,7 @@ class Job(Workload):
 SETTINGS = [
     f"train.steps={STEPS}", "train.micro_batch_size=4", "launch.device=cpu", "launch.nproc=2",
     f"checkpoint.every={EVERY}", "checkpoint.keep=3", "optim.lr=0.01", "train.log_every=4",
-    "observe.sample_ids=true",
+    "observe.sample_ids=true", "checkpoint.mode=sync",
 ]  # fmt: skip
 
 

@@ -20,13 +20,13 @@ from pathlib import Path
 import pytest
 
 from paceline.config.describe import iter_keys
-from paceline.config.schema import LaunchConfig
+from paceline.config.schema import CheckpointConfig, LaunchConfig
 from paceline.job import load_job
 from tests.cli.program import Ran, environment, free_port
 from tests.schedulers.slurm import SlurmCluster, why_not
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("launching", "checking", "troubleshooting", "strategies", "mae")
+PAGES = ("launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints")
 COMMAND_S = 120
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 EXIT = re.compile(r"\s+# exit (\d+)$")
@@ -38,7 +38,9 @@ NEEDS = {  # a word of a command, and the program that it needs
 }  # fmt: skip
 FIRST_OF_TWO = {"train", "launch.launcher=torchrun", "launch.nnodes=2"}
 # Files that are called like keys, and a key that is misspelt on purpose.
-NO_KEYS = {"audit.json", "launch.json", "train.log", "data.json", "launch.nprocs"}
+NO_KEYS = {
+    "audit.json", "launch.json", "train.log", "data.json", "launch.nprocs", "model.safetensors",
+}  # fmt: skip
 OPEN_MAPS = ("launch.env", "strategy.deepspeed_config", "model.hf_config")
 BIN = str(Path(sys.executable).parent)
 PATH = f"{BIN}{os.pathsep}{os.environ['PATH']}"
@@ -198,8 +200,30 @@ def test_launching_has_every_launch_key_with_its_default() -> None:
     assert list(rows) == list(LaunchConfig.model_fields)
     for name, shown in rows.items():
         default = LaunchConfig.model_fields[name].default
-        expected = f"{default:g}" if isinstance(default, float) else str(default or "none")
+        expected = (
+            f"{default:g}"
+            if isinstance(default, float)
+            else str("none" if default in ({}, []) else default)
+        )
         assert shown == expected, name
+
+
+def test_checkpoints_has_every_checkpoint_key_with_its_default() -> None:
+    text = text_of("checkpoints")
+    rows = dict(re.findall(r"^\| `checkpoint\.(\w+)` \| (\w+) \|", text, re.MULTILINE))
+    known = CheckpointConfig.model_fields.items()
+    assert rows == {name: str(field.default).replace("True", "true") for name, field in known}
+
+
+def test_checkpoints_names_a_test_for_every_promise() -> None:
+    rows = re.findall(
+        r"^\| F(\w+): .*`(\w+\.py) -k f(\w+)` \|$", text_of("checkpoints"), re.MULTILINE
+    )
+    assert len(rows) == 23
+    for fault, file, chosen in rows:
+        assert fault == chosen
+        tests = (ROOT / "tests" / "cli" / file).read_text()
+        assert re.search(rf"(?:_|\")f{fault}_", tests), f"F{fault} is not in {file}"
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}.md" for page in PAGES)])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.program import free_port, paceline
 
-VERBS = ("demo", "recipes", "plan", "train", "report")
+VERBS = ("demo", "recipes", "plan", "train", "report", "checkpoints")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *[[verb, "--help"] for verb in VERBS]])
@@ -74,6 +74,8 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
         (["train", "lm_tiny", "launch.backend=nccl", "launch.device=cpu"], 3, "backend=gloo"),
         (["train", "lm_tiny", "data.source=nowhere"], 4, "data.source=nowhere is neither"),
         (["report", "nowhere"], 4, "nowhere is not a run directory"),
+        (["checkpoints", "list", "nowhere"], 4, "nowhere is not a run directory"),
+        (["checkpoints", "verfy", "nowhere"], 2, "verify"),
         (["train", "gone.py:Job"], 2, "gone.py does not exist"),
         (["train", "lm_tiny", "workload=lmm"], 2, "there is no workload 'lmm'"),
     ],

@@ -249,7 +249,7 @@ def test_the_total_deadline_is_for_all_attempts(bench: Bench) -> None:
 
 
 def test_f17_a_rank_that_never_comes_back_is_bounded(bench: Bench) -> None:
-    limits = ["launch.start_s=2", "launch.max_restarts=1"]
+    limits = ["launch.start_s=6", "launch.max_restarts=1"]  # time to fail in the first
     end = bench.go(hang_in_the_second, *limits)
     assert bench.outcome(end) is Outcome.STALL
     assert [a.outcome for a in list_attempts(bench.run)] == [Outcome.CRASHED, Outcome.STALL]

@@ -81,7 +81,8 @@ def test_runs_without_torch(name: str) -> None:
 
 @pytest.mark.parametrize("module", modules())
 def test_every_module_imports(module: str) -> None:
-    if module != "paceline.__main__":
+    # The nursery makes its process deaf to signals, and this one has tests to run that send some.
+    if module not in ("paceline.__main__", "paceline.launch.nursery"):
         importlib.import_module(module)
 
 

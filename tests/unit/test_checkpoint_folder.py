@@ -1,0 +1,360 @@
+"""A checkpoint's folder: whole or absent, believed only as far as its checksums reach."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.checkpoint.folder import BEST, LATEST, MANIFEST, CheckpointFolder, Retention, seal
+from paceline.checkpoint.pieces import Piece
+from paceline.checkpoint.restore import choose_checkpoint
+from paceline.checkpoint.saver import Saver, Writer
+from paceline.checkpoint.tensors import TensorFiles, sum_file, write_pieces
+from paceline.config.schema import CheckpointConfig
+from paceline.errors import RestoreError
+from paceline.records import BestMetric
+from tests.harness import alone, make_kept
+
+CPU = torch.device("cpu")
+# Each example puts back what it changed.
+QUICK = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def build_saver(root: Path) -> Saver:
+    return build_savers(root, 1, "sync")[0]
+
+
+def build_savers(root: Path, num_ranks: int, mode: str) -> list[Saver]:
+    """All ranks in this process, with one store."""
+    folder, store = CheckpointFolder(root), dist.HashStore()
+    config = CheckpointConfig.model_validate({"mode": mode})
+    log = root.parent / "checkpoints.csv"
+    writers = [Writer(folder, config, store, rank, num_ranks, 1, log) for rank in range(num_ranks)]
+    return [Saver(writer) for writer in writers]
+
+
+def some_pieces(step: int) -> list[Piece]:
+    weight = torch.arange(12.0).reshape(4, 3) + step
+    count = torch.tensor(float(step))
+    return [
+        Piece("model", "weight", (4, 3), 0, weight, (0,)),
+        Piece("model", "small", (2,), 0, torch.ones(2, dtype=torch.bfloat16), (0,)),
+        Piece("optimizer", "step/weight", (), 0, count, (0,)),
+    ]
+
+
+def save(saver: Saver, step: int, best: BestMetric | None = None) -> None:
+    saver.save(make_kept(step, best), some_pieces(step), {"torch_cpu": torch.get_rng_state()})
+    saver.wait()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    """Checkpoints of steps 1 and 2."""
+    saver = build_saver(tmp_path / "checkpoints")
+    save(saver, 1)
+    save(saver, 2)
+    assert saver.failure is None and not saver.notes
+    return saver.writer.folder
+
+
+def read(folder: CheckpointFolder, step: int) -> torch.Tensor:
+    files = TensorFiles(folder.path(step), folder.require_sound(step))
+    return files.rows("model", "weight", 0, 4)
+
+
+def reseal(folder: CheckpointFolder, step: int, **changes: object) -> None:
+    """As somebody would who knows how it is done: with a seal that is right."""
+    manifest = folder.manifest(step).model_copy(update=changes)
+    seal(manifest).save(folder.path(step) / MANIFEST)
+
+
+# How they come and go
+
+
+def test_what_was_saved_is_there(folder: CheckpointFolder) -> None:
+    assert folder.steps() == [2, 1] and folder.pointer(LATEST) == 2 and folder.pointer(BEST) is None
+    assert torch.equal(read(folder, 2), some_pieces(2)[0].value)
+    assert folder.state(2).step == 2
+    assert {path.name for path in folder.path(2).iterdir()} == {
+        "model-rank0.safetensors", "optimizer-rank0.safetensors", "rng-rank0.safetensors",
+        "state.json", MANIFEST,
+    }  # fmt: skip
+    log = (folder.root.parent / "checkpoints.csv").read_text().splitlines()
+    assert len(log) == 3 and all(",ok," in row for row in log[1:])
+
+
+def test_a_step_saved_again_takes_the_place_of_the_first(folder: CheckpointFolder) -> None:
+    """In one attempt too: the words of the first save are not heard again."""
+    saver = build_saver(folder.root)
+    save(saver, 3)
+    saver.save(make_kept(3), some_pieces(30), {})
+    saver.wait()
+    assert saver.failure is None
+    assert torch.equal(read(folder, 3), some_pieces(30)[0].value)
+    assert not [path.name for path in folder.root.iterdir() if path.name.startswith(".")]
+
+
+def test_old_ones_go_and_the_best_stays(tmp_path: Path) -> None:
+    saver = build_saver(tmp_path / "checkpoints")
+    for step in range(1, 7):
+        save(saver, step, BestMetric(step=2, val_loss=1.0) if step >= 2 else None)
+    folder = saver.writer.folder
+    assert folder.steps() == [6, 5, 2]
+    assert (folder.pointer(LATEST), folder.pointer(BEST)) == (6, 2)
+
+
+def test_a_damaged_one_does_not_count_as_kept(folder: CheckpointFolder) -> None:
+    flip(folder.path(2) / "model-rank0.safetensors", -1)
+    saver = build_saver(folder.root)
+    save(saver, 3)
+    assert folder.steps() == [3, 2, 1], "1 is the only other good one"
+    assert "step_2/model-rank0.safetensors has changed" in saver.notes[0]
+    save(saver, 4)
+    assert folder.steps() == [4, 3]
+
+
+def test_nothing_goes_when_the_newest_cannot_be_read_back(folder: CheckpointFolder) -> None:
+    flip(folder.path(2) / "model-rank0.safetensors", -1)
+    damages = Retention(folder, keep=2).prune(newest=2)
+    assert folder.steps() == [2, 1] and len(damages) == 1
+
+
+def test_a_sweep_removes_what_a_kill_left(folder: CheckpointFolder) -> None:
+    (folder.temporary(3, 1)).mkdir()
+    (folder.temporary(3, 1) / "model-rank0.safetensors").write_bytes(b"half")
+    assert folder.sweep() == [".tmp-step_3-1"]
+    assert sorted(path.name for path in folder.root.iterdir()) == ["latest", "step_1", "step_2"]
+    assert CheckpointFolder(folder.root / "absent").sweep() == []
+
+
+def test_a_kill_between_two_renames_loses_nothing(folder: CheckpointFolder) -> None:
+    """Step 2 was moved away to be replaced, and its successor never came."""
+    os.rename(folder.path(2), folder.root / ".old-step_2")
+    folder.sweep()
+    assert folder.steps() == [2, 1] and torch.equal(read(folder, 2), some_pieces(2)[0].value)
+    shutil.copytree(folder.path(2), folder.root / ".old-step_2")
+    folder.sweep()
+    assert folder.steps() == [2, 1] and not (folder.root / ".old-step_2").exists()
+
+
+def test_names_that_are_none_of_ours(folder: CheckpointFolder, tmp_path: Path) -> None:
+    for name in ("step_", "step_03", "step_-1", "step_1e3", "step_٣", f"step_{10**30}", "x"):
+        (folder.root / name).mkdir()
+    (folder.root / "step_9").symlink_to(folder.path(1))
+    (folder.root / "step_8").write_text("a file")
+    assert folder.steps() == [2, 1]
+    (folder.root / LATEST).write_bytes(b"\xff\xfe")
+    assert folder.pointer(LATEST) is None
+    assert CheckpointFolder(tmp_path / "absent").steps() == []
+
+
+# What is believed
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@settings(QUICK, max_examples=60)
+@given(data=st.data())
+def test_any_bit_that_flips_is_seen(folder: CheckpointFolder, data: st.DataObject) -> None:
+    """Headers, tensors, generators, state and the manifest itself."""
+    path = data.draw(st.sampled_from(sorted(folder.path(2).iterdir())))
+    kept = path.read_bytes()
+    at, bit = data.draw(st.integers(0, len(kept) - 1)), data.draw(st.integers(0, 7))
+    changed = bytearray(kept)
+    changed[at] ^= 1 << bit
+    path.write_bytes(changed)
+    try:
+        with pytest.raises(RestoreError, match="step_2"):
+            folder.require_sound(2)
+    except pytest.fail.Exception:
+        # White space between two words of the manifest means nothing.
+        assert path.name == MANIFEST and json.loads(changed) == json.loads(kept)
+    finally:
+        path.write_bytes(kept)
+    folder.require_sound(2)
+
+
+@settings(QUICK, max_examples=30)
+@given(data=st.data())
+def test_any_cut_is_seen(folder: CheckpointFolder, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(sorted(folder.path(2).iterdir())))
+    kept = path.read_bytes()
+    length = data.draw(st.integers(0, len(kept) - 2))  # the last byte of the manifest is a newline
+    path.write_bytes(kept[:length])
+    with pytest.raises(RestoreError, match="step_2"):
+        folder.require_sound(2)
+    path.write_bytes(kept)
+
+
+def test_an_edited_manifest_is_refused(folder: CheckpointFolder) -> None:
+    """What no file's checksum covers: where a tensor stands, and which step this is."""
+    path = folder.path(2) / MANIFEST
+    body = json.loads(path.read_text())
+    body["model"]["weight"]["parts"][0]["row"] = 1
+    path.write_text(json.dumps(body))
+    with pytest.raises(RestoreError, match=r"step_2 is damaged: its manifest\.json was changed"):
+        folder.manifest(2)
+    shutil.rmtree(folder.path(2))
+    shutil.copytree(folder.path(1), folder.path(2))
+    with pytest.raises(RestoreError, match=r"step_2 is damaged: its manifest\.json was changed"):
+        folder.manifest(2)
+
+
+def test_a_missing_file_is_named(folder: CheckpointFolder) -> None:
+    (folder.path(2) / "state.json").unlink()
+    with pytest.raises(RestoreError, match="step_2/state.json is missing"):
+        folder.require_sound(2)
+    (folder.path(1) / MANIFEST).unlink()
+    with pytest.raises(RestoreError, match="step_1 is incomplete"):
+        folder.require_sound(1)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", ".hidden", "", "a\n"])
+def test_a_hostile_name_is_refused(folder: CheckpointFolder, name: str) -> None:
+    """Among the files, and where a tensor says which file it is in."""
+    manifest = folder.manifest(2)
+    files = {**manifest.files, name: manifest.files["state.json"]}
+    reseal(folder, 2, files=files)
+    with pytest.raises(RestoreError, match="no name of a file of ours"):
+        folder.manifest(2)
+    entry = manifest.model["weight"]
+    part = entry.parts[0].model_copy(update={"file": name})
+    model = {**manifest.model, "weight": entry.model_copy(update={"parts": [part]})}
+    seal(manifest.model_copy(update={"model": model})).save(folder.path(2) / MANIFEST)
+    with pytest.raises(RestoreError, match="no checksum for"):
+        folder.manifest(2)
+
+
+def test_a_state_without_checksum_is_refused(folder: CheckpointFolder) -> None:
+    files = {n: s for n, s in folder.manifest(2).files.items() if n != "state.json"}
+    reseal(folder, 2, files=files)
+    with pytest.raises(RestoreError, match=r"no checksum for 'state\.json'"):
+        folder.manifest(2)
+
+
+def test_a_link_in_place_of_a_file_is_refused(folder: CheckpointFolder) -> None:
+    path = folder.path(2) / "state.json"
+    path.unlink()
+    path.symlink_to(folder.path(1) / "state.json")
+    with pytest.raises(RestoreError, match="state.json is missing"):
+        folder.require_sound(2)
+
+
+class Bomb:
+    """Unpickled, it leaves a mark."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_pickle_is_refused_and_does_not_run(folder: CheckpointFolder, tmp_path: Path) -> None:
+    """Even where its checksum is right."""
+    path, mark = folder.path(2) / "model-rank0.safetensors", tmp_path / "mark"
+    for content in (pickle.dumps(Bomb(mark)), _torch_file(Bomb(mark), tmp_path)):
+        path.write_bytes(content)
+        with pytest.raises(RestoreError, match="model-rank0.safetensors has"):
+            folder.require_sound(2)
+        _accept(folder, path)
+        with pytest.raises(RestoreError, match="model-rank0.safetensors cannot be read"):
+            read(folder, 2)
+    assert not mark.exists()
+
+
+def _torch_file(value: object, tmp_path: Path) -> bytes:
+    torch.save(value, tmp_path / "value.pt")
+    return (tmp_path / "value.pt").read_bytes()
+
+
+def _accept(folder: CheckpointFolder, path: Path) -> None:
+    files = {**folder.manifest(2).files, path.name: sum_file(path)}
+    reseal(folder, 2, files=files)
+
+
+@pytest.mark.parametrize("length", [2**63 - 1, 2**40, 2**32])
+def test_a_header_of_absurd_length_is_refused(folder: CheckpointFolder, length: int) -> None:
+    path = folder.path(2) / "model-rank0.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + path.read_bytes()[8:])
+    _accept(folder, path)
+    with pytest.raises(RestoreError, match="cannot be read"):
+        read(folder, 2)
+
+
+def test_a_manifest_nested_without_end_is_refused(folder: CheckpointFolder) -> None:
+    for name in (MANIFEST, "state.json"):
+        path = folder.path(2) / name
+        path.write_text("[" * 200_000)
+    with pytest.raises(RestoreError, match="step_2 is incomplete"):
+        folder.require_sound(2)
+
+
+def test_a_tensor_of_another_shape_is_not_stretched(folder: CheckpointFolder) -> None:
+    """Four rows of one number would fit four rows of three, if nobody looked."""
+    path = folder.path(2) / "model-rank0.safetensors"
+    narrow = Piece("model", "weight", (4, 1), 0, torch.ones(4, 1), (0,))
+    write_pieces(path, [narrow, some_pieces(2)[1]])
+    _accept(folder, path)
+    with pytest.raises(RestoreError, match="is not what the manifest says"):
+        read(folder, 2)
+
+
+@pytest.mark.parametrize("rows", [(0, 3), (1, 4), (0, 5), (-1, 4)])
+def test_rows_that_are_missing_or_too_many(folder: CheckpointFolder, rows: tuple[int, int]) -> None:
+    manifest = folder.manifest(2)
+    entry = manifest.model["weight"]
+    part = entry.parts[0].model_copy(update={"row": rows[0], "num_rows": rows[1] - rows[0]})
+    model = {**manifest.model, "weight": entry.model_copy(update={"parts": [part]})}
+    changed = manifest.model_copy(update={"model": model})
+    files = TensorFiles(folder.path(2), changed)
+    if rows == (0, 5):
+        assert torch.equal(files.rows("model", "weight", 0, 4), some_pieces(2)[0].value)
+        return
+    with pytest.raises(RestoreError):
+        files.rows("model", "weight", 0, 4)
+
+
+# How ranks choose
+
+
+def test_the_newest_sound_one_is_used_and_the_damage_told(folder: CheckpointFolder) -> None:
+    flip(folder.path(2) / "model-rank0.safetensors", -1)
+    with alone():
+        found = choose_checkpoint(folder, CPU)
+    assert found is not None and found.kept.step == 1
+    assert "step_2/model-rank0.safetensors has changed" in found.damages[0]
+
+
+def test_where_none_is_sound_nothing_is_used(folder: CheckpointFolder) -> None:
+    for step in (1, 2):
+        flip(folder.path(step) / "state.json", 5)
+    with alone(), pytest.raises(RestoreError, match="no checkpoint in .* can be trusted") as told:
+        choose_checkpoint(folder, CPU)
+    assert "step_1/state.json" in str(told.value) and "step_2/state.json" in str(told.value)
+
+
+def test_where_there_never_was_one(tmp_path: Path) -> None:
+    with alone():
+        assert choose_checkpoint(CheckpointFolder(tmp_path / "absent"), CPU) is None
+
+
+def test_a_state_nested_without_end_is_passed_over(folder: CheckpointFolder) -> None:
+    path = folder.path(2) / "state.json"
+    path.write_text("[" * 200_000)
+    _accept(folder, path)
+    with alone():
+        found = choose_checkpoint(folder, CPU)
+    assert found is not None and found.kept.step == 1
