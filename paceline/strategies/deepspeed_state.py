@@ -115,7 +115,7 @@ def load_moments(source: Source, module: nn.Module, optimizer: Any, inner: Optim
 @contextmanager
 def filled_groups(optimizer: Any) -> Iterator[None]:
     """Stage 3 gives the optimizer its parameters only while it updates them."""
-    is_stage3 = hasattr(optimizer, "grad_position")
+    is_stage3 = _is_stage3(optimizer)
     if is_stage3:
         optimizer._set_fp32_optimizer_param_groups()
     try:
@@ -125,11 +125,15 @@ def filled_groups(optimizer: Any) -> Iterator[None]:
             optimizer._clear_fp32_optimizer_param_groups()
 
 
+def _is_stage3(optimizer: Any) -> bool:
+    return hasattr(optimizer, "fp16_groups")
+
+
 def _moments(module: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor, Span]]:
     """Every weight that is updated, in the same order on every rank: its name, the flat tensor of
     its group, and what this rank has of it there."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    is_stage3 = hasattr(optimizer, "grad_position")
+    is_stage3 = _is_stage3(optimizer)
     groups = optimizer.fp16_groups if is_stage3 else getattr(optimizer, "bit16_groups", [])
     for group, flat in zip(groups, flat_parts(optimizer), strict=True):
         for parameter in group:

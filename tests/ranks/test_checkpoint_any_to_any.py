@@ -101,11 +101,14 @@ ZERO3, ZERO1, DDP = Leg("zero3", 4), Leg("zero1", 2), Leg("ddp", 4)
 HYBRID = Leg("zero3_hybrid", 4, ("strategy.shard_size=2",))
 FULL = [Leg("ddp", 2, state="full"), Leg("zero3", 2, state="full")]
 NATIVE = [[ZERO3], [Leg("zero3", 2), ZERO1, *FULL], [Leg("zero2", 4), HYBRID, DDP], [Leg("ddp", 1)]]
+OFFLOAD = "+strategy.deepspeed_config.zero_optimization.offload_optimizer.device=cpu"
 SMALL = "+strategy.deepspeed_config.zero_optimization.stage3_param_persistence_threshold=100"
 DEEPSPEED = [
     [
         *(Leg("deepspeed", 2, (f"strategy.stage={stage}",)) for stage in range(4)),
         Leg("deepspeed", 2, ("strategy.stage=3", SMALL)),
+        Leg("deepspeed", 2, ("strategy.stage=2", OFFLOAD)),
+        Leg("deepspeed", 2, ("strategy.stage=3", OFFLOAD)),
         Leg("ddp", 2),
     ],
 ]
