@@ -94,17 +94,20 @@ def _train(parts: LoopParts) -> LoopEnd:
             _evaluate(parts, step)
         wish = keeper.wish(step)
         if wish.reason:
-            # The step ends here, its row is written, and only then can a checkpoint say "after it".
+            # The step ends here, once the device has done it; its row is written; and only then can
+            # a checkpoint say "after it".
+            late = ledger.vetoes(through=step)
             clock.pause("checkpoint")
-            end = judge.verdict(step, ledger.catch_up())
+            end = judge.verdict(step, [*late, *ledger.catch_up()])
             if end is not None:
                 break
             keeper.save(step, wish.reason, judge.num_skips)
         if wish.stop is not None:
             end = LoopEnd(wish.stop, step)
             break
+    late = ledger.vetoes(through=plan.steps)
     clock.pause("checkpoint")  # ends the last step
-    late = ledger.close()
+    late += ledger.close()
     keeper.close()
     return end or judge.verdict(plan.steps, late) or LoopEnd(Outcome.OK, plan.steps)
 
