@@ -130,7 +130,9 @@ def resume_job(
             return result
         for change in resumption.changes:
             talk.say(f"changed: {change}")
-        steps = CheckpointFolder.of_run(run, resumption.job.config.checkpoint).steps()
+        folder = CheckpointFolder.of_run(run, resumption.job.config.checkpoint)
+        folder.require_writable()
+        steps = folder.steps()
         talk.say(f"newest checkpoint: step {steps[0]}" if steps else "no checkpoint yet")
         env, plan = decide(resumption.job, topology)
         if plan.batch.global_size != resumption.global_size:
