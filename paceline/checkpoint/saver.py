@@ -107,21 +107,34 @@ class Saver:
             self._thread.join()
             self._thread = None
 
+    def reserve(self, pieces: Sequence[Piece]) -> None:
+        """Get the memory for copies from a GPU while training goes on: pinning
+        it takes most of a second a gigabyte, for which the first save would have to wait."""
+        own = own_pieces(pieces, self.writer.rank, self.writer.config.state == "full")
+        self._thread = threading.Thread(
+            target=lambda: [self._staged(piece) for piece in own], name="reserve", daemon=True
+        )
+        self._thread.start()
+
     def _capture(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Copies that stay as they are; their memory serves every save of this attempt."""
         captured = []
         for piece in pieces:
-            key = (piece.section, piece.name)
-            held = self._staging.get(key)
-            if held is None or held.shape != piece.value.shape:
-                on_gpu = piece.value.device.type == "cuda"
-                held = torch.empty(piece.value.shape, dtype=piece.value.dtype, pin_memory=on_gpu)
-                self._staging[key] = held
+            held = self._staged(piece)
             held.copy_(piece.value.detach(), non_blocking=True)
             captured.append(piece._replace(value=held))
         if any(piece.value.device.type == "cuda" for piece in pieces):
             torch.cuda.current_stream().synchronize()
         return captured
+
+    def _staged(self, piece: Piece) -> Tensor:
+        key, value = (piece.section, piece.name), piece.value
+        held = self._staging.get(key)
+        if held is None or held.shape != value.shape or held.dtype != value.dtype:
+            on_gpu = value.device.type == "cuda"
+            held = torch.empty(value.shape, dtype=value.dtype, pin_memory=on_gpu)
+            self._staging[key] = held
+        return held
 
     def _run(self, save: Save) -> None:
         try:

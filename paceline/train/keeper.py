@@ -70,7 +70,7 @@ class Keeper:
     def __init__(self, parts: KeeperParts, best: BestMetric | None = None) -> None:
         self.parts, self.best = parts, best
         self.consensus = Consensus(parts.requests, parts.device)
-        self.evaluation_is_due = False
+        self.evaluation_is_due = self._has_reserved = False
         self._saved_step, self._saved_at = 0, time.monotonic()
 
     def is_stopping(self) -> bool:
@@ -85,6 +85,7 @@ class Keeper:
 
     def wish(self, step: int) -> Wish:
         """What all ranks do after this step."""
+        self._reserve()
         self._raise_own()
         ask = self.consensus.look()
         if ask is Ask.FAIL:
@@ -93,6 +94,14 @@ class Keeper:
         reason = self._reason(step, ask, stop) if step != self._saved_step else ""
         self.parts.requests.answered(ask)
         return Wish(reason, stop)
+
+    def _reserve(self) -> None:
+        """After the first step, when the optimizer has its state: memory for what will be due."""
+        config, is_first = self.parts.config, not self._has_reserved
+        self._has_reserved = True
+        is_due = config.every != "off" or config.every_s != "off"
+        if is_first and is_due and config.mode == "async" and self.parts.device.type == "cuda":
+            self.parts.saver.reserve(self.parts.engine.pieces())
 
     def _raise_own(self) -> None:
         """What this rank itself has to ask of the others."""
