@@ -53,7 +53,7 @@ class Save:
     kept: Kept
     pieces: list[Piece]
     rng: dict[str, Tensor]
-    started_at: float = field(default_factory=time.perf_counter)
+    started_at: float
     stall_s: float = 0.0
     error: str = ""
     is_written: threading.Event = field(default_factory=threading.Event)
@@ -74,10 +74,11 @@ class Saver:
 
     def save(self, kept: Kept, pieces: Sequence[Piece], rng: dict[str, Tensor]) -> None:
         """Begin to write; back as soon as training may change the state again."""
+        called_at = time.perf_counter()
         self.wait()
         writer = self.writer
         own = own_pieces(pieces, writer.rank, writer.config.state == "full")
-        save = Save(kept, own, rng)
+        save = Save(kept, own, rng, called_at)
         is_async = writer.config.mode == "async"
         if is_async:
             save.pieces = self._capture(own)
