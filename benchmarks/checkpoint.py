@@ -304,7 +304,7 @@ def judge(name: str, is_met: bool, words: str) -> bool:
 
 
 def milliseconds(values: list[float]) -> str:
-    return f"{statistics.median(values) * 1e3:.0f} ms"
+    return f"{statistics.median(values) * 1e3:.0f} ms (least {min(values) * 1e3:.0f})"
 
 
 @contextmanager
