@@ -8,17 +8,18 @@ contenders of a figure take turns, a round is one turn of each, a ratio is betwe
 round, and the figure is the median over rounds, with the ratio of minima beside it.
 
     save     Saver, mode sync, one rank: temporary folder, safetensors with xxh3, fsync, manifest,
-             rename, latest; and then, behind the run's back, the read-back of the one before and
-             the removal of the oldest. Against torch.save and fsync of the file. A new file each
-             time; what torch.save has written is removed outside the timed part.
+             rename, latest; then, behind the run's back, prune, which reads back the one before.
+             Against torch.save and fsync of the file. A new file each time; old ones are removed
+             outside the timed part for both, and how long that takes is printed.
     stall    how long the call holds training up: mode async against sync, once the memory for
              copies exists; the first call, which makes it, is printed too.
     load     choose the newest checkpoint, read every byte of it against its sum, copy all tensors
              into existing ones; against safetensors' load_file and the same copies. Both files
              have just been read: the page cache is warm for both. Then a few rounds with a cold
              cache, as after a restart on another machine; printed, not judged.
-    ettr     scripts/soak, ranks killed every 20 s: time of the steps that stand over all wall
-             clock, from the start of the command to its end.
+    ettr     scripts/soak, a rank killed every 20 s for 2 minutes: time of the steps that stand
+             over wall time, from the first step until the kills are over. The calm end of the run
+             does not count; ETTR of the whole run stands beside it.
     resume   from "checkpoint chosen" to "first microbatch ready", at position 5,000,000 of
              10,000,000 samples. For scale: torch's DataLoader going through 1 % of those batches.
 """
@@ -36,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,6 +114,11 @@ class Ours:
         if self.saver.failure is not None:
             raise self.saver.failure
 
+    def remove_old(self) -> None:
+        """All but the newest, which the next prune reads back."""
+        for step in self.folder.steps()[1:]:
+            shutil.rmtree(self.folder.path(step))
+
 
 def kept_at(step: int) -> Kept:
     data = DataPosition(
@@ -146,16 +153,17 @@ def measure_saves(folder: Path, pieces: list[Piece], rounds: int) -> Timed:
     """Three contenders in an order that turns; the first two rounds warm up and do not count."""
     sync, background = Ours(folder / "sync", "sync", pieces), Ours(folder / "a", "async", pieces)
     plain, tensors = folder / "plain.pt", tensors_of(pieces)
-    times: Timed = {name: [] for name in ("plain", "save", "whole save", "async", "async whole")}
+    times: Timed = defaultdict(list)
 
     def run_plain() -> None:
         times["plain"].append(seconds(lambda: torch_save(tensors, plain)))
-        plain.unlink()
+        times["remove plain"].append(seconds(plain.unlink))
 
     def run_ours(ours: Ours, stall: str, whole: str) -> None:
         stall_s = seconds(ours.save)
         times[stall].append(stall_s)
         times[whole].append(stall_s + seconds(ours.wait))
+        times["remove"].append(seconds(ours.remove_old))
 
     turns = [
         run_plain,
@@ -321,7 +329,7 @@ def judge_files(folder: Path, pieces: list[Piece], rounds: int) -> list[bool]:
     loads, cold = measure_loads(folder, pieces, rounds)
     whole, plain = saves["whole save"], saves["plain"]
     met = [
-        judge_ratio("save", whole, plain, "{} with read-back and prune, torch.save and fsync {}"),
+        judge_ratio("save", whole, plain, "{} with read-back, torch.save and fsync {}"),
         judge_ratio("stall", saves["async"], saves["save"], "{} held up async, {} sync"),
         judge_ratio("load", loads["load"], loads["load_file"], "{} verified, load_file {}"),
     ]
@@ -332,6 +340,8 @@ def judge_files(folder: Path, pieces: list[Piece], rounds: int) -> list[bool]:
     first, whole_async = saves["first async"], saves["async whole"]
     print(f"        the first async save, which makes its memory: {milliseconds(first)}")
     print(f"        an async save until all is done: {milliseconds(whole_async)}")
+    removed = (milliseconds(saves[name]) for name in ("remove", "remove plain"))
+    print("        to remove an old one: ours {}, torch.save's {}".format(*removed))
     return met
 
 

@@ -141,30 +141,31 @@ class Struck:
 
 @dataclass
 class Storm:
-    """Faults `every` seconds on average, for `seconds` from the first step on."""
+    """Faults `every` seconds on average, for `seconds` from the first step on. Afterwards it knows
+    how long it really was, and which step the run had reached when it was over."""
 
     kinds: Sequence[str]
     every: float
     seconds: float
     seed: int
+    lasted_s: float = 0.0
+    last_step: int = 0
 
     def strike(self, program: Program) -> Iterator[Struck]:
         draw, deck = random.Random(self.seed), []
         program.wait_until(lambda: program.is_stepping, "the first step", START_S)
         began_at, due_at = time.monotonic(), 0.0
-        while True:
-            due_at += self.every * draw.uniform(0.75, 1.25)
+        while (due_at := due_at + self.every * draw.uniform(0.75, 1.25)) < self.seconds:
+            self._wait(program, began_at + due_at)
             # Every kind once before any comes again: a short soak sees as many as it can.
             deck = deck or draw.sample(list(self.kinds), len(self.kinds))
-            due_at = max(due_at, time.monotonic() - began_at)
-            if due_at > self.seconds:
-                return
-            program.wait_until(
-                lambda: time.monotonic() > began_at + due_at,  # noqa: B023
-                "the next fault",
-                self.seconds,
-            )
             yield self._strike_once(program, deck.pop(), began_at, random.Random(draw.random()))
+            due_at = max(due_at, time.monotonic() - began_at - self.every / 2)
+        self._wait(program, began_at + self.seconds)
+        self.lasted_s, self.last_step = time.monotonic() - began_at, program.step
+
+    def _wait(self, program: Program, until: float) -> None:
+        program.wait_until(lambda: time.monotonic() > until, "the faults were over", self.seconds)
 
     def _strike_once(
         self, program: Program, kind: str, began_at: float, draw: random.Random

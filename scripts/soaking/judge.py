@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.errors import RestoreError
-from paceline.records import Result
 from paceline.rundir import RunLock
 from paceline.tables import read_training
 from soaking.program import Program
@@ -60,9 +59,7 @@ def _unsound(program: Program) -> Iterator[str]:
             yield f"a kept checkpoint is not sound: {error}"
 
 
-def figures(program: Program) -> tuple[float, float, Result]:
-    """ETTR by all the wall clock there was, and as result.json has it; productive time is that
-    of the steps that stand."""
-    result = Result.load(program.run.result)
-    productive_s = sum(row.step_s for row in read_training(program.run.training))
-    return productive_s / program.wall_s, result.ettr or 0.0, result
+def ettr(program: Program, through_step: int, wall_s: float) -> float:
+    """Productive time over wall time; productive is the time of steps that stand, each once."""
+    rows = read_training(program.run.training)
+    return sum(row.step_s for row in rows if row.step <= through_step) / wall_s
