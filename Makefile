@@ -33,6 +33,7 @@ figures: launchers
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/check_bandwidth.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/strategy_memory.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/wrapper_cost.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/checkpoint.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

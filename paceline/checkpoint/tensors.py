@@ -20,7 +20,7 @@ from paceline.errors import RestoreError
 from paceline.records import FileSum, Manifest, TensorEntry, TensorRows
 
 SUFFIX = ".safetensors"
-BLOCK_BYTES = 1 << 24  # read and summed together; small enough to stay in a core's cache
+BLOCK_BYTES = 1 << 19  # read and summed together: a quarter of a core's own cache
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
