@@ -54,6 +54,7 @@ from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.pieces import Piece, moment_name
 from paceline.checkpoint.restore import choose_checkpoint
 from paceline.checkpoint.saver import Saver, Writer
+from paceline.checkpoint.tensors import TensorFiles
 from paceline.config.lm import LMModel
 from paceline.config.schema import CheckpointConfig
 from paceline.data.cursor import Order, StepSlice
@@ -190,12 +191,13 @@ def measure_loads(folder: Path, pieces: list[Piece], rounds: int) -> tuple[Timed
         for name, value in load_file(plain).items():
             targets[name].copy_(value)
 
-    def run_ours() -> None:
-        found = choose_checkpoint(ours.folder, CPU)
-        assert found is not None and not found.damages, "it was just written"
+    def fill(source: TensorFiles) -> None:
         for piece in pieces:
-            rows = found.source.rows(piece.section, piece.name, 0, (*piece.shape, 1)[0])
-            targets[piece.name].copy_(rows)
+            source.fill(piece.section, piece.name, 0, targets[piece.name])
+
+    def run_ours() -> None:
+        found = choose_checkpoint(ours.folder, CPU, fill)
+        assert found is not None and not found.damages, "it was just written"
 
     turns = {"load_file": run_plain, "load": run_ours}
     files = [plain, *ours.folder.path(ours.step).iterdir()]

@@ -56,6 +56,7 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
     notes = {note for verdict in peaks for note in verdict.notes}
     notes |= set(stop_notes(run, plan.world_size, known.end))
     notes |= {attempts[-1].stopped} - {""} if attempts else set()
+    notes |= {f"attempt {past.number}: {note}" for past in attempts[:-1] for note in past.notes}
     if run.audit.is_file():
         notes |= {str(proof) for proof in Audit.load(run.audit).mismatches}
     if val_loss is not None and not math.isfinite(val_loss):

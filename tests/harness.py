@@ -84,6 +84,9 @@ class HeldSource:
         firsts = [next(iter(rows.values())) for rows in self.parts.values()]
         return {piece.name: piece.shape for piece in firsts if piece.section == section}
 
+    def fill(self, section: Section, name: str, first: int, out: Tensor) -> None:
+        out.copy_(self.rows(section, name, first, (*out.shape, 1)[0]))
+
     def rows(self, section: Section, name: str, first: int, count: int) -> Tensor:
         found = [piece.value for _, piece in sorted(self.parts[section, name].items())]
         return torch.cat(found)[first : first + count] if found[0].dim() else found[0]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from paceline.checkpoint.tensors import sum_file
+from paceline.checkpoint.tensors import sum_file, sum_head
 from paceline.config.schema import CheckpointConfig
 from paceline.errors import ClusterError, ConfigError, DataError, RestoreError
 from paceline.files import sync_directory, write_atomic
@@ -29,6 +29,7 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 MANIFEST, STATE = "manifest.json", "state.json"
 LATEST, BEST = "latest", "best"
 TEMPORARY, REPLACED = ".tmp-", ".old-"
+POINTERS = (f".{LATEST}.", f".{BEST}.")  # how `write_atomic` names what it has not renamed yet
 
 
 def step_name(step: int) -> str:
@@ -112,20 +113,23 @@ class CheckpointFolder:
         """What is wrong with these files: each is read to its end."""
         return [text for name in names if (text := self._damage(step, name, manifest))]
 
-    def misfits(self, step: int, manifest: Manifest) -> list[str]:
-        """What is wrong at a glance: files that are missing or have another size."""
-        return [text for name in manifest.files if (text := self._misfit(step, name, manifest))]
+    def misfits(self, step: int, manifest: Manifest, names: Iterable[str]) -> list[str]:
+        """What is wrong at a glance: files that are missing, have another size or head."""
+        return [text for name in names if (text := self._misfit(step, name, manifest))]
 
     def _misfit(self, step: int, name: str, manifest: Manifest) -> str:
-        path, wanted = self.path(step) / name, manifest.files[name].num_bytes
+        path, wanted = self.path(step) / name, manifest.files[name]
         try:
             if path.is_symlink() or not path.is_file():
                 return f"{path.parent.name}/{name} is missing"
             size = path.stat().st_size
+            head = sum_head(path, wanted.head_bytes) if wanted.head_bytes else wanted.head_xxh3
         except OSError as error:
             return f"{path.parent.name}/{name} cannot be read: {error.strerror}"
-        if size != wanted:
-            return f"{path.parent.name}/{name} has {size} bytes, and had {wanted}"
+        if size != wanted.num_bytes:
+            return f"{path.parent.name}/{name} has {size} bytes, and had {wanted.num_bytes}"
+        if head != wanted.head_xxh3:
+            return f"{path.parent.name}/{name} has changed: its header is damaged"
         return ""
 
     def _damage(self, step: int, name: str, manifest: Manifest) -> str:
@@ -183,6 +187,9 @@ class CheckpointFolder:
                 if entry.name.startswith((TEMPORARY, REPLACED)):
                     self._put_back(entry)
                     shutil.rmtree(entry.path, ignore_errors=True)
+                    swept.append(entry.name)
+                elif entry.name.startswith(POINTERS) and entry.is_file(follow_symlinks=False):
+                    Path(entry.path).unlink(missing_ok=True)
                     swept.append(entry.name)
         return swept
 

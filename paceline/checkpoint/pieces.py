@@ -43,6 +43,10 @@ class Source(Protocol):
         """A block of rows of one tensor, on the CPU; of one without axes, the tensor."""
         ...
 
+    def fill(self, section: Section, name: str, first: int, out: Tensor) -> None:
+        """Row `first` and following, as many as fit into `out`, which has memory already."""
+        ...
+
 
 def moment_name(parameter: str, slot: str) -> str:
     """What an optimizer keeps for a parameter: `exp_avg/blocks.0.weight`."""

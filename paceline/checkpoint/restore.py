@@ -2,6 +2,7 @@
 
 import csv
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,13 +12,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.checkpoint.folder import CheckpointFolder
-from paceline.checkpoint.tensors import SUFFIX, TensorFiles
+from paceline.checkpoint.folder import STATE, CheckpointFolder
+from paceline.checkpoint.tensors import TensorFiles, rng_file
 from paceline.errors import DataError, RestoreError
 from paceline.records import Kept, Manifest
 
 LOG = logging.getLogger("paceline")
-MAX_STEPS = 64
+MAX_STEPS, MAX_NAMED = 64, 8
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Found:
 
     def rng(self, rank: int) -> dict[str, Tensor]:
         """The random generators of a rank that took part in writing it."""
-        path = self.source.folder / f"rng-rank{rank}{SUFFIX}"
+        path = self.source.folder / rng_file(rank)
         try:
             if path.name not in self.manifest.files:
                 raise OSError("there is no checksum for it")
@@ -40,20 +41,28 @@ class Found:
             raise RestoreError(f"{path.parent.name}/{path.name} cannot be read: {error}") from error
 
 
-def choose_checkpoint(folder: CheckpointFolder, device: torch.device) -> Found | None:
-    """None where there never was one; RestoreError where none is sound. A collective: each rank
-    reads its share of the files, and one that any rank finds damaged is used by none."""
+def choose_checkpoint(
+    folder: CheckpointFolder, device: torch.device, load: Callable[[TensorFiles], None]
+) -> Found | None:
+    """Load the newest that is sound: None where there never was one, RestoreError where none is.
+
+    A collective. What `load` reads is summed on the way, so that no byte is read twice; where any
+    rank finds damage, all go on to the one before, which overwrites whatever was loaded.
+    """
     damages: list[str] = []
     steps = _agreed_steps(folder, device)
     for step in steps:
         found, problems = _examine(folder, step)
+        if _all_agree(found is not None, device):
+            assert found is not None, "this rank is one of all"
+            load(found.source)
+            problems = found.source.damages[:MAX_NAMED]
+            if _all_agree(not problems, device):
+                found.damages = damages
+                return found
         damages += problems
         for problem in problems:
             LOG.warning("%s", problem)
-        if _all_agree(found is not None, device):
-            assert found is not None, "this rank is one of all"
-            found.damages = damages
-            return found
     if steps:
         raise RestoreError(
             f"no checkpoint in {folder.root} can be trusted"
@@ -64,12 +73,15 @@ def choose_checkpoint(folder: CheckpointFolder, device: torch.device) -> Found |
 
 
 def _examine(folder: CheckpointFolder, step: int) -> tuple[Found | None, list[str]]:
-    """The manifest, and this rank's share of the files it names."""
+    """All but the tensors: the manifest, the sizes of this rank's share of the files, and what is
+    small and read by this rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     try:
         manifest = folder.manifest(step)
-        names = sorted(manifest.files)
-        if damages := folder.damages(step, manifest, names[rank::world]):
+        share = sorted(manifest.files)[rank::world]
+        small = [name for name in (STATE, rng_file(rank)) if name in manifest.files]
+        misfits = folder.misfits(step, manifest, share)
+        if damages := [*misfits, *folder.damages(step, manifest, small)]:
             return None, damages
         return Found(folder.state(step), TensorFiles(folder.path(step), manifest), manifest), []
     except (RestoreError, DataError) as error:

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 from paceline.checkpoint.consolidate import consolidate
 from paceline.checkpoint.folder import STATE, CheckpointFolder, Retention
 from paceline.checkpoint.pieces import SECTIONS, Piece, own_pieces
-from paceline.checkpoint.tensors import SUFFIX, entries, write_bytes, write_pieces
+from paceline.checkpoint.tensors import SUFFIX, rng_file, write_bytes, write_pieces
 from paceline.config.schema import CheckpointConfig
 from paceline.errors import SaveError
 from paceline.files import sync_directory
@@ -193,11 +193,11 @@ class Saver:
         for section in SECTIONS:
             own = [piece for piece in save.pieces if piece.section == section]
             name = f"{section}-rank{writer.rank}{SUFFIX}"
+            tensors[section] = {}
             if own:
-                files[name] = write_pieces(temporary / name, own)
-            tensors[section] = entries(own, name)
-        name = f"rng-rank{writer.rank}{SUFFIX}"
-        files[name] = write_pieces(temporary / name, _rng_pieces(save.rng))
+                files[name], tensors[section] = write_pieces(temporary / name, own)
+        name = rng_file(writer.rank)
+        files[name] = write_pieces(temporary / name, _rng_pieces(save.rng)).sum
         if writer.rank == 0:
             files[STATE] = write_bytes(temporary / STATE, save.kept.to_json().encode())
         sync_directory(temporary)

@@ -101,7 +101,7 @@ def _glance(folder: CheckpointFolder, step: int) -> Listed:
     try:
         manifest = folder.manifest(step)
         listed = listed.model_copy(update=_of_manifest(manifest))
-        if misfits := folder.misfits(step, manifest):
+        if misfits := folder.misfits(step, manifest, manifest.files):
             raise RestoreError(misfits)
         return listed.model_copy(update=_of_state(_read_state(folder, step)))
     except (RestoreError, DataError) as error:

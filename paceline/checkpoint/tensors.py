@@ -8,11 +8,10 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, NamedTuple
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.checkpoint.pieces import Piece, Section
@@ -30,16 +29,40 @@ DTYPES = {
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def write_pieces(path: Path, pieces: Sequence[Piece]) -> FileSum:
-    """Write one file and make it durable. The sum is that of the bytes we meant to write."""
+def rng_file(rank: int) -> str:
+    return f"rng-rank{rank}{SUFFIX}"
+
+
+class Written(NamedTuple):
+    """A file and what is in it, as the manifest will say."""
+
+    sum: FileSum
+    tensors: dict[str, TensorEntry]
+
+
+def write_pieces(path: Path, pieces: Sequence[Piece]) -> Written:
+    """Write one file and make it durable. The sums, of the file and of each piece in it, are those
+    of the bytes we meant to write."""
     ordered = sorted(pieces, key=lambda piece: -piece.value.element_size())  # all stay aligned
-    digest = xxhash.xxh3_64()
+    header, tensors = _header(ordered), {}
+    digest = xxhash.xxh3_64(header)
     with path.open("wb", buffering=0) as file:
-        for view in _views(ordered):
-            digest.update(view)
-            _write_all(file, view)
+        _write_all(file, memoryview(header))
+        for piece in ordered:
+            offset, own = file.tell(), xxhash.xxh3_64()
+            for block in _blocks(_bytes_of(piece.value)):
+                own.update(block)
+                digest.update(block)
+                _write_all(file, block)
+            tensors[piece.name] = _entry(piece, path.name, offset, own.hexdigest())
         os.fsync(file.fileno())
-        return FileSum(num_bytes=file.tell(), xxh3=digest.hexdigest())
+        file_sum = FileSum(
+            num_bytes=file.tell(),
+            xxh3=digest.hexdigest(),
+            head_bytes=len(header),
+            head_xxh3=xxhash.xxh3_64(header).hexdigest(),
+        )
+    return Written(file_sum, tensors)
 
 
 def write_bytes(path: Path, content: bytes) -> FileSum:
@@ -51,12 +74,15 @@ def write_bytes(path: Path, content: bytes) -> FileSum:
     return FileSum(num_bytes=len(content), xxh3=xxhash.xxh3_64(content).hexdigest())
 
 
-def _views(pieces: Sequence[Piece]) -> Iterator[memoryview]:
-    yield memoryview(_header(pieces))
-    for piece in pieces:
-        if piece.value.numel():
-            flat = piece.value.detach().cpu().contiguous().reshape(-1)
-            yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+def _bytes_of(value: Tensor) -> memoryview:
+    """The memory of a tensor on the CPU, contiguous; of any other, a copy."""
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _blocks(view: memoryview) -> Iterator[memoryview]:
+    for begin in range(0, len(view), BLOCK_BYTES):
+        yield view[begin : begin + BLOCK_BYTES]
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:
@@ -92,20 +118,16 @@ def _write_all(file: IO[bytes], view: memoryview) -> None:
         view = view[file.write(view) :]
 
 
-def entries(pieces: Sequence[Piece], file: str) -> dict[str, TensorEntry]:
-    """What the manifest says of the tensors in one file."""
-    return {
-        piece.name: TensorEntry(
-            shape=list(piece.shape),
-            dtype=DTYPES[piece.value.dtype],
-            parts=[TensorRows(file=file, row=piece.row, num_rows=_num_rows(piece))],
-        )
-        for piece in pieces
-    }
+def _entry(piece: Piece, file: str, offset: int, xxh3: str) -> TensorEntry:
+    num_rows = piece.value.shape[0] if piece.shape else 1
+    rows = TensorRows(file=file, row=piece.row, num_rows=num_rows, offset=offset, xxh3=xxh3)
+    return TensorEntry(shape=list(piece.shape), dtype=DTYPES[piece.value.dtype], parts=[rows])
 
 
-def _num_rows(piece: Piece) -> int:
-    return piece.value.shape[0] if piece.shape else 1
+def sum_head(path: Path, num_bytes: int) -> str:
+    """The sum of the first bytes of a file."""
+    with path.open("rb") as file:
+        return xxhash.xxh3_64(file.read(num_bytes)).hexdigest()
 
 
 def sum_file(path: Path) -> FileSum:
@@ -120,10 +142,16 @@ def sum_file(path: Path) -> FileSum:
 
 
 class TensorFiles:
-    """The tensors of one checkpoint, read by rows from whichever files hold them."""
+    """The tensors of one checkpoint, read by rows from whichever files hold them.
+
+    Each part is summed on its way into memory. One that is not what was written is handed out all
+    the same and named in `damages`: all ranks finish reading, and then believe it together or not.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
+        self.damages: list[str] = []
+        self._sizes = {name: file.num_bytes for name, file in manifest.files.items()}
         self._tensors: dict[Section, dict[str, TensorEntry]] = {
             "model": manifest.model,
             "optimizer": manifest.optimizer,
@@ -132,40 +160,63 @@ class TensorFiles:
             section: {name: tuple(entry.shape) for name, entry in tensors.items()}
             for section, tensors in self._tensors.items()
         }
-        self._open: dict[str, safe_open] = {}
 
     def shapes(self, section: Section) -> dict[str, tuple[int, ...]]:
         return self._shapes[section]
 
     def rows(self, section: Section, name: str, first: int, count: int) -> Tensor:
-        """Where one file has them all this is that file, mapped: copy what must outlive it."""
         entry = self._tensors[section][name]
-        found, row = [], first
+        shape = (count, *entry.shape[1:]) if entry.shape else ()
+        out = torch.empty(shape, dtype=TYPES[entry.dtype])
+        self.fill(section, name, first, out)
+        return out
+
+    def fill(self, section: Section, name: str, first: int, out: Tensor) -> None:
+        """Row `first` and as many as fit into `out`, whatever device and type it has."""
+        entry = self._tensors[section][name]
+        is_plain = out.device.type == "cpu" and out.is_contiguous()
+        if not is_plain or DTYPES.get(out.dtype) != entry.dtype:
+            like = torch.empty(out.shape, dtype=TYPES[entry.dtype])
+            self.fill(section, name, first, like)
+            out.copy_(like)
+            return
+        if out.numel():
+            count = out.shape[0] if out.dim() else 1
+            self._fill(name, entry, first, count, _bytes_of(out))
+
+    def _fill(self, name: str, entry: TensorEntry, first: int, count: int, out: memoryview) -> None:
+        size, row = len(out) // count, first  # bytes of a row; the next row that is wanted
         for part in sorted(entry.parts, key=lambda p: p.row):
             end = min(first + count, part.row + part.num_rows)
-            if part.row <= row < end:
-                found.append(self._slice(part, name, row - part.row, end - part.row))
-                self._require_shape(found[-1], entry, end - row, f"{part.file}: {name}")
-                row = end
+            if not part.row <= row < end:
+                continue
+            place = out[(row - first) * size : (end - first) * size]
+            if part.offset + part.num_rows * size > self._sizes.get(part.file, 0):
+                self._note(part, f"{name} would not fit into it")
+            elif len(place) == part.num_rows * size:
+                self._read(part, name, place)
+            else:  # only the sum of the whole part is known
+                whole = memoryview(bytearray(part.num_rows * size))
+                self._read(part, name, whole)
+                place[:] = whole[(row - part.row) * size : (end - part.row) * size]
+            row = end
         if row != first + count:
             raise RestoreError(f"{self.folder.name} has {row - first} of {count} rows of {name}")
-        if not found:
-            return torch.empty((0, *entry.shape[1:]), dtype=TYPES[entry.dtype])
-        return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _slice(self, part: TensorRows, name: str, begin: int, end: int) -> Tensor:
+    def _read(self, part: TensorRows, name: str, out: memoryview) -> None:
+        digest, offset = xxhash.xxh3_64(), part.offset
         try:
-            opened: Any = self._open.get(part.file)
-            if opened is None:
-                opened = self._open[part.file] = safe_open(self.folder / part.file, framework="pt")
-            stored = opened.get_slice(name)
-            rows: Tensor = stored[begin:end] if stored.get_shape() else opened.get_tensor(name)
-            return rows
-        except (SafetensorError, OSError) as error:
-            raise RestoreError(f"{self.folder.name}/{part.file} cannot be read: {error}") from error
+            with (self.folder / part.file).open("rb", buffering=0) as file:
+                for block in _blocks(out):
+                    if os.preadv(file.fileno(), [block], offset) != len(block):
+                        raise OSError(None, "it ends too early")
+                    digest.update(block)
+                    offset += len(block)
+        except OSError as error:
+            self._note(part, f"it cannot be read: {error.strerror}")
+            return
+        if digest.hexdigest() != part.xxh3:
+            self._note(part, f"{name} is damaged")
 
-    def _require_shape(self, rows: Tensor, entry: TensorEntry, count: int, what: str) -> None:
-        """A tensor of another shape would be stretched to fit, without a word."""
-        wanted = (count, *entry.shape[1:]) if entry.shape else ()
-        if tuple(rows.shape) != wanted or DTYPES.get(rows.dtype) != entry.dtype:
-            raise RestoreError(f"{self.folder.name}/{what} is not what the manifest says it is")
+    def _note(self, part: TensorRows, what: str) -> None:
+        self.damages.append(f"{self.folder.name}/{part.file} has changed: {what}")

@@ -50,16 +50,22 @@ class Kept(Record):
 
 
 class FileSum(Part):
+    """Of a file of tensors also the sum of its head: that and the parts' sums cover every byte."""
+
     num_bytes: int
     xxh3: str
+    head_bytes: int = 0
+    head_xxh3: str = ""
 
 
 class TensorRows(Part):
-    """Some rows of a tensor, and the file they are in."""
+    """Some rows of a tensor: the file they are in, where in it, and the sum of their bytes."""
 
     file: str
     row: int
     num_rows: int
+    offset: int
+    xxh3: str
 
 
 class TensorEntry(Part):

@@ -55,6 +55,7 @@ class Attempt(Record):
     first_step: int = Field(0, description="The first step it took; 0: none.")
     last_step: int = 0
     cause: str = Field("", description="Why it ended, where it did not end well.")
+    notes: list[str] = Field([], description="What rank 0 had to say when it began.")
     stopped: str = Field("", description="Why no other attempt followed, where one might have.")
 
 

@@ -53,7 +53,7 @@ def load_module(source: Source, module: nn.Module) -> None:
     held = dict(named_tensors(module))
     require_same_shapes(source, {name: tuple(value.shape) for name, value in held.items()})
     for name, value in held.items():
-        local_part(value).copy_(read_like(source, "model", name, value))
+        source.fill("model", name, _first_row(value), local_part(value))
 
 
 def load_optimizer(source: Source, module: nn.Module, optimizer: Optimizer) -> None:
@@ -76,35 +76,24 @@ def piece_of(
     section: Section, name: str, value: Tensor, holders: tuple[int, ...] | None = None
 ) -> Piece:
     """What this rank holds of a tensor. `holders`: where that cannot be seen from the tensor."""
-    row = _rows(value)[0] if isinstance(value, DTensor) else 0
     held = holders if holders is not None else _holders(value)
-    return Piece(section, name, tuple(value.shape), row, local_part(value), held)
+    return Piece(section, name, tuple(value.shape), _first_row(value), local_part(value), held)
 
 
 def local_part(value: Tensor) -> Tensor:
     return (value.to_local() if isinstance(value, DTensor) else value).detach()
 
 
-def read_like(source: Source, section: Section, name: str, like: Tensor) -> Tensor:
-    """The rows that this rank holds of `like`."""
-    if isinstance(like, DTensor):
-        first, count = _rows(like)
-        if count == 0:
-            return local_part(like).new_empty(local_part(like).shape)
-        return source.rows(section, name, first, count)
-    return source.rows(section, name, 0, (*like.shape, 1)[0])
-
-
 def moment_like(source: Source, name: str, parameter: Tensor) -> Tensor:
     """A moment has its parameter's shape, and is cut as it is; a step count is one number."""
-    # A copy: what a source gives may be the file itself, mapped, and that file will be pruned.
     if source.shapes("optimizer")[name] != tuple(parameter.shape):
-        return source.rows("optimizer", name, 0, 1).clone()
-    rows = read_like(source, "optimizer", name, parameter).clone()
+        return source.rows("optimizer", name, 0, 1)
+    rows = torch.empty_like(local_part(parameter))
+    source.fill("optimizer", name, _first_row(parameter), rows)
     if not isinstance(parameter, DTensor):
         return rows
     return DTensor.from_local(
-        rows.to(local_part(parameter).device), parameter.device_mesh, parameter.placements,
+        rows, parameter.device_mesh, parameter.placements,
         run_check=False, shape=parameter.shape, stride=parameter.stride(),
     )  # fmt: skip
 
@@ -154,12 +143,14 @@ def load_scale(scale: LossScale, source: Source) -> None:
         scale.load_state({s: source.rows("optimizer", name, 0, 1) for s, name in names.items()})
 
 
-def _rows(value: DTensor) -> tuple[int, int]:
-    """First row and number of rows on this rank."""
-    shape, offset = compute_local_shape_and_global_offset(
+def _first_row(value: Tensor) -> int:
+    """Of this rank's part in the whole tensor."""
+    if not isinstance(value, DTensor) or not value.shape:
+        return 0
+    _, offset = compute_local_shape_and_global_offset(
         value.shape, value.device_mesh, value.placements
     )
-    return (offset[0], shape[0]) if shape else (0, 1)
+    return int(offset[0])
 
 
 def _holders(value: Tensor) -> tuple[int, ...]:

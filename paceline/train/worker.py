@@ -17,6 +17,7 @@ import torch.distributed as dist
 from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.restore import Found, choose_checkpoint, require_never_saved
 from paceline.checkpoint.saver import Saver, Writer
+from paceline.checkpoint.tensors import TensorFiles
 from paceline.cluster.group import Meeting, Place, claim_device, join_group
 from paceline.data.cursor import Order, StepSlice
 from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource
@@ -130,15 +131,12 @@ class RankRun:
         parts = EngineParts(effective, plan, workload, device)
         self.engine = engine = find_strategy(plan.strategy.value).build(parts)
         history = History(job, plan, self.attempt, len(data), self.data_fingerprint)
-        found = self._choose(history)
+        found = self._restore(engine, history, _source(job, plan, data, place, 0))
         val = workload.build_data(config, "val") if config.train.eval_every != "off" else None
         if val is None and config.train.eval_every != "off":
             self.notes.append("train.eval_every is set, but this workload has no validation data")
         source = _source(job, plan, data, place, history.start_position)
         feed = Feed(_microbatches(job, plan, source, history, device), plan, device)
-        if found is not None:
-            engine.rehearse(lambda: feed.peek().batch, self.clock)
-            engine.load(found.source)
         return LoopParts(
             config=config,
             plan=plan,
@@ -167,26 +165,40 @@ class RankRun:
             first_step=history.start.first_step,
         )
 
-    def _choose(self, history: History) -> Found | None:
-        """The newest checkpoint that can be trusted, if this attempt is to go on from one."""
+    def _restore(self, engine: Engine, history: History, source: MicrobatchSource) -> Found | None:
+        """Load the newest checkpoint that is sound, if this attempt is to go on from one."""
+        folder = CheckpointFolder.of_run(self.run, self.job.config.checkpoint)
+        if self.place.rank == 0:
+            folder.sweep()
         if not self.attempt.resume:
             return None
-        folder = CheckpointFolder.of_run(self.run, self.job.config.checkpoint)
-        found = choose_checkpoint(folder, self.device)
+        has_rehearsed = False
+
+        def load(state: TensorFiles) -> None:
+            nonlocal has_rehearsed
+            if not has_rehearsed:
+                engine.rehearse(lambda: source[0].batch, self.clock)
+                has_rehearsed = True
+            engine.load(state)
+
+        found = choose_checkpoint(folder, self.device, load)
         if found is None:
             require_never_saved(self.run.checkpoint_log, folder)
             self.notes.append("there was no checkpoint yet: this attempt began with step 1")
             return None
         history.go_on_from(found.kept)
-        if self.place.rank == 0:
-            first = {"first_step": found.kept.step + 1}
-            self.attempt.model_copy(update=first).save(self.run.attempt)
-        used = f"step_{found.kept.step} was used instead"
-        self.notes += [f"{damage}; {used}" for damage in found.damages]
-        LOG.info("goes on from the checkpoint of step %d", found.kept.step)
-        if self.place.rank == 0:
-            cut_absent_ranks(self.run, self.plan.world_size, found.kept.step)
+        self._tell(found)
         return found
+
+    def _tell(self, found: Found) -> None:
+        """Where this attempt goes on, and what was wrong with newer checkpoints."""
+        step = found.kept.step
+        self.notes += [f"{damage}; step_{step} was used instead" for damage in found.damages]
+        LOG.info("goes on from the checkpoint of step %d", step)
+        if self.place.rank == 0:
+            known = {"first_step": step + 1, "notes": self.notes}
+            self.attempt.model_copy(update=known).save(self.run.attempt)
+            cut_absent_ranks(self.run, self.plan.world_size, step)
 
     def _settle_rng(self, found: Found | None) -> None:
         """Generators as they were; on another number of ranks they start anew."""

@@ -104,12 +104,10 @@ class TrialRun(RankRun):
         folder = CheckpointFolder.of_run(self.run, self.job.config.checkpoint)
         parts.keeper.save(1, "verify", 0)
         parts.keeper.close()
-        found = choose_checkpoint(folder, self.device)
-        assert found is not None, "it was written just now"
         config = effective_config(self.job.config, self.plan.attention.value)
         again = EngineParts(config, self.plan, self.job.workload, self.device)
         second = find_strategy(self.plan.strategy.value).build(again)
-        second.load(found.source)
+        choose_checkpoint(folder, self.device, second.load)
         is_same = _is_same_state(second.pieces(), parts.engine.pieces())
         dist.barrier()  # nobody reads any more
         if self.place.rank == 0:

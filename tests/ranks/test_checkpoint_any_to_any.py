@@ -163,9 +163,9 @@ def _take_legs(
             for _ in range(STEPS):
                 _step(engine, batches)
         else:
-            found = choose_checkpoint(CheckpointFolder(before / "checkpoints"), CPU)
-            assert found is not None
-            engine.load(found.source)
+            kept = CheckpointFolder(before / "checkpoints")
+            found = choose_checkpoint(kept, CPU, engine.load)
+            assert found is not None and not found.damages
         saver = Saver(_writer(folder, place, leg.state))
         saver.save(make_kept(STEPS), engine.pieces(), capture_rng(CPU))
         saver.wait()

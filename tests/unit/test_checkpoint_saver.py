@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from paceline.checkpoint.folder import LATEST, CheckpointFolder
 from paceline.checkpoint.pieces import Piece, own_pieces
-from paceline.checkpoint.tensors import TensorFiles, entries, write_pieces
+from paceline.checkpoint.tensors import TensorFiles, write_pieces
 from paceline.errors import ClusterError
 from paceline.records import Manifest
 from tests.harness import make_kept
@@ -161,8 +161,8 @@ def test_any_tensors_are_read_as_they_were_written(tmp_path: Path, data: st.Data
         pieces.append(Piece("model", f"t{number}", tuple(value.shape), 0, value, (0,)))
     path = tmp_path / "model-rank0.safetensors"
     written = write_pieces(path, pieces)
-    assert written.num_bytes == path.stat().st_size
-    manifest = Manifest(step=1, files={}, model=entries(pieces, path.name), optimizer={})
+    assert written.sum.num_bytes == path.stat().st_size
+    manifest = Manifest(step=1, files={path.name: written.sum}, model=written.tensors, optimizer={})
     ours, theirs = TensorFiles(tmp_path, manifest), load_file(path)
     for piece in pieces:
         rows = ours.rows("model", piece.name, 0, (*piece.shape, 1)[0])
