@@ -151,6 +151,7 @@ class TensorFiles:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.damages: list[str] = []
+        self._handles: dict[str, int] = {}
         self._sizes = {name: file.num_bytes for name, file in manifest.files.items()}
         self._tensors: dict[Section, dict[str, TensorEntry]] = {
             "model": manifest.model,
@@ -175,7 +176,7 @@ class TensorFiles:
         """Row `first` and as many as fit into `out`, whatever device and type it has."""
         entry = self._tensors[section][name]
         is_plain = out.device.type == "cpu" and out.is_contiguous()
-        if not is_plain or DTYPES.get(out.dtype) != entry.dtype:
+        if not is_plain or out.dtype != TYPES[entry.dtype]:
             like = torch.empty(out.shape, dtype=TYPES[entry.dtype])
             self.fill(section, name, first, like)
             out.copy_(like)
@@ -206,17 +207,27 @@ class TensorFiles:
     def _read(self, part: TensorRows, name: str, out: memoryview) -> None:
         digest, offset = xxhash.xxh3_64(), part.offset
         try:
-            with (self.folder / part.file).open("rb", buffering=0) as file:
-                for block in _blocks(out):
-                    if os.preadv(file.fileno(), [block], offset) != len(block):
-                        raise OSError(None, "it ends too early")
-                    digest.update(block)
-                    offset += len(block)
+            handle = self._handle(part.file)
+            # Read, not mapped: of a bad disk that is an error, and not the end of the process.
+            for block in _blocks(out):
+                if os.preadv(handle, [block], offset) != len(block):
+                    raise OSError(None, "it ends too early")
+                digest.update(block)
+                offset += len(block)
         except OSError as error:
             self._note(part, f"it cannot be read: {error.strerror}")
             return
         if digest.hexdigest() != part.xxh3:
             self._note(part, f"{name} is damaged")
+
+    def _handle(self, file: str) -> int:
+        if file not in self._handles:
+            self._handles[file] = os.open(self.folder / file, os.O_RDONLY | os.O_NOFOLLOW)
+        return self._handles[file]
+
+    def __del__(self) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
 
     def _note(self, part: TensorRows, what: str) -> None:
         self.damages.append(f"{self.folder.name}/{part.file} has changed: {what}")
