@@ -12,7 +12,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not figure"
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -m "not figure"
+	$(BIN)/python -m pytest -m "not figure" -n 2 --dist loadgroup
 
 check: $(READY)
 	$(BIN)/ruff check .

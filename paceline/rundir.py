@@ -184,6 +184,10 @@ class RunDir:
     def steps(self, rank: int) -> Path:
         return self.rank(rank) / "steps.csv"
 
+    def step_mark(self, rank: int) -> Path:
+        """The step that a rank has begun, as eight bytes."""
+        return self.rank(rank) / "step"
+
     def samples(self, rank: int) -> Path:
         return self.rank(rank) / "samples.csv"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+SLOWEST = ("test_docs.py", "test_keep_", "test_deepspeed.py", "test_launchers.py", "test_soak.py")
 TEXT = "the quick brown fox jumps over the lazy dog; " * 40
 
 
@@ -43,3 +44,14 @@ def tiny(tmp_path: Path) -> list[str]:
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="deepspeed is not installed: make launchers"
 )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Side by side (`pytest -n 2 --dist loadgroup`) a file's tests share its fixtures, and all that
+    start schedulers share those; long files begin first, so that none is left alone at the end."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            group = "schedulers" if "schedulers" in item.path.parts else item.path.name
+            item.add_marker(pytest.mark.xdist_group(group))
+    if config.getoption("numprocesses", None):
+        items.sort(key=lambda item: not item.path.name.startswith(SLOWEST))

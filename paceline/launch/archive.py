@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.errors import Outcome
 from paceline.launch.cause import completed_steps
-from paceline.launch.pulse import first_step
+from paceline.observe.heartbeat import read_mark
 from paceline.records import Attempt, AttemptSummary, LaunchPlan
 from paceline.rundir import RunDir
 from paceline.tables import TrainingRow, read_training
@@ -102,7 +102,7 @@ def archive_rank(run: RunDir, number: int, rank: int) -> None:
     folder = run.past_attempt(number)
     inside = folder / run.rank(rank).relative_to(run.root)
     inside.mkdir(parents=True, exist_ok=True)
-    _move([run.verdict(rank), run.rank_end(rank), run.stacks(rank)], inside)
+    _move([run.verdict(rank), run.rank_end(rank), run.stacks(rank), run.step_mark(rank)], inside)
     _move([run.heartbeat(rank)], folder)
 
 
@@ -139,7 +139,7 @@ def _move(paths: Iterable[Path], folder: Path) -> None:
 
 def _span(run: RunDir, num_ranks: int) -> tuple[int, int]:
     """First and last step that this attempt took, as far as known; 0: none."""
-    if first_step(run.heartbeat(0)) == 0 or num_ranks == 0:
+    if read_mark(run.step_mark(0)) == 0 or num_ranks == 0:
         return 0, 0
     first = Attempt.load(run.attempt).first_step or 1  # rank 0 says what it goes on from
     rows = read_training(run.training)

@@ -100,14 +100,13 @@ def is_worth_another(ending: Ending, end: LaunchEnd) -> bool:
 
 
 def are_alike(one: Ending, other: Ending) -> bool:
-    """The same rank, step and words: a third time would be the same. The step of a rank that was
-    killed is that of its last heartbeat, which may be one behind."""
+    """The same rank, step and words: a third time would be the same."""
     a, b = one.failure, other.failure
     if a is None or b is None or a.rank != b.rank:
         return False
     if a.message.partition("\n")[0] != b.message.partition("\n")[0]:
         return False
-    return abs(a.step - b.step) <= (0 if one.kind and other.kind else 1)
+    return a.step == b.step
 
 
 def _finish(run: RunDir, launch: LaunchPlan, ending: Ending, why_not: str) -> Attempt:

@@ -8,6 +8,7 @@ from paceline.errors import Outcome
 from paceline.launch.base import LaunchEnd
 from paceline.launch.blame import explain_stall, missed_deadline
 from paceline.launch.pulse import last_beat
+from paceline.observe.heartbeat import read_mark
 from paceline.records import Failure, RankEnd, RankVerdict
 from paceline.rundir import RunDir
 
@@ -62,7 +63,7 @@ def completed_steps(run: RunDir, num_ranks: int, recorded: int) -> int:
     verdicts = load_verdicts(run, num_ranks).values()
     if verdicts and all(v.outcome in (Outcome.OK, Outcome.NAN, *STOPS) for v in verdicts):
         return recorded
-    begun = [last_beat(run.heartbeat(rank)).step for rank in range(num_ranks)]
+    begun = [read_mark(run.step_mark(rank)) for rank in range(num_ranks)]
     return max(recorded, min(begun) - 1)
 
 
@@ -167,7 +168,7 @@ def _failure_of(run: RunDir, verdicts: Verdicts, cause: int, message: str) -> Fa
     return Failure(
         rank=cause,
         host=verdict.host if verdict else _host(run, cause),
-        step=verdict.step if verdict else beat.step,
+        step=verdict.step if verdict else read_mark(run.step_mark(cause)),
         phase=beat.phase,
         message=message,
         log=str(run.rank_log(cause).relative_to(run.root)),

@@ -1,6 +1,7 @@
 """Ranks on this machine, forked from a server that has torch loaded already."""
 
 import os
+import tempfile
 import uuid
 from functools import partial
 from multiprocessing.util import get_temp_dir
@@ -13,6 +14,7 @@ from paceline.launch.supervisor import Supervisor
 from paceline.records import LaunchPlan
 from paceline.rundir import RunDir
 
+MAX_TEMPORARY = 60  # letters of TMPDIR; with the rest a socket's path may have 107
 LOOPBACK = "127.0.0.1"
 
 
@@ -62,6 +64,17 @@ def build_ticket(
         place=place,
         meeting=meeting,
         supervisor_pid=os.getpid(),
-        temporary=get_temp_dir(),
+        temporary=temporary_folder(),
         task=task,
     )
+
+
+def temporary_folder() -> str:
+    """Where the fork server has its socket. A long TMPDIR is left aside: none could be there."""
+    before = tempfile.tempdir
+    if len(tempfile.gettempdir()) > MAX_TEMPORARY:
+        tempfile.tempdir = "/tmp"
+    try:
+        return get_temp_dir()
+    finally:
+        tempfile.tempdir = before

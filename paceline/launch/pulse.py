@@ -37,16 +37,6 @@ def last_beat(path: Path) -> Beat:
     return Beat(beat["time"], beat["step"], beat["phase"], beat.get("marks", 0))
 
 
-def first_step(path: Path) -> int:
-    """The first step that a rank was seen in; 0: it was never seen in any."""
-    try:
-        beats = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
-    except (OSError, ValueError):
-        return 0
-    # While it loads a checkpoint it stands at the last step of that.
-    return next((int(b["step"]) for b in beats if b["step"] and b["phase"] != "start"), 0)
-
-
 class Pulse:
     """Call `missed` often; it looks at the files only now and then."""
 

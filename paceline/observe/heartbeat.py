@@ -1,10 +1,14 @@
 """heartbeat_rank<r>.jsonl: this rank is alive, in this phase of this step, written by a thread."""
 
 import json
+import mmap
+import struct
 import threading
 import time
 from pathlib import Path
 from typing import Protocol
+
+MARK = struct.Struct("<q")
 
 
 class Progress(Protocol):
@@ -38,6 +42,28 @@ class Ticker:
         while not self._stop.wait(self._interval_s):
             self.tick()
         self.tick()
+
+
+class StepMark:
+    """The number of the step that a rank has begun, in a file that is memory of ours: it costs next
+    to nothing, and is right to the step however the process ends."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("w+b") as file:
+            file.write(bytes(MARK.size))
+            file.flush()
+            self._memory = mmap.mmap(file.fileno(), MARK.size)
+
+    def set(self, step: int) -> None:
+        MARK.pack_into(self._memory, 0, step)
+
+
+def read_mark(path: Path) -> int:
+    """0 where no step was begun."""
+    try:
+        return int(MARK.unpack(path.read_bytes())[0])
+    except (OSError, struct.error):
+        return 0
 
 
 class Heartbeat(Ticker):

@@ -7,7 +7,7 @@ device has passed them.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -38,6 +38,7 @@ class HostClock:
 
     def __init__(self) -> None:
         self.step, self.phase, self.marks = 0, "start", 0
+        self.on_step: Callable[[int], None] = lambda step: None
         self._times: dict[str, float] = {}
         self._started_at = self._entered_at = perf_counter()
         self._is_open = False
@@ -47,6 +48,7 @@ class HostClock:
         """End the step before, if there is one, and start `step` in phase data."""
         self.pause("data")
         self.step, self._is_open = step, True
+        self.on_step(step)
 
     def pause(self, phase: str) -> None:
         """End the step before, if there is one; what follows belongs to no step."""
@@ -76,6 +78,7 @@ class DeviceClock:
 
     def __init__(self) -> None:
         self.step, self.phase, self.marks = 0, "start", 0
+        self.on_step: Callable[[int], None] = lambda step: None
         self._free: list[torch.cuda.Event] = []
         self._marks: list[tuple[str, torch.cuda.Event]] = []
         self._open: deque[tuple[int, float, list[tuple[str, torch.cuda.Event]]]] = deque()
@@ -85,6 +88,7 @@ class DeviceClock:
     def begin(self, step: int) -> None:
         self.pause("data")
         self.step, self._is_open = step, True
+        self.on_step(step)
 
     def pause(self, phase: str) -> None:
         now = perf_counter()

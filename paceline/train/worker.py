@@ -26,7 +26,7 @@ from paceline.errors import DataError, Outcome
 from paceline.job import Job
 from paceline.observe.audit import Auditor
 from paceline.observe.control import ControlFiles, Requests
-from paceline.observe.heartbeat import Heartbeat, Ticker
+from paceline.observe.heartbeat import Heartbeat, StepMark, Ticker
 from paceline.observe.telemetry import Telemetry
 from paceline.plan.policy import effective_config
 from paceline.records import Plan, RankVerdict
@@ -269,6 +269,7 @@ class RankRun:
             tickers.append(Telemetry(run.telemetry_of(rank), observe.telemetry_s))
         if rank == 0:
             tickers.append(ControlFiles(run, self.requests, self.attempt.halt_seen))
+        self.clock.on_step = StepMark(run.step_mark(rank)).set
         for ticker in tickers:
             ticker.start()
         try:

@@ -14,7 +14,7 @@ from tests.cli.program import Ran
 
 STEPS, EVERY = 12, 5
 JOB = '''
-import ctypes, os, random, resource, shutil, signal, sys, time
+import ctypes, json, os, random, resource, shutil, signal, sys, time
 from pathlib import Path
 import numpy as np
 import torch

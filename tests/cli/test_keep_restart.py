@@ -55,13 +55,12 @@ def test_f11_the_stack_of_a_segfault_is_in_the_log(bench: Bench) -> None:
     assert "Fatal Python error: Segmentation fault" in log and "job.py" in log
 
 
-# Twice at each of ten steps, never twice alike: now rank 0, now rank 1, while the other sleeps.
+# Attempts 1 to 20 end at steps 3, 3, 4, 4, ..., 12: now rank 0 dies, now rank 1, while the other
+# sleeps.
 TWENTY = """step_again()
-            dead = len(list(HERE.glob('dead-*')))
-            if step > 2 and dead < 20:
-                victim = str(dead % 2)
-                if RANK == victim and once(f'dead-{step}-{RANK}'): die()
-                if RANK != victim and not (HERE / f'dead-{step}-{victim}').exists(): time.sleep(60)
+            number = json.loads((HERE / 'run/attempt.json').read_text())['number']
+            if number <= 20 and step == 3 + (number - 1) // 2:
+                die() if RANK == str(number % 2) else time.sleep(60)
 """
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -195,10 +196,11 @@ def test_a_halt_file_is_the_same_agreed_stop(clean: Bench, bench: Bench) -> None
     assert rows(bench) == rows(clean)
 
 
-def test_a_checkpoint_on_request_by_time_and_at_the_end(bench: Bench) -> None:
+def test_a_checkpoint_on_request_and_at_the_end(bench: Bench) -> None:
     process = begin(
-        bench, "checkpoint.every=off", loss="stand('there', 1.0) if step == 7 else None"
-    )
+        bench, "checkpoint.every=off", "checkpoint.mode=async",
+        loss="stand('there', 1.0) if step == 7 else None",
+    )  # fmt: skip
     wait_for(bench, "there")
     (bench.folder / "run/control").mkdir(exist_ok=True)
     (bench.folder / "run/control/checkpoint").touch()
@@ -229,3 +231,30 @@ def test_a_killed_supervisor_leaves_a_run_that_goes_on(clean: Bench, bench: Benc
     assert rows(bench) == rows(clean) and samples(bench) == samples(clean)
     assert Path(bench.folder / "run/attempts/1/attempt.json").is_file()
     require_usable(bench)
+
+
+def test_a_checkpoint_by_time(bench: Bench) -> None:
+    ran = train(bench, "checkpoint.every=off", "checkpoint.every_s=0.5", loss="time.sleep(0.1)")
+    assert ran.code == 0
+    lines = (bench.folder / "run/checkpoints.csv").read_text().splitlines()[1:]
+    rows_of = [line.split(",") for line in lines]
+    assert rows_of[0][1] == "every_s" and len(rows_of) > 1 and rows_of[-1][0] == "12"
+
+
+def test_the_same_samples_over_the_end_of_an_epoch(bench: Bench) -> None:
+    """Stopped at the very end of epoch 1, 12 steps, and inside epoch 2; then on one rank."""
+    steps = "train.steps=30"
+    assert train(bench, steps, "checkpoint.every=12").code == 0
+    whole = samples(bench)
+    for left, others in ((24, ["launch.nproc=1"]), (12, [])):
+        for step in folder(bench).steps():
+            if step > left:
+                shutil.rmtree(folder(bench).path(step))
+        (bench.folder / "run/result.json").unlink()
+        ran = resume(bench, *others)
+        assert ran.code == 0, ran.err
+        assert samples(bench) == whole
+    epochs = [sum((whole[step] for step in range(first, first + 12)), []) for first in (1, 13)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(96)) and epochs[0] != epochs[1]
+    state = folder(bench).state(12)
+    assert (state.data.epoch, state.data.end_index, state.data.position) == (1, 0, 96)

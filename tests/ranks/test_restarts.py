@@ -22,6 +22,7 @@ from paceline.launch.local import run_local
 from paceline.launch.rank import Post, answering
 from paceline.launch.signals import Heard, kill_time
 from paceline.observe.control import Ask
+from paceline.observe.heartbeat import StepMark
 from paceline.records import Attempt, RankVerdict
 from paceline.rundir import RunDir
 from tests.unit.test_launch import draw
@@ -41,6 +42,7 @@ def beat(post: Post, step: int) -> None:
     line = {"time": time.time(), "rank": rank, "step": step, "phase": "forward", "marks": step}
     with post.run.heartbeat(rank).open("a") as file:
         file.write(json.dumps(line) + "\n")
+    StepMark(post.run.step_mark(rank)).set(step)
 
 
 def segfault() -> None:
@@ -337,6 +339,8 @@ def test_an_attempt_that_nobody_saw_the_end_of(bench: Bench) -> None:
     line = {"time": 1.0, "rank": 0, "step": 4, "phase": "forward", "marks": 9}
     for rank in (0, 1):
         bench.run.heartbeat(rank).write_text(json.dumps(line) + "\n")
+        bench.run.rank(rank).mkdir(parents=True, exist_ok=True)
+        StepMark(bench.run.step_mark(rank)).set(4)
     archive_left_over(bench.run)
     begun = begin_attempt(bench.run, resume=True, halt_seen=5)
     first, _ = list_attempts(bench.run)

@@ -53,3 +53,29 @@ def test_validation_sees_each_sample_once_in_equal_numbers_of_batches(
     assert len({len(batches) for batches in by_rank}) == 1
     seen = [int(i) for batches in by_rank for ids in batches for i in ids]
     assert sorted(seen) == list(range(samples))
+
+
+@given(
+    num_samples=st.integers(5, 200),
+    global_size=st.sampled_from([4, 8, 12]),
+    cut=st.integers(0, 12),
+    dp=st.sampled_from([1, 2, 4]),
+    other=st.sampled_from([1, 2, 4]),
+)
+def test_a_run_goes_on_where_it_stopped_whoever_reads(
+    num_samples: int, global_size: int, cut: int, dp: int, other: int
+) -> None:
+    """Any cut, any number of ranks before and after it: the same samples in the same order."""
+    order, steps = Order(num_samples, 3), 12
+
+    def take(first: int, last: int, ranks: int, start: int) -> list[int]:
+        slices = [StepSlice(global_size // ranks, 1, ranks, rank, start) for rank in range(ranks)]
+        return [
+            int(index)
+            for number in range(last - first)
+            for own in slices
+            for index in order.at(own.positions(number))
+        ]
+
+    whole = take(0, steps, 1, 0)
+    assert take(0, cut, dp, 0) + take(cut, steps, other, cut * global_size) == whole

@@ -11,6 +11,7 @@ from paceline.conclude import Circumstances, conclude
 from paceline.config.schema import LaunchConfig
 from paceline.errors import Outcome
 from paceline.launch.base import LaunchEnd, Order, draw_plan
+from paceline.observe.heartbeat import StepMark
 from paceline.plan.planner import make_plan
 from paceline.records import RankEnd, RankError, RankVerdict, Result
 from paceline.report import write_report
@@ -134,9 +135,9 @@ def test_a_word_in_a_message_does_not_make_it_an_echo(run: RunDir) -> None:
     assert result.failure is not None and result.failure.rank == 1
 
 
-def test_steps_of_a_run_that_was_cut_off_come_from_its_heartbeat(run: RunDir) -> None:
+def test_steps_of_a_run_that_was_cut_off_come_from_its_marks(run: RunDir) -> None:
     for rank, step in ((0, 27), (1, 26)):
-        run.heartbeat(rank).write_text(f'{{"time": 1, "step": {step}, "phase": "forward"}}\n')
+        StepMark(run.step_mark(rank)).set(step)
         run.verdict(rank).unlink()
     result = finish(run, LaunchEnd(signal=15))
     assert (result.outcome, result.steps, result.failure) == (Outcome.PREEMPTED, 25, None)
