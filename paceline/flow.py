@@ -180,6 +180,8 @@ def _train_in(
         talk.say(f"{finding.severity}: {finding}")
     folder = CheckpointFolder.of_run(run, job.config.checkpoint)
     folder.require_writable()
+    if resuming is None:
+        folder.require_unused()
     folder.sweep()
     archive_left_over(run)
     _save_decisions(run, job, env, plan, launch)

@@ -199,6 +199,14 @@ class CheckpointFolder:
         if entry.name.startswith(REPLACED) and not final.exists():
             os.rename(entry.path, final)
 
+    def require_unused(self) -> None:
+        """A new run has no checkpoints: those that are here are another's."""
+        if steps := self.steps():
+            raise ConfigError(
+                f"{self.root} holds checkpoints up to step {steps[0]}, and this run is new\n"
+                "hint: set another checkpoint.dir or --out; to go on with that run: --resume"
+            )
+
     def require_writable(self) -> None:
         """A write test, before any rank starts."""
         try:

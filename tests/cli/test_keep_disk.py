@@ -108,6 +108,14 @@ def test_checkpoints_on_another_file_system(clean: Bench, bench: Bench) -> None:
         shutil.rmtree(elsewhere, ignore_errors=True)
 
 
+def test_two_runs_of_one_name_do_not_share_checkpoints(bench: Bench) -> None:
+    keep = f"checkpoint.dir={bench.folder / 'kept'}"
+    assert train(bench, keep, "train.steps=2").code == 0
+    (bench.folder / "run").rename(bench.folder / "moved")
+    ran = train(bench, keep, "train.steps=2")
+    assert ran.code == 2 and "holds checkpoints up to step 2" in ran.err
+
+
 def _as_file(root: Path) -> None:
     root.write_text("not a folder")
 
