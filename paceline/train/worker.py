@@ -84,7 +84,8 @@ class RankRun:
                     self._join(self.meeting)
                 parts, found = self._build()
                 with closing(parts.feed), _settled_heap():
-                    self._count_flops(parts.feed)
+                    if parts.start.first_step <= self.plan.steps:
+                        self._count_flops(parts.feed)
                     self._settle_rng(found)
                     end = self._take_steps(parts)
                 self.notes += parts.keeper.parts.saver.notes
@@ -204,7 +205,7 @@ class RankRun:
         """Generators as they were; on another number of ranks they start anew."""
         seed = self.job.config.train.seed + 1 + self.place.rank  # dropout differs between ranks
         if found is None:
-            torch.manual_seed(seed)
+            seed_rng(seed)
         elif found.kept.world_size == self.plan.world_size:
             restore_rng(found.rng(self.place.rank), self.device)
         else:

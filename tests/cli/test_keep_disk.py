@@ -23,7 +23,7 @@ from tests.cli.keeping import (
     train,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -293,6 +293,14 @@ def test_other_data_must_be_allowed(stopped: Bench) -> None:
     ran = resume(stopped)
     assert ran.code == 4 and "fingerprint numbers -> others" in ran.err
     assert resume(stopped, "--allow-change").code == 0
+
+
+def test_a_run_that_was_cut_off_after_its_last_step(clean: Bench, stopped: Bench) -> None:
+    """All steps are taken and kept; only the result is missing."""
+    shutil.copytree(folder(clean).path(STEPS), folder(stopped).path(STEPS))
+    ran = resume(stopped)
+    assert ran.code == 0, ran.err
+    assert rows(stopped) == rows(clean) and stopped.result()["steps"] == STEPS
 
 
 def test_a_run_that_is_over_has_nothing_to_do(clean: Bench) -> None:

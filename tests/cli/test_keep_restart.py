@@ -10,7 +10,7 @@ import pytest
 from tests.cli.bench import Bench, finish
 from tests.cli.keeping import begin, require_usable, rows, samples, train, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 AGAIN = "launch.max_restarts=3"
 
 

@@ -24,7 +24,7 @@ from tests.cli.keeping import (
     wait_for,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EVAL = "train.eval_every=6"
 AT_7 = "stand('there') if step == 7 else None"
 
