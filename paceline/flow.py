@@ -28,11 +28,17 @@ from paceline.errors import (
 from paceline.files import write_atomic
 from paceline.job import Job
 from paceline.launch import find_launcher
-from paceline.launch.archive import archive_left_over, begin_attempt, find_halt
+from paceline.launch.archive import (
+    archive_left_over,
+    begin_attempt,
+    find_halt,
+    put_back_decisions,
+)
 from paceline.launch.base import RUN_DIR, LaunchEnd, Launcher, Order
 from paceline.launch.follow import Follower
 from paceline.launch.member import MemberLauncher
 from paceline.launch.muster import RollCall
+from paceline.launch.signals import Notes, noted_signals
 from paceline.plan.planner import make_plan
 from paceline.records import Crew, Env, LaunchPlan, Plan, Result
 from paceline.report import write_report
@@ -174,27 +180,12 @@ def _train_in(
     run: RunDir, decided: Decided, talk: Talk, resuming: Resuming | None = None
 ) -> Result:
     """Write the decisions, run the ranks, conclude. The run directory is locked."""
-    job, env, plan, launcher = decided.job, decided.env, decided.plan, decided.launcher
-    launch = launcher.plan(order_for(job, env, plan, str(run.root)))
-    for finding in launch.findings:
-        talk.say(f"{finding.severity}: {finding}")
-    folder = CheckpointFolder.of_run(run, job.config.checkpoint)
-    folder.require_writable()
-    if resuming is None:
-        folder.require_unused()
-    folder.sweep()
-    archive_left_over(run)
-    _save_decisions(run, job, env, plan, launch)
-    write_atomic(run.data, json.dumps(decided.prepared, indent=2) + "\n")
-    begin_attempt(
-        run,
-        resume=resuming is not None,
-        halt_seen=find_halt(run, talk.say),
-        allow_change=resuming is not None and resuming.allow_change,
-    )
-    with in_peace():
-        end = _launch(run, plan, launch, launcher.run, talk)
-        folder.sweep()
+    job, env, plan = decided.job, decided.env, decided.plan
+    # A signal is noted from here on, and answered when the record is whole.
+    with noted_signals() as notes:
+        launch = _decide_launch(run, decided, talk, resuming)
+        end = _launch(run, decided, launch, talk, notes)
+        CheckpointFolder.of_run(run, job.config.checkpoint).sweep()
         known = Circumstances(
             end=end,
             config_fingerprint=job.fingerprint,
@@ -206,7 +197,34 @@ def _train_in(
         result = conclude(run, plan, env, known)
         result.save(run.result)
         write_report(run)
+        if resuming is not None:
+            put_back_decisions(run)
     return result
+
+
+def _decide_launch(
+    run: RunDir, decided: Decided, talk: Talk, resuming: Resuming | None
+) -> LaunchPlan:
+    """Everything that ranks will read, on disk."""
+    job = decided.job
+    launch = decided.launcher.plan(order_for(job, decided.env, decided.plan, str(run.root)))
+    for finding in launch.findings:
+        talk.say(f"{finding.severity}: {finding}")
+    folder = CheckpointFolder.of_run(run, job.config.checkpoint)
+    folder.require_writable()
+    if resuming is None:
+        folder.require_unused()
+    folder.sweep()
+    archive_left_over(run)
+    _save_decisions(run, job, decided.env, decided.plan, launch)
+    write_atomic(run.data, json.dumps(decided.prepared, indent=2) + "\n")
+    begin_attempt(
+        run,
+        resume=resuming is not None,
+        halt_seen=find_halt(run, talk.say),
+        allow_change=resuming is not None and resuming.allow_change,
+    )
+    return launch
 
 
 @contextmanager
@@ -233,16 +251,15 @@ def _save_decisions(run: RunDir, job: Job, env: Env, plan: Plan, launch: LaunchP
 
 
 def _launch(
-    run: RunDir,
-    plan: Plan,
-    launch: LaunchPlan,
-    start: Callable[[LaunchPlan, RunDir], LaunchEnd],
-    talk: Talk,
+    run: RunDir, decided: Decided, launch: LaunchPlan, talk: Talk, notes: Notes
 ) -> LaunchEnd:
+    plan = decided.plan
     follower = Follower(run, plan.world_size, talk.training(run, plan), talk.say)
     follower.start()
     try:
-        return start(launch, run)
+        if notes.first is not None:  # from here on the launcher takes its own notes
+            return LaunchEnd(signal=notes.first)
+        return decided.launcher.run(launch, run)
     finally:
         follower.stop()
         talk.trained()

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # as `step_name` writes it; fit
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 MANIFEST, STATE = "manifest.json", "state.json"
 LATEST, BEST = "latest", "best"
-TEMPORARY, REPLACED = ".tmp-", ".old-"
+TEMPORARY, REPLACED, DAMAGED = ".tmp-", ".old-", "damaged-"
 POINTERS = (f".{LATEST}.", f".{BEST}.")  # how `write_atomic` names what it has not renamed yet
 
 
@@ -169,6 +170,15 @@ class CheckpointFolder:
         write_atomic(self.root / LATEST, f"{final.name}\n")
         shutil.rmtree(replaced, ignore_errors=True)
 
+    def set_aside(self, step: int) -> None:
+        """A damaged one, once another is used: later ones must not be mistaken for its past."""
+        for number in range(1000):
+            aside = self.root / (f"{DAMAGED}{step_name(step)}" + (f"-{number}" if number else ""))
+            if not aside.exists():
+                with suppress(OSError):
+                    os.rename(self.path(step), aside)
+                return
+
     def mark_best(self, step: int) -> None:
         write_atomic(self.root / BEST, f"{step_name(step)}\n")
 
@@ -230,10 +240,11 @@ class CheckpointFolder:
 
 class Retention:
     """Which old checkpoints may go: never one of the `keep` newest that were read back and found
-    sound, never the best one."""
+    sound, never the best one. Reading takes time; once `hurry` is set there is none left."""
 
     def __init__(self, folder: CheckpointFolder, keep: int) -> None:
         self.folder, self.keep = folder, keep
+        self.hurry = threading.Event()
         self._sound: set[int] = set()
 
     def prune(self, newest: int) -> list[str]:
@@ -242,16 +253,27 @@ class Retention:
         kept = 0
         self._sound.discard(newest)  # it may have taken another's place
         for step in (s for s in self.folder.steps() if s <= newest):
+            if self.hurry.is_set():
+                break
             if kept >= self.keep and step != self.folder.pointer(BEST):
                 shutil.rmtree(self.folder.path(step), ignore_errors=True)
                 self._sound.discard(step)
-            elif step in self._sound:
-                kept += 1
-            else:
-                try:
-                    self.folder.require_sound(step)
-                    self._sound.add(step)
-                    kept += 1
-                except RestoreError as error:
-                    damages += error.problems
+                continue
+            problems = [] if step in self._sound else self._examine(step)
+            damages += problems
+            kept += not problems
         return damages
+
+    def _examine(self, step: int) -> list[str]:
+        """What is wrong with a checkpoint, every byte of it read."""
+        try:
+            manifest = self.folder.manifest(step)
+        except RestoreError as error:
+            return error.problems
+        for name in manifest.files:
+            if self.hurry.is_set():
+                return []  # not known; nothing will be removed for it
+            if problems := self.folder.damages(step, manifest, [name]):
+                return problems
+        self._sound.add(step)
+        return []

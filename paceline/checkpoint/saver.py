@@ -72,9 +72,16 @@ class Saver:
         self._num_saves = 0
         self._thread: threading.Thread | None = None
 
-    def save(self, kept: Kept, pieces: Sequence[Piece], rng: dict[str, Tensor]) -> None:
-        """Begin to write; back as soon as training may change the state again."""
-        called_at = time.perf_counter()
+    def save(
+        self,
+        kept: Kept,
+        pieces: Sequence[Piece],
+        rng: dict[str, Tensor],
+        called_at: float | None = None,
+    ) -> None:
+        """Begin to write; back as soon as training may change the state again. `called_at` is when
+        training began to wait for it."""
+        called_at = time.perf_counter() if called_at is None else called_at
         self.wait()
         writer = self.writer
         own = own_pieces(pieces, writer.rank, writer.config.state == "full")
@@ -107,6 +114,10 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def hurry(self) -> None:
+        """The run is to stop: what is being written is finished, old ones are left as they are."""
+        self._retention.hurry.set()
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
         """Get the memory for copies from a GPU while training goes on: pinning

@@ -63,7 +63,7 @@ class MicrobatchSource(TorchDataset[Microbatch]):
             # By its place alone: what a data set draws does not depend on which loader it is in,
             # nor on when the run was stopped and went on. Without loaders it draws from the rank's
             # own generators, which checkpoints keep.
-            seed_rng(self.order.seed ^ (int(self.step_slice.positions(index)[0]) << 20))
+            seed_rng(self.order.seed, int(self.step_slice.positions(index)[0]))
         batch = collate(self.data, sample_ids)
         units = (
             len(sample_ids) * self.units_per_sample

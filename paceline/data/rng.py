@@ -1,5 +1,6 @@
 """Random generators of a rank as tensors, so that dropout goes on where it stopped."""
 
+import hashlib
 import random
 from typing import Any
 
@@ -37,8 +38,11 @@ def restore_rng(states: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["torch_device"], device)
 
 
-def seed_rng(seed: int) -> None:
-    """All of them anew, where there is nothing to go on from."""
+def seed_rng(*parts: int) -> None:
+    """All of them anew, where there is nothing to go on from. Every bit of every part counts, for
+    torch on a CPU and numpy take 32 bits only."""
+    text = ",".join(map(str, parts)).encode()
+    seed = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest())
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from paceline.errors import Outcome
+from paceline.files import write_atomic
 from paceline.launch.cause import completed_steps
 from paceline.observe.heartbeat import read_mark
 from paceline.records import Attempt, AttemptSummary, LaunchPlan
@@ -94,6 +95,16 @@ def archive_attempt(run: RunDir, ended: Attempt) -> None:
     _move([run.result, run.summary, run.report, run.audit], folder)
     ended.save(folder / run.attempt.name)
     run.attempt.unlink()
+
+
+def put_back_decisions(run: RunDir) -> None:
+    """After a resume that took no step: the run is still what the attempt before it was."""
+    attempt = Attempt.load(run.attempt)
+    if attempt.number > 1 and read_mark(run.step_mark(0)) == 0:
+        for path in (run.plan, run.launch, run.config, run.env, run.data):
+            kept = run.past_attempt(attempt.number - 1) / path.name
+            if kept.is_file():
+                write_atomic(path, kept.read_bytes())
 
 
 def archive_rank(run: RunDir, number: int, rank: int) -> None:

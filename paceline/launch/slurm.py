@@ -38,8 +38,9 @@ fi
 process=$!
 trap 'kill -USR2 $process' USR2
 trap 'kill -TERM $process' TERM
-code=200
-while kill -0 $process 2>/dev/null; do wait $process; code=$?; done  # a signal ends a wait early
+while kill -0 $process 2>/dev/null; do wait $process; done  # a signal ends a wait early
+wait $process
+code=$?
 
 # 75: stopped in time and can go on. Anything else is final.
 if [ $code -eq 75 ]; then

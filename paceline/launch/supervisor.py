@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
 
@@ -242,7 +243,7 @@ class Supervisor:
 
 def log_line(run: RunDir, text: str) -> None:
     """A line in launcher.log, which the supervisors of all machines share."""
-    with run.launcher_log.open("a") as log:
+    with suppress(OSError), run.launcher_log.open("a") as log:  # the disk may be full
         log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {socket.gethostname()}: {text}\n")
 
 

@@ -5,6 +5,7 @@ import mmap
 import struct
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -38,10 +39,14 @@ class Ticker:
         raise AssertionError("a ticker must say what it does")
 
     def _run(self) -> None:
-        self.tick()
+        self._tick()
         while not self._stop.wait(self._interval_s):
+            self._tick()
+        self._tick()
+
+    def _tick(self) -> None:
+        with suppress(OSError):  # a full disk is no reason to fall silent for ever
             self.tick()
-        self.tick()
 
 
 class StepMark:

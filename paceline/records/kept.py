@@ -31,7 +31,7 @@ class Kept(Record):
     """state.json: all of a run's state that is not a tensor."""
 
     step: int
-    reason: str = Field(description="every, every_s, request, end, preempted or interrupted.")
+    reason: str = Field(description="every, every_s, request, best, end, preempted or interrupted.")
     saved_at: float
     data: DataPosition
     num_skips: int = Field(description="Updates vetoed so far.")

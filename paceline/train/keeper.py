@@ -4,6 +4,7 @@ Any rank may be asked to stop by a signal, rank 0 also by files and by its clock
 the largest wish of any of them, at the same step.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Consensus:
 
     def __init__(self, requests: Requests, device: torch.device) -> None:
         self.requests, self.device = requests, device
-        self._lateness = 1 if device.type == "cuda" else 0
+        self.lateness = 1 if device.type == "cuda" else 0
         self._words = [torch.tensor(int(ask), device=device) for ask in Ask]
         self._readback, self._looks = Readback(device), 0
 
@@ -41,7 +42,7 @@ class Consensus:
         word = self._words[self.requests.asked].clone()
         dist.all_reduce(word, dist.ReduceOp.MAX)
         self._readback.push(self._looks, [word])
-        heard = self._readback.pop(self._looks - self._lateness, wait=True)
+        heard = self._readback.pop(self._looks - self.lateness, wait=True)
         self._looks += 1
         return Ask(int(heard[-1][1][0])) if heard else Ask.NOTHING
 
@@ -80,7 +81,9 @@ class Keeper:
     def note_evaluation(self, step: int, loss: float | None) -> None:
         """None: it was cut short, and is due again when the run goes on."""
         self.evaluation_is_due = loss is None
-        if loss is not None and (self.best is None or loss < self.best.val_loss):
+        if loss is None or not math.isfinite(loss):
+            return
+        if self.best is None or loss < self.best.val_loss:
             self.best = BestMetric(step=step, val_loss=loss)
 
     def wish(self, step: int) -> Wish:
@@ -91,16 +94,20 @@ class Keeper:
         if ask is Ask.FAIL:
             self._require_written()
         stop = STOPS.get(ask)
+        if stop is not None:
+            self.parts.saver.hurry()
+        if ask is Ask.CHECKPOINT and 0 < step - self._saved_step <= self.consensus.lateness:
+            return Wish("", None)  # the echo of a wish that was answered just now
         reason = self._reason(step, ask, stop) if step != self._saved_step else ""
         self.parts.requests.answered(ask)
         return Wish(reason, stop)
 
     def _reserve(self) -> None:
         """After the first step, when the optimizer has its state: memory for what will be due."""
-        config, is_first = self.parts.config, not self._has_reserved
+        if self._has_reserved or self.parts.device.type != "cuda" or not self._keeps_any:
+            return
         self._has_reserved = True
-        is_due = config.every != "off" or config.every_s != "off"
-        if is_first and is_due and config.mode == "async" and self.parts.device.type == "cuda":
+        if self.parts.config.mode == "async":
             self.parts.saver.reserve(self.parts.engine.pieces())
 
     def _raise_own(self) -> None:
@@ -110,6 +117,10 @@ class Keeper:
             requests.raise_to(Ask.FAIL)
         if dist.get_rank() == 0 and self._is_time():
             requests.raise_to(Ask.CHECKPOINT)
+
+    @property
+    def _keeps_any(self) -> bool:
+        return self.parts.config.every != "off" or self.parts.config.every_s != "off"
 
     def _is_time(self) -> bool:
         """By rank 0's clock, whose word is written down."""
@@ -124,17 +135,19 @@ class Keeper:
             return "every_s" if self._is_time() else "request"
         if config.every != "off" and step % config.every == 0:
             return "every"
+        if self._keeps_any and self.best is not None and self.best.step == step:
+            return "best"
         return "end" if step == self.parts.num_steps and config.at_end else ""
 
     def save(self, step: int, reason: str, num_skips: int) -> None:
         """Write a checkpoint of the state as it is now; in the background if so configured."""
-        parts = self.parts
+        parts, called_at = self.parts, time.perf_counter()
         self._require_written()  # of the one before, on every rank alike
         told = parts.describe(step, reason, num_skips)
         kept = told.model_copy(
             update={"best": self.best, "evaluation_is_due": self.evaluation_is_due}
         )
-        parts.saver.save(kept, parts.engine.pieces(), capture_rng(parts.device))
+        parts.saver.save(kept, parts.engine.pieces(), capture_rng(parts.device), called_at)
         self._saved_step, self._saved_at = step, time.monotonic()
         if parts.config.mode == "sync":
             self._require_written()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.restore import Found, choose_checkpoint, require_never_saved
@@ -21,7 +22,7 @@ from paceline.checkpoint.tensors import TensorFiles
 from paceline.cluster.group import Meeting, Place, claim_device, join_group
 from paceline.data.cursor import Order, StepSlice
 from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource
-from paceline.data.rng import restore_rng, seed_rng
+from paceline.data.rng import capture_rng, restore_rng, seed_rng
 from paceline.errors import DataError, Outcome
 from paceline.job import Job
 from paceline.observe.audit import Auditor
@@ -84,9 +85,9 @@ class RankRun:
                     self._join(self.meeting)
                 parts, found = self._build()
                 with closing(parts.feed), _settled_heap():
+                    self._settle_rng(found)
                     if parts.start.first_step <= self.plan.steps:
                         self._count_flops(parts.feed)
-                    self._settle_rng(found)
                     end = self._take_steps(parts)
                 self.notes += parts.keeper.parts.saver.notes
         except BaseException as error:
@@ -186,30 +187,39 @@ class RankRun:
         if found is None:
             require_never_saved(self.run.checkpoint_log, folder)
             self.notes.append("there was no checkpoint yet: this attempt began with step 1")
+            if self.place.rank == 0:
+                cut_absent_ranks(self.run, self.plan.world_size, 0)
             return None
         history.go_on_from(found.kept)
-        self._tell(found)
+        self._settle(found, folder)
         return found
 
-    def _tell(self, found: Found) -> None:
-        """Where this attempt goes on, and what was wrong with newer checkpoints."""
+    def _settle(self, found: Found, folder: CheckpointFolder) -> None:
+        """Say where this attempt goes on, and put away what lies beyond."""
         step = found.kept.step
         self.notes += [f"{damage}; step_{step} was used instead" for damage in found.damages]
+        if self.job.config.strategy.comm_hook == "powersgd":
+            self.notes.append("PowerSGD's memory of errors is in no checkpoint: it began anew")
         LOG.info("goes on from the checkpoint of step %d", step)
         if self.place.rank == 0:
             known = {"first_step": step + 1, "notes": self.notes}
             self.attempt.model_copy(update=known).save(self.run.attempt)
             cut_absent_ranks(self.run, self.plan.world_size, step)
+            for newer in [s for s in folder.steps() if s > step]:
+                folder.set_aside(newer)
+            best = found.kept.best  # the kill may have come between a checkpoint and its mark
+            if best is not None and best.step in folder.steps():
+                folder.mark_best(best.step)
 
     def _settle_rng(self, found: Found | None) -> None:
         """Generators as they were; on another number of ranks they start anew."""
-        seed = self.job.config.train.seed + 1 + self.place.rank  # dropout differs between ranks
+        seed, rank = self.job.config.train.seed, self.place.rank  # dropout differs between ranks
         if found is None:
-            seed_rng(seed)
+            seed_rng(seed, rank)
         elif found.kept.world_size == self.plan.world_size:
             restore_rng(found.rng(self.place.rank), self.device)
         else:
-            seed_rng(seed + (found.kept.step << 32))
+            seed_rng(seed, rank, found.kept.step)
 
     def _keeper(self, engine: Engine, history: History) -> Keeper:
         config, place = self.job.config.checkpoint, self.place
@@ -234,10 +244,20 @@ class RankRun:
         return Keeper(parts, history.best)
 
     def _count_flops(self, feed: Feed) -> None:
-        """As the plan says, or on the first batch, which comes through the loader's time limit."""
+        """As the plan says, or on the first batch, which comes through the loader's time limit. To
+        load it may draw random numbers, as it would in its step; to count must not."""
+        drawn: dict[str, Tensor] = {}
+
+        def first_batch() -> Any:
+            batch = feed.peek().batch
+            drawn.update(capture_rng(self.device))
+            return batch
+
         self.flops, self.flops_source = flops_per_sample(
-            self.job.workload, self.job.config, self.plan, lambda: feed.peek().batch
+            self.job.workload, self.job.config, self.plan, first_batch
         )
+        if drawn:
+            restore_rng(drawn, self.device)
 
     def _verdict(self, outcome: Outcome, step: int, **more: Any) -> RankVerdict:
         active, reserved = peak_memory(self.device)

@@ -15,7 +15,7 @@ import psutil
 
 from paceline.checkpoint.folder import CheckpointFolder
 from paceline.errors import DataError
-from paceline.launch.pulse import first_step, last_beat
+from paceline.observe.heartbeat import read_mark
 from paceline.records import Attempt
 from paceline.rundir import RunDir
 
@@ -104,13 +104,12 @@ class Program:
 
     @property
     def step(self) -> int:
-        """The newest step that any rank was seen in, by heartbeats; 0: in none yet."""
-        beats = [self.run.heartbeat(rank) for rank in range(self.ranks)]
-        return max(last_beat(path).step for path in beats) if self.is_stepping else 0
+        """The newest step that any rank has begun; 0: none yet."""
+        return max(read_mark(self.run.step_mark(rank)) for rank in range(self.ranks))
 
     @property
     def is_stepping(self) -> bool:
-        return first_step(self.run.heartbeat(0)) > 0
+        return read_mark(self.run.step_mark(0)) > 0
 
     @property
     def attempt(self) -> int:

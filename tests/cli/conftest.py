@@ -19,3 +19,5 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
             process.kill()
     left = [path for path in made.temporary.rglob("*") if not path.is_dir()]
     assert left == [], "temporary files are left"
+    wrecks = [str(path) for name in (".tmp-*", ".old-*") for path in made.folder.rglob(name)]
+    assert wrecks == [], "temporary folders are left"
