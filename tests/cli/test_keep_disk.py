@@ -60,9 +60,11 @@ def cut_off(clean: Bench, bench: Bench) -> Bench:
 
 # The disk
 
-SMALL_FILES = (  # from step 8 on, this rank's files may hold no more than 2 kB
-    "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)) if step == 8 and RANK == '1' else None"
-)
+# From step 8 on, once step 5 is safe, this rank's files may hold no more than 2 kB.
+SMALL_FILES = """if step == 8 and RANK == '1':
+                while not (HERE / 'run/checkpoints/latest').exists(): time.sleep(0.01)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+"""
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
