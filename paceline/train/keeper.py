@@ -71,6 +71,7 @@ class Keeper:
     def __init__(self, parts: KeeperParts, best: BestMetric | None = None) -> None:
         self.parts, self.best = parts, best
         self.consensus = Consensus(parts.requests, parts.device)
+        self.must_write = parts.config.on_error == "stop"
         self.evaluation_is_due = self._has_reserved = False
         self._saved_step, self._saved_at = 0, time.monotonic()
 
@@ -112,8 +113,8 @@ class Keeper:
 
     def _raise_own(self) -> None:
         """What this rank itself has to ask of the others."""
-        config, requests = self.parts.config, self.parts.requests
-        if self.parts.saver.failure is not None and config.on_error == "stop":
+        requests = self.parts.requests
+        if self.must_write and self.parts.saver.failure is not None:
             requests.raise_to(Ask.FAIL)
         if dist.get_rank() == 0 and self._is_time():
             requests.raise_to(Ask.CHECKPOINT)
@@ -160,5 +161,5 @@ class Keeper:
     def _require_written(self) -> None:
         self.parts.saver.wait()
         failure = self.parts.saver.failure
-        if failure is not None and self.parts.config.on_error == "stop":
+        if self.must_write and failure is not None:
             raise failure
