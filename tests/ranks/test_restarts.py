@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -29,6 +31,15 @@ from tests.unit.test_launch import draw
 
 RECOVERY_S = 5.0
 pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_fork_server() -> Iterator[None]:
+    """Another file's may be running in this process, and it is not deaf to signals."""
+    server: Any = forkserver._forkserver
+    server._stop()
+    yield
+    server._stop()
 
 
 def leave(post: Post, outcome: Outcome, step: int) -> None:
