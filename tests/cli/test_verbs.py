@@ -70,7 +70,7 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
         (["train", "lm_tiny", "--stpes"], 2, "No such option: --stpes"),
         (["train", "lm_tiny", "--otu", "x"], 2, "--out"),
         (["tran", "lm_tiny"], 2, "train"),
-        (["train"], 2, "Missing argument"),
+        (["train"], 2, "train needs a RECIPE, or --resume RUN_DIR"),
         (["train", "lm_tiny", "launch.backend=nccl", "launch.device=cpu"], 3, "backend=gloo"),
         (["train", "lm_tiny", "data.source=nowhere"], 4, "data.source=nowhere is neither"),
         (["report", "nowhere"], 4, "nowhere is not a run directory"),
