@@ -53,12 +53,8 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
     bad_step, bad_ids = _bad_samples(verdicts)
     peaks = [verdicts[rank] for rank in sorted(verdicts)]
     val_loss = next((r.val_loss for r in reversed(rows) if r.val_loss is not None), None)
-    notes = {note for verdict in peaks for note in verdict.notes}
+    notes = {note for verdict in peaks for note in verdict.notes} | _notes_of(run, attempts)
     notes |= set(stop_notes(run, plan.world_size, known.end))
-    notes |= {attempts[-1].stopped} - {""} if attempts else set()
-    notes |= {f"attempt {past.number}: {note}" for past in attempts[:-1] for note in past.notes}
-    if run.audit.is_file():
-        notes |= {str(proof) for proof in Audit.load(run.audit).mismatches}
     if val_loss is not None and not math.isfinite(val_loss):
         notes.add("the last validation loss is not finite")
     return Result(
@@ -109,6 +105,15 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
         started_at=known.started_at,
         elapsed_s=known.ended_at - known.started_at,
     )
+
+
+def _notes_of(run: RunDir, attempts: list[Attempt]) -> set[str]:
+    """What attempts left to be said, and what ran otherwise than was decided."""
+    notes = {f"attempt {past.number}: {note}" for past in attempts[:-1] for note in past.notes}
+    notes |= {attempts[-1].stopped} - {""} if attempts else set()
+    if run.audit.is_file():
+        notes |= {str(proof) for proof in Audit.load(run.audit).mismatches}
+    return notes
 
 
 def _attempts(run: RunDir, num_ranks: int, ending: Ending) -> list[Attempt]:

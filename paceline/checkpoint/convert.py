@@ -182,7 +182,7 @@ def _appearing(target: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         for path in temporary.iterdir():
-            _sync(path)
+            sync_directory(path)
         sync_directory(temporary)
         os.rename(temporary, target)
         sync_directory(target.parent)
@@ -191,11 +191,3 @@ def _appearing(target: Path) -> Iterator[Path]:
         raise SaveError(f"{target} could not be written: {why}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -27,7 +27,6 @@ LAST_MOMENT_S = 0.1
 class Start:
     """What differs between two starts of the same ranks."""
 
-    restarts: int  # before this one, in this process: each start has a store prefix of its own
     limits: Limits
     notes: Notes
 
@@ -49,7 +48,7 @@ def run_attempts(
     began_at, before = time.monotonic(), None
     with noted_signals() as notes:
         for restarts in itertools.count():
-            end = start(Start(restarts, _what_is_left(launch.limits, began_at), notes))
+            end = start(Start(_what_is_left(launch.limits, began_at), notes))
             if not run.attempt.is_file():  # a check, a proof: nothing to go on from
                 break
             ending = judge_end(run, launch.crew.world_size, end)

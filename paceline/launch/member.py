@@ -7,7 +7,6 @@ crashes or is killed is seen and told, whatever the launcher does about it.
     python -m paceline.launch.member RUN_DIR    started by a launcher of ours: the plan is there
 """
 
-import itertools
 import os
 import socket
 import sys
@@ -119,8 +118,8 @@ class Seat:
     def follow(self) -> LaunchEnd:
         """Any other rank: start it as often as rank 0 says."""
         with noted_signals() as notes:
-            for restarts in itertools.count():
-                end = self.start(Start(restarts, self.launch.limits, notes))
+            while True:
+                end = self.start(Start(self.launch.limits, notes))
                 failed = self.launch.max_restarts and self.call.hear(self._is_deserted)
                 if not failed:
                     break
