@@ -89,7 +89,7 @@ class HeldSource:
 
     def rows(self, section: Section, name: str, first: int, count: int) -> Tensor:
         found = [piece.value for _, piece in sorted(self.parts[section, name].items())]
-        return torch.cat(found)[first : first + count] if found[0].dim() else found[0]
+        return torch.cat(found)[first : first + count] if found[0].dim() else found[0].clone()
 
 
 @dataclass
