@@ -93,7 +93,7 @@ def scatter(spots: Sequence[Spot], front: Sequence[Point], axes: Axes) -> str:
         )
         label_x, label_y = _free_place(x, y, taken)
         taken.append((label_x, label_y))
-        parts.append(_text("tick", label_x, label_y + 5, spot.label))
+        parts.append(_text("tick spot", label_x, label_y + 5, spot.label))
     return _svg(f"{axes.y_label} against {axes.x_label}", HEIGHT, parts)
 
 

@@ -1,5 +1,6 @@
 """report.html of a sweep: one self-contained page, light and dark, readable on a phone."""
 
+from collections.abc import Callable
 from functools import cache
 from importlib import resources
 
@@ -9,7 +10,7 @@ from markupsafe import Markup
 from paceline import __version__
 from paceline.report.html import environment
 from paceline.report.story import Figure, size
-from paceline.report.sweep_plots import grids, intervals, pareto
+from paceline.report.sweep_plots import breakable, grids, intervals, pareto
 from paceline.report.sweep_remarks import asked, remarks
 from paceline.report.sweep_story import (
     CellLine,
@@ -52,12 +53,19 @@ def render_sweep_page(story: SweepStory) -> str:
 @cache
 def _environment() -> Environment:
     made = environment().overlay()
-    made.filters = environment().filters | {
-        "rate": rate_cell,
-        "speedup": speedup_cell,
+    own: dict[str, Callable[..., str]] = {
+        "rate": lambda line: _kept_together(rate_cell(line)),
+        "speedup": lambda line: _kept_together(speedup_cell(line)),
         "variation": variation_cell,
+        "breakable": breakable,
     }
+    made.filters = environment().filters | own
     return made
+
+
+def _kept_together(text: str) -> str:
+    """An interval does not break in its middle."""
+    return text.replace(" to ", "\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}")
 
 
 def _figures(story: SweepStory) -> list[Figure]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import product
 
+from markupsafe import Markup
+
 from paceline.report.plots import Axes, Point, Spot, scatter, ticks
 from paceline.report.story import size
 from paceline.report.sweep_story import CellLine, SweepStory, number, value_of
@@ -28,9 +30,10 @@ def pareto(story: SweepStory) -> str:
             f"{place}: {line.name}, {number(line.throughput)} {story.work_unit},"
             f" {size(line.peak_bytes)}"
         )
-        kind = "c2" if line.flag else "c1"
+        kind = "c2" if line.flag else "c6" if line.is_winner else "c1"
         spots.append(Spot(*point, str(place), title, kind, line.is_winner))
-        points.append(point)
+        if not line.flag:  # it may be faster, and is no choice
+            points.append(point)
     axes = Axes("GiB a rank at its peak", story.work_unit)
     return scatter(spots, staircase(front(points)), axes)
 
@@ -75,8 +78,8 @@ def intervals(story: SweepStory) -> str:
         f'<text class="tick" x="{ruler(value):.2f}%" y="15">{escape(number(value))}</text>'
         for value in ticks(ruler.low, ruler.high, wanted=4)
     )
-    axis = f'<svg class="strip" aria-hidden="true">{marks}</svg>'
-    return f'<div class="strips">{"".join(rows)}{axis}<p class="soft">{story.unit}</p></div>'
+    axis = f'<svg class="strip" aria-hidden="true">{marks}</svg><p class="soft">{story.unit}</p>'
+    return f'<div class="strips">{"".join(rows)}<div class="row"><p></p>{axis}</div></div>'
 
 
 def _ruler(lines: Sequence[CellLine]) -> _Ruler:
@@ -92,26 +95,32 @@ def _ruler(lines: Sequence[CellLine]) -> _Ruler:
 def _strip(line: CellLine, place: int, ruler: _Ruler, reference: float) -> str:
     assert line.standing is not None, "only cells with figures have a strip"
     value, rate = value_of(line.standing), line.standing.rate
-    kind = "c2" if line.flag else "c3" if line.is_winner else "c1"
-    parts = [_upright("mark", ruler(reference), 0, 22)]
+    kind = "c2" if line.flag else "c6" if line.is_winner else "c1"
+    parts = [_upright("mark", ruler(reference), 0, 28)]
     said = f"{number(value)}, no interval"
     if rate is not None:
         said = f"{number(value)} ({number(rate.low)} to {number(rate.high)})"
         left, right = ruler(rate.low), ruler(rate.high)
         parts.append(
-            f'<line class="span {kind}" x1="{left:.2f}%" x2="{right:.2f}%" y1="11" y2="11"/>'
+            f'<line class="span {kind}" x1="{left:.2f}%" x2="{right:.2f}%" y1="14" y2="14"/>'
         )
         # No end is drawn where the bar goes on beyond the picture.
         if rate.low >= ruler.low:
-            parts.append(_upright(f"end {kind}", left, 6, 16))
+            parts.append(_upright(f"end {kind}", left, 9, 19))
         if rate.high <= ruler.high:
-            parts.append(_upright(f"end {kind}", right, 6, 16))
-    parts.append(f'<circle class="dot {kind}" cx="{ruler(value):.2f}%" cy="11" r="5"/>')
-    name = f"{place} {escape(line.name)}{' ★' if line.is_winner else ''}"
+            parts.append(_upright(f"end {kind}", right, 9, 19))
+    parts.append(f'<circle class="dot {kind}" cx="{ruler(value):.2f}%" cy="14" r="5"/>')
+    name = f"{place} {breakable(line.name)}{' ★' if line.is_winner else ''}"
     return (
-        f'<div class="row"><p>{name} <span class="soft">{said}</span></p>'
-        f'<svg class="strip" role="img" aria-label="{escape(said)}">{"".join(parts)}</svg></div>'
+        f'<div class="row"><p>{name}</p>'
+        f'<svg class="strip" role="img" aria-label="{escape(said)}">{"".join(parts)}</svg>'
+        f'<p class="soft">{said}</p></div>'
     )
+
+
+def breakable(text: str) -> Markup:
+    """Escaped, and free to go on in a new line after each comma of a cell's name."""
+    return Markup(escape(text).replace(",", ",<wbr>"))
 
 
 def _upright(kind: str, x: float, top: int, bottom: int) -> str:
