@@ -181,6 +181,9 @@ class _Judge:
     def notes(self, phase: SweptPhase, flagged: dict[str, str]) -> list[str]:
         left = [name for name in phase.cells if not self._of(name)]
         notes = [f"{name}: no run of it could be measured" for name in left]
+        for what in ("code", "hardware", "data"):
+            if len({row[f"{what}_fingerprint"] for row in self.rows}) > 1:
+                notes.append(f"not all runs have the same {what}: what differs may be that")
         return notes + [f"{name}: {reason}" for name, reason in flagged.items()]
 
     def _interval(self, phase: SweptPhase, winner: str, metric: str) -> Interval | None:
