@@ -234,7 +234,7 @@ def test_a_flagged_cell_that_leads_is_not_called_fastest(folder: SweepDir) -> No
     slow, fast = (cell.name for cell in record.cells)
     judgement = judge_rows(record, rows, figures, flagged={fast: "loss 9"}, winner=slow)
     write_outputs(folder, record, rows, judgement)
-    assert f"First among the cells whose loss is sound is {slow}" in folder.summary.read_text()
+    assert f"Chosen among the cells whose loss is sound is {slow}" in folder.summary.read_text()
     assert [row["is_winner"] for row in read_table(folder.ranked)] == ["false", "true"]
 
 
