@@ -293,3 +293,17 @@ def test_the_front_is_what_nothing_beats() -> None:
 
 def test_sizes_have_no_exponent() -> None:
     assert (size(1020 * 2**20), size(1.5 * 2**30)) == ("1020 MiB", "1.5 GiB")
+
+
+def test_by_iteration_time_less_is_better_and_the_page_still_shows_rates(folder: SweepDir) -> None:
+    record = draw_record({"train.micro_batch_size": ["4", "8"]}, metric="tail_mean_iter_p50_ms")
+    rows = [draw_row(folder, c.name, n, global_batch="16") for c in record.cells for n in (1, 2, 3)]
+    # 80 ms for 8 samples against 128 ms for 16.
+    rates = {row["run_dir"]: (100.0, 8) if n < 3 else (125.0, 16) for n, row in enumerate(rows)}
+    figures = {place: draw_figures(rate, batch) for place, (rate, batch) in rates.items()}
+    write_outputs(folder, record, rows, judge_rows(record, rows, figures))
+    best = best_of(folder)
+    assert best["winner"] == "micro_batch_size=4"
+    assert best["value"] == pytest.approx(80) and best["throughput"] == pytest.approx(100)
+    assert "Fastest is micro_batch_size=4: 80 ms an iteration" in folder.summary.read_text()
+    assert "125 samples/s" in folder.report.read_text()
