@@ -86,6 +86,7 @@ def _cell_line(
         global_batch=" or ".join(batches),
         flag=flag,
         is_winner=is_winner(cell.name, judgement),
+        is_chosen=cell.name == judgement.winner,
         is_baseline=plain_name(cell.name) == record.baseline,
     )
 
