@@ -1,6 +1,6 @@
 """Swept: what a sweep was asked to do, sweep.json."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 

@@ -28,7 +28,7 @@ LAYERS = [
     ["paceline.launch"],
     ["paceline.conclude", "paceline.resume"],
     ["paceline.flow"],
-    ["paceline.check", "paceline.verify"],
+    ["paceline.check", "paceline.verify", "paceline.bench", "paceline.compare"],
     ["paceline.cli", "paceline.__main__"],
 ]
 TORCH_FREE = ["records", "config", "stats", "report", "rundir", "tables", "files", "errors", "job"]

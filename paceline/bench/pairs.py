@@ -1,0 +1,132 @@
+"""From a target to the arms that run here: planned, proven equal, or skipped with the reason."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.bench.equal import check_equal, facts_of
+from paceline.bench.targets import Arm, Device, Target
+from paceline.config.overrides import parse_override
+from paceline.errors import ConfigError
+from paceline.job import Job, load_job
+from paceline.plan.planner import make_plan
+from paceline.records import Env, Plan
+
+# No checkpoint at the end, and a learning rate that has risen before a short run is over.
+COMMON = ("checkpoint.at_end=false", "optim.schedule.warmup_steps=5")
+
+
+@dataclass(frozen=True)
+class PlannedArm:
+    name: str
+    overrides: list[str]
+    job: Job
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`skipped`: why nothing of it runs here. `left_out`: arms that do not, and why."""
+
+    target: Target
+    device: Device
+    recipe: str = ""
+    common: list[str] = field(default_factory=list)
+    arms: list[PlannedArm] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    skipped: str = ""
+
+    @property
+    def baseline(self) -> PlannedArm:
+        return self.arms[0]
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What is equal on both sides, in words."""
+        first = self.baseline
+        found = facts_of(first.job.config, first.plan, self.target.per_device)
+        return {name: str(value) for name, value in found.items()}
+
+
+def plan_pair(target: Target, env: Env, overrides: Sequence[str]) -> Pair:
+    """`ConfigError` when the user's overrides are what makes the pair impossible or unfair."""
+    device = choose_device(env, overrides)
+    lacking = _lacking(target, device)
+    if lacking:
+        return Pair(target, device, skipped=lacking)
+    pair = _plan_arms(target, device, env, overrides)
+    if pair.skipped or not pair.arms:
+        return pair
+    if (ranks := max(arm.plan.world_size for arm in pair.arms)) < target.needs.ranks:
+        return Pair(target, device, skipped=_too_few(target, device, ranks))
+    problems = [
+        f"{target.name}, {arm.name}: {problem}"
+        for arm in pair.arms[1:]
+        for problem in _check(target, pair.baseline, arm)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return pair
+
+
+def choose_device(env: Env, overrides: Sequence[str]) -> Device:
+    asked = [text.partition("=")[2] for text in overrides if "launch.device=" in text]
+    chosen = asked[-1] if asked else "auto"
+    if chosen == "auto":
+        return "cuda" if env.gpus else "cpu"
+    return "cuda" if chosen == "cuda" else "cpu"
+
+
+def _lacking(target: Target, device: Device) -> str:
+    needs = target.needs
+    if needs.device == "cuda" and device != "cuda":
+        return f"{needs.because or 'it needs a GPU'}; ranks are on CPU here"
+    if needs.compiler and shutil.which("c++") is None and shutil.which("g++") is None:
+        return "torch.compile needs a C++ compiler, and there is no c++ or g++ here"
+    return ""
+
+
+def _too_few(target: Target, device: Device, ranks: int) -> str:
+    hint = "; launch.devices=[0,0] lets two share one" if device == "cuda" else ""
+    devices = "GPU" if device == "cuda" else "rank"
+    return f"it needs {target.needs.ranks} ranks, and here is {ranks} {devices}{hint}"
+
+
+def _plan_arms(target: Target, device: Device, env: Env, overrides: Sequence[str]) -> Pair:
+    work = target.work[device]
+    common = [*work.overrides, *COMMON, *overrides]
+    arms: list[PlannedArm] = []
+    left_out: dict[str, str] = {}
+    for arm in target.arms:
+        own = arm.overrides_on(device)
+        job = load_job(work.recipe, [*common, *own])
+        plan = make_plan(job, env)
+        if problems := plan.problems():
+            _require_not_users(target, arm, device, env, overrides)
+            left_out[arm.name] = problems[0].what
+        else:
+            arms.append(PlannedArm(arm.name, own, job, plan))
+    if target.baseline in left_out:
+        return Pair(target, device, skipped=f"its baseline: {left_out[target.baseline]}")
+    if len(arms) < 2:
+        return Pair(target, device, skipped="; ".join(left_out.values()))
+    return Pair(target, device, work.recipe, common, arms, left_out)
+
+
+def _require_not_users(
+    target: Target, arm: Arm, device: Device, env: Env, overrides: Sequence[str]
+) -> None:
+    """What this machine lacks is skipped; what the user's own overrides break is refused."""
+    if not overrides:
+        return
+    work = target.work[device]
+    kept = [text for text in overrides if parse_override(text).key.startswith("launch.")]
+    own = arm.overrides_on(device)
+    if make_plan(load_job(work.recipe, [*work.overrides, *COMMON, *kept, *own]), env).problems():
+        return
+    asked = make_plan(load_job(work.recipe, [*work.overrides, *COMMON, *overrides, *own]), env)
+    raise ConfigError([f"{target.name}, {arm.name}: {problem}" for problem in asked.problems()])
+
+
+def _check(target: Target, baseline: PlannedArm, arm: PlannedArm) -> list[str]:
+    return check_equal(target, (baseline.job.config, baseline.plan), (arm.job.config, arm.plan))
