@@ -1,0 +1,184 @@
+"""`paceline bench run`: plan every pair, prove it equal, run it interleaved, judge it, write it.
+
+    DIR/bench.json   summary.md   TARGET/ (a sweep directory: sweep.json, run_manifest.tsv, runs/)
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.bench.asked import Asked
+from paceline.bench.expectations import Expectations, check_rows, hardware_of
+from paceline.bench.judge import collect_runs, judge_pair, skipped_pair
+from paceline.bench.pairs import Pair, plan_pair
+from paceline.bench.records import BenchReport, GateRow, PairResult
+from paceline.bench.targets import load_targets
+from paceline.bench.words import summarise
+from paceline.cluster.facts import probe
+from paceline.config.overrides import parse_override
+from paceline.errors import EXIT_CODES, ConfigError, Outcome, PacelineError
+from paceline.files import write_atomic
+from paceline.records import Env
+from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
+from paceline.rundir import RunDir
+from paceline.sweep.folder import SweepDir
+from paceline.sweep.manifest import Row
+
+REPORT, SUMMARY = "bench.json", "summary.md"
+# Runs every cell of the record, resumed or new, and returns the rows of its manifest.
+PairRunner = Callable[[SweepRecord, SweepDir], list[Row]]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    repeats: int = 5
+    steps: int = 60
+    margin: float = 0.02
+    out: Path | None = None
+    check: Path | None = None
+    save: Path | None = None
+
+
+@dataclass
+class _Bench:
+    """A bench while it goes on."""
+
+    settings: BenchSettings
+    env: Env
+    root: Path
+    started_at: float
+    pairs: list[PairResult] = field(default_factory=list)
+    gate: list[GateRow] = field(default_factory=list)
+    saved: str = ""
+
+    def report(self, outcome: Outcome) -> BenchReport:
+        return BenchReport(
+            out=str(self.root),
+            exit_code=EXIT_CODES[outcome],
+            hardware=hardware_of(self.env),
+            margin=self.settings.margin,
+            started_at=self.started_at,
+            elapsed_s=time.time() - self.started_at,
+            pairs=self.pairs,
+            gate=self.gate,
+            saved=self.saved,
+        )
+
+    def write(self, outcome: Outcome) -> BenchReport:
+        made = self.report(outcome)
+        made.save(self.root / REPORT)
+        write_atomic(self.root / SUMMARY, summarise(made))
+        return made
+
+
+def run_bench(asked: Asked, settings: BenchSettings, run_pair: PairRunner, say: Say) -> BenchReport:
+    """All that can be refused is refused before the first run; a failed pair does not stop others."""
+    started_at, env = time.time(), probe()
+    pairs = plan_pairs(asked, env, settings.steps)
+    expected = _expectations(settings, env, pairs)
+    bench = _Bench(settings, env, open_folder(settings.out), started_at)
+    try:
+        for pair in pairs:
+            bench.pairs.append(_run_pair(pair, bench, run_pair, say))
+            bench.write(Outcome.OK)
+    except KeyboardInterrupt:
+        return bench.write(Outcome.INTERRUPTED)
+    if expected is not None and settings.check is not None:
+        bench.gate = check_rows(expected, bench.pairs)
+    is_bad = any(pair.status == "failed" for pair in bench.pairs)
+    is_bad |= any(row.is_worse for row in bench.gate)
+    if settings.save is not None and not is_bad:
+        bench.saved = str(_save(settings.save, bench, pairs))
+    return bench.write(Outcome.CHECK_FAILED if is_bad else Outcome.OK)
+
+
+def plan_pairs(asked: Asked, env: Env, steps: int) -> list[Pair]:
+    """Every problem of every pair at once."""
+    pairs: list[Pair] = []
+    problems: list[str] = []
+    for target in asked.targets:
+        overrides = asked.overrides[target.name]
+        if not any(parse_override(text).key == "train.steps" for text in overrides):
+            overrides = [f"train.steps={steps}", *overrides]
+        try:
+            pairs.append(plan_pair(target, env, overrides))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return pairs
+
+
+def open_folder(out: Path | None) -> Path:
+    """A new one, or that of a bench, which goes on in it."""
+    if out is None:
+        return RunDir.create("bench", None, is_run=False).root
+    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    if names and REPORT not in names and not names <= set(load_targets()):
+        raise ConfigError(
+            f"{out} holds files and is no bench's directory\nhint: give --out another one"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {out}: {error.strerror}") from error
+    return out.resolve()
+
+
+def record_of(pair: Pair, repeats: int, margin: float) -> SweepRecord:
+    """The pair as a sweep whose cells are its arms."""
+    cells = [
+        SweptCell(
+            name=arm.name,
+            settings={item.key: item.raw for item in map(parse_override, arm.overrides)},
+            overrides=arm.overrides,
+        )
+        for arm in pair.arms
+    ]
+    names = [cell.name for cell in cells]
+    steps = pair.baseline.plan.steps
+    return SweepRecord(
+        mode="bench",
+        recipe=pair.recipe,
+        overrides=pair.common,
+        axes={},
+        cells=cells,
+        phases=[SweptPhase(name="", cells=names, repeats=repeats, steps=steps)],
+        metric="tokens_per_s" if pair.baseline.plan.unit == "tokens" else "samples_per_s",
+        margin=margin,
+        baseline=pair.baseline.name,
+        seed=pair.baseline.job.config.train.seed,
+        loss_tolerance=pair.target.tolerance(pair.device) or 1.0,
+    )
+
+
+def _run_pair(pair: Pair, bench: _Bench, run_pair: PairRunner, say: Say) -> PairResult:
+    name, settings = pair.target.name, bench.settings
+    if pair.skipped:
+        say(f"{name}: skipped: {pair.skipped}")
+        return skipped_pair(pair)
+    arms = ", ".join(arm.name for arm in pair.arms)
+    say(f"{name}: {pair.target.title} ({arms}; {settings.repeats} runs each)")
+    folder = SweepDir(bench.root / name)
+    folder.root.mkdir(exist_ok=True)
+    try:
+        rows = run_pair(record_of(pair, settings.repeats, settings.margin), folder)
+    except PacelineError as error:
+        say(f"{name}: {error}")
+        return skipped_pair(pair).model_copy(update={"status": "failed", "because": str(error)})
+    runs = {arm.name: collect_runs(folder, rows, arm.name) for arm in pair.arms}
+    return judge_pair(pair, runs, settings.margin, settings.repeats)
+
+
+def _expectations(settings: BenchSettings, env: Env, pairs: Sequence[Pair]) -> Expectations | None:
+    if settings.check is None:
+        return None
+    expected = Expectations.find(settings.check, env)
+    expected.require_same_work(pairs, settings.repeats)
+    return expected
+
+
+def _save(path: Path, bench: _Bench, pairs: Sequence[Pair]) -> Path:
+    return Expectations.merge(path, bench.env, bench.pairs, pairs)
