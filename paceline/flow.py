@@ -118,8 +118,12 @@ def run_job(job: Job, out: Path | None, talk: Talk, call: RollCall | None = None
     """Train `job` in a new run directory and write its result and report. `call` is the meeting
     with the other ranks when a launcher has started this process as rank 0 of several."""
     env, plan = decide(job, call.topology if call else None)
-    decided = _prepare(job, env, plan, talk, call)
-    run = RunDir.create(job.config.name, out)
+    return run_decided(prepare(job, env, plan, talk, call), out, talk)
+
+
+def run_decided(decided: Decided, out: Path | None, talk: Talk) -> Result:
+    """The same for a job whose plan is made and whose data is there."""
+    run = RunDir.create(decided.job.config.name, out)
     with run.lock():
         run.require_fresh()
         return _train_in(run, decided, talk)
@@ -144,7 +148,7 @@ def resume_job(
         if plan.batch.global_size != resumption.global_size:
             resumption = resumption.with_same_batch()
             env, plan = decide(resumption.job, topology)
-        decided = _prepare(resumption.job, env, plan, talk, call)
+        decided = prepare(resumption.job, env, plan, talk, call)
         return _train_in(run, decided, talk, Resuming(allow_change))
 
 
@@ -163,7 +167,9 @@ def _finished(resumption: Resumption) -> Result | None:
     return result if is_over else None
 
 
-def _prepare(job: Job, env: Env, plan: Plan, talk: Talk, call: RollCall | None) -> Decided:
+def prepare(
+    job: Job, env: Env, plan: Plan, talk: Talk, call: RollCall | None = None
+) -> Decided:
     """All that can fail before a rank starts, and the data."""
     started_at = time.time()
     require_feasible(plan)

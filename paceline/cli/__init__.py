@@ -10,7 +10,7 @@ import traceback
 
 import typer
 
-from paceline.cli import check, checkpoints, demo, plan, recipes, report, train, verify
+from paceline.cli import check, checkpoints, demo, plan, recipes, report, sweep, train, verify
 from paceline.errors import EXIT_CODES, Outcome, PacelineError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command()(recipes.recipes)
 app.command()(plan.plan)
 app.command()(train.train)
 app.command()(verify.verify)
+app.command()(sweep.sweep)
 app.command()(report.report)
 app.add_typer(checkpoints.app, name="checkpoints")
 

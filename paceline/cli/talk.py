@@ -114,7 +114,7 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
         said = f"{result.outcome} after step {result.steps} (exit {result.exit_code})"
         talk.say(f"{said}{_way_on(result, run)}")
     else:
-        _say_failure(talk, result, run)
+        say_failure(talk, result)
     for note in result.notes:
         talk.say(f"note: {note}")
     if result.window and result.step_s:
@@ -136,7 +136,9 @@ def _way_on(result: Result, run: RunDir) -> str:
     return f": go on with: paceline train --resume {shlex.quote(shown(run.root))}"
 
 
-def _say_failure(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
+def say_failure(talk: ConsoleTalk, result: Result) -> None:
+    """Outcome, exit code, last step, and the tail of the log of the rank that was first."""
+    run = RunDir(Path(result.run_dir))
     if result.bad_step is not None:
         more = " and more" if len(result.bad_sample_ids) > MAX_SAMPLE_IDS else ""
         talk.say(

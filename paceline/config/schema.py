@@ -267,6 +267,7 @@ class CheckpointConfig(Section):
     every: Literal["off"] | Positive = Field("off", description="Steps between checkpoints.")
     every_s: Literal["off"] | Seconds = Field("off", description="Seconds between checkpoints.")
     at_end: bool = Field(True, description="One after the last step too.")
+    at_stop: bool = Field(True, description="One when the run is asked to stop, to go on from.")
     mode: Literal["async", "sync"] = Field(
         "async",
         description="async: the state is copied at its step and written while training goes on.",

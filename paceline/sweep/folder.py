@@ -58,9 +58,9 @@ class SweepDir:
     def runs(self) -> Path:
         return self.root / "runs"
 
-    def unused_run(self, cell: str, phase: str, repeat: int) -> Path:
+    def unused_run(self, cell: str, repeat: int) -> Path:
         """Where this repeat runs; with a counter behind it where one was run before."""
-        stem = f"{slug(cell)}_{phase}{repeat}" if phase else f"{slug(cell)}_r{repeat}"
+        stem = f"{slug(cell)}_r{repeat}"
         tries = (self.runs / (f"{stem}-{n}" if n else stem) for n in range(10_000))
         return next(path for path in tries if not path.exists())
 

@@ -131,7 +131,7 @@ class Keeper:
     def _reason(self, step: int, ask: Ask, stop: Outcome | None) -> str:
         config = self.parts.config
         if stop is not None:
-            return str(stop)
+            return str(stop) if config.at_stop else ""
         if ask is Ask.CHECKPOINT:
             return "every_s" if self._is_time() else "request"
         if config.every != "off" and step % config.every == 0:

@@ -1,0 +1,133 @@
+"""`paceline sweep`: a matrix of runs, compared with honest statistics."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.arguments import JsonFlag, Overrides
+from paceline.errors import EXIT_CODES, ConfigError, Outcome
+
+if TYPE_CHECKING:
+    from paceline.sweep.flow import SweepEnd
+    from paceline.sweep.folder import SweepDir
+
+MetricOption = Annotated[
+    str | None,
+    typer.Option(
+        "--metric",
+        help="samples_per_s, tokens_per_s (language models' default), tail_mean_iter_p50_ms.",
+    ),
+]
+
+
+def sweep(
+    source: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="As for train; or a YAML file with `axes`.")
+    ],
+    overrides: Overrides = None,
+    axis: list[str] = typer.Option(
+        [], "--axis", metavar="KEY=A,B", help="A key and its values; give one for each axis."
+    ),
+    repeats: int | None = typer.Option(None, "--repeats", help="Runs of each cell: 3."),
+    steps: int | None = typer.Option(None, "--steps", help="Steps of each run: 60."),
+    out: Path | None = typer.Option(
+        None, "--out", help="The sweep's directory; one that holds this sweep is gone on with."
+    ),
+    baseline: str | None = typer.Option(
+        None, "--baseline", metavar="CELL", help="The cell that others are compared with."
+    ),
+    target: str | None = typer.Option(
+        None, "--target", help='"speedup>=1.08" or "tokens_per_s>=39": exit 1 if not met.'
+    ),
+    metric: MetricOption = None,
+    phases: bool = typer.Option(
+        False, "--phases", help="Pilot over all cells, final of the best, extras on the winner."
+    ),
+    stop_on_error: bool = typer.Option(
+        False, "--stop-on-error", help="End with the first run that fails."
+    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Show the cells and the cost; stop."),
+    as_json: JsonFlag = False,
+) -> None:
+    """Run every combination of some settings, interleaved and repeated, and say which is fastest.
+
+    Example: paceline sweep lm_tiny --axis train.micro_batch_size=4,8 --axis data.num_workers=0,2
+
+    More words: sweep.margin=0.05 sweep.seed=1 sweep.loss_tolerance=0.02 (docs/sweeping.md)
+    """
+    from paceline.cli.talk import refusals_on_stdout
+    from paceline.sweep.spec import read_spec
+
+    given: dict[str, Any] = {
+        "repeats": repeats,
+        "steps": steps,
+        "baseline": baseline,
+        "target": target,
+        "metric": metric,
+        "phases": phases or None,
+        "stop_on_error": stop_on_error or None,
+    }
+    with refusals_on_stdout(as_json):
+        _refuse_members()
+        asked = {name: value for name, value in given.items() if value is not None}
+        spec = read_spec(source, overrides or [], axis, asked)
+        from paceline.cli.sweep_talk import SweepConsole  # these import torch
+        from paceline.sweep.flow import open_folder, plan_sweep, run_planned
+
+        talk = SweepConsole()
+        talk.say("planning every cell")
+        record = plan_sweep(spec)
+        talk.plan(spec, record)
+        if dry_run:
+            raise typer.Exit
+        folder = open_folder(record, spec.recipe, out)
+        with talk.live():
+            end = run_planned(spec, record, folder, talk)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    talk.conclude(end, folder)
+    if as_json:
+        from paceline.cli.talk import print_json
+
+        print_json(json.dumps(_body(end, folder), indent=2))
+    raise typer.Exit(exit_code(end))
+
+
+def exit_code(end: SweepEnd) -> int:
+    """A stop by signal first, then failed runs, then a target that was not met."""
+    if end.stopped_by:
+        return EXIT_CODES[Outcome(end.stopped_by)]
+    target = end.judgement.target
+    is_short = target is not None and not target.is_met
+    return EXIT_CODES[Outcome.CHECK_FAILED if is_short or end.num_failed else Outcome.OK]
+
+
+def _body(end: SweepEnd, folder: SweepDir) -> dict[str, Any]:
+    best = json.loads(folder.best.read_text()) if folder.best.is_file() else None
+    target = end.judgement.target
+    return {
+        "sweep_dir": str(folder.root),
+        "exit_code": exit_code(end),
+        "stopped_by": end.stopped_by or None,
+        "num_failed": end.num_failed,
+        "winner": end.judgement.winner,
+        "flagged": end.judgement.flagged,
+        "best": best,
+        "target": None if target is None else {"text": target.text, "state": target.state,
+                                               "because": target.because},
+    }  # fmt: skip
+
+
+def _refuse_members() -> None:
+    """Under a launcher there would be a sweep a rank."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            "paceline sweep was started by torchrun; it starts the ranks of its runs itself\n"
+            "hint: paceline sweep ... launch.launcher=torchrun"
+        )

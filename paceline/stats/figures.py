@@ -1,0 +1,156 @@
+"""A run directory -> its figures: one number a metric, and what is needed to trust it."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config.load import read_plain
+from paceline.records import Attempt, Plan, Result
+from paceline.rundir import RunDir
+from paceline.stats.steady import Seconds, count_warmup, find_compile_steps, measure_spread
+from paceline.stats.timing_points import (
+    TAIL_POINTS,
+    TimingPoint,
+    list_points,
+    summarise_points,
+)
+from paceline.tables import StepRow, TrainingRow, read_steps, read_training
+
+METRICS = ("samples_per_s", "tokens_per_s", "tail_mean_iter_p50_ms")
+LOWER_IS_BETTER = {"tail_mean_iter_p50_ms"}
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """Of the last attempt: those before it may have had other ranks."""
+
+    samples_per_s: float  # work over time in the steady window, compile steps apart
+    tokens_per_s: float | None
+    first_step: int  # of the steady window
+    last_step: int
+    num_compile_steps: int
+    compile_s: float  # what those steps took beyond a usual one
+    step_s_p50: float
+    step_s_p90: float
+    drift: float  # of the step time from the begin to the end of the window, relative
+    standard_error: float  # of the mean step time, relative, by batch means
+    blocks_s: tuple[float, ...]
+    tail_mean_iter_p50_ms: float | None
+    tail_std_iter_p50_ms: float | None
+    all_mean_iter_p50_ms: float | None
+    all_std_iter_p50_ms: float | None
+    tail_points_used: int
+    points: tuple[TimingPoint, ...]
+    tail_loss: float | None  # mean over the last fifth of the steps, at least five
+    losses: tuple[float, ...]  # of all steps of the run
+    startup_s: float | None  # from the start of the attempt to its first step, where known
+
+    def value(self, metric: str) -> float | None:
+        assert metric in METRICS, f"{metric} is none of {METRICS}"
+        found: float | None = getattr(self, metric)
+        return found
+
+
+def measure_run(run: RunDir) -> RunFigures | None:
+    """None: there is nothing to measure, for no step was taken after the warm-up."""
+    every_row = read_training(run.training)
+    first_step, started_at = _last_attempt(run)
+    rows = [row for row in every_row if row.step >= first_step]
+    step_s = np.array([row.step_s for row in rows])
+    compiled = _compile_mask(run, step_s)
+    steady = [row for row, is_compile in zip(rows, compiled, strict=True) if not is_compile]
+    steady = steady[count_warmup(step_s[~compiled]) :]
+    if not steady:
+        return None
+    kept_s = np.array([row.step_s for row in steady])
+    spread = measure_spread(kept_s)
+    steps = [row for row in read_steps(run.steps(0)) if row.step >= first_step]
+    points = list_points(steps, int(read_plain(run.config)["train"]["log_every"]))
+    whole, tail = summarise_points(points), summarise_points(points[-TAIL_POINTS:])
+    samples_per_s, tokens_per_s = _rates(steady)
+    p50, p90 = np.quantile(kept_s, [0.5, 0.9]).tolist()
+    return RunFigures(
+        samples_per_s=samples_per_s,
+        tokens_per_s=tokens_per_s,
+        first_step=steady[0].step,
+        last_step=steady[-1].step,
+        num_compile_steps=int(compiled.sum()),
+        compile_s=float((step_s[compiled] - p50).sum()),
+        step_s_p50=p50,
+        step_s_p90=p90,
+        drift=spread.drift,
+        standard_error=spread.standard_error,
+        blocks_s=spread.blocks_s,
+        tail_mean_iter_p50_ms=tail.mean if tail else None,
+        tail_std_iter_p50_ms=tail.std if tail else None,
+        all_mean_iter_p50_ms=whole.mean if whole else None,
+        all_std_iter_p50_ms=whole.std if whole else None,
+        tail_points_used=tail.num_points if tail else 0,
+        points=tuple(points),
+        tail_loss=_tail_loss(every_row),
+        losses=tuple(row.loss for row in every_row),
+        startup_s=_startup_s(run, steps, started_at),
+    )
+
+
+def _last_attempt(run: RunDir) -> tuple[int, float | None]:
+    """Its first step, and when it started."""
+    if run.attempt.is_file():
+        attempt = Attempt.load(run.attempt)
+        first_step, started_at = attempt.first_step, attempt.started_at
+    elif run.result.is_file():
+        result = Result.load(run.result)
+        first_step = result.attempts[-1].first_step if result.attempts else 1
+        started_at = result.attempts[-1].started_at if result.attempts else result.started_at
+    else:
+        return 1, None
+    return max(first_step, 1), started_at
+
+
+def _compile_mask(run: RunDir, step_s: Seconds) -> NDArray[np.bool_]:
+    """Slow steps are set apart only where the plan says that something compiles."""
+    compiles = run.plan.is_file() and Plan.load(run.plan).compile.value != "off"
+    if not compiles or not len(step_s):
+        return np.zeros(len(step_s), dtype=bool)
+    return find_compile_steps(step_s)
+
+
+def _rates(rows: Sequence[TrainingRow]) -> tuple[float, float | None]:
+    """Samples and tokens a second: sums of work over sums of time, so a slow step weighs what it
+    cost."""
+    elapsed_s = sum(row.step_s for row in rows)
+    samples = sum(row.samples_per_s * row.step_s for row in rows)
+    tokens = [row.tokens_per_s * row.step_s for row in rows if row.tokens_per_s is not None]
+    return samples / elapsed_s, sum(tokens) / elapsed_s if tokens else None
+
+
+def _tail_loss(rows: Sequence[TrainingRow]) -> float | None:
+    losses = [row.loss for row in rows[-max(5, len(rows) // 5) :]]
+    return fmean(losses) if losses and all(map(math.isfinite, losses)) else None
+
+
+def _startup_s(run: RunDir, steps: Sequence[StepRow], started_at: float | None) -> float | None:
+    """No file says when the first step began, but each heartbeat says which step it fell into:
+    that moment less the time of the steps before is at or after it. The earliest is nearest."""
+    if started_at is None or not steps or not run.heartbeat(0).is_file():
+        return None
+    before_s = dict(
+        zip(
+            [row.step for row in steps],
+            np.cumsum([0.0, *(row.wall_s for row in steps[:-1])]).tolist(),
+            strict=True,
+        )
+    )
+    whole = run.heartbeat(0).read_text().rpartition("\n")[0]
+    beats = [json.loads(line) for line in whole.splitlines()]
+    begins = [
+        beat["time"] - before_s[beat["step"]]
+        for beat in beats
+        if beat["step"] in before_s and beat["time"] >= started_at
+    ]
+    return max(0.0, min(begins) - started_at) if begins else None

@@ -1,0 +1,142 @@
+"""Numbers of repeated runs -> intervals, for one group of runs and for the ratio of two.
+
+The unit is the run. All is done on logarithms, where a ratio is a difference, and noise that grows
+with the value has one size. docs/statistics.md tells the method and what was measured of it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from scipy import special, stats
+
+# No machine is taken to repeat itself better than this (relative standard deviation): runs that
+# came out equal to the last digit are luck or a coarse clock, not certainty.
+SMALLEST_NOISE = 0.001
+
+
+class Interval(NamedTuple):
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What one run scatters: the variance of its logarithm, and how well that is known."""
+
+    variance: float
+    freedom: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A group's runs on the log scale. `own` is None for a single run; `leaned` is what the group
+    is compared with, and is None where nothing was ever repeated."""
+
+    num_runs: int
+    mean: float
+    own: Noise | None
+    leaned: Noise | None
+
+    def interval(self, confidence: float) -> Interval | None:
+        """Of the group's typical value: Student's t over its own runs; over the others' noise for
+        a single run."""
+        noise = self.own or self.leaned
+        if noise is None:
+            return None
+        reach = _student(1 - (1 - confidence) / 2, noise.freedom)
+        return around(self.mean, reach * math.sqrt(noise.variance / self.num_runs))
+
+
+def around(mean: float, reach: float) -> Interval:
+    """From the log scale to values."""
+    return Interval(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
+
+
+def measure_samples(groups: Sequence[Sequence[float]]) -> list[Sample]:
+    """Of groups with at least one run each."""
+    logs = [np.log(values) for values in groups]
+    owns = [
+        Noise(max(float(values.var(ddof=1)), SMALLEST_NOISE**2), len(values) - 1)
+        if len(values) > 1
+        else None
+        for values in logs
+    ]
+    return [
+        Sample(len(values), float(values.mean()), own, _lean(own, owns[:n] + owns[n + 1 :]))
+        for n, (values, own) in enumerate(zip(logs, owns, strict=True))
+    ]
+
+
+def pool(noises: Sequence[Noise | None]) -> Noise | None:
+    """One noise for all, each weighed by its degrees of freedom."""
+    known = [noise for noise in noises if noise is not None]
+    freedom = sum(noise.freedom for noise in known)
+    if not freedom:
+        return None
+    return Noise(sum(noise.variance * noise.freedom for noise in known) / freedom, freedom)
+
+
+def _lean(own: Noise | None, others: Sequence[Noise | None]) -> Noise | None:
+    """Own noise joined with that of the other groups, as far as they agree.
+
+    Three runs say little about noise, twelve groups of three say much. The others count with a
+    share of their degrees of freedom: the probability that a group as noisy as they are would
+    scatter at least as much as this one did (F test). A group that is clearly noisier has a share
+    near 0 and stands on its own; a quiet one does not profit from its luck. This is the moderated
+    variance of Smyth 2004 (limma) with a weight of each group's own, as in Phipson et al. 2016.
+    """
+    rest = pool(others)
+    if own is None or rest is None:
+        return own or rest
+    ratio = own.variance / rest.variance
+    share = float(special.fdtrc(own.freedom, rest.freedom, ratio))
+    lent = Noise(rest.variance, share * rest.freedom)
+    return pool([own, lent])
+
+
+@dataclass(frozen=True)
+class Ruler:
+    """How far two of several groups must lie apart to be told apart, in all comparisons together.
+
+    `num_comparisons` None: any two may be compared, as when the best was picked after looking
+    (studentized range, Tukey-Kramer). A number: that many were named before (Bonferroni's t).
+    """
+
+    num_groups: int
+    freedom: float  # of all groups' noise together: no comparison can know more
+    confidence: float
+    num_comparisons: int | None = None
+
+    def reach(self, one: Sample, other: Sample, more: int = 0) -> float | None:
+        """Half the width of the interval of their log ratio; None where no noise is known.
+        `more`: as it would be with so many more runs in every group."""
+        if one.leaned is None or other.leaned is None:
+            return None
+        part = one.leaned.variance / (one.num_runs + more)
+        other_part = other.leaned.variance / (other.num_runs + more)
+        both = part + other_part
+        # Welch and Satterthwaite
+        freedom = both**2 / (part**2 / one.leaned.freedom + other_part**2 / other.leaned.freedom)
+        growth = 1 + more * self.num_groups / self.freedom
+        return self._critical(min(freedom, self.freedom) * growth) * math.sqrt(both)
+
+    def _critical(self, freedom: float) -> float:
+        if self.num_groups > 2 and self.num_comparisons is None:
+            # Whole degrees of freedom, downwards: wide rather than narrow, and few to compute.
+            return _tukey(self.confidence, self.num_groups, max(1, int(min(freedom, 200))))
+        tail = (1 - self.confidence) / 2 / (self.num_comparisons or 1)
+        return _student(1 - tail, freedom)
+
+
+def _student(share: float, freedom: float) -> float:
+    return float(special.stdtrit(freedom, share))
+
+
+@lru_cache(maxsize=1024)
+def _tukey(confidence: float, num_groups: int, freedom: int) -> float:
+    return float(stats.studentized_range.ppf(confidence, num_groups, freedom)) / math.sqrt(2)

@@ -1,0 +1,198 @@
+"""Groups of runs -> who is faster than whom, and the set of winners that cannot be told apart."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from paceline.errors import DataError
+from paceline.stats.intervals import Interval, Ruler, Sample, around, measure_samples, pool
+from paceline.stats.verdicts import Verdict, judge
+
+MARGIN, CONFIDENCE = 0.02, 0.95
+NO_RUNS = Verdict("not enough data")  # it failed or was refused: repeats are not what it lacks
+
+
+@dataclass(frozen=True)
+class Group:
+    """One configuration: a number of each of its runs (none: all failed), and its peak memory."""
+
+    name: str
+    values: tuple[float, ...]
+    memory_bytes: float | None = None
+
+    @property
+    def variation(self) -> float | None:
+        """Standard deviation over mean of its runs."""
+        return stdev(self.values) / fmean(self.values) if len(self.values) > 1 else None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """`speedup` and `verdict` are against the reference; above 1 is better for every metric.
+    The reference itself has speedup 1. As a baseline its verdict is "no difference seen"; as the
+    best group it is the verdict against its nearest rival, "faster" only if it beats them all."""
+
+    group: Group
+    rate: Interval | None
+    speedup: Interval | None
+    verdict: Verdict
+    is_winner: bool
+
+    @property
+    def variation(self) -> float | None:
+        return self.group.variation
+
+
+@dataclass(frozen=True)
+class Standings:
+    """`rows`: winners, by lower memory, then by lower variation; then the rest, best first."""
+
+    rows: tuple[Standing, ...]
+    reference: str
+    is_baseline: bool
+    noise: float | None  # standard deviation from run to run over all groups, relative
+    best_name: str
+
+    @property
+    def winners(self) -> list[Standing]:
+        return [row for row in self.rows if row.is_winner]
+
+    @property
+    def best(self) -> Standing:
+        """The group with the best mean. Which of the winners to take is the order of `rows`."""
+        return self.of(self.best_name)
+
+    def of(self, name: str) -> Standing:
+        return next(row for row in self.rows if row.group.name == name)
+
+
+def compare_groups(
+    groups: Sequence[Group], *, baseline: str | None = None, lower_is_better: bool = False,
+    margin: float = MARGIN, confidence: float = CONFIDENCE,
+) -> Standings:  # fmt: skip
+    """Hold every group against the baseline, or against the best where none is named. All verdicts
+    together are wrong in at most 1 - `confidence` of comparisons (measured: docs/statistics.md)."""
+    _require_sound(groups, baseline, margin, confidence)
+    running = [group for group in groups if group.values]
+    samples = dict(
+        zip([g.name for g in running], measure_samples([g.values for g in running]), strict=True)
+    )
+    table = _Table(samples, -1.0 if lower_is_better else 1.0, margin, confidence)
+    reference = table.best if baseline is None else baseline
+    standings = [
+        Standing(
+            group=group,
+            rate=samples[group.name].interval(confidence) if group.values else None,
+            speedup=table.speedup(group.name, reference, baseline is not None),
+            verdict=table.verdict(group.name, reference, baseline is not None),
+            is_winner=table.is_winner(group.name),
+        )
+        for group in groups
+    ]
+    noise = table.noise
+    return Standings(
+        rows=tuple(sorted(standings, key=table.order)),
+        reference=reference,
+        is_baseline=baseline is not None,
+        noise=math.sqrt(noise.variance) if noise else None,
+        best_name=table.best,
+    )
+
+
+class _Table:
+    """All pairs of groups on the log scale; `sign` makes a higher gain the better one."""
+
+    def __init__(
+        self, samples: dict[str, Sample], sign: float, margin: float, confidence: float
+    ) -> None:
+        self.samples, self.sign, self.margin = samples, sign, margin
+        self.noise = pool([sample.own for sample in samples.values()])
+        freedom = self.noise.freedom if self.noise else 0
+        num = len(samples)
+        self._any_pair = Ruler(num, freedom, confidence)
+        self._named = Ruler(num, freedom, confidence, num_comparisons=max(1, num - 1))
+        self.best = max(samples, key=lambda name: sign * samples[name].mean)
+
+    def gain(self, name: str, reference: str) -> float:
+        return self.sign * (self.samples[name].mean - self.samples[reference].mean)
+
+    def reach(self, name: str, reference: str, is_named: bool, more: int = 0) -> float | None:
+        ruler = self._named if is_named else self._any_pair
+        return ruler.reach(self.samples[name], self.samples[reference], more)
+
+    def speedup(self, name: str, reference: str, is_named: bool) -> Interval | None:
+        if name not in self.samples or reference not in self.samples:
+            return None
+        if name == reference:
+            return Interval(1.0, 1.0, 1.0)
+        reach = self.reach(name, reference, is_named)
+        return None if reach is None else around(self.gain(name, reference), reach)
+
+    def verdict(self, name: str, reference: str, is_named: bool) -> Verdict:
+        if name not in self.samples or reference not in self.samples:
+            return NO_RUNS
+        if name != reference:
+            return self._judge(name, reference, is_named)
+        return Verdict("no difference seen") if is_named else self._verdict_of_best()
+
+    def is_winner(self, name: str) -> bool:
+        """Not told apart from the best; against a baseline too, for winners do not depend on it."""
+        if name not in self.samples:
+            return False
+        return name == self.best or self._judge(name, self.best, False).kind != "slower"
+
+    def order(self, row: Standing) -> tuple[float, ...]:
+        group = row.group
+        if row.is_winner:
+            memory, variation = group.memory_bytes, group.variation
+            return (
+                0,
+                math.inf if memory is None else memory,
+                math.inf if variation is None else variation,
+            )
+        has_runs = group.name in self.samples
+        return (1, self.gain(self.best, group.name)) if has_runs else (2,)
+
+    def _judge(self, name: str, reference: str, is_named: bool) -> Verdict:
+        return judge(
+            self.gain(name, reference),
+            lambda more: self.reach(name, reference, is_named, more),
+            self.margin,
+        )
+
+    def _verdict_of_best(self) -> Verdict:
+        rivals = [name for name in self.samples if name != self.best]
+        if not rivals:
+            return NO_RUNS
+
+        def nearness(name: str) -> float:
+            """The least that the best may be ahead of it: a far but noisy rival is near."""
+            return self.gain(self.best, name) - (self.reach(self.best, name, False) or 0.0)
+
+        return self._judge(min(rivals, key=nearness), self.best, False).mirrored()
+
+
+def _require_sound(
+    groups: Sequence[Group], baseline: str | None, margin: float, confidence: float
+) -> None:
+    names = [group.name for group in groups]
+    problems = [
+        f"{group.name}: {value} is no number that can be compared; it must be finite and above 0"
+        for group in groups
+        for value in group.values
+        if not (math.isfinite(value) and value > 0)
+    ]
+    problems += [
+        f"{name} is named twice" for name in sorted({n for n in names if names.count(n) > 1})
+    ]
+    if baseline is not None and baseline not in names:
+        problems.append(f"baseline {baseline!r} is none of {', '.join(names)}")
+    if not any(group.values for group in groups):
+        problems.append("no group has a run to compare")
+    if not (math.isfinite(margin) and margin >= 0):
+        problems.append(f"the margin must be 0 or more, not {margin}")
+    if not 0.5 <= confidence < 1:
+        problems.append(f"the confidence must lie between 0.5 and 1, not {confidence}")
+    if problems:
+        raise DataError("\n".join(problems))

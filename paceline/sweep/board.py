@@ -1,0 +1,90 @@
+"""What a person wants to know while a sweep runs: done, running, failed, best so far, time left."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from paceline.records.swept import Metric, SweptPhase
+from paceline.sweep.manifest import SUCCESS, Row
+
+
+@dataclass
+class Line:
+    """One cell in the live table."""
+
+    name: str
+    num_asked: int
+    values: list[float] = field(default_factory=list)
+    num_done: int = 0
+    num_failed: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def value(self) -> float | None:
+        return fmean(self.values) if self.values else None
+
+
+@dataclass
+class Board:
+    metric: Metric
+    phase: str = ""
+    lines: dict[str, Line] = field(default_factory=dict)
+    running: str = ""
+    repeat: int = 0
+    _to_run: list[str] = field(default_factory=list)
+    _began_at: float = 0.0
+
+    def begin(self, phase: SweptPhase, to_run: Iterable[str]) -> None:
+        self.phase, self._to_run = phase.name, list(to_run)
+        self.lines = {name: Line(name, phase.repeats) for name in phase.cells}
+
+    def start(self, cell: str, repeat: int) -> None:
+        self.running, self.repeat, self._began_at = cell, repeat, time.monotonic()
+
+    def end(self, row: Row, value: float | None) -> None:
+        """A run has ended now, or had before the sweep was begun again."""
+        line = self.lines[row["group"]]
+        line.num_done += row["status"] == SUCCESS
+        line.num_failed += row["status"] != SUCCESS
+        line.values += [value] if value is not None else []
+        line.seconds.append(float(row["duration_sec"]))
+        if self.running == line.name:
+            self.running = ""
+            self._to_run.remove(line.name)
+
+    @property
+    def num_done(self) -> int:
+        return sum(line.num_done for line in self.lines.values())
+
+    @property
+    def num_failed(self) -> int:
+        return sum(line.num_failed for line in self.lines.values())
+
+    @property
+    def num_ended(self) -> int:
+        return self.num_done + self.num_failed
+
+    @property
+    def num_asked(self) -> int:
+        return sum(line.num_asked for line in self.lines.values())
+
+    @property
+    def best(self) -> Line | None:
+        """By the means so far: a glance, not a verdict."""
+        found = [line for line in self.lines.values() if line.value is not None]
+        sign = 1 if self.metric == "tail_mean_iter_p50_ms" else -1
+        return min(found, key=lambda line: sign * (line.value or 0.0), default=None)
+
+    def left_s(self) -> float | None:
+        """Each run to come as long as its cell's last, or as those of the others."""
+        known = [s for line in self.lines.values() for s in line.seconds]
+        if not known:
+            return None
+        ahead = sum(_expected(self.lines[name].seconds, known) for name in self._to_run)
+        spent = time.monotonic() - self._began_at if self.running else 0.0
+        return max(0.0, ahead - spent)
+
+
+def _expected(own: Sequence[float], known: Sequence[float]) -> float:
+    return own[-1] if own else fmean(known)

@@ -1,0 +1,158 @@
+"""One sweep from what was asked to its report: read this file first.
+
+asked (SweepSpec) -> cells, planned -> sweep.json -> runs (run_manifest.tsv) -> judged -> reported
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.cluster.facts import probe
+from paceline.errors import ConfigError
+from paceline.records.swept import Metric, SweepRecord, SweptCell, SweptPhase
+from paceline.rundir import RunDir, RunLock
+from paceline.sweep.folder import SweepDir
+from paceline.sweep.judge import SPEEDUP, SweepJudgement, Target, judge_sweep
+from paceline.sweep.matrix import Ground, draw_cells, find_cell, load_cells, refuse_impossible
+from paceline.sweep.outputs import write_outputs
+from paceline.sweep.phases import (
+    EXTRAS,
+    FINAL,
+    PILOT,
+    choose_extras,
+    choose_finalists,
+    first_phase,
+    in_phase,
+)
+from paceline.sweep.runner import RunOptions, SweepRunner, SweepTalk
+from paceline.sweep.spec import SweepSpec
+
+QUESTION = ("mode", "recipe", "overrides", "axes")  # what makes it another sweep
+
+
+@dataclass(frozen=True)
+class SweepEnd:
+    """`stopped_by` is the outcome that ended it early, or empty."""
+
+    record: SweepRecord
+    judgement: SweepJudgement
+    stopped_by: str
+    num_failed: int
+
+
+def plan_sweep(spec: SweepSpec) -> SweepRecord:
+    """Every cell, with the reason where it cannot run; nothing is written and nothing runs."""
+    ground = Ground(spec.recipe, tuple(spec.overrides), probe())
+    cells = draw_cells(spec)
+    jobs = load_cells(ground, cells, spec.steps)
+    cells = refuse_impossible(cells, jobs, ground.env)
+    if all(cell.refusal for cell in cells):
+        reasons = dict.fromkeys(f"{cell.name}: {cell.refusal}" for cell in cells)
+        raise ConfigError(["none of the cells can run", *reasons])
+    baseline = find_cell(cells, spec.baseline).name if spec.baseline else None
+    _require_target(spec)
+    by_tokens = all(job.workload.unit == "tokens" for job in jobs.values())
+    metric: Metric = "tokens_per_s" if by_tokens else "samples_per_s"
+    if spec.metric == "tokens_per_s" and not by_tokens:
+        raise ConfigError("this workload counts no tokens\nhint: --metric samples_per_s")
+    cells = in_phase(PILOT, cells) if spec.phases else cells
+    return SweepRecord(
+        mode="sweep",
+        recipe=spec.recipe,
+        overrides=spec.overrides,
+        axes={key: _seen(cells, key) for key in spec.axes},
+        cells=cells,
+        phases=[first_phase(spec, cells)],
+        metric=metric if spec.metric == "auto" else spec.metric,
+        margin=spec.margin,
+        baseline=baseline,
+        target=spec.target or None,
+        seed=spec.seed,
+        loss_tolerance=spec.loss_tolerance,
+    )
+
+
+def run_planned(
+    spec: SweepSpec, record: SweepRecord, folder: SweepDir, talk: SweepTalk
+) -> SweepEnd:
+    """Run what is missing in `folder`, and leave its outputs there however it ends."""
+    with RunLock(folder.root):
+        record.save(folder.record)
+        runner = SweepRunner(record, folder, talk, RunOptions(spec.stop_on_error))
+        try:
+            for phase in _phases(spec, runner):
+                runner.run_phase(phase)
+                if runner.stopped_by:
+                    break
+        finally:
+            judgement = judge_sweep(runner.record, folder, runner.rows)
+            write_outputs(folder, runner.record, runner.rows, judgement)
+    return SweepEnd(runner.record, judgement, runner.stopped_by, runner.board.num_failed)
+
+
+def _phases(spec: SweepSpec, runner: SweepRunner) -> Iterator[SweptPhase]:
+    """The phases in order; the cells of a later one follow from the runs of the one before."""
+    yield runner.record.phases[0]
+    if not spec.phases:
+        return
+    pilot = judge_sweep(runner.record, runner.folder, runner.rows)
+    if pilot.standings is None:
+        return
+    yield _next(spec, runner, FINAL, choose_finalists(runner.record, pilot.standings))
+    final = judge_sweep(runner.record, runner.folder, runner.rows)
+    if final.winner is not None and spec.extras:
+        yield _next(spec, runner, EXTRAS, choose_extras(runner.record, spec, final.winner))
+
+
+def _next(spec: SweepSpec, runner: SweepRunner, name: str, cells: list[SweptCell]) -> SweptPhase:
+    """A phase more in the record, planned as the first one was."""
+    named = in_phase(name, cells)
+    jobs = load_cells(runner.ground, named, spec.steps)
+    planned = refuse_impossible(named, jobs, runner.ground.env)
+    for cell in planned:
+        if cell.refusal:
+            runner.talk.say(f"{cell.name} cannot run: {cell.refusal}")
+    runnable = [cell.name for cell in planned if not cell.refusal]
+    phase = SweptPhase(name=name, cells=runnable, repeats=spec.repeats, steps=spec.steps)
+    runner.talk.say(f"phase {name}: {', '.join(runnable)}")
+    runner.record = runner.record.model_copy(
+        update={
+            "cells": [*runner.record.cells, *planned],
+            "phases": [*runner.record.phases, phase],
+        }
+    )
+    runner.record.save(runner.folder.record)
+    return phase
+
+
+def open_folder(record: SweepRecord, name: str, out: Path | None) -> SweepDir:
+    """A new directory, or that of this very sweep, to go on in it."""
+    if out is not None and (out / SweepDir(out).record.name).is_file():
+        _require_same(SweepRecord.load(SweepDir(out).record), record, out)
+        return SweepDir(out.resolve())
+    root = RunDir.create(f"{record.mode}-{name}", out, is_run=False).root
+    folder = SweepDir(root)
+    folder.runs.mkdir()
+    return folder
+
+
+def _require_same(old: SweepRecord, new: SweepRecord, out: Path) -> None:
+    differing = [name for name in QUESTION if getattr(old, name) != getattr(new, name)]
+    if differing:
+        told = [f"{n}: {getattr(old, n)} there, {getattr(new, n)} now" for n in differing]
+        lines = "\n".join(f"  {line}" for line in told)
+        raise ConfigError(
+            f"{out} holds another sweep:\n{lines}\nhint: give --out another directory"
+        )
+
+
+def _require_target(spec: SweepSpec) -> None:
+    if spec.target and Target.parse(spec.target).metric == SPEEDUP and not spec.baseline:
+        raise ConfigError(
+            f"the target '{spec.target}' needs a baseline to be faster than\n"
+            "hint: --baseline CELL, such as --baseline strategy.name=ddp"
+        )
+
+
+def _seen(cells: list[SweptCell], key: str) -> list[str]:
+    return list(dict.fromkeys(cell.settings[key] for cell in cells))

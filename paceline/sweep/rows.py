@@ -1,0 +1,79 @@
+"""A run that has ended as a row of the manifest."""
+
+import json
+from pathlib import Path
+
+from paceline.config.schema import RunConfig
+from paceline.errors import Outcome
+from paceline.flow import Decided
+from paceline.records import Result
+from paceline.records.swept import SweptCell
+from paceline.rundir import RunDir
+from paceline.sweep.manifest import COLUMNS, FAILED, NOT_THERE, SUCCESS, Row
+from paceline.tables import read_steps
+from paceline.stats.windows import quantile
+
+WINDOW = 100  # steps of a timing point
+STAGES = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+
+def describe_run(
+    cell: SweptCell, place: tuple[str, str, int], decided: Decided, result: Result, root: Path
+) -> Row:
+    """`place` is mode, phase and repeat; paths are relative to `root`, the sweep's folder."""
+    mode, phase, repeat = place
+    run = RunDir(Path(result.run_dir))
+    inside = run.root.relative_to(root.resolve())
+    recent_s = sorted(sum(row.phases_s.values()) for row in read_steps(run.steps(0))[-WINDOW:])
+    known = {
+        "mode": mode,
+        "group": cell.name,
+        "repeat": repeat,
+        "status": SUCCESS if result.outcome is Outcome.OK else FAILED,
+        "exit_code": result.exit_code,
+        "duration_sec": f"{result.elapsed_s:.3f}",
+        "last_step": result.steps,
+        "last_iter_ms_p50": f"{quantile(recent_s, 0.5) * 1000:.3f}" if recent_s else NOT_THERE,
+        "run_dir": inside,
+        "launcher_log": inside / run.launcher_log.name,
+        "train_log": inside / run.train_log.name,
+        "phase": phase or NOT_THERE,
+        "outcome": result.outcome,
+        "steps_asked": decided.plan.steps,
+        "started_at": f"{result.started_at:.3f}",
+        "peak_bytes": result.peak_active_bytes or result.peak_reserved_bytes or NOT_THERE,
+        "config_fingerprint": result.fingerprints.config,
+        "code_fingerprint": result.fingerprints.code,
+        "data_fingerprint": result.fingerprints.data,
+        "hardware_fingerprint": result.fingerprints.hardware,
+        "overrides": json.dumps(cell.overrides),
+        **_settings(decided.job.config, decided),
+    }
+    return {name: str(known.get(name, NOT_THERE)) for name in COLUMNS}
+
+
+def _settings(config: RunConfig, decided: Decided) -> dict[str, object]:
+    """The columns of the first sweeps, as far as a run has such a setting. The others, such as
+    cudnn_benchmark, are none of ours and stay n/a."""
+    plan, gpus = decided.plan, decided.env.gpus
+    on_gpu = plan.device.value == "cuda" and bool(gpus)
+    strategy = plan.strategy.value
+    stage = config.strategy.stage if strategy == "deepspeed" else STAGES.get(strategy, NOT_THERE)
+    return {
+        "zero_stage": stage,
+        "micro_batch": plan.batch.micro,
+        "world_size": plan.world_size,
+        "global_batch": plan.batch.global_size,
+        "log_every_steps": config.train.log_every,
+        "validation_every_steps": config.train.eval_every,
+        "checkpoint_every_steps": config.checkpoint.every,
+        "num_workers": plan.loader_workers.value,
+        "prefetch_factor": config.data.prefetch,
+        "timing_rank_scope": "all",
+        "precision_mode_req": config.precision.mode,
+        "precision_mode_effective": plan.precision.value,
+        "attn_impl_effective": plan.attention.value,
+        "torch_compile_enabled": str(plan.compile.value != "off").lower(),
+        "gpu_name": gpus[0].name if on_gpu else NOT_THERE,
+        "gpu_cc": gpus[0].compute_capability if on_gpu else NOT_THERE,
+    }

@@ -1,0 +1,172 @@
+"""Runs the cells of a sweep, interleaved, each as a supervised run with its own directory.
+
+Repeat 1 of every cell, then repeat 2, each round in an order of its own: whatever drifts on the
+machine meanwhile meets all cells alike. A run that is in the manifest with equal fingerprints is
+not run again.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from paceline.cluster.facts import hardware_fingerprint, probe
+from paceline.errors import Outcome
+from paceline.flow import Decided, Talk, run_decided
+from paceline.launch.signals import noted_signals
+from paceline.records import Result
+from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
+from paceline.stats.figures import measure_run
+from paceline.sweep.board import Board
+from paceline.sweep.folder import SweepDir
+from paceline.sweep.manifest import FINGERPRINTS, SUCCESS, Row, load_manifest, save_manifest
+from paceline.sweep.matrix import Ground, decide_cell
+from paceline.sweep.rows import describe_run
+
+STOPPED = {str(Outcome.INTERRUPTED), str(Outcome.PREEMPTED)}
+
+
+class SweepTalk(Talk, Protocol):
+    """What a person sees of a sweep (cli/sweep_talk.py)."""
+
+    def board(self, board: Board) -> None:
+        """The state of the sweep has changed."""
+        ...
+
+    def failed(self, cell: str, repeat: int, result: Result) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    stop_on_error: bool = False
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One run that is to be made."""
+
+    phase: str
+    cell: SweptCell
+    repeat: int
+
+
+class SweepRunner:
+    def __init__(
+        self, record: SweepRecord, folder: SweepDir, talk: SweepTalk, options: RunOptions
+    ) -> None:
+        self.record, self.folder, self.talk, self.options = record, folder, talk, options
+        self.ground = Ground(record.recipe, tuple(record.overrides), probe())
+        self.rows = load_manifest(folder.manifest)
+        self.board = Board(metric=record.metric)
+        self.stopped_by: str = ""  # the outcome that ended the sweep early
+        self._decided: dict[tuple[str, int], Decided] = {}
+
+    def run_phase(self, phase: SweptPhase) -> None:
+        """Every run of `phase` that is not there yet, until one asks to stop."""
+        turns = list(turns_of(self.record, phase))
+        for turn in turns:  # all that can be refused is, before anything runs
+            self._decide(turn.cell, phase.steps)
+        missing = [turn for turn in turns if not self._is_done(turn, phase.steps)]
+        self.board.begin(phase, [turn.cell.name for turn in missing])
+        for turn in turns:
+            if turn not in missing:
+                row = self._row_of(turn)
+                assert row is not None, "what is not missing has a row"
+                self.board.end(row, self._value(row))
+        with noted_signals() as notes:
+            for turn in missing:
+                if notes.first is not None:  # between two runs; during one, the run has heard it
+                    self.stopped_by = Outcome.INTERRUPTED
+                if self.stopped_by:
+                    return
+                self._take(turn, phase.steps)
+
+    def _take(self, turn: Turn, steps: int) -> None:
+        self.board.start(turn.cell.name, turn.repeat)
+        self.talk.board(self.board)
+        decided = replace(self._decide(turn.cell, steps), started_at=time.time())
+        place = self.folder.unused_run(turn.cell.name, turn.repeat)
+        result = run_decided(decided, place, self.talk)
+        row = self._keep(turn, decided, result)
+        self.board.end(row, self._value(row))
+        self.talk.board(self.board)
+        if row["outcome"] in STOPPED:
+            self.stopped_by = row["outcome"]
+        elif row["status"] != SUCCESS:
+            self.talk.failed(turn.cell.name, turn.repeat, result)
+            if self.options.stop_on_error:
+                self.stopped_by = row["outcome"]
+
+    def _keep(self, turn: Turn, decided: Decided, result: Result) -> Row:
+        """A repeat that is run anew takes the place of its row; its old directory stays."""
+        place = (self.record.mode, turn.phase, turn.repeat)
+        row = describe_run(turn.cell, place, decided, result, self.folder.root)
+        others = [old for old in self.rows if key_of(old) != key_of(row)]
+        self.rows = [*others, row]
+        save_manifest(self.folder.manifest, self.rows)
+        return row
+
+    def _decide(self, cell: SweptCell, steps: int) -> Decided:
+        """Once a cell: every repeat of it is the same."""
+        if (cell.name, steps) not in self._decided:
+            self._decided[cell.name, steps] = decide_cell(self.ground, cell, steps, self.talk)
+        return self._decided[cell.name, steps]
+
+    def _is_done(self, turn: Turn, steps: int) -> bool:
+        """There, successful, and the same thing on the same machine."""
+        row = self._row_of(turn)
+        if row is None or row["status"] != SUCCESS:
+            return False
+        if not self.folder.run(row).result.is_file():
+            self.talk.say(f"{turn.cell.name}, repeat {turn.repeat}: its run is gone; run again")
+            return False
+        decided = self._decide(turn.cell, steps)
+        now = dict(zip(FINGERPRINTS, self._fingerprints(decided), strict=True))
+        changed = [name.partition("_")[0] for name in FINGERPRINTS if row[name] != now[name]]
+        if changed:
+            what = ", ".join(changed)
+            self.talk.say(f"{turn.cell.name}, repeat {turn.repeat}: run again, {what} changed")
+        return not changed
+
+    def _row_of(self, turn: Turn) -> Row | None:
+        key = (turn.cell.name, str(turn.repeat))
+        return next((row for row in self.rows if key_of(row) == key), None)
+
+    def _value(self, row: Row) -> float | None:
+        """The metric of one run, for the board."""
+        figures = measure_run(self.folder.run(row)) if row["status"] == SUCCESS else None
+        return figures.value(self.record.metric) if figures else None
+
+    def _fingerprints(self, decided: Decided) -> tuple[str, str, str, str]:
+        job = decided.job
+        job.workload.prepared = decided.prepared
+        data = job.workload.build_data(job.config, "train")
+        return (
+            job.fingerprint,
+            decided.code,
+            str(getattr(data, "fingerprint", "n/a")),
+            hardware_fingerprint(decided.env),
+        )
+
+
+def key_of(row: Row) -> tuple[str, str]:
+    return row["group"], row["repeat"]
+
+
+def turns_of(record: SweepRecord, phase: SweptPhase) -> Iterator[Turn]:
+    """Round by round; a round's order depends on the seed, the phase and its number alone."""
+    for repeat in range(1, phase.repeats + 1):
+        cells = [record.cell(name) for name in phase.cells]
+        random.Random(f"{record.seed}/{phase.name}/{repeat}").shuffle(cells)
+        yield from (Turn(phase.name, cell, repeat) for cell in cells)
+
+
+def run_sweep(
+    record: SweepRecord, folder: SweepDir, talk: SweepTalk, options: RunOptions
+) -> SweepRunner:
+    """Every phase of a record whose cells are known. The folder is locked by the caller."""
+    runner = SweepRunner(record, folder, talk, options)
+    for phase in record.phases:
+        runner.run_phase(phase)
+    return runner
