@@ -8,7 +8,7 @@ from statistics import median
 
 from paceline.bench.pairs import Pair, PlannedArm
 from paceline.bench.records import ArmResult, PairResult, Range
-from paceline.records import Result
+from paceline.records import Fingerprints, Result
 from paceline.rundir import RunDir
 from paceline.stats.figures import RunFigures, measure_run
 from paceline.stats.standings import Group, Standings, compare_groups
@@ -26,6 +26,7 @@ class ArmRuns:
     peak_bytes: list[int] = field(default_factory=list)
     run_dirs: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    fingerprints: Fingerprints | None = None
 
 
 def collect_runs(folder: SweepDir, rows: Sequence[Row], arm: str) -> ArmRuns:
@@ -40,7 +41,9 @@ def collect_runs(folder: SweepDir, rows: Sequence[Row], arm: str) -> ArmRuns:
             continue
         found.figures.append(figures)
         found.run_dirs.append(row["run_dir"])
-        found.peak_bytes += _peak(run)
+        result = Result.load(run.result)
+        found.peak_bytes += _peak(result)
+        found.fingerprints = result.fingerprints
     return found
 
 
@@ -104,6 +107,7 @@ def _measure_arm(
         status="failed" if problems else "ok",
         because="; ".join(problems),
         run_dirs=runs.run_dirs,
+        fingerprints=runs.fingerprints,
         rates=[(each.value(metric) or each.samples_per_s) / divisor for each in figures],
         peak_bytes=runs.peak_bytes,
         losses=list(figures[0].losses) if figures else [],
@@ -159,9 +163,7 @@ def _agree(arm: ArmResult, runs: ArmRuns, baseline: ArmRuns, tolerance: float) -
         said = "losses of other steps than the baseline's, or not finite"
     because = "; ".join(filter(None, (arm.because, said)))
     shown = worst if math.isfinite(worst) else None
-    return arm.model_copy(
-        update={"loss_difference": shown, "status": "failed", "because": because}
-    )
+    return arm.model_copy(update={"loss_difference": shown, "status": "failed", "because": because})
 
 
 def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
@@ -172,9 +174,8 @@ def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float
     return max(worst) if all(map(math.isfinite, worst)) else math.inf
 
 
-def _peak(run: RunDir) -> list[int]:
+def _peak(result: Result) -> list[int]:
     """Of the rank that held most: active bytes on a GPU; on a CPU the largest RSS."""
-    result = Result.load(run.result)
     peak = result.peak_active_bytes or result.peak_reserved_bytes
     return [] if peak is None else [peak]
 

@@ -11,9 +11,11 @@ from paceline.errors import ConfigError
 from paceline.job import Job, load_job
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Plan
+from paceline.sweep.matrix import PLAIN
 
-# No checkpoint at the end, and a learning rate that has risen before a short run is over.
-COMMON = ("checkpoint.at_end=false", "optim.schedule.warmup_steps=5")
+# As for every sweep, and a learning rate that has risen before a short run is over.
+COMMON = (*PLAIN, "optim.schedule.warmup_steps=5")
+STEPS = 60
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,18 @@ class Pair:
         return {name: str(value) for name, value in found.items()}
 
 
-def plan_pair(target: Target, env: Env, overrides: Sequence[str]) -> Pair:
-    """`ConfigError` when the user's overrides are what makes the pair impossible or unfair."""
+def plan_pair(target: Target, env: Env, overrides: Sequence[str] = (), steps: int = STEPS) -> Pair:
+    """`ConfigError` when the user's overrides are what makes the pair impossible or unfair.
+    Among them train.steps stands for `steps`."""
+    own = [text for text in overrides if parse_override(text).key == "train.steps"]
+    overrides = [text for text in overrides if text not in own]
+    count = own[-1] if own else f"train.steps={steps}"
     device = choose_device(env, overrides)
     lacking = _lacking(target, device)
     if lacking:
         return Pair(target, device, skipped=lacking)
-    pair = _plan_arms(target, device, env, overrides)
-    if pair.skipped or not pair.arms:
+    pair = _plan_arms(target, _Ground(device, env, overrides, count))
+    if pair.skipped:
         return pair
     if (ranks := max(arm.plan.world_size for arm in pair.arms)) < target.needs.ranks:
         return Pair(target, device, skipped=_too_few(target, device, ranks))
@@ -92,40 +98,46 @@ def _too_few(target: Target, device: Device, ranks: int) -> str:
     return f"it needs {target.needs.ranks} ranks, and here is {ranks} {devices}{hint}"
 
 
-def _plan_arms(target: Target, device: Device, env: Env, overrides: Sequence[str]) -> Pair:
-    work = target.work[device]
-    common = [*work.overrides, *COMMON, *overrides]
+@dataclass(frozen=True)
+class _Ground:
+    """What the arms of a pair stand on here."""
+
+    device: Device
+    env: Env
+    overrides: Sequence[str]
+    steps: str
+
+    def plan(self, target: Target, arm: Arm, overrides: Sequence[str]) -> tuple[Job, Plan]:
+        work, own = target.work[self.device], arm.overrides_on(self.device)
+        words = [*COMMON, *work.overrides, *overrides, *own, self.steps]
+        job = load_job(work.recipe, words)
+        return job, make_plan(job, self.env)
+
+
+def _plan_arms(target: Target, ground: _Ground) -> Pair:
+    device, work = ground.device, target.work[ground.device]
     arms: list[PlannedArm] = []
     left_out: dict[str, str] = {}
     for arm in target.arms:
-        own = arm.overrides_on(device)
-        job = load_job(work.recipe, [*common, *own])
-        plan = make_plan(job, env)
+        job, plan = ground.plan(target, arm, ground.overrides)
         if problems := plan.problems():
-            _require_not_users(target, arm, device, env, overrides)
+            _require_not_users(target, arm, ground, [str(problem) for problem in problems])
             left_out[arm.name] = problems[0].what
         else:
-            arms.append(PlannedArm(arm.name, own, job, plan))
+            arms.append(PlannedArm(arm.name, arm.overrides_on(device), job, plan))
     if target.baseline in left_out:
         return Pair(target, device, skipped=f"its baseline: {left_out[target.baseline]}")
     if len(arms) < 2:
         return Pair(target, device, skipped="; ".join(left_out.values()))
+    common = [*COMMON, *work.overrides, *ground.overrides]
     return Pair(target, device, work.recipe, common, arms, left_out)
 
 
-def _require_not_users(
-    target: Target, arm: Arm, device: Device, env: Env, overrides: Sequence[str]
-) -> None:
+def _require_not_users(target: Target, arm: Arm, ground: _Ground, problems: Sequence[str]) -> None:
     """What this machine lacks is skipped; what the user's own overrides break is refused."""
-    if not overrides:
-        return
-    work = target.work[device]
-    kept = [text for text in overrides if parse_override(text).key.startswith("launch.")]
-    own = arm.overrides_on(device)
-    if make_plan(load_job(work.recipe, [*work.overrides, *COMMON, *kept, *own]), env).problems():
-        return
-    asked = make_plan(load_job(work.recipe, [*work.overrides, *COMMON, *overrides, *own]), env)
-    raise ConfigError([f"{target.name}, {arm.name}: {problem}" for problem in asked.problems()])
+    places = [text for text in ground.overrides if parse_override(text).key.startswith("launch.")]
+    if not ground.plan(target, arm, places)[1].problems():
+        raise ConfigError([f"{target.name}, {arm.name}: {problem}" for problem in problems])
 
 
 def _check(target: Target, baseline: PlannedArm, arm: PlannedArm) -> list[str]:

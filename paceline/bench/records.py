@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.records import Part, Record
+from paceline.records import Fingerprints, Part, Record
 from paceline.stats.intervals import Interval
 
 Status = Literal["ok", "failed", "skipped"]
@@ -43,6 +43,7 @@ class ArmResult(Part):
     memory_ratio: Range | None = Field(None, description="Baseline's peak bytes over this one's.")
     memory_verdict: str = ""
     loss_difference: float | None = Field(None, description="Worst over steps and runs, relative.")
+    fingerprints: Fingerprints | None = None
 
 
 class PairResult(Part):

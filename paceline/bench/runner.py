@@ -1,12 +1,13 @@
 """`paceline bench run`: plan every pair, prove it equal, run it interleaved, judge it, write it.
 
-    DIR/bench.json   summary.md   TARGET/ (a sweep directory: sweep.json, run_manifest.tsv, runs/)
+DIR/bench.json   summary.md   TARGET/ (a sweep directory: sweep.json, run_manifest.tsv, runs/)
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from paceline.bench.asked import Asked
 from paceline.bench.expectations import Expectations, check_rows, hardware_of
@@ -26,9 +27,18 @@ from paceline.sweep.folder import SweepDir
 from paceline.sweep.manifest import Row
 
 REPORT, SUMMARY = "bench.json", "summary.md"
-# Runs every cell of the record, resumed or new, and returns the rows of its manifest.
-PairRunner = Callable[[SweepRecord, SweepDir], list[Row]]
 Say = Callable[[str], None]
+
+
+class Ran(NamedTuple):
+    """Rows of a manifest, and the outcome that ended it early, if any."""
+
+    rows: list[Row]
+    stopped_by: str = ""
+
+
+# Runs every cell of the record that is missing in the folder.
+PairRunner = Callable[[SweepRecord, Path], Ran]
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,27 @@ class _Bench:
     gate: list[GateRow] = field(default_factory=list)
     saved: str = ""
 
+    def take(self, pair: Pair, run_pair: PairRunner, say: Say) -> str:
+        """Run and judge one pair. Returns the outcome that asks to stop, or nothing."""
+        name, settings = pair.target.name, self.settings
+        if pair.skipped:
+            say(f"{name}: skipped: {pair.skipped}")
+            self.pairs.append(skipped_pair(pair))
+            return ""
+        arms = ", ".join(arm.name for arm in pair.arms)
+        say(f"{name}: {pair.target.title} ({arms}; {settings.repeats} runs each)")
+        folder = SweepDir(self.root / name)
+        try:
+            ran = run_pair(record_of(pair, settings.repeats, settings.margin), folder.root)
+        except PacelineError as error:
+            say(f"{name}: {error}")
+            failed = {"status": "failed", "because": str(error)}
+            self.pairs.append(skipped_pair(pair).model_copy(update=failed))
+            return ""
+        runs = {arm.name: collect_runs(folder, ran.rows, arm.name) for arm in pair.arms}
+        self.pairs.append(judge_pair(pair, runs, settings.margin, settings.repeats))
+        return ran.stopped_by
+
     def report(self, outcome: Outcome) -> BenchReport:
         return BenchReport(
             out=str(self.root),
@@ -74,17 +105,16 @@ class _Bench:
 
 
 def run_bench(asked: Asked, settings: BenchSettings, run_pair: PairRunner, say: Say) -> BenchReport:
-    """All that can be refused is refused before the first run; a failed pair does not stop others."""
+    """What can be refused is, before the first run; a failed pair does not stop the others."""
     started_at, env = time.time(), probe()
     pairs = plan_pairs(asked, env, settings.steps)
     expected = _expectations(settings, env, pairs)
     bench = _Bench(settings, env, open_folder(settings.out), started_at)
-    try:
-        for pair in pairs:
-            bench.pairs.append(_run_pair(pair, bench, run_pair, say))
-            bench.write(Outcome.OK)
-    except KeyboardInterrupt:
-        return bench.write(Outcome.INTERRUPTED)
+    for pair in pairs:
+        stopped_by = bench.take(pair, run_pair, say)
+        if stopped_by:
+            return bench.write(Outcome(stopped_by))
+        bench.write(Outcome.OK)
     if expected is not None and settings.check is not None:
         bench.gate = check_rows(expected, bench.pairs)
     is_bad = any(pair.status == "failed" for pair in bench.pairs)
@@ -99,11 +129,8 @@ def plan_pairs(asked: Asked, env: Env, steps: int) -> list[Pair]:
     pairs: list[Pair] = []
     problems: list[str] = []
     for target in asked.targets:
-        overrides = asked.overrides[target.name]
-        if not any(parse_override(text).key == "train.steps" for text in overrides):
-            overrides = [f"train.steps={steps}", *overrides]
         try:
-            pairs.append(plan_pair(target, env, overrides))
+            pairs.append(plan_pair(target, env, asked.overrides[target.name], steps))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -152,24 +179,6 @@ def record_of(pair: Pair, repeats: int, margin: float) -> SweepRecord:
         seed=pair.baseline.job.config.train.seed,
         loss_tolerance=pair.target.tolerance(pair.device) or 1.0,
     )
-
-
-def _run_pair(pair: Pair, bench: _Bench, run_pair: PairRunner, say: Say) -> PairResult:
-    name, settings = pair.target.name, bench.settings
-    if pair.skipped:
-        say(f"{name}: skipped: {pair.skipped}")
-        return skipped_pair(pair)
-    arms = ", ".join(arm.name for arm in pair.arms)
-    say(f"{name}: {pair.target.title} ({arms}; {settings.repeats} runs each)")
-    folder = SweepDir(bench.root / name)
-    folder.root.mkdir(exist_ok=True)
-    try:
-        rows = run_pair(record_of(pair, settings.repeats, settings.margin), folder)
-    except PacelineError as error:
-        say(f"{name}: {error}")
-        return skipped_pair(pair).model_copy(update={"status": "failed", "because": str(error)})
-    runs = {arm.name: collect_runs(folder, rows, arm.name) for arm in pair.arms}
-    return judge_pair(pair, runs, settings.margin, settings.repeats)
 
 
 def _expectations(settings: BenchSettings, env: Env, pairs: Sequence[Pair]) -> Expectations | None:
