@@ -29,16 +29,17 @@ def render_html(story: Story) -> str:
 
 
 @cache
-def _environment() -> Environment:
-    environment = Environment(
+def environment() -> Environment:
+    """Where the templates of all pages come from; it escapes whatever they are given."""
+    made = Environment(
         loader=PackageLoader("paceline.report", "."), autoescape=True, undefined=StrictUndefined
     )
-    environment.filters.update(size=size, duration=duration, shown=shown)
-    return environment
+    made.filters.update(size=size, duration=duration, shown=shown)
+    return made
 
 
 def _template() -> Template:
-    return _environment().get_template("report.html.jinja")
+    return environment().get_template("report.html.jinja")
 
 
 def _charts(story: Story) -> list[tuple[str, str, Markup]]:

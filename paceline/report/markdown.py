@@ -11,14 +11,14 @@ SIGNS = (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("[", "\\["
 
 def render_markdown(story: Story) -> str:
     blocks = [
-        f"# {_cell(story.name)}",
-        _table(
+        f"# {plain(story.name)}",
+        table(
             ("figure", "value", "from"),
             [(figure.label, figure.value, figure.source) for figure in headline(story)],
         ),
         *_failure(story),
         "## Decided",
-        _table(
+        table(
             ("choice", "requested", "effective", "because"),
             [
                 (name, shown(choice.requested), shown(choice.value), choice.because)
@@ -27,7 +27,7 @@ def render_markdown(story: Story) -> str:
         ),
         _batch(story),
         _engine_config(story),
-        *(f"- {finding.severity}: {_cell(str(finding))}" for finding in story.plan.findings),
+        *(f"- {finding.severity}: {plain(str(finding))}" for finding in story.plan.findings),
         *_audit(story),
         "## Where a step's time goes (median; warm-up left out if there is more)",
         _phases(story),
@@ -47,8 +47,8 @@ def _audit(story: Story) -> list[str]:
     columns = ("", "decided", "really ran", "seen in", "as decided")
     return [
         f"## What really ran (rank 0, step {story.audit.step})",
-        *(f"- warning: {_cell(str(proof))}" for proof in story.audit.mismatches),
-        _table(columns, rows),
+        *(f"- warning: {plain(str(proof))}" for proof in story.audit.mismatches),
+        table(columns, rows),
     ]
 
 
@@ -66,10 +66,10 @@ def _failure(story: Story) -> list[str]:
     if result.failure is not None:
         failure = result.failure
         lines.append(
-            f"Rank {failure.rank} on {_cell(failure.host)}, step {failure.step}, in"
-            f" {failure.phase}: {_cell(failure.message)} (log: {failure.log})"
+            f"Rank {failure.rank} on {plain(failure.host)}, step {failure.step}, in"
+            f" {failure.phase}: {plain(failure.message)} (log: {failure.log})"
         )
-        lines += [f"then {_cell(other)}" for other in failure.others]
+        lines += [f"then {plain(other)}" for other in failure.others]
     return lines
 
 
@@ -103,7 +103,7 @@ def _phases(story: Story) -> str:
         (f"rank {rank}", *(duration(phases[name]) for name in names))
         for rank, phases in by_rank.items()
     ]
-    return _table(("", *names), rows)
+    return table(("", *names), rows)
 
 
 def _machine(story: Story) -> str:
@@ -125,7 +125,7 @@ def _machine(story: Story) -> str:
                 f" hardware {marks.hardware}",
             )
         )
-    return _table(("", ""), rows)
+    return table(("", ""), rows)
 
 
 def _software(env: Env) -> str:
@@ -139,15 +139,15 @@ def _git(git: Git | None) -> str:
     return f"{git.commit[:12]} ({git.branch}{', dirty' if git.dirty else ''})"
 
 
-def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
+    lines += ["| " + " | ".join(plain(cell) for cell in row) + " |" for row in rows]
     return "\n".join(lines)
 
 
-def _cell(text: str) -> str:
+def plain(text: str) -> str:
     """One line, with what Markdown or HTML would act on made plain."""
     flat = " ".join(text.split())
-    for sign, plain in SIGNS:
-        flat = flat.replace(sign, plain)
+    for sign, harmless in SIGNS:
+        flat = flat.replace(sign, harmless)
     return flat

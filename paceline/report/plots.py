@@ -33,6 +33,18 @@ class Axes:
 
 
 @dataclass(frozen=True)
+class Spot:
+    """A point of a scatter chart: a short label beside it, all of it in its tooltip."""
+
+    x: float
+    y: float
+    label: str
+    title: str
+    kind: str
+    is_marked: bool = False
+
+
+@dataclass(frozen=True)
 class _Scale:
     low: float
     high: float
@@ -59,6 +71,44 @@ def line_chart(series: Sequence[Series], axes: Axes) -> str:
     ]
     legend = _legend([(s.name, s.kind) for s in thinned])
     return f"{_svg(axes.y_label, HEIGHT, parts)}{legend}"
+
+
+def scatter(spots: Sequence[Spot], front: Sequence[Point], axes: Axes) -> str:
+    """Points with labels; `front` is a line through those that nothing beats."""
+    shown = [spot for spot in spots if math.isfinite(spot.x) and math.isfinite(spot.y)]
+    if not shown:
+        return '<p class="empty">Nothing was recorded for this chart.</p>'
+    x_scale = _padded([spot.x for spot in shown], LEFT, WIDTH - RIGHT)
+    y_scale = _padded([spot.y for spot in shown], HEIGHT - BOTTOM, TOP)
+    parts = _grid(x_scale, y_scale, axes)
+    if len(front) > 1:
+        parts.append(_draw(Series("front", front, "front"), x_scale, y_scale))
+    places = [(x_scale(spot.x), y_scale(spot.y)) for spot in shown]
+    taken = list(places)
+    for spot, (x, y) in zip(shown, places, strict=True):
+        ring = f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="9"/>' if spot.is_marked else ""
+        parts.append(
+            f'<g>{ring}<circle class="dot {spot.kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
+            f"<title>{escape(spot.title)}</title></g>"
+        )
+        label_x, label_y = _free_place(x, y, taken)
+        taken.append((label_x, label_y))
+        parts.append(_text("tick spot", label_x, label_y + 5, spot.label))
+    return _svg(f"{axes.y_label} against {axes.x_label}", HEIGHT, parts)
+
+
+def _padded(values: Sequence[float], start: float, end: float) -> _Scale:
+    low, high = min(values), max(values)
+    margin = (high - low or abs(high) or 1.0) * 0.08
+    return _Scale(low - margin, high + margin, start, end)
+
+
+def _free_place(x: float, y: float, taken: Sequence[Point]) -> Point:
+    """The middle of a label beside (x, y) that is not on another label or point."""
+    around = [(0, -18), (19, 0), (-19, 0), (0, 18), (19, -17), (-19, -17), (19, 17), (-19, 17)]
+    places = [(x + right, y + down) for right, down in around if x + right > LEFT + 6]
+    free = (p for p in places if all(abs(p[0] - a) > 15 or abs(p[1] - b) > 13 for a, b in taken))
+    return next(free, places[0])
 
 
 def stacked_bars(rows: dict[str, dict[str, float]], unit: str, scale: float) -> str:

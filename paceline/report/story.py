@@ -166,7 +166,8 @@ def size(num_bytes: float) -> str:
     """Bytes for people: `812 MiB`, `1.30 GiB`."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= scale:
-            return f"{num_bytes / scale:.3g} {unit}"
+            value = num_bytes / scale
+            return f"{value:.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
     return f"{num_bytes:.0f} B"
 
 

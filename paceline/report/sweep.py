@@ -1,0 +1,92 @@
+"""report.html of a sweep: one self-contained page, light and dark, readable on a phone."""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import resources
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from paceline import __version__
+from paceline.report.html import environment
+from paceline.report.story import Figure, size
+from paceline.report.sweep_plots import breakable, grids, intervals, pareto
+from paceline.report.sweep_remarks import asked, remarks
+from paceline.report.sweep_story import (
+    CellLine,
+    SweepStory,
+    answer,
+    command,
+    number,
+    rate_cell,
+    reference,
+    speedup_cell,
+    value_of,
+    variation_cell,
+    winners,
+)
+
+
+def render_sweep_page(story: SweepStory) -> str:
+    """The page; every name from outside is escaped, by the template or by the drawing."""
+    styles = [resources.files("paceline.report") / name for name in ("report.css", "sweep.css")]
+    return (
+        _environment()
+        .get_template("sweep.html.jinja")
+        .render(
+            story=story,
+            answer=answer(story),
+            command=command(story),
+            figures=_figures(story),
+            pareto=Markup(pareto(story)),
+            intervals=Markup(intervals(story)),
+            grids=grids(story),
+            reference=reference(story),
+            remarks=remarks(story),
+            asked=asked(story),
+            style=Markup("".join(style.read_text() for style in styles)),
+            version=__version__,
+        )
+    )
+
+
+@cache
+def _environment() -> Environment:
+    made = environment().overlay()
+    own: dict[str, Callable[..., str]] = {
+        "rate": lambda line: _kept_together(rate_cell(line)),
+        "speedup": lambda line: _kept_together(speedup_cell(line)),
+        "variation": variation_cell,
+        "breakable": breakable,
+    }
+    made.filters = environment().filters | own
+    return made
+
+
+def _kept_together(text: str) -> str:
+    """An interval does not break in its middle."""
+    return text.replace(" to ", "\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}")
+
+
+def _figures(story: SweepStory) -> list[Figure]:
+    runs = [run for line in story.cells for run in line.runs]
+    left_out = sum(bool(run.problem) for run in runs)
+    figures = _best_figures(story, story.line(story.winner)) if story.winner else []
+    return [
+        *figures,
+        Figure("cells that lead", str(len(winners(story))), f"of {len(story.measured)} measured"),
+        Figure("runs", str(len(runs)), f"{left_out} not in the comparison" if left_out else ""),
+    ]
+
+
+def _best_figures(story: SweepStory, best: CellLine) -> list[Figure]:
+    assert best.standing is not None, "a winner was measured"
+    rate, speedup = best.standing.rate, best.standing.speedup
+    beside = f"{number(rate.low)} to {number(rate.high)}" if rate else "no interval"
+    figures = [Figure(f"best, {story.unit}", number(value_of(best.standing)), beside)]
+    if speedup is not None and story.record.baseline not in (None, best.name):
+        said = f"{speedup.low:.3f} to {speedup.high:.3f}"
+        figures.append(Figure("speedup over the baseline", f"{speedup.value:.3f}", said))
+    if best.peak_bytes:
+        figures.append(Figure("its peak memory a rank", size(best.peak_bytes)))
+    return figures

@@ -1,0 +1,225 @@
+"""What the summary and the page of a sweep tell, as plain data: the cells in the order of the
+standings, their runs, and the answer in words."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from paceline.records.swept import SweepRecord, SweptCell
+from paceline.stats.figures import RunFigures
+from paceline.stats.intervals import Interval
+from paceline.stats.standings import Standing, Standings
+
+UNITS = {
+    "samples_per_s": "samples/s",
+    "tokens_per_s": "tokens/s",
+    "tail_mean_iter_p50_ms": "ms an iteration",
+}
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """One run. `href` is relative to the sweep; `problem` says why it is not in the comparison."""
+
+    repeat: str
+    phase: str
+    outcome: str
+    exit_code: str
+    last_step: str
+    href: str
+    figures: RunFigures | None
+    problem: str = ""
+    detail: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.phase}{self.repeat}" if self.phase else f"r{self.repeat}"
+
+
+@dataclass(frozen=True)
+class CellLine:
+    """One cell. `throughput` is in the sweep's unit of work, whatever metric it is compared by."""
+
+    cell: SweptCell
+    runs: Sequence[RunLine]
+    standing: Standing | None
+    throughput: float | None
+    peak_bytes: float | None
+    global_batch: str
+    flag: str = ""
+    is_winner: bool = False
+    is_baseline: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.cell.name
+
+    @property
+    def state(self) -> str:
+        if self.cell.refusal:
+            return "refused"
+        if self.standing is not None:
+            return "measured"
+        if not self.runs:
+            return "not run"
+        return "failed" if any(run.outcome != "ok" for run in self.runs) else "nothing to measure"
+
+    @property
+    def failed(self) -> list[RunLine]:
+        return [run for run in self.runs if run.problem]
+
+    @property
+    def verdict(self) -> str:
+        return str(self.standing.verdict) if self.standing else self.state
+
+
+@dataclass(frozen=True)
+class SweepStory:
+    """`cells`: as in the standings, then those without a figure. `target`: met, missed or open."""
+
+    name: str
+    record: SweepRecord
+    cells: Sequence[CellLine]
+    standings: Standings | None
+    others: Standings | None
+    winner: str | None
+    target: str
+    target_text: str
+    notes: Sequence[str]
+
+    @property
+    def unit(self) -> str:
+        return UNITS[self.record.metric]
+
+    @property
+    def work_unit(self) -> str:
+        return UNITS["tokens_per_s" if self.record.metric == "tokens_per_s" else "samples_per_s"]
+
+    @property
+    def measured(self) -> list[CellLine]:
+        return [line for line in self.cells if line.standing is not None]
+
+    def of_state(self, *states: str) -> list[CellLine]:
+        return [line for line in self.cells if line.state in states]
+
+    def line(self, name: str) -> CellLine:
+        return next(line for line in self.cells if line.name == name)
+
+
+def answer(story: SweepStory) -> list[str]:
+    """The result in sentences, the most important first."""
+    return [_winner(story), *_tied(story), *([story.target_text] if story.target_text else [])]
+
+
+def _winner(story: SweepStory) -> str:
+    if story.standings is None:
+        return _nothing(story)
+    if story.winner is None:
+        return "No cell can be named the fastest: every cell that leads has a loss that departs."
+    line = story.line(story.winner)
+    assert line.standing is not None, "a winner was measured"
+    found = f"{line.name}: {rate_text(line.standing, story.unit)}"
+    beside = _against_baseline(story, line.standing)
+    if len(winners(story)) > 1:
+        return f"First among the cells that cannot be told apart is {found}{beside}."
+    if len(story.measured) == 1:
+        return f"Only one cell was measured, so nothing is compared: {found}."
+    return f"Fastest is {found}{beside}."
+
+
+def _nothing(story: SweepStory) -> str:
+    counts = [
+        (len([run for line in story.cells for run in line.failed]), "failed or unmeasured runs"),
+        (len(story.of_state("refused")), "cells refused by the plan"),
+        (len(story.of_state("not run")), "cells not run"),
+    ]
+    said = ", ".join(f"{count} {what}" for count, what in counts if count)
+    return f"There is no answer: nothing was measured ({said or 'no cells'})."
+
+
+def _against_baseline(story: SweepStory, standing: Standing) -> str:
+    assert story.standings is not None
+    if not story.standings.is_baseline or standing.speedup is None:
+        return ""
+    if standing.group.name == story.standings.reference:
+        return ", which is the baseline"
+    return f", {times(standing.speedup)} the baseline {story.standings.reference}"
+
+
+def _tied(story: SweepStory) -> list[str]:
+    names = [line.name for line in winners(story)]
+    if len(names) < 2:
+        return []
+    return [
+        f"{len(names)} cells cannot be told apart from the best: {'; '.join(names)}. They are in"
+        " the order of lower memory, then lower variance; take the first, or run more repeats."
+    ]
+
+
+def winners(story: SweepStory) -> list[CellLine]:
+    return [line for line in story.cells if line.is_winner]
+
+
+def value_of(standing: Standing) -> float:
+    return standing.rate.value if standing.rate else fmean(standing.group.values)
+
+
+def pasteable(record: SweepRecord, cell: SweptCell) -> str:
+    """What to type behind `paceline train RECIPE`: what all cells got and what this one got, but
+    nothing of how the sweep ran it. A word that stands twice stands once."""
+    return shlex.join(dict.fromkeys([*record.overrides, *cell.overrides]))
+
+
+def command(story: SweepStory) -> str:
+    """How to train what won; empty where nothing did."""
+    if story.winner is None:
+        return ""
+    recipe, cell = shlex.quote(story.record.recipe), story.line(story.winner).cell
+    return f"paceline train {recipe} {pasteable(story.record, cell)}".rstrip()
+
+
+def rate_text(standing: Standing, unit: str) -> str:
+    if standing.rate is None:
+        count = len(standing.group.values)
+        runs = "one run" if count == 1 else f"{count} runs"
+        return f"{number(value_of(standing))} {unit} (no interval from {runs})"
+    low, high = number(standing.rate.low), number(standing.rate.high)
+    return f"{number(standing.rate.value)} {unit} (95% interval {low} to {high})"
+
+
+def times(speedup: Interval) -> str:
+    return f"{speedup.value:.3f} times ({speedup.low:.3f} to {speedup.high:.3f})"
+
+
+def number(value: float) -> str:
+    """Four digits, or all of those before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def reference(story: SweepStory) -> str:
+    """What every speedup is against, in words."""
+    if story.standings is None:
+        return "nothing yet"
+    what = "the baseline" if story.standings.is_baseline else "the best cell"
+    return f"{what}, {story.standings.reference}"
+
+
+def rate_cell(line: CellLine) -> str:
+    """`123.4 (120 to 126)`."""
+    if line.standing is None:
+        return ""
+    value, rate = number(value_of(line.standing)), line.standing.rate
+    return f"{value} ({number(rate.low)} to {number(rate.high)})" if rate else value
+
+
+def speedup_cell(line: CellLine) -> str:
+    speedup = line.standing.speedup if line.standing else None
+    if speedup is None:
+        return ""
+    return f"{speedup.value:.3f} ({speedup.low:.3f} to {speedup.high:.3f})"
+
+
+def variation_cell(line: CellLine) -> str:
+    variation = line.standing.variation if line.standing else None
+    return f"{variation:.2%}" if variation is not None else ""
