@@ -167,9 +167,7 @@ def _finished(resumption: Resumption) -> Result | None:
     return result if is_over else None
 
 
-def prepare(
-    job: Job, env: Env, plan: Plan, talk: Talk, call: RollCall | None = None
-) -> Decided:
+def prepare(job: Job, env: Env, plan: Plan, talk: Talk, call: RollCall | None = None) -> Decided:
     """All that can fail before a rank starts, and the data."""
     started_at = time.time()
     require_feasible(plan)

@@ -10,7 +10,18 @@ import traceback
 
 import typer
 
-from paceline.cli import check, checkpoints, demo, plan, recipes, report, sweep, train, verify
+from paceline.cli import (
+    bench,
+    check,
+    checkpoints,
+    demo,
+    plan,
+    recipes,
+    report,
+    sweep,
+    train,
+    verify,
+)
 from paceline.errors import EXIT_CODES, Outcome, PacelineError
 
 app = typer.Typer(
@@ -30,6 +41,7 @@ app.command()(train.train)
 app.command()(verify.verify)
 app.command()(sweep.sweep)
 app.command()(report.report)
+app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")
 
 

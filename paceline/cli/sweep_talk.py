@@ -49,7 +49,9 @@ class SweepConsole(ConsoleTalk):
             self.say(f"refused: {cell.name}: {cell.refusal}")
         for line in describe_schedule(spec, record.cells):
             self.say(line)
-        self.say(f"compared by {record.metric}, differences below {record.margin:.1%} do not matter")
+        self.say(
+            f"compared by {record.metric}, differences below {record.margin:.1%} do not matter"
+        )
 
     @contextmanager
     def live(self) -> Iterator[None]:

@@ -10,12 +10,12 @@ from typing import Literal, NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.records.swept import SweepRecord, SweptPhase
-from paceline.stats.figures import METRICS, RunFigures, measure_run
-from paceline.stats.standings import Group, Interval, Standings, compare_groups
+from paceline.stats.figures import LOWER_IS_BETTER, METRICS, RunFigures, measure_run
+from paceline.stats.intervals import Interval
+from paceline.stats.standings import Group, Standings, compare_groups
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.manifest import NOT_THERE, SUCCESS, Row
 
-LOWER_IS_BETTER = {"tail_mean_iter_p50_ms"}
 SPEEDUP = "speedup"
 
 
@@ -150,14 +150,22 @@ class _Judge:
             if not departure <= self.record.loss_tolerance:  # NaN departs too
                 flagged[name] = (
                     f"its loss ends at {ours:.4g}, that of {reference} with the same batch at"
-                    f" {theirs:.4g}: {departure:.1%} apart, more than {self.record.loss_tolerance:.1%}"
+                    f" {theirs:.4g}: {departure:.1%} apart, and {self.record.loss_tolerance:.1%}"
+                    " is allowed (sweep.loss_tolerance)"
                 )
         return flagged
 
     def winner(self, phase: SweptPhase, flagged: dict[str, str]) -> str | None:
-        """The first of those that cannot be told from the best, among cells with a sound loss."""
+        """The first of those that cannot be told from the best, among cells with a sound loss.
+        One that looks slower than the margin may be in that set only for want of repeats: it is
+        shown there, and not chosen."""
         sound = self.standings(phase, self.record.metric, frozenset(flagged))
-        return sound.winners[0].group.name if sound else None
+        if sound is None:
+            return None
+        groups = [row.group for row in sound.winners]
+        best = fmean(sound.best.group.values)
+        near = [g.name for g in groups if _ratio(fmean(g.values), best) <= 1 + self.record.margin]
+        return near[0]
 
     def target(self, phase: SweptPhase | None, winner: str | None) -> TargetResult | None:
         if self.record.target is None:
@@ -211,9 +219,12 @@ class _Judge:
         return f"{phase.name}:{self.record.baseline}" if phase.name else self.record.baseline
 
 
-def _hold(
-    target: Target, found: Interval | None
-) -> tuple[Literal["met", "missed", "open"], str]:
+def _ratio(one: float, other: float) -> float:
+    """How far two values are apart, whichever is larger."""
+    return max(one, other) / min(one, other)
+
+
+def _hold(target: Target, found: Interval | None) -> tuple[Literal["met", "missed", "open"], str]:
     """Met only when the whole interval is on the right side of the limit."""
     if found is None:
         return "open", "there is no interval yet: it needs more repeats"

@@ -91,4 +91,6 @@ def describe_schedule(spec: SweepSpec, cells: Sequence[SweptCell]) -> list[str]:
 def _cost(text: str, num_cells: int, repeats: int, steps: int) -> str:
     runs = num_cells * repeats
     cells = "1 cell" if num_cells == 1 else f"{num_cells} cells"
-    return f"{text}{cells} x {repeats} repeats x {steps} steps = {runs} runs, {runs * steps:,} steps"
+    return (
+        f"{text}{cells} x {repeats} repeats x {steps} steps = {runs} runs, {runs * steps:,} steps"
+    )

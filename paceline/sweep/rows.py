@@ -9,9 +9,9 @@ from paceline.flow import Decided
 from paceline.records import Result
 from paceline.records.swept import SweptCell
 from paceline.rundir import RunDir
+from paceline.stats.windows import quantile
 from paceline.sweep.manifest import COLUMNS, FAILED, NOT_THERE, SUCCESS, Row
 from paceline.tables import read_steps
-from paceline.stats.windows import quantile
 
 WINDOW = 100  # steps of a timing point
 STAGES = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}

@@ -58,7 +58,7 @@ class SweepSpec(Section):
 def read_spec(
     source: str, words: Sequence[str], axes: Sequence[str], given: dict[str, Any]
 ) -> SweepSpec:
-    """`words` are overrides of every cell, and sweep.WORD=value; `given` are flags that were set."""
+    """`words`: overrides of every cell, and sweep.WORD=value; `given`: flags that were set."""
     problems: list[str] = []
     body = _read_file(source) or {"recipe": source}
     body["axes"] = {**body.get("axes", {}), **_read_axes(axes, problems)}

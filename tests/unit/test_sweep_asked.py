@@ -105,7 +105,9 @@ def test_a_baseline_may_be_named_in_part() -> None:
     assert find_cell(cells, "name=zero1,micro_batch_size=4") is cells[2]
 
 
-@pytest.mark.parametrize(("asked", "said"), [("name=zero9", "is not a cell"), ("name=ddp", "fits 2")])
+@pytest.mark.parametrize(
+    ("asked", "said"), [("name=zero9", "is not a cell"), ("name=ddp", "fits 2")]
+)
 def test_a_baseline_that_is_no_cell_is_refused(asked: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         find_cell(draw_cells(spec_of()), asked)
