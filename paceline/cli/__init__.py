@@ -14,6 +14,7 @@ from paceline.cli import (
     bench,
     check,
     checkpoints,
+    compare,
     demo,
     plan,
     recipes,
@@ -40,6 +41,7 @@ app.command()(plan.plan)
 app.command()(train.train)
 app.command()(verify.verify)
 app.command()(sweep.sweep)
+app.command()(compare.compare)
 app.command()(report.report)
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")
