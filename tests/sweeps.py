@@ -43,7 +43,7 @@ def draw_cell(settings: dict[str, str], refusal: str = "") -> SweptCell:
 
 def draw_row(folder: SweepDir, group: str, repeat: int, **more: str) -> Row:
     """A row of the manifest; the run it names has a train.log and a report."""
-    run = folder.unused_run(group, "", repeat)
+    run = folder.unused_run(group, repeat)
     run.mkdir(parents=True)
     (run / "train.log").write_text("Step 1\n")
     (run / "report.html").write_text("a report")
@@ -52,7 +52,7 @@ def draw_row(folder: SweepDir, group: str, repeat: int, **more: str) -> Row:
         "mode": "sweep", "group": group, "repeat": str(repeat), "status": "success",
         "exit_code": "0", "duration_sec": "12.5", "last_step": "60", "run_dir": path,
         "train_log": f"{path}/train.log", "micro_batch": "8", "global_batch": "16",
-        "num_workers": "0", "phase": "", "outcome": "ok", "steps_asked": "60",
+        "num_workers": "0", "outcome": "ok", "steps_asked": "60",
         "peak_bytes": str(2**30), "config_fingerprint": "c0", "code_fingerprint": "k0",
         "data_fingerprint": "d0", "hardware_fingerprint": "h0", "overrides": json.dumps([]),
     }  # fmt: skip

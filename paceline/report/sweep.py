@@ -82,9 +82,10 @@ def _figures(story: SweepStory) -> list[Figure]:
 def _best_figures(story: SweepStory, best: CellLine) -> list[Figure]:
     assert best.standing is not None, "a winner was measured"
     rate, speedup = best.standing.rate, best.standing.speedup
+    has_baseline = story.standings is not None and story.standings.is_baseline
     beside = f"{number(rate.low)} to {number(rate.high)}" if rate else "no interval"
     figures = [Figure(f"best, {story.unit}", number(value_of(best.standing)), beside)]
-    if speedup is not None and story.record.baseline not in (None, best.name):
+    if speedup is not None and has_baseline and not best.is_baseline:
         said = f"{speedup.low:.3f} to {speedup.high:.3f}"
         figures.append(Figure("speedup over the baseline", f"{speedup.value:.3f}", said))
     if best.peak_bytes:

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from paceline.report.plots import Axes, Point, Spot, scatter, ticks
 from paceline.report.story import size
 from paceline.report.sweep_story import CellLine, SweepStory, number, value_of
+from paceline.stats.standings import Standings
 
 MARKS = {"refused": "R", "failed": "F", "nothing to measure": "N", "not run": "–"}
 STRONGEST = 48  # percent of the hue: text on it stays readable, light and dark
@@ -22,9 +23,11 @@ SHOWN_FROM, SHOWN_TO = 0.7, 1.3
 def pareto(story: SweepStory) -> str:
     """Throughput against memory, numbered as in the table of cells."""
     spots, points = [], []
-    for place, line in enumerate(story.cells, 1):
+    places = _places(story)
+    for line in story.latest:
         if line.throughput is None or line.peak_bytes is None:
             continue
+        place = places[line.name]
         point = (line.peak_bytes / 2**30, line.throughput)
         title = (
             f"{place}: {line.name}, {number(line.throughput)} {story.work_unit},"
@@ -67,19 +70,30 @@ class _Ruler:
 
 
 def intervals(story: SweepStory) -> str:
-    """A dot and a bar a cell, and the reference as a line through all of them."""
-    if not story.measured or story.standings is None:
+    """A dot and a bar a cell, and the reference as a line through all of them, phase by phase."""
+    if not story.rounds:
         return '<p class="empty">Nothing was measured.</p>'
-    ruler = _ruler(story.measured)
-    at = value_of(story.standings.of(story.standings.reference))
-    places = {line.name: place for place, line in enumerate(story.cells, 1)}
-    rows = [_strip(line, places[line.name], ruler, at) for line in story.measured]
+    return "".join(_round(story, standings) for standings in story.rounds)
+
+
+def _round(story: SweepStory, standings: Standings) -> str:
+    names = {row.group.name for row in standings.rows}
+    lines = [line for line in story.measured if line.name in names]
+    ruler = _ruler(lines)
+    at = value_of(standings.of(standings.reference))
+    places = _places(story)
+    rows = [_strip(line, places[line.name], ruler, at) for line in lines]
     marks = "".join(
         f'<text class="tick" x="{ruler(value):.2f}%" y="15">{escape(number(value))}</text>'
         for value in ticks(ruler.low, ruler.high, wanted=4)
     )
     axis = f'<svg class="strip" aria-hidden="true">{marks}</svg><p class="soft">{story.unit}</p>'
     return f'<div class="strips">{"".join(rows)}<div class="row"><p></p>{axis}</div></div>'
+
+
+def _places(story: SweepStory) -> dict[str, int]:
+    """The number of each cell in the table of the page."""
+    return {line.name: place for place, line in enumerate(story.cells, 1)}
 
 
 def _ruler(lines: Sequence[CellLine]) -> _Ruler:
@@ -176,11 +190,11 @@ def _combinations(axes: dict[str, list[str]]) -> Iterator[dict[str, str]]:
 
 
 def _grid_cell(story: SweepStory, settings: dict[str, str]) -> GridCell:
-    # The matrix stands first in the record: an extra on top of a cell has the same settings.
-    names = [cell.name for cell in story.record.cells if cell.settings == settings]
-    if not names:
+    # Cells are in the order of the phases, the last first.
+    lines = [line for line in story.cells if line.cell.settings == settings]
+    if not lines:
         return GridCell("", "", "no such cell")
-    line = story.line(names[0])
+    line = lines[0]
     if line.throughput is None:
         return GridCell("", MARKS.get(line.state, "?"), f"{line.name}: {line.state}")
     mark = "!" if line.flag else "★" if line.is_winner else "F" if line.failed else ""

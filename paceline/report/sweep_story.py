@@ -23,7 +23,6 @@ class RunLine:
     """One run. `href` is relative to the sweep; `problem` says why it is not in the comparison."""
 
     repeat: str
-    phase: str
     outcome: str
     exit_code: str
     last_step: str
@@ -34,7 +33,7 @@ class RunLine:
 
     @property
     def label(self) -> str:
-        return f"{self.phase}{self.repeat}" if self.phase else f"r{self.repeat}"
+        return f"r{self.repeat}"
 
 
 @dataclass(frozen=True)
@@ -76,17 +75,22 @@ class CellLine:
 
 @dataclass(frozen=True)
 class SweepStory:
-    """`cells`: as in the standings, then those without a figure. `target`: met, missed or open."""
+    """`rounds`: the standings of each phase that has any, the last phase first. `cells`: in the
+    order of the rounds, then those without a figure. `target`: met, missed or open."""
 
     name: str
     record: SweepRecord
     cells: Sequence[CellLine]
-    standings: Standings | None
+    rounds: Sequence[Standings]
     others: Standings | None
     winner: str | None
     target: str
     target_text: str
     notes: Sequence[str]
+
+    @property
+    def standings(self) -> Standings | None:
+        return self.rounds[0] if self.rounds else None
 
     @property
     def unit(self) -> str:
@@ -99,6 +103,14 @@ class SweepStory:
     @property
     def measured(self) -> list[CellLine]:
         return [line for line in self.cells if line.standing is not None]
+
+    @property
+    def latest(self) -> list[CellLine]:
+        """Every configuration once: as the last phase that measured it has found it."""
+        kept: dict[tuple[str, ...], CellLine] = {}
+        for line in self.measured:
+            kept.setdefault(tuple(line.cell.overrides), line)
+        return list(kept.values())
 
     def of_state(self, *states: str) -> list[CellLine]:
         return [line for line in self.cells if line.state in states]
@@ -123,7 +135,9 @@ def _winner(story: SweepStory) -> str:
     beside = _against_baseline(story, line.standing)
     if len(winners(story)) > 1:
         return f"First among the cells that cannot be told apart is {found}{beside}."
-    if len(story.measured) == 1:
+    if [row.group.name for row in story.standings.winners] != [line.name]:
+        return f"First among the cells whose loss is sound is {found}{beside}."
+    if len(story.standings.rows) == 1:
         return f"Only one cell was measured, so nothing is compared: {found}."
     return f"Fastest is {found}{beside}."
 
@@ -202,7 +216,8 @@ def reference(story: SweepStory) -> str:
     if story.standings is None:
         return "nothing yet"
     what = "the baseline" if story.standings.is_baseline else "the best cell"
-    return f"{what}, {story.standings.reference}"
+    where = " of its phase" if len(story.rounds) > 1 else f", {story.standings.reference}"
+    return what + where
 
 
 def rate_cell(line: CellLine) -> str:

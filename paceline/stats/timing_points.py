@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.tables import StepRow
 
@@ -47,9 +48,14 @@ def list_points(rows: Sequence[StepRow], log_every: int) -> list[TimingPoint]:
     table = np.column_stack([phases_ms, phases_ms.sum(axis=1)])
     ends = [n + 1 for n, row in enumerate(rows) if row.step % log_every == 0]
     return [
-        TimingPoint(rows[end - 1].step, *np.median(table[max(0, end - WINDOW) : end], axis=0))
+        _point(rows[end - 1].step, np.median(table[max(0, end - WINDOW) : end], axis=0))
         for end in ends
     ]
+
+
+def _point(step: int, medians: NDArray[np.float64]) -> TimingPoint:
+    data_wait, fwd, bwd, optimizer, whole = (float(value) for value in medians)
+    return TimingPoint(step, data_wait, fwd, bwd, optimizer, whole)
 
 
 def summarise_points(points: Sequence[TimingPoint]) -> PointSummary | None:

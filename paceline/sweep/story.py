@@ -8,10 +8,11 @@ from paceline.records import Result
 from paceline.records.swept import SweepRecord, SweptCell
 from paceline.report.sweep_story import CellLine, RunLine, SweepStory
 from paceline.stats.figures import RunFigures
-from paceline.stats.standings import Standing
+from paceline.stats.standings import Standing, Standings
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.judge import SweepJudgement
 from paceline.sweep.manifest import NOT_THERE, SUCCESS, Row
+from paceline.sweep.phases import plain_name
 
 
 def tell(
@@ -25,39 +26,45 @@ def tell(
         for cell in in_order(record, judgement)
     ]
     target = judgement.target
+    told = {f"{name}: {why}" for name, why in judgement.flagged.items()}  # in a place of its own
     return SweepStory(
         name=folder.root.name,
         record=record,
         cells=lines,
-        standings=judgement.standings,
+        rounds=rounds(judgement),
         others=judgement.others,
         winner=judgement.winner,
         target=target.state if target else "",
         target_text=f"Target {target.text}: {target.state}; {target.because}." if target else "",
-        notes=judgement.notes,
+        notes=[note for note in judgement.notes if note not in told],
     )
 
 
+def rounds(judgement: SweepJudgement) -> list[Standings]:
+    """The standings of all phases, the last first."""
+    last = [judgement.standings] if judgement.standings else []
+    return [*last, *reversed(judgement.earlier)]
+
+
 def in_order(record: SweepRecord, judgement: SweepJudgement) -> list[SweptCell]:
-    """The cells of the standings, then the others as they were drawn."""
-    standings = judgement.standings
-    placed = [row.group.name for row in standings.rows] if standings else []
+    """The cells of the standings, phase by phase, then the others as they were drawn."""
+    placed = [row.group.name for standings in rounds(judgement) for row in standings.rows]
     known = {cell.name: cell for cell in record.cells}
     rest = [cell for cell in record.cells if cell.name not in placed]
     return [*(known[name] for name in placed if name in known), *rest]
 
 
 def standing_of(name: str, judgement: SweepJudgement) -> Standing | None:
-    """None for a cell without a number, which the standings may list too."""
-    rows = judgement.standings.rows if judgement.standings else ()
+    """In its own phase. None for a cell without a number, which standings may list too."""
+    rows = [row for standings in rounds(judgement) for row in standings.rows]
     return next((row for row in rows if row.group.name == name and row.group.values), None)
 
 
 def is_winner(name: str, judgement: SweepJudgement) -> bool:
-    """One of those that cannot be told apart; never a cell whose loss departs."""
-    standing = standing_of(name, judgement)
-    tied = standing is not None and standing.is_winner and name not in judgement.flagged
-    return tied or name == judgement.winner
+    """One of those that cannot be told apart in the last phase; never one whose loss departs."""
+    leading = judgement.standings.winners if judgement.standings else []
+    tied = {row.group.name for row in leading} - judgement.flagged.keys()
+    return name in tied or name == judgement.winner
 
 
 def _cell_line(
@@ -79,7 +86,7 @@ def _cell_line(
         global_batch=" or ".join(batches),
         flag=flag,
         is_winner=is_winner(cell.name, judgement),
-        is_baseline=cell.name == record.baseline,
+        is_baseline=plain_name(cell.name) == record.baseline,
     )
 
 
@@ -113,7 +120,6 @@ def _run_line(
     problem = problem_of(folder, record, row, judgement)
     return RunLine(
         repeat=row["repeat"],
-        phase=row["phase"] if row["phase"] != NOT_THERE else "",
         outcome=row["outcome"],
         exit_code=row["exit_code"],
         last_step=row["last_step"],

@@ -16,6 +16,7 @@ from paceline.stats.timing_points import TimingPoint
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.judge import SweepJudgement
 from paceline.sweep.manifest import IDENTITY, NOT_THERE, SETTINGS, Row
+from paceline.sweep.phases import plain_name
 from paceline.sweep.story import (
     cause_of,
     in_order,
@@ -120,11 +121,11 @@ def groups_csv(
     record: SweepRecord, rows: Sequence[Row], judgement: SweepJudgement, names: Sequence[str]
 ) -> str:
     """A row for each of `names` that has a run with figures."""
-    base = _tail_mean(record.baseline, rows, judgement) if record.baseline else None
     lines = []
     for name in names:
         runs = _measured(name, rows, judgement)
         if runs:
+            base = _tail_mean(_baseline(record, name), rows, judgement)
             tail = _tail_mean(name, rows, judgement)
             line = _group_numbers(runs) | _standing_numbers(record, name, rows, judgement)
             line["speedup_vs_baseline"] = base / tail if base and tail else None
@@ -146,6 +147,11 @@ Measured = list[tuple[Row, RunFigures]]
 def _measured(name: str, rows: Sequence[Row], judgement: SweepJudgement) -> Measured:
     found = [(row, judgement.figures.get(row["run_dir"])) for row in rows if row["group"] == name]
     return [(row, figures) for row, figures in found if figures is not None]
+
+
+def _baseline(record: SweepRecord, name: str) -> str:
+    """The baseline in the phase of the cell `name`."""
+    return name.removesuffix(plain_name(name)) + (record.baseline or "")
 
 
 def _tail_mean(name: str, rows: Sequence[Row], judgement: SweepJudgement) -> float | None:
