@@ -15,12 +15,12 @@ from pydantic import Field
 from paceline.config.differences import differing
 from paceline.config.load import read_plain
 from paceline.errors import ConfigError, DataError, Outcome
-from paceline.records import Env, Part, Record, Result
+from paceline.records import Env, Part, Plan, Record, Result
 from paceline.records.swept import Metric
 from paceline.rundir import RunDir
 from paceline.stats.figures import LOWER_IS_BETTER, RunFigures, measure_run
 from paceline.stats.intervals import Interval
-from paceline.stats.standings import Group, Standing, compare_groups
+from paceline.stats.standings import Group, Standing, Standings, compare_groups
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.manifest import SUCCESS, load_manifest
 
@@ -28,6 +28,7 @@ from paceline.sweep.manifest import SUCCESS, load_manifest
 ENV_FACTS = ("host", "cpu", "cores", "driver", "python", "torch", "cuda", "nccl", "hip")
 FINGERPRINTS = ("code", "data", "hardware")
 MAX_PACKAGES = 12
+LOSS_TOLERANCE = 0.02
 Kind = Literal["config", "code", "data", "hardware", "env"]
 
 
@@ -54,6 +55,7 @@ class SideFigures(Part):
     step_s_p90: float | None
     peak_bytes: int | None
     tail_loss: float | None
+    ratio: float | None = Field(description="Mean value over the baseline's.")
     speedup: list[float] | None = Field(description="Value, low, high; above 1 is better.")
     verdict: str
 
@@ -117,7 +119,7 @@ def compare_sides(sides: Sequence[Side], metric: Metric | None, margin: float) -
         differences=list(find_differences(sides)),
         notes=list(_notes(sides, measured)),
         sides=[
-            _figures(side, found, standings.of(side.name), side.name == names[0])
+            _figures(side, found, standings.of(side.name), standings)
             for side, found in zip(sides, measured, strict=True)
         ],
     )
@@ -218,19 +220,36 @@ def _notes(sides: Sequence[Side], measured: Sequence[Sequence[RunFigures]]) -> I
             yield f"{side.name}: {len(side.runs) - len(figures)} runs have no step after warm-up"
     if any(len(figures) < 2 for figures in measured):
         yield "one run a side cannot tell a difference from chance: repeat it"
+    yield from _loss_notes(sides, measured)
     sizes = {Result.load(run.result).world_size for side in sides for run in side.runs}
     if len(sizes) > 1:
         yield f"the sides ran on {' and '.join(map(str, sorted(sizes)))} ranks: rates are of all"
 
 
+def _loss_notes(sides: Sequence[Side], measured: Sequence[Sequence[RunFigures]]) -> Iterator[str]:
+    """Losses compare where a step takes as many samples and there are as many steps."""
+    plans = [Plan.load(side.runs[0].plan) for side in sides]
+    tails = [[each.tail_loss for each in figures if each.tail_loss] for figures in measured]
+    for side, plan, tail in list(zip(sides, plans, tails, strict=True))[1:]:
+        if not tail or not tails[0]:
+            continue
+        apart = abs(fmean(tail) / fmean(tails[0]) - 1)
+        if (plan.batch.global_size, plan.steps) != (plans[0].batch.global_size, plans[0].steps):
+            yield f"{side.name}: other samples a step or other steps, so its loss does not compare"
+        elif apart > LOSS_TOLERANCE:
+            yield f"{side.name}: its loss is {apart:.1%} from the baseline's: not the same training"
+
+
 def _figures(
-    side: Side, figures: Sequence[RunFigures], standing: Standing, is_baseline: bool
+    side: Side, figures: Sequence[RunFigures], standing: Standing, against: Standings
 ) -> SideFigures:
+    is_baseline = side.name == against.reference
     peaks = [_peak(Result.load(run.result)) for run in side.runs]
     tails = [each.tail_loss for each in figures if each.tail_loss is not None]
     values = list(standing.group.values)
     rate = standing.rate or Interval(fmean(values) if values else 0.0, 0.0, 0.0)
     speedup = None if is_baseline or standing.speedup is None else list(standing.speedup)
+    theirs = against.of(against.reference).group.values
     return SideFigures(
         name=side.name,
         num_runs=len(side.runs),
@@ -243,6 +262,7 @@ def _figures(
         step_s_p90=median(each.step_s_p90 for each in figures) if figures else None,
         peak_bytes=max((peak for peak in peaks if peak is not None), default=None),
         tail_loss=fmean(tails) if tails else None,
+        ratio=None if is_baseline or not values else fmean(values) / fmean(theirs),
         speedup=speedup,
         verdict="baseline" if is_baseline else str(standing.verdict),
     )

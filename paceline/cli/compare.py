@@ -87,7 +87,9 @@ def _cells(side: "SideFigures") -> list[str]:
         rate += f" ({side.low:,.1f} to {side.high:,.1f})"
     steps = [side.step_s_p50, side.step_s_p90]
     times = " / ".join(f"{1000 * each:.1f}" for each in steps if each is not None)
-    ratio = side.speedup
+    ratio = "" if side.ratio is None else f"{side.ratio:.3f}, no interval"
+    if side.speedup:
+        ratio = "{:.3f} ({:.3f} to {:.3f})".format(*side.speedup)
     return [
         side.name,
         f"{side.num_runs}{failed}",
@@ -95,6 +97,6 @@ def _cells(side: "SideFigures") -> list[str]:
         f"{times} ms" if times else "",
         f"{side.peak_bytes / 2**20:,.0f} MiB" if side.peak_bytes else "",
         "" if side.tail_loss is None else f"{side.tail_loss:.4f}",
-        f"{ratio[0]:.3f} ({ratio[1]:.3f} to {ratio[2]:.3f})" if ratio else "",
+        ratio,
         side.verdict,
     ]
