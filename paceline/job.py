@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from paceline.config.load import Draft, dump_config, load_config, read_draft, validate
+from paceline.config.load import Draft, load_config, read_draft, validate
 from paceline.config.schema import RunConfig, run_schema
 from paceline.errors import ConfigError
 from paceline.files import fingerprint
@@ -32,7 +32,7 @@ class Job:
     @property
     def fingerprint(self) -> str:
         """Equal for runs that ask for the same thing under another name."""
-        return fingerprint(dump_config(self.config.model_copy(update={"name": ""})))
+        return fingerprint(self.config.model_copy(update={"name": ""}).model_dump_json())
 
 
 def load_job(source: str, overrides: Sequence[str]) -> Job:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.arguments import JsonFlag, Overrides
-from paceline.errors import EXIT_CODES, ConfigError, Outcome
+from paceline.cli.together import require_alone
+from paceline.errors import EXIT_CODES, Outcome
 
 if TYPE_CHECKING:
     from paceline.sweep.flow import SweepEnd
@@ -74,7 +74,7 @@ def sweep(
         "stop_on_error": stop_on_error or None,
     }
     with refusals_on_stdout(as_json):
-        _refuse_members()
+        require_alone("sweep")
         asked = {name: value for name, value in given.items() if value is not None}
         spec = read_spec(source, overrides or [], axis, asked)
         from paceline.cli.sweep_talk import SweepConsole  # these import torch
@@ -122,12 +122,3 @@ def _body(end: SweepEnd, folder: SweepDir) -> dict[str, Any]:
         "target": None if target is None else {"text": target.text, "state": target.state,
                                                "because": target.because},
     }  # fmt: skip
-
-
-def _refuse_members() -> None:
-    """Under a launcher there would be a sweep a rank."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ConfigError(
-            "paceline sweep was started by torchrun; it starts the ranks of its runs itself\n"
-            "hint: paceline sweep ... launch.launcher=torchrun"
-        )

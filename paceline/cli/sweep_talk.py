@@ -129,6 +129,7 @@ def answer(end: SweepEnd) -> list[str]:
             lines.append(f" {mark} {row.group.name}  {rate}  {speed}  {row.verdict} ({runs})")
         num = len(judged.standings.winners)
         lines.append("* the best" if num == 1 else f"* these {num} cannot be told apart")
+    lines += [f"not crowned: {name}: {why}" for name, why in judged.flagged.items()]
     lines += [f"note: {note}" for note in judged.notes]
     if judged.winner:
         lines.append(f"winner: {judged.winner}")

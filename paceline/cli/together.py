@@ -9,9 +9,21 @@ from typing import TYPE_CHECKING
 import typer
 
 from paceline.cluster import resolve_topology
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.launch.muster import RollCall
+
+
+def require_alone(verb: str) -> None:
+    """Refuse a launcher around a verb that starts the ranks of many runs itself."""
+    topology = resolve_topology()
+    if not topology.is_alone:
+        raise ConfigError(
+            f"paceline {verb} was started as {topology.world_size} ranks; it starts the ranks of"
+            f" its runs itself\nhint: start it once; launch.launcher=torchrun, slurm, mpi or"
+            " deepspeed says by what its runs are started"
+        )
 
 
 @contextmanager

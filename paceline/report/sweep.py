@@ -72,9 +72,10 @@ def _figures(story: SweepStory) -> list[Figure]:
     runs = [run for line in story.cells for run in line.runs]
     left_out = sum(bool(run.problem) for run in runs)
     figures = _best_figures(story, story.line(story.winner)) if story.winner else []
+    compared = len(story.standings.rows) if story.standings else 0
     return [
         *figures,
-        Figure("cells that lead", str(len(winners(story))), f"of {len(story.measured)} measured"),
+        Figure("cells that lead", str(len(winners(story))), f"of {compared} compared"),
         Figure("runs", str(len(runs)), f"{left_out} not in the comparison" if left_out else ""),
     ]
 

@@ -53,13 +53,13 @@ def _standings(story: SweepStory) -> str:
         "runs",
     )
     rows = [_row(place, line) for place, line in enumerate(story.measured, 1)]
-    said = "Winners are marked with *. Intervals are 95%. A speedup is against "
+    said = "★ chosen, ☆ not told apart from the best. Intervals are 95%. A speedup is against "
     columns = ("", "cell", story.unit, *COLUMNS)
     return f"{table(columns, rows)}\n\n{said}{plain(reference(story))}."
 
 
 def _row(place: int, line: CellLine) -> tuple[str, ...]:
-    star = " *" if line.is_winner else ""
+    star = f" {line.sign}" if line.sign else ""
     baseline = " (baseline)" if line.is_baseline else ""
     return (
         str(place),
@@ -82,5 +82,5 @@ def _remarks(story: SweepStory) -> list[str]:
 
 def _verdicts(story: SweepStory) -> str:
     lines = [f"- {kind}: {meaning}." for kind, meaning in VERDICTS]
-    margin = f"Differences below {story.record.margin:.3g} do not matter, by the margin asked for."
-    return "\n".join([*lines, "", f"{margin} How this is computed: docs/statistics.md."])
+    margin = f"The margin is {story.record.margin:.3g}. How this is computed: docs/statistics.md."
+    return "\n".join([*lines, "", margin])

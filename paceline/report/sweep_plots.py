@@ -86,6 +86,7 @@ def _round(story: SweepStory, standings: Standings) -> str:
     marks = "".join(
         f'<text class="tick" x="{ruler(value):.2f}%" y="15">{escape(number(value))}</text>'
         for value in ticks(ruler.low, ruler.high, wanted=4)
+        if ruler(value) < 95  # room for its digits
     )
     axis = f'<svg class="strip" aria-hidden="true">{marks}</svg><p class="soft">{story.unit}</p>'
     return f'<div class="strips">{"".join(rows)}<div class="row"><p></p>{axis}</div></div>'
@@ -124,7 +125,7 @@ def _strip(line: CellLine, place: int, ruler: _Ruler, reference: float) -> str:
         if rate.high <= ruler.high:
             parts.append(_upright(f"end {kind}", right, 9, 19))
     parts.append(f'<circle class="dot {kind}" cx="{ruler(value):.2f}%" cy="14" r="5"/>')
-    name = f"{place} {breakable(line.name)}{' ★' if line.is_winner else ''}"
+    name = f"{place} {breakable(line.name)} {line.sign}".rstrip()
     return (
         f'<div class="row"><p>{name}</p>'
         f'<svg class="strip" role="img" aria-label="{escape(said)}">{"".join(parts)}</svg>'
@@ -197,7 +198,7 @@ def _grid_cell(story: SweepStory, settings: dict[str, str]) -> GridCell:
     line = lines[0]
     if line.throughput is None:
         return GridCell("", MARKS.get(line.state, "?"), f"{line.name}: {line.state}")
-    mark = "!" if line.flag else "★" if line.is_winner else "F" if line.failed else ""
+    mark = "!" if line.flag else line.sign or ("F" if line.failed else "")
     title = f"{line.name}: {line.throughput:.6g} {story.work_unit}; {line.verdict}"
     return GridCell(number(line.throughput), mark, title, _level(story, line.throughput))
 

@@ -10,10 +10,10 @@ from paceline.stats.figures import RunFigures
 MAX_SPREAD, MAX_DRIFT, MAX_VARIATION = 1.5, 0.10, 0.05
 GATES = f"p90/p50 over {MAX_SPREAD}, drift over {MAX_DRIFT:.0%}, runs over {MAX_VARIATION:.0%}"
 VERDICTS = (
-    ("faster", "the whole interval of the speedup is above 1: shown by these runs"),
-    ("slower", "the whole interval is below 1: shown by these runs"),
-    ("no difference seen", "the runs show no difference that matters"),
-    ("not enough data", "the interval is too wide to tell; more repeats would narrow it"),
+    ("faster", "the whole interval of the speedup is above 1"),
+    ("slower", "the whole interval of the speedup is below 1"),
+    ("no difference seen", "the whole interval is inside the margin: nothing that matters"),
+    ("not enough data", "the interval is too wide to tell; more repeats narrow it"),
 )
 
 
@@ -74,21 +74,19 @@ def _left_out(story: SweepStory) -> list[str]:
 
 def instabilities(story: SweepStory) -> list[str]:
     """Cells whose figures deserve less trust, and why."""
-    found = []
-    for line in story.measured:
-        variation = line.standing.variation if line.standing else None
-        if variation is not None and variation > MAX_VARIATION:
-            found.append(f"{line.name}: its runs vary by {variation:.1%}")
-        found += [f"{line.name}: {why}" for why in _unrest(line)]
-    return found
+    found = {line.name: _unrest(line) for line in story.measured}
+    return [f"{name}: {'; '.join(why)}" for name, why in found.items() if why]
 
 
 def _unrest(line: CellLine) -> list[str]:
-    """Inside its runs: rare slow steps, and a speed that changes while it is measured."""
+    """Runs that differ, rare slow steps, and a speed that changes while it is measured."""
     runs = [(run.label, run.figures) for run in line.runs if run.figures is not None]
     spread = {label: spread_of(item) for label, item in runs if spread_of(item) > MAX_SPREAD}
     drift = {label: item.drift for label, item in runs if abs(item.drift) > MAX_DRIFT}
+    variation = line.standing.variation if line.standing else None
     found = []
+    if variation is not None and variation > MAX_VARIATION:
+        found.append(f"its runs vary by {variation:.1%}")
     if spread:
         most = max(spread.values())
         found.append(f"step time p90/p50 up to {most:.2f} ({', '.join(spread)})")

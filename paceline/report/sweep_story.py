@@ -38,7 +38,8 @@ class RunLine:
 
 @dataclass(frozen=True)
 class CellLine:
-    """One cell. `throughput` is in the sweep's unit of work, whatever metric it is compared by."""
+    """One cell. `throughput` is in the sweep's unit of work, whatever metric it is compared by.
+    `is_winner`: not told apart from the best; one of those is chosen."""
 
     cell: SweptCell
     runs: Sequence[RunLine]
@@ -48,6 +49,7 @@ class CellLine:
     global_batch: str
     flag: str = ""
     is_winner: bool = False
+    is_chosen: bool = False
     is_baseline: bool = False
 
     @property
@@ -67,6 +69,10 @@ class CellLine:
     @property
     def failed(self) -> list[RunLine]:
         return [run for run in self.runs if run.problem]
+
+    @property
+    def sign(self) -> str:
+        return "★" if self.is_chosen else "☆" if self.is_winner else ""
 
     @property
     def verdict(self) -> str:
@@ -134,9 +140,9 @@ def _winner(story: SweepStory) -> str:
     found = f"{line.name}: {rate_text(line.standing, story.unit)}"
     beside = _against_baseline(story, line.standing)
     if len(winners(story)) > 1:
-        return f"First among the cells that cannot be told apart is {found}{beside}."
+        return f"Chosen among cells that cannot be told apart is {found}{beside}."
     if [row.group.name for row in story.standings.winners] != [line.name]:
-        return f"First among the cells whose loss is sound is {found}{beside}."
+        return f"Chosen among the cells whose loss is sound is {found}{beside}."
     if len(story.standings.rows) == 1:
         return f"Only one cell was measured, so nothing is compared: {found}."
     return f"Fastest is {found}{beside}."
@@ -167,7 +173,8 @@ def _tied(story: SweepStory) -> list[str]:
         return []
     return [
         f"{len(names)} cells cannot be told apart from the best: {'; '.join(names)}. They are in"
-        " the order of lower memory, then lower variance; take the first, or run more repeats."
+        " the order of lower memory, then lower variance; chosen is the first whose mean is within"
+        " the margin of the best. More repeats may tell them apart."
     ]
 
 

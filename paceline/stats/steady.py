@@ -54,10 +54,10 @@ def count_warmup(step_s: Seconds) -> int:
 
 
 def _usual_band(step_s: Seconds) -> tuple[float, float]:
-    """Four standard deviations around the median, at least 5 % of it."""
+    """Two standard deviations around the median, at least 0.1 % of it."""
     middle = float(np.median(step_s))
     # 1.4826: from a median absolute deviation to the standard deviation of a normal law
-    reach = max(4 * 1.4826 * float(np.median(np.abs(step_s - middle))), 0.05 * middle)
+    reach = max(2 * 1.4826 * float(np.median(np.abs(step_s - middle))), 0.001 * middle)
     return middle - reach, middle + reach
 
 
@@ -81,7 +81,7 @@ def measure_spread(step_s: Seconds) -> Spread:
     error = blocks_s.std(ddof=1) / num_blocks**0.5 / mean_s if num_blocks > 1 else 0.0
     return Spread(
         standard_error=float(error),
-        drift=_median_slope(blocks_s) * (num_blocks - 1) / mean_s,
+        drift=_median_slope(blocks_s) * num_blocks / mean_s,
         blocks_s=tuple(blocks_s.tolist()),
     )
 

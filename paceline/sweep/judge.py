@@ -103,7 +103,7 @@ def judge_sweep(record: SweepRecord, folder: SweepDir, rows: Sequence[Row]) -> S
         flagged=flagged,
         winner=winner,
         target=judge.target(phase, winner),
-        notes=judge.notes(phase, flagged),
+        notes=judge.notes(phase),
         earlier=tuple(standings for _, standings in decided[:-1]),
     )
 
@@ -178,10 +178,13 @@ class _Judge:
         state, because = _hold(target, found)
         return TargetResult(self.record.target, winner, found, state, because)
 
-    def notes(self, phase: SweptPhase, flagged: dict[str, str]) -> list[str]:
+    def notes(self, phase: SweptPhase) -> list[str]:
         left = [name for name in phase.cells if not self._of(name)]
         notes = [f"{name}: no run of it could be measured" for name in left]
-        return notes + [f"{name}: {reason}" for name, reason in flagged.items()]
+        for what in ("code", "hardware", "data"):
+            if len({row[f"{what}_fingerprint"] for row in self.rows}) > 1:
+                notes.append(f"not all runs have the same {what}: what differs may be that")
+        return notes
 
     def _interval(self, phase: SweptPhase, winner: str, metric: str) -> Interval | None:
         if metric == SPEEDUP:

@@ -6,6 +6,7 @@ not run again.
 """
 
 import random
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from paceline.sweep.folder import SweepDir
 from paceline.sweep.manifest import FINGERPRINTS, SUCCESS, Row, load_manifest, save_manifest
 from paceline.sweep.matrix import Ground, decide_cell
 from paceline.sweep.rows import describe_run
+from paceline.workloads.base import code_fingerprint
 
 STOPPED = {str(Outcome.INTERRUPTED), str(Outcome.PREEMPTED)}
 
@@ -77,7 +79,8 @@ class SweepRunner:
         with noted_signals() as notes:
             for turn in missing:
                 if notes.first is not None:  # between two runs; during one, the run has heard it
-                    self.stopped_by = Outcome.INTERRUPTED
+                    is_ctrl_c = notes.first == signal.SIGINT
+                    self.stopped_by = Outcome.INTERRUPTED if is_ctrl_c else Outcome.PREEMPTED
                 if self.stopped_by:
                     return
                 self._take(turn, phase.steps)
@@ -85,7 +88,7 @@ class SweepRunner:
     def _take(self, turn: Turn, steps: int) -> None:
         self.board.start(turn.cell.name, turn.repeat)
         self.talk.board(self.board)
-        decided = replace(self._decide(turn.cell, steps), started_at=time.time())
+        decided = self._fresh(self._decide(turn.cell, steps))
         place = self.folder.unused_run(turn.cell.name, turn.repeat)
         result = run_decided(decided, place, self.talk)
         row = self._keep(turn, decided, result)
@@ -97,6 +100,13 @@ class SweepRunner:
             self.talk.failed(turn.cell.name, turn.repeat, result)
             if self.options.stop_on_error:
                 self.stopped_by = row["outcome"]
+
+    def _fresh(self, decided: Decided) -> Decided:
+        """As it is now: the user may have edited the file since the sweep began."""
+        code = code_fingerprint(decided.job.config.workload)
+        if code != decided.code:
+            self.talk.say("warning: the code has changed since this sweep began")
+        return replace(decided, code=code, started_at=time.time())
 
     def _keep(self, turn: Turn, decided: Decided, result: Result) -> Row:
         """A repeat that is run anew takes the place of its row; its old directory stays."""

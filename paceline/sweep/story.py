@@ -26,7 +26,6 @@ def tell(
         for cell in in_order(record, judgement)
     ]
     target = judgement.target
-    told = {f"{name}: {why}" for name, why in judgement.flagged.items()}  # in a place of its own
     return SweepStory(
         name=folder.root.name,
         record=record,
@@ -36,7 +35,7 @@ def tell(
         winner=judgement.winner,
         target=target.state if target else "",
         target_text=f"Target {target.text}: {target.state}; {target.because}." if target else "",
-        notes=[note for note in judgement.notes if note not in told],
+        notes=judgement.notes,
     )
 
 
@@ -86,6 +85,7 @@ def _cell_line(
         global_batch=" or ".join(batches),
         flag=flag,
         is_winner=is_winner(cell.name, judgement),
+        is_chosen=cell.name == judgement.winner,
         is_baseline=plain_name(cell.name) == record.baseline,
     )
 

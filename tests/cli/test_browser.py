@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.rundir import RunDir
+from paceline.sweep.outputs import write_outputs
+from tests.sweeps import draw_sweep
 from tests.unit.test_report import finish
 from tests.unit.test_report import run as run
 
@@ -48,3 +50,34 @@ def test_a_picture_of_it_is_not_blank(run: RunDir, tmp_path: Path) -> None:
     picture = tmp_path / "page.png"
     browse(tmp_path, run.report, "--window-size=1100,1400", f"--screenshot={picture}")
     assert picture.stat().st_size > 20_000, "an empty page compresses to much less"
+
+
+@pytest.mark.parametrize("width", [1100, 390])
+def test_the_page_of_a_sweep_renders_and_fits(tmp_path: Path, width: int) -> None:
+    """An iframe has the width that is asked for; a window has at least 500."""
+    made = draw_sweep(tmp_path / "sweep")
+    write_outputs(*made)
+    folder = made[0]
+    script = (
+        "<script>document.title = [document.querySelectorAll('table.matrix').length,"
+        " document.documentElement.scrollWidth <= window.innerWidth,"
+        " document.querySelectorAll('svg.strip').length].join('|');"
+        " parent.postMessage(document.title, '*')</script>"
+    )
+    probe = folder.root / "probe.html"
+    probe.write_text(folder.report.read_text().replace("</body>", f"{script}</body>"))
+    frame = folder.root / "frame.html"
+    frame.write_text(
+        "<title>waits</title><script>onmessage = e => document.title = e.data</script>"
+        f"<iframe src='probe.html' style='width: {width}px; height: 900px'></iframe>"
+    )
+    done = browse(tmp_path, frame, "--virtual-time-budget=5000", "--dump-dom")
+    assert "<title>2|true|9</title>" in done.stdout, done.stdout[:300]
+
+
+def test_a_picture_of_a_sweep_is_not_blank(tmp_path: Path) -> None:
+    made = draw_sweep(tmp_path / "sweep")
+    write_outputs(*made)
+    picture = tmp_path / "page.png"
+    browse(tmp_path, made[0].report, "--window-size=1100,1400", f"--screenshot={picture}")
+    assert picture.stat().st_size > 50_000, "an empty page compresses to much less"

@@ -1,0 +1,130 @@
+"""A run directory as numbers: rates, windows, the seeds' timing points."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from paceline.records import Attempt
+from paceline.rundir import RunDir
+from paceline.stats.figures import METRICS, RunFigures, measure_run
+from tests.unit.test_plan import plan
+from tests.unit.test_report import HEADER, STEPS_HEADER
+
+
+def write_run(folder: Path, step_s: Sequence[float], *, compile: str = "off") -> RunDir:
+    """A run of 8 samples and 80 tokens a step; in each step 10 ms of data, 20 forward, 30 backward
+    and `step` ms of optimizer; the loss of step n is 1 / n."""
+    run = RunDir.create("r", folder / "run")
+    run.config.write_text("train:\n  log_every: 5\n")
+    plan(f"train.compile={compile}").save(run.plan)
+    run.rank(0).mkdir(parents=True)
+    training, steps = [HEADER], [STEPS_HEADER]
+    for n, seconds in enumerate(step_s, 1):
+        rates = f"{8 / seconds!r},{80 / seconds!r}"
+        training.append(f"{n},{1 / n},0.1,1,{seconds!r},{rates},0,{int(n <= 5)},\n")
+        steps.append(f"{n},0,{seconds!r},0.01,0.02,0.03,{n / 1000},0.5,0.1,0\n")
+    run.training.write_text("".join(training))
+    run.steps(0).write_text("".join(steps))
+    return run
+
+
+def measured(run: RunDir) -> RunFigures:
+    figures = measure_run(run)
+    assert figures is not None
+    return figures
+
+
+def test_rates_are_work_over_time(tmp_path: Path) -> None:
+    """After the first step: 30 steps of 0.1 s and one of 1 s, 31 * 8 samples in 4 s = 62."""
+    figures = measured(write_run(tmp_path, [5.0, *[0.1] * 20, 1.0, *[0.1] * 10]))
+    assert (figures.first_step, figures.last_step) == (2, 32)
+    assert figures.samples_per_s == pytest.approx(62)
+    assert figures.tokens_per_s == pytest.approx(620)
+    assert figures.num_compile_steps == 0  # the plan compiles nothing: the slow step counts
+    assert (figures.step_s_p50, figures.step_s_p90) == (pytest.approx(0.1), pytest.approx(0.1))
+
+
+def test_compile_steps_are_set_apart(tmp_path: Path) -> None:
+    """5 s and 1 s less a usual step each: 4.9 + 0.9 = 5.8 s beyond. 8 samples in 0.1 s = 80."""
+    slow = [5.0, *[0.1] * 20, 1.0, *[0.1] * 10]
+    figures = measured(write_run(tmp_path, slow, compile="default"))
+    assert figures.num_compile_steps == 2
+    assert figures.compile_s == pytest.approx(5.8)
+    assert figures.samples_per_s == pytest.approx(80)
+
+
+def test_timing_points_are_the_seeds(tmp_path: Path) -> None:
+    """iter of step n = 10 + 20 + 30 + n ms, without evaluation. Points at 5, 10, ..., 240.
+    Up to step 100 the median of n is that of 1..s, (s + 1) / 2; then of s-99..s, s - 49.5. The last
+    20 points are at 145, ..., 240: their mean is 60 + (95.5 + 190.5) / 2 = 203, and 20 numbers that
+    are 5 apart have the sample deviation 5 * sqrt(20 * 21 / 12) = 29.58."""
+    figures = measured(write_run(tmp_path, [0.1] * 240))
+    assert [point.step for point in figures.points] == list(range(5, 241, 5))
+    first, last = figures.points[0], figures.points[-1]
+    assert first.iter_ms_p50 == pytest.approx(63)
+    assert (last.data_wait_ms_p50, last.fwd_ms_p50) == (pytest.approx(10), pytest.approx(20))
+    assert (last.bwd_ms_p50, last.step_ms_p50) == (pytest.approx(30), pytest.approx(190.5))
+    assert last.preprocess_ms_p50 is None
+    assert figures.tail_points_used == 20
+    assert figures.tail_mean_iter_p50_ms == pytest.approx(203)
+    assert figures.tail_std_iter_p50_ms == pytest.approx(5 * math.sqrt(35))
+    assert figures.value("tail_mean_iter_p50_ms") == figures.tail_mean_iter_p50_ms
+    # the other 28: 20 up to step 100, with mean 60 + (3 + 50.5) / 2, and 8 from 105 to 140, 60 + 73
+    whole = (20 * 203 + 20 * 86.75 + 8 * 133) / 48
+    assert figures.all_mean_iter_p50_ms == pytest.approx(whole)
+
+
+def test_one_point_has_no_deviation(tmp_path: Path) -> None:
+    figures = measured(write_run(tmp_path, [0.1] * 7))
+    assert (figures.tail_points_used, figures.tail_std_iter_p50_ms) == (1, 0.0)
+
+
+def test_no_point_no_figure(tmp_path: Path) -> None:
+    figures = measured(write_run(tmp_path, [0.1] * 4))
+    assert (figures.tail_mean_iter_p50_ms, figures.points) == (None, ())
+    assert figures.samples_per_s == pytest.approx(80)
+
+
+def test_tail_loss_is_that_of_the_last_fifth(tmp_path: Path) -> None:
+    """Of 30 steps the last 6; of 10 the last 5."""
+    figures = measured(write_run(tmp_path / "a", [0.1] * 30))
+    assert figures.tail_loss == pytest.approx(sum(1 / n for n in range(25, 31)) / 6)
+    assert len(figures.losses) == 30
+    figures = measured(write_run(tmp_path / "b", [0.1] * 10))
+    assert figures.tail_loss == pytest.approx(sum(1 / n for n in range(6, 11)) / 5)
+
+
+def test_only_the_last_attempt_counts(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [*[9.0] * 20, *[0.1] * 20])
+    Attempt(number=2, resume=True, started_at=100.0, first_step=21, last_step=40).save(run.attempt)
+    figures = measured(run)
+    assert figures.first_step == 22
+    assert figures.samples_per_s == pytest.approx(80)
+    assert figures.points[0].step == 25
+    assert len(figures.losses) == 40
+
+
+def test_startup_from_heartbeats(tmp_path: Path) -> None:
+    """Step 11 begins 1 s after step 1. The beat at 107.05 fell into it, so step 1 began before
+    106.05; the beat at 105.95 fell into step 1."""
+    run = write_run(tmp_path, [0.1] * 20)
+    Attempt(number=1, resume=False, started_at=100.0, first_step=1, last_step=20).save(run.attempt)
+    beats = [(90.0, 1), (103.0, 0), (105.95, 1), (107.05, 11)]  # the first is of another attempt
+    lines = [json.dumps({"time": time, "step": step}) + "\n" for time, step in beats]
+    run.heartbeat(0).write_text("".join(lines) + '{"time": 1')
+    assert measured(run).startup_s == pytest.approx(5.95)
+
+
+def test_nothing_to_measure(tmp_path: Path) -> None:
+    assert measure_run(write_run(tmp_path / "a", [])) is None
+    assert measure_run(write_run(tmp_path / "b", [0.1])) is None
+    run = RunDir.create("r", tmp_path / "c")
+    run.config.write_text("train:\n  log_every: 5\n")
+    assert measure_run(run) is None
+
+
+def test_metrics_are_figures() -> None:
+    assert set(METRICS) <= set(RunFigures.__dataclass_fields__)
