@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.tensors import TensorFiles
+from paceline.config.differences import differing
 from paceline.config.load import load_config, read_draft, validate
 from paceline.config.schema import RunConfig, run_schema
 from paceline.errors import ConfigError, RestoreError
@@ -86,21 +87,8 @@ def load_resumption(path: Path, overrides: Sequence[str], allow_change: bool) ->
 
 def differences(before: RunConfig, after: RunConfig) -> Iterator[Change]:
     """Every key whose value is another one."""
-    old, new = (_flat(config.model_dump(mode="json")) for config in (before, after))
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key):
-            yield Change(key, old.get(key, "absent"), new.get(key, "absent"))
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= (
-            _flat(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{key}": value}
-        )
-    return found
+    trees = (config.model_dump(mode="json") for config in (before, after))
+    return (Change(*difference) for difference in differing(*trees))
 
 
 def _require_outside(run: RunDir, workload: str) -> None:

@@ -10,7 +10,19 @@ import traceback
 
 import typer
 
-from paceline.cli import check, checkpoints, demo, plan, recipes, report, sweep, train, verify
+from paceline.cli import (
+    bench,
+    check,
+    checkpoints,
+    compare,
+    demo,
+    plan,
+    recipes,
+    report,
+    sweep,
+    train,
+    verify,
+)
 from paceline.errors import EXIT_CODES, Outcome, PacelineError
 
 app = typer.Typer(
@@ -29,7 +41,9 @@ app.command()(plan.plan)
 app.command()(train.train)
 app.command()(verify.verify)
 app.command()(sweep.sweep)
+app.command()(compare.compare)
 app.command()(report.report)
+app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")
 
 

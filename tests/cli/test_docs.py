@@ -28,7 +28,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
-    "statistics",
+    "statistics", "bench",
 )  # fmt: skip
 COMMAND_S = 120
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

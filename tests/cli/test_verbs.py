@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.program import free_port, paceline
 
-VERBS = ("demo", "recipes", "plan", "train", "report", "checkpoints")
+VERBS = ("demo", "recipes", "plan", "train", "report", "checkpoints", "bench", "compare")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *[[verb, "--help"] for verb in VERBS]])

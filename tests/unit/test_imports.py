@@ -29,9 +29,12 @@ LAYERS = [
     ["paceline.conclude", "paceline.resume"],
     ["paceline.flow"],
     ["paceline.check", "paceline.verify", "paceline.sweep"],
+    ["paceline.bench", "paceline.compare"],
     ["paceline.cli", "paceline.__main__"],
 ]
-TORCH_FREE = ["records", "config", "stats", "report", "rundir", "tables", "files", "errors", "job"]
+TORCH_FREE = [
+    "records", "config", "stats", "report", "rundir", "tables", "files", "errors", "job", "compare",
+]  # fmt: skip
 
 
 def modules() -> list[str]:

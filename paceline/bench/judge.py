@@ -1,0 +1,188 @@
+"""From the runs of a pair to its result: figures of both sides, intervals of the ratios, whether
+the losses agree. Nothing is clamped, and a crash is a failure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from paceline.bench.pairs import Pair, PlannedArm
+from paceline.bench.records import ArmResult, PairResult, Range
+from paceline.records import Fingerprints, Result
+from paceline.rundir import RunDir
+from paceline.stats.figures import RunFigures, measure_run
+from paceline.stats.standings import Group, Standings, compare_groups
+from paceline.sweep.folder import SweepDir
+from paceline.sweep.manifest import SUCCESS, Row
+
+MEMORY_WORDS = {"faster": "less memory", "slower": "more memory"}
+
+
+@dataclass
+class ArmRuns:
+    """The runs of one side, in the order of the repeats."""
+
+    figures: list[RunFigures] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+    run_dirs: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    fingerprints: Fingerprints | None = None
+
+
+def collect_runs(folder: SweepDir, rows: Sequence[Row], arm: str) -> ArmRuns:
+    """The newest run of each repeat: one that failed and was run again does not count twice."""
+    newest = {row["repeat"]: row for row in rows if row["group"] == arm}
+    found = ArmRuns()
+    for repeat in sorted(newest, key=int):
+        row, run = newest[repeat], folder.run(newest[repeat])
+        figures = measure_run(run) if row["status"] == SUCCESS else None
+        if figures is None:
+            found.failures.append(f"repeat {repeat}: {_why(row, run)}")
+            continue
+        found.figures.append(figures)
+        found.run_dirs.append(row["run_dir"])
+        result = Result.load(run.result)
+        found.peak_bytes += _peak(result)
+        found.fingerprints = result.fingerprints
+    return found
+
+
+def judge_pair(pair: Pair, runs: dict[str, ArmRuns], margin: float, repeats: int) -> PairResult:
+    target, first = pair.target, pair.baseline
+    metric = "tokens_per_s" if first.plan.unit == "tokens" else "samples_per_s"
+    arms = [_measure_arm(pair, arm, runs[arm.name], metric, repeats) for arm in pair.arms]
+    arms = _compare(arms, margin)
+    tolerance = target.tolerance(pair.device)
+    if tolerance is not None:
+        arms = [_agree(arm, runs[arm.name], runs[first.name], tolerance) for arm in arms]
+    failures = [f"{arm.name}: {arm.because}" for arm in arms if arm.status == "failed"]
+    left_out = [
+        ArmResult(name=name, status="skipped", because=why) for name, why in pair.left_out.items()
+    ]
+    return PairResult(
+        target=target.name,
+        title=target.title,
+        goal=target.goal,
+        status="failed" if failures else "ok",
+        because="; ".join(failures),
+        device=pair.device,
+        recipe=pair.recipe,
+        metric=metric,
+        per_device=target.per_device,
+        baseline=first.name,
+        steps=first.plan.steps,
+        repeats=repeats,
+        differs=target.differs,
+        equal=pair.facts,
+        loss_tolerance=tolerance,
+        loss_because=target.loss.because,
+        arms=[*arms, *left_out],
+    )
+
+
+def skipped_pair(pair: Pair) -> PairResult:
+    target = pair.target
+    return PairResult(
+        target=target.name,
+        title=target.title,
+        goal=target.goal,
+        status="skipped",
+        because=pair.skipped,
+        device=pair.device,
+        differs=target.differs,
+    )
+
+
+def _measure_arm(
+    pair: Pair, arm: PlannedArm, runs: ArmRuns, metric: str, repeats: int
+) -> ArmResult:
+    figures = runs.figures
+    missing = repeats - len(figures) - len(runs.failures)
+    problems = [*runs.failures, *([f"{missing} runs are missing"] if missing > 0 else [])]
+    divisor = arm.plan.world_size if pair.target.per_device else 1
+    startups = [each.startup_s for each in figures if each.startup_s is not None]
+    return ArmResult(
+        name=arm.name,
+        overrides=arm.overrides,
+        status="failed" if problems else "ok",
+        because="; ".join(problems),
+        run_dirs=runs.run_dirs,
+        fingerprints=runs.fingerprints,
+        rates=[(each.value(metric) or each.samples_per_s) / divisor for each in figures],
+        peak_bytes=runs.peak_bytes,
+        losses=list(figures[0].losses) if figures else [],
+        step_s_p50=median(each.step_s_p50 for each in figures) if figures else None,
+        step_s_p90=median(each.step_s_p90 for each in figures) if figures else None,
+        startup_s=median(startups) if startups else None,
+        compile_s=median(each.compile_s for each in figures) if figures else None,
+    )
+
+
+def _compare(arms: list[ArmResult], margin: float) -> list[ArmResult]:
+    """Rates and memory of every arm against the first, each with the interval of its ratio."""
+    baseline = arms[0].name
+    if not arms[0].rates:
+        return arms
+    speed = compare_groups(
+        [Group(arm.name, tuple(arm.rates)) for arm in arms], baseline=baseline, margin=margin
+    )
+    memory = None
+    if all(len(arm.peak_bytes) == len(arm.rates) for arm in arms):
+        groups = [Group(arm.name, tuple(map(float, arm.peak_bytes))) for arm in arms]
+        memory = compare_groups(groups, baseline=baseline, margin=margin, lower_is_better=True)
+    return [_with_standing(arm, arm.name == baseline, speed, memory) for arm in arms]
+
+
+def _with_standing(
+    arm: ArmResult, is_baseline: bool, speed: Standings, memory: Standings | None
+) -> ArmResult:
+    standing = speed.of(arm.name)
+    found: dict[str, object] = {"rate": Range.of(standing.rate)}
+    if not is_baseline and arm.rates:
+        found |= {"speedup": Range.of(standing.speedup), "verdict": str(standing.verdict)}
+        if memory is not None:
+            held = memory.of(arm.name)
+            words = str(held.verdict)
+            found |= {
+                "memory_ratio": Range.of(held.speedup),
+                "memory_verdict": MEMORY_WORDS.get(words, words),
+            }
+    return arm.model_copy(update=found)
+
+
+def _agree(arm: ArmResult, runs: ArmRuns, baseline: ArmRuns, tolerance: float) -> ArmResult:
+    """Hold every run's losses against those of the baseline's first run."""
+    if not runs.figures or not baseline.figures:
+        return arm
+    expected = baseline.figures[0].losses
+    worst = max(loss_difference(each.losses, expected) for each in runs.figures)
+    if worst <= tolerance:
+        return arm.model_copy(update={"loss_difference": worst})
+    said = f"losses differ by {worst:.2g} of the baseline's; {tolerance:g} is allowed"
+    if not math.isfinite(worst):
+        said = "losses of other steps than the baseline's, or not finite"
+    because = "; ".join(filter(None, (arm.because, said)))
+    shown = worst if math.isfinite(worst) else None
+    return arm.model_copy(update={"loss_difference": shown, "status": "failed", "because": because})
+
+
+def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """The worst step, relative; infinite where steps are missing or a loss is not finite."""
+    if len(losses) != len(expected) or not expected:
+        return math.inf
+    worst = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, expected, strict=True)]
+    return max(worst) if all(map(math.isfinite, worst)) else math.inf
+
+
+def _peak(result: Result) -> list[int]:
+    """Of the rank that held most: active bytes on a GPU; on a CPU the largest RSS."""
+    peak = result.peak_active_bytes or result.peak_reserved_bytes
+    return [] if peak is None else [peak]
+
+
+def _why(row: Row, run: RunDir) -> str:
+    if row["status"] == SUCCESS:
+        return "no step was taken after the warm-up; give more --steps"
+    said = f"{row['outcome']} (exit {row['exit_code']})"
+    failure = Result.load(run.result).failure if run.result.is_file() else None
+    return f"{said}: {failure.message.splitlines()[0]}" if failure else said

@@ -1,0 +1,125 @@
+"""The targets of `paceline bench`: pairs of configs in targets/*.yaml, and the names they go by."""
+
+import difflib
+import json
+from functools import cache
+from importlib import resources
+from typing import Annotated, Literal, Self
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from paceline.config.overrides import parse_override
+from paceline.config.schema import Positive, Section
+from paceline.errors import ConfigError
+
+Device = Literal["cpu", "cuda"]
+Goal = Literal["speed", "memory"]
+ALL = "all"
+# The chapter of seed 002 that these targets come from, as its users write it.
+CHAPTERS = ("labs/train_distributed", "lab_train_distributed", "train_distributed")
+OF_THE_SEED = (
+    "ddp", "ddp_flash", "ddp_compression", "fsdp", "zero1", "zero2", "zero3",
+)  # fmt: skip
+
+
+class Work(Section):
+    """What both sides train."""
+
+    recipe: str
+    overrides: list[str] = []
+
+
+class Arm(Section):
+    """One side. Its overrides set keys of `differs` and nothing else."""
+
+    name: str
+    overrides: list[str] = []
+    cpu: list[str] = []
+    cuda: list[str] = []
+
+    def overrides_on(self, device: Device) -> list[str]:
+        return [*self.overrides, *(self.cuda if device == "cuda" else self.cpu)]
+
+
+class Needs(Section):
+    """What a machine must have; without it the target is skipped, and the reason is said."""
+
+    ranks: Positive = 1
+    device: Literal["any", "cuda"] = "any"
+    compiler: bool = False
+    because: str = ""
+
+
+class Agreement(Section):
+    """How far losses may differ, relative, at the worst step. None: they cannot be compared."""
+
+    cpu: Annotated[float, Field(gt=0)] | None = None
+    cuda: Annotated[float, Field(gt=0)] | None = None
+    because: str
+
+
+class Target(Section):
+    """A baseline, which is the first arm, and what is compared with it."""
+
+    name: str
+    title: str
+    goal: Goal
+    per_device: bool = Field(False, description="Compare a device's rate, not that of all.")
+    aliases: list[str] = []
+    needs: Needs = Needs()
+    work: dict[Device, Work]
+    arms: Annotated[list[Arm], Field(min_length=2)]
+    differs: dict[str, str] = Field(description="Keys that the sides may differ in, and why.")
+    loss: Agreement
+
+    @model_validator(mode="after")
+    def _arms_set_what_differs(self) -> Self:
+        for arm in self.arms:
+            for text in (*arm.overrides, *arm.cpu, *arm.cuda):
+                if parse_override(text).key not in self.differs:
+                    raise ValueError(f"{arm.name} sets {text}, which is not declared in differs")
+        return self
+
+    @property
+    def baseline(self) -> str:
+        return self.arms[0].name
+
+    def tolerance(self, device: Device) -> float | None:
+        return self.loss.cuda if device == "cuda" else self.loss.cpu
+
+
+@cache
+def load_targets() -> dict[str, Target]:
+    """Every target by its name."""
+    folder = resources.files("paceline.bench") / "targets"
+    files = {file.name.removesuffix(".yaml"): file.read_text() for file in folder.iterdir()}
+    return {name: parse_target(name, text) for name, text in sorted(files.items())}
+
+
+def parse_target(name: str, text: str) -> Target:
+    try:
+        return Target.model_validate_json(json.dumps({"name": name, **yaml.safe_load(text)}))
+    except (ValidationError, yaml.YAMLError, TypeError) as error:
+        raise ConfigError(f"target {name}: {error}") from error
+
+
+def find_names(word: str) -> list[str]:
+    """The targets that a word names: `all`, a target, `labs/train_distributed[:TARGET]`."""
+    targets = load_targets()
+    if word == ALL:
+        return list(targets)
+    chapter, colon, name = word.rpartition(":")
+    if word.rstrip("/") in CHAPTERS:
+        return list(OF_THE_SEED)
+    if colon and chapter not in CHAPTERS:
+        raise ConfigError(f"there is no chapter '{chapter}'\nhint: {CHAPTERS[0]}:{name}, or {name}")
+    aliases = {alias: target.name for target in targets.values() for alias in target.aliases}
+    name = aliases.get(name, name)
+    if name not in targets:
+        close = difflib.get_close_matches(name, [*targets, ALL, *CHAPTERS], n=1)
+        guess = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            f"there is no target '{word}'\nhint: {guess}the targets are {', '.join(targets)}"
+        )
+    return [name]

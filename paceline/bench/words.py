@@ -1,0 +1,99 @@
+"""A bench in words: the table of a pair for the screen, and summary.md."""
+
+from collections.abc import Sequence
+
+from paceline.bench.records import ArmResult, BenchReport, PairResult, Range
+
+COLUMNS = ("arm", "rate", "step p50/p90", "ratio", "memory", "saves", "start-up", "loss", "verdict")
+
+
+def rows_of(pair: PairResult) -> list[tuple[str, ...]]:
+    """A row an arm, for `COLUMNS`."""
+    return [_row(pair, arm) for arm in pair.arms]
+
+
+def headline(pair: PairResult) -> str:
+    """One line that says what came of it."""
+    if pair.status != "ok":
+        return f"{pair.target}: {pair.status}: {pair.because}"
+    others = [arm for arm in pair.measured if arm.name != pair.baseline]
+    return f"{pair.target}: {'; '.join(_claim(pair, arm) for arm in others)}"
+
+
+def summarise(report: BenchReport) -> str:
+    """summary.md."""
+    lines = ["# Bench", ""]
+    lines += [f"- {name}: {value}" for name, value in report.hardware.items()]
+    for pair in report.pairs:
+        lines += ["", f"## {pair.target}: {pair.title}", "", *_facts(pair)]
+        if pair.arms:
+            lines += ["", *_markdown(COLUMNS, rows_of(pair))]
+    if report.gate:
+        lines += ["", "## Against the stored expectations", ""]
+        lines += [f"- {row}" for row in report.gate]
+    return "\n".join(lines) + "\n"
+
+
+def _facts(pair: PairResult) -> list[str]:
+    lines = [f"{headline(pair)}.", "", f"- goal: {pair.goal}"]
+    lines += [f"- differs: `{key}`: {why}" for key, why in pair.differs.items()]
+    if pair.equal:
+        lines.append(f"- equal: {', '.join(f'{k} {v}' for k, v in pair.equal.items())}")
+        allowed = f"{pair.loss_tolerance:g}" if pair.loss_tolerance else "not compared"
+        lines.append(f"- losses may differ by: {allowed} ({pair.loss_because})")
+    return lines
+
+
+def _row(pair: PairResult, arm: ArmResult) -> tuple[str, ...]:
+    if not arm.rates:
+        return (arm.name, *[""] * (len(COLUMNS) - 2), f"{arm.status}: {arm.because}")
+    p50, p90 = arm.step_s_p50 or 0.0, arm.step_s_p90 or 0.0
+    return (
+        arm.name,
+        f"{sum(arm.rates) / len(arm.rates):,.0f} {_unit(pair)}",
+        f"{p50 * 1000:.1f} / {p90 * 1000:.1f} ms",
+        span(arm.speedup),
+        f"{max(arm.peak_bytes) / 2**20:,.0f} MiB" if arm.peak_bytes else "",
+        span(arm.memory_ratio),
+        _startup(arm),
+        "" if arm.loss_difference is None else f"{arm.loss_difference:.1e}",
+        _verdict(pair, arm),
+    )
+
+
+def _verdict(pair: PairResult, arm: ArmResult) -> str:
+    if arm.status == "failed":
+        return f"failed: {arm.because}"
+    if arm.name == pair.baseline:
+        return "baseline"
+    return arm.memory_verdict if pair.goal == "memory" else arm.verdict
+
+
+def _claim(pair: PairResult, arm: ArmResult) -> str:
+    speed = f"{span(arm.speedup) or 'unknown'} of the rate, {arm.verdict}"
+    if pair.per_device:
+        speed = f"scaling efficiency {span(arm.speedup) or 'unknown'}"
+    if pair.goal == "speed":
+        return f"{arm.name} {speed}"
+    saved = span(arm.memory_ratio) or "unknown"
+    return f"{arm.name} {arm.memory_verdict or 'memory unknown'} ({saved} times less), at {speed}"
+
+
+def _startup(arm: ArmResult) -> str:
+    parts = [f"{arm.startup_s:.1f} s"] if arm.startup_s is not None else []
+    parts += [f"compiling {arm.compile_s:.1f} s"] if arm.compile_s and arm.compile_s > 0.1 else []
+    return ", ".join(parts)
+
+
+def span(found: Range | None) -> str:
+    return "" if found is None else f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
+
+
+def _unit(pair: PairResult) -> str:
+    unit = pair.metric.replace("_per_s", "/s")
+    return f"{unit} a device" if pair.per_device else unit
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]

@@ -1,0 +1,161 @@
+"""`paceline bench`: baseline against optimized, in pairs that do equal work."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.arguments import JsonFlag
+
+if TYPE_CHECKING:
+    from paceline.bench.pairs import Pair
+    from paceline.bench.records import BenchReport
+
+TABLE_WIDTH = 1000  # more than a table takes: it is never cut off, and a terminal wraps it
+app = typer.Typer(
+    help="Baseline against optimized, in pairs of configs that do equal work.\n\n"
+    "Example: paceline bench run zero3",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="all|TARGET... [KEY=VALUE]... [TARGET:KEY=VALUE]...",
+        help="Overrides are for both sides of every pair, or of the one that is named.",
+    ),
+]
+
+
+@app.command("list")
+def list_targets(as_json: JsonFlag = False) -> None:
+    """List the targets: what differs, what is equal, the goal, and whether it can run here.
+
+    Example: paceline bench list
+    """
+    from paceline.bench.pairs import plan_pair  # imports torch
+    from paceline.bench.targets import load_targets
+    from paceline.cli.talk import print_json
+    from paceline.cluster.facts import probe
+
+    env = probe()
+    pairs = [plan_pair(target, env) for target in load_targets().values()]
+    if as_json:
+        print_json(json.dumps([_describe(pair) for pair in pairs], indent=2))
+        return
+    for pair in pairs:
+        _print_pair(pair)
+
+
+@app.command("run")
+def run_targets(
+    words: Words,
+    repeats: int = typer.Option(5, "--repeats", min=1, help="Runs of each side."),
+    steps: int = typer.Option(60, "--steps", min=1, help="Steps of each run."),
+    out: Path | None = typer.Option(
+        None, "--out", help="The bench's directory; one that holds this bench is gone on with."
+    ),
+    margin: float = typer.Option(0.02, "--margin", help="Differences below it do not matter."),
+    check: Path | None = typer.Option(
+        None, "--check-expectations", metavar="PATH", help="Exit 1 if shown worse than stored."
+    ),
+    save: Path | None = typer.Option(
+        None, "--save-expectations", metavar="PATH", help="Store these runs for this hardware."
+    ),
+    as_json: JsonFlag = False,
+) -> None:
+    """Run pairs interleaved and say what differs, with intervals. Exit 1: a pair failed.
+
+    Example: paceline bench run zero3 ddp_bucket --repeats 3 --steps 40
+    """
+    from paceline.bench.asked import parse_words
+    from paceline.cli.talk import print_json, refusals_on_stdout, shown
+
+    with refusals_on_stdout(as_json):
+        asked = parse_words(words)
+        from paceline.bench.runner import BenchSettings, run_bench  # these import torch
+        from paceline.bench.sweeping import through_sweeps
+        from paceline.cli.sweep_talk import SweepConsole
+
+        talk = SweepConsole()
+        settings = BenchSettings(repeats, steps, margin, out, check, save)
+        with talk.live():
+            report = run_bench(asked, settings, through_sweeps(talk), talk.say)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _print_report(report)
+    if report.saved:
+        talk.say(f"expectations: {shown(Path(report.saved))}")
+    talk.say(f"summary: {shown(Path(report.out) / 'summary.md')}")
+    raise typer.Exit(report.exit_code)
+
+
+def _print_report(report: "BenchReport") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from paceline.bench.words import COLUMNS, headline, rows_of
+
+    console = Console(highlight=False, soft_wrap=True, width=TABLE_WIDTH)
+    for pair in report.pairs:
+        console.print(escape(headline(pair)))
+        table = Table(box=None, padding=(0, 2, 0, 2), pad_edge=False)
+        for column in COLUMNS:
+            table.add_column(column, no_wrap=True)
+        for row in rows_of(pair):
+            table.add_row(*(escape(cell) for cell in row))
+        if pair.arms:
+            console.print(table)
+    for line in report.gate:
+        console.print(escape(str(line)))
+    counts = {word: sum(p.status == word for p in report.pairs) for word in ("failed", "skipped")}
+    ran = len(report.pairs) - counts["skipped"]
+    console.print(
+        f"{ran - counts['failed']} of {ran} pairs ok, {counts['failed']} failed,"
+        f" {counts['skipped']} skipped, in {report.elapsed_s:.0f} s"
+    )
+
+
+def _describe(pair: "Pair") -> dict[str, object]:
+    target = pair.target
+    return {
+        "name": target.name,
+        "aliases": [f"labs/train_distributed:{target.name}", *target.aliases],
+        "title": target.title,
+        "goal": target.goal,
+        "arms": {arm.name: arm.overrides_on(pair.device) for arm in target.arms},
+        "differs": target.differs,
+        "equal": pair.facts if pair.arms else {},
+        "loss_tolerance": _tolerance(pair),
+        "loss_because": target.loss.because,
+        "can_run": not pair.skipped,
+        "because": pair.skipped,
+        "left_out": pair.left_out,
+    }
+
+
+def _tolerance(pair: "Pair") -> float | None:
+    """Of a target that this device cannot run: that of the device it is for."""
+    target = pair.target
+    return target.tolerance(pair.device if pair.device in target.work else next(iter(target.work)))
+
+
+def _print_pair(pair: "Pair") -> None:
+    target = pair.target
+    print(f"{target.name}: {target.title}")
+    arms = [f"{arm.name} ({' '.join(arm.overrides_on(pair.device))})" for arm in target.arms]
+    print(f"    goal     {target.goal}")
+    print(f"    arms     {', '.join(arms)}")
+    for key, why in target.differs.items():
+        print(f"    differs  {key}: {why}")
+    if pair.arms:
+        print(f"    equal    {', '.join(f'{name} {value}' for name, value in pair.facts.items())}")
+    tolerance = _tolerance(pair)
+    allowed = f"within {tolerance:g}" if tolerance is not None else "not compared"
+    print(f"    losses   {allowed}: {target.loss.because}")
+    print(f"    here     {f'skipped: {pair.skipped}' if pair.skipped else 'runs'}")
+    for arm, why in pair.left_out.items():
+        print(f"             without {arm}: {why}")

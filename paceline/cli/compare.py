@@ -1,0 +1,102 @@
+"""`paceline compare`: what differs between runs, and whether one is faster."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.arguments import JsonFlag
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from paceline.compare import Comparison, SideFigures
+
+TABLE_WIDTH = 1000  # more than a table takes: it is never cut off, and a terminal wraps it
+Sides = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN_OR_GROUP...",
+        help="Run directories, folders of repeats, or SWEEP_DIR:CELL. The first is the baseline.",
+    ),
+]
+
+
+def compare(
+    sides: Sides,
+    metric: str | None = typer.Option(
+        None, "--metric", help="samples_per_s, tokens_per_s or tail_mean_iter_p50_ms."
+    ),
+    margin: float = typer.Option(0.02, "--margin", help="Differences below it do not matter."),
+    as_json: JsonFlag = False,
+) -> None:
+    """Say what differs between runs (config, code, data, hardware), then which is faster.
+
+    Example: paceline compare runs/before runs/after
+    """
+    from typing import cast
+
+    from paceline.cli.talk import print_json, refusals_on_stdout
+    from paceline.compare import compare_sides, open_side
+    from paceline.records.swept import Metric
+    from paceline.stats.figures import METRICS
+
+    with refusals_on_stdout(as_json):
+        if metric is not None and metric not in METRICS:
+            raise ConfigError(f"there is no metric {metric}\nhint: {', '.join(METRICS)}")
+        opened = [open_side(text) for text in sides]
+        found = compare_sides(opened, cast("Metric | None", metric), margin)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _print(found)
+
+
+def _print(found: "Comparison") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False, soft_wrap=True, width=TABLE_WIDTH)
+    if not found.differences:
+        console.print("nothing differs: config, code, data, hardware and environment are the same")
+    for apart in found.differences:
+        what = apart.what if apart.kind in ("config", "env") else "fingerprint"
+        console.print(escape(f"{apart.kind}: {what}: {' | '.join(apart.values)}"))
+    for note in found.notes:
+        console.print(escape(f"note: {note}"))
+    _print_table(console, found)
+
+
+def _print_table(console: "Console", found: "Comparison") -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    columns = ("", "runs", found.metric, "step p50/p90", "memory", "loss", "ratio", "verdict")
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    for side in found.sides:
+        table.add_row(*(escape(cell) for cell in _cells(side)))
+    console.print(table)
+
+
+def _cells(side: "SideFigures") -> list[str]:
+    failed = f" ({len(side.failed)} failed)" if side.failed else ""
+    rate = "" if side.value is None else f"{side.value:,.1f}"
+    if side.low is not None and side.high is not None:
+        rate += f" ({side.low:,.1f} to {side.high:,.1f})"
+    steps = [side.step_s_p50, side.step_s_p90]
+    times = " / ".join(f"{1000 * each:.1f}" for each in steps if each is not None)
+    ratio = "" if side.ratio is None else f"{side.ratio:.3f}, no interval"
+    if side.speedup:
+        ratio = "{:.3f} ({:.3f} to {:.3f})".format(*side.speedup)
+    return [
+        side.name,
+        f"{side.num_runs}{failed}",
+        rate,
+        f"{times} ms" if times else "",
+        f"{side.peak_bytes / 2**20:,.0f} MiB" if side.peak_bytes else "",
+        "" if side.tail_loss is None else f"{side.tail_loss:.4f}",
+        ratio,
+        side.verdict,
+    ]
