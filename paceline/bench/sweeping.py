@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from paceline.bench.runner import PairRunner, Ran
+from paceline.launch.signals import noted_signals
 from paceline.records.swept import SweepRecord
 from paceline.rundir import RunLock
-from paceline.sweep.flow import open_folder
-from paceline.sweep.judge import judge_sweep
-from paceline.sweep.outputs import write_outputs
-from paceline.sweep.runner import RunOptions, SweepRunner, SweepTalk
+from paceline.sweep.flow import open_folder, report_sweep
+from paceline.sweep.runner import SweepRunner, SweepTalk
 
 
 def through_sweeps(talk: SweepTalk) -> PairRunner:
@@ -16,14 +15,14 @@ def through_sweeps(talk: SweepTalk) -> PairRunner:
 
     def run_pair(record: SweepRecord, root: Path) -> Ran:
         folder = open_folder(record, root.name, root)
-        with RunLock(folder.root):
+        with RunLock(folder.root), noted_signals() as notes:
             record.save(folder.record)
-            runner = SweepRunner(record, folder, talk, RunOptions())
+            runner = SweepRunner(record, folder, talk, notes)
             try:
                 runner.run_phase(record.phases[0])
             finally:
-                judgement = judge_sweep(record, folder, runner.rows)
-                write_outputs(folder, record, runner.rows, judgement)
+                report_sweep(runner)
+            runner.is_stopped()
         return Ran(runner.rows, runner.stopped_by)
 
     return run_pair

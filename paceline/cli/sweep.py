@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,7 +63,7 @@ def sweep(
 
     More words: sweep.margin=0.05 sweep.seed=1 sweep.loss_tolerance=0.02 (docs/sweeping.md)
     """
-    from paceline.cli.talk import refusals_on_stdout
+    from paceline.cli.talk import print_json, refusals_on_stdout
     from paceline.sweep.spec import read_spec
 
     given: dict[str, Any] = {
@@ -73,7 +75,7 @@ def sweep(
         "phases": phases or None,
         "stop_on_error": stop_on_error or None,
     }
-    with refusals_on_stdout(as_json):
+    with refusals_on_stdout(as_json), redirect_stdout(sys.stderr):  # what the user's job prints
         require_alone("sweep")
         asked = {name: value for name, value in given.items() if value is not None}
         spec = read_spec(source, overrides or [], axis, asked)
@@ -84,27 +86,28 @@ def sweep(
         talk.say("planning every cell")
         record = plan_sweep(spec)
         talk.plan(spec, record)
-        if dry_run:
-            raise typer.Exit
-        folder = open_folder(record, spec.recipe, out)
-        with talk.live():
-            end = run_planned(spec, record, folder, talk)
+        if not dry_run:
+            folder = open_folder(record, spec.recipe, out)
+            with talk.live():
+                end = run_planned(spec, record, folder, talk)
+    if dry_run:
+        if as_json:
+            print_json(record.to_json())
+        raise typer.Exit
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     talk.conclude(end, folder)
     if as_json:
-        from paceline.cli.talk import print_json
-
         print_json(json.dumps(_body(end, folder), indent=2))
     raise typer.Exit(exit_code(end))
 
 
 def exit_code(end: SweepEnd) -> int:
-    """A stop by signal first, then failed runs, then a target that was not met."""
+    """A stop comes first; then: a run failed, nothing was measured, or the target is not met."""
     if end.stopped_by:
         return EXIT_CODES[Outcome(end.stopped_by)]
     target = end.judgement.target
-    is_short = target is not None and not target.is_met
+    is_short = end.judgement.winner is None or (target is not None and not target.is_met)
     return EXIT_CODES[Outcome.CHECK_FAILED if is_short or end.num_failed else Outcome.OK]
 
 

@@ -3,14 +3,18 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import fmean
 
+from rich.console import Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from paceline.cli.talk import ConsoleTalk, say_failure, shown
 from paceline.records import Plan, Result
 from paceline.records.swept import SweepRecord
 from paceline.report.story import duration
+from paceline.report.sweep_story import UNITS, number
 from paceline.rundir import RunDir
 from paceline.sweep.board import Board
 from paceline.sweep.flow import SweepEnd
@@ -19,12 +23,8 @@ from paceline.sweep.phases import describe_schedule
 from paceline.sweep.spec import SweepSpec
 
 PLAIN_INTERVAL_S = 5.0
-MAX_LINES = 30  # of a live table: one that is higher than the terminal cannot be redrawn
-UNITS = {
-    "samples_per_s": "samples/s",
-    "tokens_per_s": "tokens/s",
-    "tail_mean_iter_p50_ms": "ms",
-}
+FEW_STEPS = 20
+BESIDE = 8  # lines of the screen that the live table leaves: it cannot be redrawn if higher
 
 
 class SweepConsole(ConsoleTalk):
@@ -35,13 +35,6 @@ class SweepConsole(ConsoleTalk):
         self._live: Live | None = None
         self._board: Board | None = None
         self._now = ""  # the heartbeat of the live run
-        self._said: set[str] = set()
-
-    def say(self, text: str) -> None:
-        """Every cell would say the same of the machine: once is enough."""
-        if text not in self._said:
-            self._said.add(text)
-            super().say(text)
 
     def plan(self, spec: SweepSpec, record: SweepRecord) -> None:
         refused = [cell for cell in record.cells if cell.refusal]
@@ -49,6 +42,8 @@ class SweepConsole(ConsoleTalk):
             self.say(f"refused: {cell.name}: {cell.refusal}")
         for line in describe_schedule(spec, record.cells):
             self.say(line)
+        if min(phase.steps for phase in record.phases) < FEW_STEPS:
+            self.say(f"warning: of fewer than {FEW_STEPS} steps little is left after the warm-up")
         self.say(
             f"compared by {record.metric}, differences below {record.margin:.1%} do not matter"
         )
@@ -77,43 +72,39 @@ class SweepConsole(ConsoleTalk):
             self._redraw()
         elif time.monotonic() - self._last_line_at >= PLAIN_INTERVAL_S:
             self._last_line_at = time.monotonic()
-            super().say(f"    {self._now}")
+            self.say(f"    {self._now}")
 
     def board(self, board: Board) -> None:
         self._board = board
         if self._live is not None:
             self._redraw()
         elif board.running:
-            super().say(
+            self.say(
                 f"[{board.num_ended + 1}/{board.num_asked}] {board.running}, repeat {board.repeat}"
             )
         else:
-            super().say(f"    {_status(board)}")
+            self.say(f"    {_status(board)}")
 
     def failed(self, cell: str, repeat: int, result: Result) -> None:
-        super().say(f"{cell}, repeat {repeat}:")
+        self.say(f"{cell}, repeat {repeat}:")
         say_failure(self, result)
 
     def conclude(self, end: SweepEnd, folder: SweepDir) -> None:
-        super().say("")
+        self.say("")
         if end.stopped_by:
-            super().say(
+            self.say(
                 f"stopped ({end.stopped_by}): this is what there is so far; the same command with"
                 f" --out {shown(folder.root)} goes on"
             )
         for line in answer(end):
-            super().say(line)
-        super().say(f"summary: {shown(folder.summary)}")
-        super().say(f"report: {shown(folder.report)}")
+            self.say(line)
+        self.say(f"summary: {shown(folder.summary)}")
+        self.say(f"report: {shown(folder.report)}")
 
     def _redraw(self) -> None:
         assert self._live is not None and self._board is not None
-        self._live.update(_table(self._board, self._now))
-
-
-def figure(value: float) -> str:
-    """`12,345`, `8.27`: four digits, never in powers of ten."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+        room = max(1, self.console.height - BESIDE)
+        self._live.update(_table(self._board, self._now, room))
 
 
 def answer(end: SweepEnd) -> list[str]:
@@ -128,7 +119,7 @@ def answer(end: SweepEnd) -> list[str]:
         lines.append(f"compared by {record.metric}, {against}:")
         for row in judged.standings.rows:
             speed = f"{row.speedup.value:.3f}x" if row.speedup else ""
-            rate = f"{figure(row.rate.value)} {unit}" if row.rate else ""
+            rate = f"{number(row.rate.value if row.rate else fmean(row.group.values))} {unit}"
             runs = f"n={len(row.group.values)}"
             mark = "*" if row.is_winner and row.group.name not in judged.flagged else " "
             lines.append(f" {mark} {row.group.name}  {rate}  {speed}  {row.verdict} ({runs})")
@@ -151,24 +142,27 @@ def _status(board: Board) -> str:
     if board.num_failed:
         parts.append(f"{board.num_failed} failed")
     if best is not None and best.value is not None:
-        parts.append(f"best so far {best.name} ({figure(best.value)} {unit})")
+        parts.append(f"best so far {best.name} ({number(best.value)} {unit})")
     if left_s is not None and left_s >= 1:
         parts.append(f"about {duration(left_s)} left")
     return ", ".join(parts)
 
 
-def _table(board: Board, now: str) -> Table:
-    title = f"phase {board.phase}: {_status(board)}" if board.phase else _status(board)
-    table = Table(title=title, title_justify="left", title_style="")
+def _table(board: Board, now: str, room: int) -> Group:
+    """The status above the cells, as many as there is room for, the one that runs first."""
+    status = f"phase {board.phase}: {_status(board)}" if board.phase else _status(board)
+    table = Table()
     for name in ("cell", "done", "failed", UNITS[board.metric], "now"):
         table.add_column(name, justify="left" if name in ("cell", "now") else "right")
     lines = sorted(board.lines.values(), key=lambda line: line.name != board.running)
     best = board.best
-    for line in lines[:MAX_LINES]:
-        value = "" if line.value is None else f"{figure(line.value)}{' *' if line is best else ''}"
+    for line in lines[:room]:
+        value = "" if line.value is None else f"{number(line.value)}{' *' if line is best else ''}"
         running = (now or "starting ranks") if line.name == board.running else ""
         failed = str(line.num_failed) if line.num_failed else ""
-        table.add_row(line.name, f"{line.num_done}/{line.num_asked}", failed, value, running)
-    if len(lines) > MAX_LINES:
-        table.caption = f"and {len(lines) - MAX_LINES} cells more"
-    return table
+        table.add_row(
+            escape(line.name), f"{line.num_done}/{line.num_asked}", failed, value, running
+        )
+    if len(lines) > room:
+        table.caption = f"and {len(lines) - room} cells more"
+    return Group(escape(status), table)

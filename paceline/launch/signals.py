@@ -39,7 +39,8 @@ class Notes:
 
 @contextmanager
 def noted_signals() -> Iterator[Notes]:
-    """Take note of signals meanwhile; afterwards every handler is what it was."""
+    """Take note of signals meanwhile; afterwards every handler is what it was. Whoever takes notes
+    around this hears of them too: of a run, the sweep that it belongs to."""
     notes = Notes()
     if threading.current_thread() is not threading.main_thread():
         yield notes  # only the main thread may have handlers; its owner decides about signals
@@ -55,11 +56,15 @@ def noted_signals() -> Iterator[Notes]:
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
     watched = [number for number in (*ENDING, signal.SIGUSR1) if number not in ignored]
     before = {number: signal.signal(number, note) for number in watched}
+    note.notes = notes  # type: ignore[attr-defined]
     try:
         yield notes
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        outer = getattr(before[signal.SIGINT], "notes", None)
+        if isinstance(outer, Notes):
+            outer.ending += notes.ending
 
 
 def request_for(number: int) -> int:

@@ -19,7 +19,7 @@ class SweptCell(Part):
 
 
 class SweptPhase(Part):
-    """A part of the schedule. `cells` is empty until the phase before it has decided them."""
+    """A part of the schedule. Those after the first are known when the one before has ended."""
 
     name: str = Field(description="A pilot, B final, C extras; or the whole sweep.")
     cells: list[str]

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from paceline.cluster.facts import probe
 from paceline.errors import ConfigError
+from paceline.launch.signals import noted_signals
 from paceline.records.swept import Metric, SweepRecord, SweptCell, SweptPhase
 from paceline.rundir import RunDir, RunLock
 from paceline.sweep.folder import SweepDir
-from paceline.sweep.judge import SPEEDUP, SweepJudgement, Target, judge_sweep
+from paceline.sweep.judge import SweepJudgement, judge_sweep
 from paceline.sweep.matrix import Ground, draw_cells, find_cell, load_cells, refuse_impossible
 from paceline.sweep.outputs import write_outputs
 from paceline.sweep.phases import (
@@ -23,9 +24,11 @@ from paceline.sweep.phases import (
     choose_finalists,
     first_phase,
     in_phase,
+    with_extras,
 )
-from paceline.sweep.runner import RunOptions, SweepRunner, SweepTalk
+from paceline.sweep.runner import SweepRunner, SweepTalk
 from paceline.sweep.spec import SweepSpec
+from paceline.sweep.target import SPEEDUP, Target
 
 QUESTION = ("mode", "recipe", "overrides", "axes")  # what makes it another sweep
 
@@ -50,11 +53,11 @@ def plan_sweep(spec: SweepSpec) -> SweepRecord:
         reasons = dict.fromkeys(f"{cell.name}: {cell.refusal}" for cell in cells)
         raise ConfigError(["none of the cells can run", *reasons])
     baseline = find_cell(cells, spec.baseline).name if spec.baseline else None
-    _require_target(spec)
     by_tokens = all(job.workload.unit == "tokens" for job in jobs.values())
     metric: Metric = "tokens_per_s" if by_tokens else "samples_per_s"
-    if spec.metric == "tokens_per_s" and not by_tokens:
-        raise ConfigError("this workload counts no tokens\nhint: --metric samples_per_s")
+    _require_countable(spec, by_tokens)
+    if spec.phases:  # a misspelt extra must not be found when all others have run
+        load_cells(ground, with_extras(spec, cells[0]), spec.steps)
     cells = in_phase(PILOT, cells) if spec.phases else cells
     return SweepRecord(
         mode="sweep",
@@ -76,18 +79,31 @@ def run_planned(
     spec: SweepSpec, record: SweepRecord, folder: SweepDir, talk: SweepTalk
 ) -> SweepEnd:
     """Run what is missing in `folder`, and leave its outputs there however it ends."""
-    with RunLock(folder.root):
+    with RunLock(folder.root), noted_signals() as notes:
         record.save(folder.record)
-        runner = SweepRunner(record, folder, talk, RunOptions(spec.stop_on_error))
+        runner = SweepRunner(record, folder, talk, notes, spec.stop_on_error)
         try:
             for phase in _phases(spec, runner):
                 runner.run_phase(phase)
-                if runner.stopped_by:
+                report_sweep(runner)
+                if runner.is_stopped():
                     break
         finally:
-            judgement = judge_sweep(runner.record, folder, runner.rows)
-            write_outputs(folder, runner.record, runner.rows, judgement)
-    return SweepEnd(runner.record, judgement, runner.stopped_by, runner.board.num_failed)
+            judgement = report_sweep(runner)
+    return SweepEnd(runner.record, judgement, runner.stopped_by, runner.num_failed)
+
+
+def report_sweep(runner: SweepRunner) -> SweepJudgement:
+    """Everything that can be said now, on disk."""
+    judgement = judge_sweep(runner.record, runner.folder, runner.rows)
+    try:
+        write_outputs(runner.folder, runner.record, runner.rows, judgement)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the tables of the sweep: {error.filename}: {error.strerror}\n"
+            "hint: make room; the same command goes on, and no finished run is lost"
+        ) from error
+    return judgement
 
 
 def _phases(spec: SweepSpec, runner: SweepRunner) -> Iterator[SweptPhase]:
@@ -146,12 +162,22 @@ def _require_same(old: SweepRecord, new: SweepRecord, out: Path) -> None:
         )
 
 
-def _require_target(spec: SweepSpec) -> None:
-    if spec.target and Target.parse(spec.target).metric == SPEEDUP and not spec.baseline:
-        raise ConfigError(
+def _require_countable(spec: SweepSpec, by_tokens: bool) -> None:
+    target = Target.parse(spec.target) if spec.target else None
+    problems = []
+    if target is not None and target.metric == SPEEDUP and not spec.baseline:
+        problems.append(
             f"the target '{spec.target}' needs a baseline to be faster than\n"
             "hint: --baseline CELL, such as --baseline strategy.name=ddp"
         )
+    asked = {"metric": spec.metric, "target": target.metric if target else ""}
+    problems += [
+        f"this workload counts no tokens, and --{flag} asks for them\nhint: samples_per_s"
+        for flag, metric in asked.items()
+        if metric == "tokens_per_s" and not by_tokens
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _seen(cells: list[SweptCell], key: str) -> list[str]:

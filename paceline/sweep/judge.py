@@ -1,63 +1,20 @@
-"""From the runs of a sweep to its answer: figures of every run, standings of the cells, the cells
-whose loss departs, and whether the target was met."""
+"""From the runs of a sweep to its answer: standings of the cells, the cells whose loss departs, the
+winner, and whether the target was met (target.py)."""
 
 import math
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Literal, NamedTuple
 
-from paceline.errors import ConfigError
 from paceline.records.swept import SweepRecord, SweptPhase
-from paceline.stats.figures import LOWER_IS_BETTER, METRICS, RunFigures, measure_run
+from paceline.stats.figures import LOWER_IS_BETTER, RunFigures, measure_run
 from paceline.stats.intervals import Interval
-from paceline.stats.standings import Group, Standings, compare_groups
+from paceline.stats.standings import Group, Standing, Standings, compare_groups
 from paceline.sweep.folder import SweepDir
-from paceline.sweep.manifest import NOT_THERE, SUCCESS, Row
+from paceline.sweep.manifest import NOT_THERE, STOPPED, SUCCESS, Row
+from paceline.sweep.target import SPEEDUP, Target, TargetResult, hold
 
-SPEEDUP = "speedup"
-
-
-class Target(NamedTuple):
-    """`speedup>=1.08`, `tokens_per_s>=39`, `tail_mean_iter_p50_ms<=12`."""
-
-    metric: str
-    sign: str
-    limit: float
-
-    @classmethod
-    def parse(cls, text: str) -> "Target":
-        found = re.fullmatch(r"\s*(\w+)\s*(>=|<=)\s*([0-9.eE+-]+)\s*", text)
-        known = [SPEEDUP, *METRICS]
-        try:
-            if found is None or found[1] not in known:
-                raise ValueError
-            limit = float(found[3])
-        except ValueError as error:
-            raise ConfigError(
-                f"the target '{text}' is not one of {', '.join(known)} with >= or <= and a number\n"
-                'hint: --target "speedup>=1.08" --baseline CELL, or --target "tokens_per_s>=39"'
-            ) from error
-        wanted = "<=" if found[1] in LOWER_IS_BETTER else ">="
-        if found[2] != wanted:
-            raise ConfigError(f"the target '{text}' asks to be worse\nhint: {found[1]}{wanted}...")
-        return cls(found[1], found[2], limit)
-
-
-@dataclass(frozen=True)
-class TargetResult:
-    """`state`: met, missed, or open: the interval holds the limit, so nobody can tell yet."""
-
-    text: str
-    group: str
-    found: Interval | None
-    state: Literal["met", "missed", "open"]
-    because: str
-
-    @property
-    def is_met(self) -> bool:
-        return self.state == "met"
+NUM_PARTS = 5  # of a loss curve; the first one is left out
 
 
 @dataclass(frozen=True)
@@ -65,9 +22,10 @@ class SweepJudgement:
     """What can be said now; a sweep that was stopped early is judged by what it has.
 
     `figures`: by run_dir of the manifest, of successful runs that could be measured.
-    `standings`: of the last phase that has any; None while no cell has a figure.
-    `earlier`: of the phases before it. `others`: by the other metric, which may disagree.
-    `flagged`: cells whose loss departs from that of their equals, and how. They are not winners.
+    `standings`: of the phase that decides; None while no cell has a figure. Cells whose loss
+    departs stand at the end and count for nobody else. `earlier`: of the phases before it.
+    `others`: the same cells by the other metric, which may disagree.
+    `flagged`: cells whose loss departs from that of their equals, and how.
     """
 
     figures: dict[str, RunFigures]
@@ -81,30 +39,34 @@ class SweepJudgement:
 
 
 def judge_sweep(record: SweepRecord, folder: SweepDir, rows: Sequence[Row]) -> SweepJudgement:
+    """Read the figures of every run, and judge."""
     good = [row for row in rows if row["status"] == SUCCESS]
     found = {row["run_dir"]: measure_run(folder.run(row)) for row in good}
     figures = {place: figure for place, figure in found.items() if figure is not None}
-    judge = _Judge(record, [row for row in good if row["run_dir"] in figures], figures)
-    by_phase = [judge.standings(phase, record.metric) for phase in record.phases]
-    decided = [
-        (phase, standings)
-        for phase, standings in zip(record.phases, by_phase, strict=True)
-        if standings is not None
-    ]
-    if not decided:
-        return SweepJudgement(figures, None, None, {}, None, judge.target(None, None), [])
-    phase, standings = decided[-1]
-    flagged = judge.departures(phase)
-    winner = judge.winner(phase, flagged)
+    return judge_figures(record, rows, figures)
+
+
+def judge_figures(
+    record: SweepRecord, rows: Sequence[Row], figures: dict[str, RunFigures]
+) -> SweepJudgement:
+    judges = [_Judge(record, phase, list(rows), figures) for phase in record.phases]
+    able = [judge for judge in judges if judge.standings is not None]
+    if not able:
+        target = _missed(record, "no cell has a figure") if record.target else None
+        return SweepJudgement(figures, None, None, {}, None, target, [])
+    # A phase that was stopped in its first runs must not overrule one that was finished.
+    deciding = next((judge for judge in reversed(able) if judge.has_ended), able[0])
+    begun = [judge.phase.name for judge in able[able.index(deciding) + 1 :]]
+    notes = [f"phase {name} was begun, and is not in the answer" for name in begun]
     return SweepJudgement(
         figures=figures,
-        standings=standings,
-        others=judge.standings(phase, _other(record.metric)),
-        flagged=flagged,
-        winner=winner,
-        target=judge.target(phase, winner),
-        notes=judge.notes(phase),
-        earlier=tuple(standings for _, standings in decided[:-1]),
+        standings=deciding.standings,
+        others=deciding.compare(_other(record.metric), deciding.sound),
+        flagged=deciding.flagged,
+        winner=deciding.winner(),
+        target=deciding.target() if record.target else None,
+        notes=[*notes, *deciding.notes()],
+        earlier=tuple(j.standings for j in able[: able.index(deciding)] if j.standings),
     )
 
 
@@ -112,92 +74,147 @@ def _other(metric: str) -> str:
     return "samples_per_s" if metric in LOWER_IS_BETTER else "tail_mean_iter_p50_ms"
 
 
-@dataclass(frozen=True)
-class _Judge:
-    record: SweepRecord
-    rows: list[Row]
-    figures: dict[str, RunFigures]
+def _missed(record: SweepRecord, because: str) -> TargetResult:
+    return TargetResult(record.target or "", "", None, "missed", because)
 
-    def standings(
-        self, phase: SweptPhase, metric: str, without: frozenset[str] = frozenset()
+
+class _Judge:
+    """One phase: its runs, their losses, its standings."""
+
+    def __init__(
+        self,
+        record: SweepRecord,
+        phase: SweptPhase,
+        rows: Sequence[Row],
+        figures: Mapping[str, RunFigures],
+    ) -> None:
+        self.record, self.phase, self.figures = record, phase, figures
+        # A manifest may hold what an earlier call asked for: other lengths, more repeats.
+        self.rows = [
+            row
+            for row in rows
+            if row["group"] in phase.cells
+            and int(row["repeat"]) <= phase.repeats
+            and row["steps_asked"] == str(phase.steps)
+        ]
+        self.baseline = self._find_baseline()
+        self.flagged = dict(self._departures())
+        self.sound = [name for name in phase.cells if name not in self.flagged]
+        self.standings = self._standings()
+
+    @property
+    def has_ended(self) -> bool:
+        """Every run of it has, well or badly."""
+        ended = [row for row in self.rows if row["outcome"] not in STOPPED]
+        return len(ended) == len(self.phase.cells) * self.phase.repeats
+
+    def compare(
+        self, metric: str, names: Sequence[str], baseline: str | None = None
     ) -> Standings | None:
-        groups = [self._group(name, metric) for name in phase.cells if name not in without]
+        groups = [self._group(name, metric) for name in names]
         filled = [group for group in groups if group.values]
         if not filled:
             return None
-        baseline = self._baseline(phase)
+        wanted = baseline or self.baseline
         return compare_groups(
             filled,
-            baseline=baseline if any(group.name == baseline for group in filled) else None,
+            baseline=wanted if any(group.name == wanted for group in filled) else None,
             lower_is_better=metric in LOWER_IS_BETTER,
             margin=self.record.margin,
         )
 
-    def departures(self, phase: SweptPhase) -> dict[str, str]:
-        """Cells with the global batch of others, but not with their loss. What they are held
-        against is the baseline, or the first of them in the order of the matrix."""
-        flagged = {}
-        baseline, references = self._baseline(phase), dict[str, str]()
-        for name in sorted(phase.cells, key=lambda name: name != baseline):
-            if self._of(name):
-                references.setdefault(self._batch(name), name)
-        for name in phase.cells:
-            reference = references.get(self._batch(name)) if self._of(name) else None
-            if reference is None or reference == name:
-                continue
-            ours, theirs = self._loss(name), self._loss(reference)
-            departure = abs(ours - theirs) / abs(theirs) if theirs else abs(ours)
-            if not departure <= self.record.loss_tolerance:  # NaN departs too
-                flagged[name] = (
-                    f"its loss ends at {ours:.4g}, that of {reference} with the same batch at"
-                    f" {theirs:.4g}: {departure:.1%} apart, and {self.record.loss_tolerance:.1%}"
-                    " is allowed (sweep.loss_tolerance)"
-                )
-        return flagged
-
-    def winner(self, phase: SweptPhase, flagged: dict[str, str]) -> str | None:
-        """The first of those that cannot be told from the best, among cells with a sound loss.
-        One that looks slower than the margin may be in that set only for want of repeats: it is
-        shown there, and not chosen."""
-        sound = self.standings(phase, self.record.metric, frozenset(flagged))
-        if sound is None:
+    def winner(self) -> str | None:
+        """The first of those that cannot be told from the best. One that looks slower than the
+        margin may be in that set only for want of repeats: it is shown there, and not chosen."""
+        if self.standings is None:
             return None
-        groups = [row.group for row in sound.winners]
-        best = fmean(sound.best.group.values)
-        near = [g.name for g in groups if _ratio(fmean(g.values), best) <= 1 + self.record.margin]
-        return near[0]
+        best, edge = _log_mean(self.standings.best.group), math.log1p(self.record.margin)
+        near = [r for r in self.standings.winners if abs(_log_mean(r.group) - best) <= edge]
+        return near[0].group.name
 
-    def target(self, phase: SweptPhase | None, winner: str | None) -> TargetResult | None:
-        if self.record.target is None:
-            return None
+    def target(self) -> TargetResult:
+        winner = self.winner()
+        assert winner is not None and self.record.target is not None
         target = Target.parse(self.record.target)
-        if phase is None or winner is None:
-            because = "no cell has a figure"
-            return TargetResult(self.record.target, "", None, "missed", because)
-        found = self._interval(phase, winner, target.metric)
-        state, because = _hold(target, found)
+        if target.metric == SPEEDUP and not (self.standings and self.standings.is_baseline):
+            return _missed(self.record, f"the baseline {self.record.baseline} has no figure")
+        found = self._interval(winner, target.metric)
+        state, because = hold(target, found)
         return TargetResult(self.record.target, winner, found, state, because)
 
-    def notes(self, phase: SweptPhase) -> list[str]:
-        left = [name for name in phase.cells if not self._of(name)]
-        notes = [f"{name}: no run of it could be measured" for name in left]
+    def notes(self) -> list[str]:
+        notes = [
+            f"{name}: no run of it could be measured"
+            for name in self.phase.cells
+            if not self._of(name)
+        ]
+        if self.record.baseline and self.standings and not self.standings.is_baseline:
+            notes.append(
+                f"the baseline {self.record.baseline} has no figure: held against the best"
+            )
         for what in ("code", "hardware", "data"):
             if len({row[f"{what}_fingerprint"] for row in self.rows}) > 1:
                 notes.append(f"not all runs have the same {what}: what differs may be that")
+        alone = self._without_equals()
+        if alone:
+            notes.append(
+                f"no other cell has the global batch of {', '.join(alone)}: a loss that departs"
+                " would not be seen"
+            )
         return notes
 
-    def _interval(self, phase: SweptPhase, winner: str, metric: str) -> Interval | None:
-        if metric == SPEEDUP:
-            standings = self.standings(phase, self.record.metric)
-            assert standings is not None, "there is a winner"
-            return standings.of(winner).speedup if standings.is_baseline else None
-        alone = compare_groups(
-            [self._group(winner, metric)], lower_is_better=metric in LOWER_IS_BETTER
+    def _standings(self) -> Standings | None:
+        """Sound cells among themselves; then the others, each against the same reference."""
+        sound = self.compare(self.record.metric, self.sound)
+        if sound is None:
+            return None
+        return replace(sound, rows=(*sound.rows, *self._flagged_rows(sound.reference)))
+
+    def _flagged_rows(self, reference: str) -> Iterator[Standing]:
+        for name in self.flagged:
+            beside = self.compare(self.record.metric, [*self.sound, name], reference)
+            assert beside is not None, "there are sound cells"
+            yield replace(beside.of(name), is_winner=False)
+
+    def _departures(self) -> Iterator[tuple[str, str]]:
+        """Cells with the global batch of others, but not with their losses. What they are held
+        against is the baseline, or the first of them in the order of the matrix."""
+        references: dict[str, str] = {}
+        for name in sorted(self.phase.cells, key=lambda name: name != self.baseline):
+            curve = self._curve(name)
+            if curve and all(map(math.isfinite, curve)):
+                references.setdefault(self._batch(name), name)
+        for name in self.phase.cells:
+            reference = references.get(self._batch(name)) if self._of(name) else None
+            if reference in (None, name):
+                continue
+            assert reference is not None
+            departure = _apart(self._curve(name), self._curve(reference))
+            if not departure <= self.record.loss_tolerance:  # NaN departs too
+                yield name, self._told(name, reference, departure)
+
+    def _told(self, name: str, reference: str, departure: float) -> str:
+        ours, theirs = ((self._curve(n) or [math.nan])[-1] for n in (name, reference))
+        return (
+            f"its loss ends at {ours:.4g}, that of {reference} with the same batch at {theirs:.4g};"
+            f" they are up to {departure:.1%} apart, and {self.record.loss_tolerance:.1%} is"
+            " allowed (sweep.loss_tolerance)"
         )
-        return alone.rows[0].rate
+
+    def _without_equals(self) -> list[str]:
+        batches = [self._batch(name) for name in self.phase.cells if self._of(name)]
+        return [n for n in self.phase.cells if self._of(n) and batches.count(self._batch(n)) == 1]
+
+    def _interval(self, winner: str, metric: str) -> Interval | None:
+        if metric == SPEEDUP:
+            assert self.standings is not None
+            return self.standings.of(winner).speedup
+        group = self._group(winner, metric)
+        return compare_groups([group]).rows[0].rate if group.values else None
 
     def _of(self, name: str) -> list[Row]:
-        return [row for row in self.rows if row["group"] == name]
+        """Its runs that could be measured."""
+        return [r for r in self.rows if r["group"] == name and r["run_dir"] in self.figures]
 
     def _group(self, name: str, metric: str) -> Group:
         rows = self._of(name)
@@ -210,33 +227,33 @@ class _Judge:
         rows = self._of(name)
         return rows[0]["global_batch"] if rows else ""
 
-    def _loss(self, name: str) -> float:
-        found = [self.figures[row["run_dir"]].tail_loss for row in self._of(name)]
-        known = [loss for loss in found if loss is not None]
-        return fmean(known) if known else math.nan
+    def _curve(self, name: str) -> list[float]:
+        """Its loss over time: means over the parts of its runs, but for the first."""
+        curves = [_parts(self.figures[row["run_dir"]].losses) for row in self._of(name)]
+        return [fmean(part) for part in zip(*curves, strict=True)] if curves else []
 
-    def _baseline(self, phase: SweptPhase) -> str | None:
+    def _find_baseline(self) -> str | None:
         """A baseline stands in each phase under the phase's own name."""
         if self.record.baseline is None:
             return None
-        return f"{phase.name}:{self.record.baseline}" if phase.name else self.record.baseline
+        return (
+            f"{self.phase.name}:{self.record.baseline}" if self.phase.name else self.record.baseline
+        )
 
 
-def _ratio(one: float, other: float) -> float:
-    """How far two values are apart, whichever is larger."""
-    return max(one, other) / min(one, other)
+def _parts(losses: Sequence[float]) -> list[float]:
+    edges = [round(len(losses) * n / NUM_PARTS) for n in range(NUM_PARTS + 1)]
+    parts = [losses[a:b] for a, b in zip(edges[1:], edges[2:], strict=False)]
+    return [fmean(part) for part in parts if part]
 
 
-def _hold(target: Target, found: Interval | None) -> tuple[Literal["met", "missed", "open"], str]:
-    """Met only when the whole interval is on the right side of the limit."""
-    if found is None:
-        return "open", "there is no interval yet: it needs more repeats"
-    sign = -1 if target.sign == "<=" else 1
-    low, high = sorted((sign * found.low, sign * found.high))
-    text = f"{target.metric} is {found.value:.4g} ({found.low:.4g} to {found.high:.4g})"
-    if low >= sign * target.limit:
-        return "met", text
-    if high < sign * target.limit:
-        return "missed", text
-    side = "reached" if sign * found.value >= sign * target.limit else "not reached"
-    return "open", f"{text}: {side}, but not shown; it needs more repeats"
+def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The largest relative distance between two curves; NaN if either has one."""
+    gaps = [
+        abs(a - b) / abs(b) if b else abs(a - b) for a, b in zip(ours, theirs, strict=True)
+    ]  # fmt: skip
+    return math.nan if any(map(math.isnan, gaps)) else max(gaps)
+
+
+def _log_mean(group: Group) -> float:
+    return fmean(math.log(value) for value in group.values)

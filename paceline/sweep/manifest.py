@@ -9,6 +9,7 @@ from paceline.files import write_atomic
 Row = dict[str, str]
 NOT_THERE = "n/a"  # a setting that the workload does not have
 SUCCESS, FAILED = "success", "failed"
+STOPPED = frozenset({"interrupted", "preempted"})  # outcomes of a run that somebody ended
 # The order that readers of the first sweeps know; what is ours stands behind it.
 IDENTITY = ("mode", "group", "repeat")
 SETTINGS = (

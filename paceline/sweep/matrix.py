@@ -25,7 +25,10 @@ def draw_cells(spec: SweepSpec) -> list[SweptCell]:
         settings = {key: shown_value(value) for key, value in zip(spec.axes, values, strict=True)}
         cells.append(
             SweptCell(
-                name=",".join(f"{short[key]}={text}" for key, text in settings.items()),
+                # One space at most between words: a manifest keeps no others.
+                name=" ".join(
+                    ",".join(f"{short[key]}={text}" for key, text in settings.items()).split()
+                ),
                 settings=settings,
                 overrides=[f"{key}={text}" for key, text in settings.items()],
             )

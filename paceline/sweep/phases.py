@@ -56,7 +56,11 @@ def choose_extras(record: SweepRecord, spec: SweepSpec, winner: str) -> list[Swe
     kept = [base]
     if record.baseline not in (None, base.name):
         kept.append(_plain(record.cell(f"{FINAL}:{record.baseline}")))
-    more = [
+    return [*kept, *with_extras(spec, base)]
+
+
+def with_extras(spec: SweepSpec, base: SweptCell) -> list[SweptCell]:
+    return [
         SweptCell(
             name=f"{base.name},+{name}",
             settings={**base.settings, "extra": name},
@@ -64,7 +68,6 @@ def choose_extras(record: SweepRecord, spec: SweepSpec, winner: str) -> list[Swe
         )
         for name, overrides in spec.extras.items()
     ]
-    return [*kept, *more]
 
 
 def _plain(cell: SweptCell) -> SweptCell:

@@ -9,11 +9,10 @@ from paceline.flow import Decided
 from paceline.records import Result
 from paceline.records.swept import SweptCell
 from paceline.rundir import RunDir
-from paceline.stats.windows import quantile
+from paceline.stats.timing_points import list_points
 from paceline.sweep.manifest import COLUMNS, FAILED, NOT_THERE, SUCCESS, Row
 from paceline.tables import read_steps
 
-WINDOW = 100  # steps of a timing point
 STAGES = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
@@ -24,7 +23,7 @@ def describe_run(
     mode, phase, repeat = place
     run = RunDir(Path(result.run_dir))
     inside = run.root.relative_to(root.resolve())
-    recent_s = sorted(sum(row.phases_s.values()) for row in read_steps(run.steps(0))[-WINDOW:])
+    points = list_points(read_steps(run.steps(0)), decided.job.config.train.log_every)
     known = {
         "mode": mode,
         "group": cell.name,
@@ -33,7 +32,7 @@ def describe_run(
         "exit_code": result.exit_code,
         "duration_sec": f"{result.elapsed_s:.3f}",
         "last_step": result.steps,
-        "last_iter_ms_p50": f"{quantile(recent_s, 0.5) * 1000:.3f}" if recent_s else NOT_THERE,
+        "last_iter_ms_p50": f"{points[-1].iter_ms_p50:.3f}" if points else NOT_THERE,
         "run_dir": inside,
         "launcher_log": inside / run.launcher_log.name,
         "train_log": inside / run.train_log.name,

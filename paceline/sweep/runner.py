@@ -8,25 +8,31 @@ not run again.
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from paceline.cluster.facts import hardware_fingerprint, probe
 from paceline.errors import Outcome
 from paceline.flow import Decided, Talk, run_decided
-from paceline.launch.signals import noted_signals
-from paceline.records import Result
+from paceline.launch.signals import Notes
+from paceline.records import Plan, Result
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
+from paceline.rundir import RunDir
 from paceline.stats.figures import measure_run
 from paceline.sweep.board import Board
 from paceline.sweep.folder import SweepDir
-from paceline.sweep.manifest import FINGERPRINTS, SUCCESS, Row, load_manifest, save_manifest
+from paceline.sweep.manifest import (
+    FINGERPRINTS,
+    STOPPED,
+    SUCCESS,
+    Row,
+    load_manifest,
+    save_manifest,
+)
 from paceline.sweep.matrix import Ground, decide_cell
 from paceline.sweep.rows import describe_run
 from paceline.workloads.base import code_fingerprint
-
-STOPPED = {str(Outcome.INTERRUPTED), str(Outcome.PREEMPTED)}
 
 
 class SweepTalk(Talk, Protocol):
@@ -39,9 +45,22 @@ class SweepTalk(Talk, Protocol):
     def failed(self, cell: str, repeat: int, result: Result) -> None: ...
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    stop_on_error: bool = False
+class Once(Talk):
+    """What every run would say again of the machine and the plan is said once."""
+
+    def __init__(self, talk: Talk) -> None:
+        self._talk, self._said = talk, set[str]()
+
+    def say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._talk.say(text)
+
+    def training(self, run: RunDir, plan: Plan) -> Callable[[dict[str, str]], None]:
+        return self._talk.training(run, plan)
+
+    def trained(self) -> None:
+        self._talk.trained()
 
 
 @dataclass(frozen=True)
@@ -54,10 +73,15 @@ class Turn:
 
 
 class SweepRunner:
+    """`notes` are of the signals since the sweep began: whoever makes a runner takes them."""
+
     def __init__(
-        self, record: SweepRecord, folder: SweepDir, talk: SweepTalk, options: RunOptions
-    ) -> None:
-        self.record, self.folder, self.talk, self.options = record, folder, talk, options
+        self, record: SweepRecord, folder: SweepDir, talk: SweepTalk, notes: Notes,
+        stop_on_error: bool = False,
+    ) -> None:  # fmt: skip
+        self.record, self.folder, self.talk, self.notes = record, folder, talk, notes
+        self.stop_on_error = stop_on_error
+        self.quiet = Once(talk)
         self.ground = Ground(record.recipe, tuple(record.overrides), probe())
         self.rows = load_manifest(folder.manifest)
         self.board = Board(metric=record.metric)
@@ -76,21 +100,24 @@ class SweepRunner:
                 row = self._row_of(turn)
                 assert row is not None, "what is not missing has a row"
                 self.board.end(row, self._value(row))
-        with noted_signals() as notes:
-            for turn in missing:
-                if notes.first is not None:  # between two runs; during one, the run has heard it
-                    is_ctrl_c = notes.first == signal.SIGINT
-                    self.stopped_by = Outcome.INTERRUPTED if is_ctrl_c else Outcome.PREEMPTED
-                if self.stopped_by:
-                    return
-                self._take(turn, phase.steps)
+        for turn in missing:
+            if self.is_stopped():
+                return
+            self._take(turn, phase.steps)
+
+    def is_stopped(self) -> bool:
+        """A signal may have come during a run, between two, or while a table was written."""
+        if self.notes.first is not None and not self.stopped_by:
+            is_ctrl_c = self.notes.first == signal.SIGINT
+            self.stopped_by = Outcome.INTERRUPTED if is_ctrl_c else Outcome.PREEMPTED
+        return bool(self.stopped_by)
 
     def _take(self, turn: Turn, steps: int) -> None:
         self.board.start(turn.cell.name, turn.repeat)
         self.talk.board(self.board)
         decided = self._fresh(self._decide(turn.cell, steps))
         place = self.folder.unused_run(turn.cell.name, turn.repeat)
-        result = run_decided(decided, place, self.talk)
+        result = run_decided(decided, place, self.quiet)
         row = self._keep(turn, decided, result)
         self.board.end(row, self._value(row))
         self.talk.board(self.board)
@@ -98,14 +125,14 @@ class SweepRunner:
             self.stopped_by = row["outcome"]
         elif row["status"] != SUCCESS:
             self.talk.failed(turn.cell.name, turn.repeat, result)
-            if self.options.stop_on_error:
+            if self.stop_on_error:
                 self.stopped_by = row["outcome"]
 
     def _fresh(self, decided: Decided) -> Decided:
         """As it is now: the user may have edited the file since the sweep began."""
         code = code_fingerprint(decided.job.config.workload)
         if code != decided.code:
-            self.talk.say("warning: the code has changed since this sweep began")
+            self.quiet.say("warning: the code has changed since this sweep began")
         return replace(decided, code=code, started_at=time.time())
 
     def _keep(self, turn: Turn, decided: Decided, result: Result) -> Row:
@@ -120,7 +147,7 @@ class SweepRunner:
     def _decide(self, cell: SweptCell, steps: int) -> Decided:
         """Once a cell: every repeat of it is the same."""
         if (cell.name, steps) not in self._decided:
-            self._decided[cell.name, steps] = decide_cell(self.ground, cell, steps, self.talk)
+            self._decided[cell.name, steps] = decide_cell(self.ground, cell, steps, self.quiet)
         return self._decided[cell.name, steps]
 
     def _is_done(self, turn: Turn, steps: int) -> bool:
@@ -143,6 +170,13 @@ class SweepRunner:
         key = (turn.cell.name, str(turn.repeat))
         return next((row for row in self.rows if key_of(row) == key), None)
 
+    @property
+    def num_failed(self) -> int:
+        """Of the cells of this sweep; a run that somebody stopped has not failed."""
+        asked = {name for phase in self.record.phases for name in phase.cells}
+        failed = [row for row in self.rows if row["status"] != SUCCESS and row["group"] in asked]
+        return sum(row["outcome"] not in STOPPED for row in failed)
+
     def _value(self, row: Row) -> float | None:
         """The metric of one run, for the board."""
         figures = measure_run(self.folder.run(row)) if row["status"] == SUCCESS else None
@@ -152,6 +186,11 @@ class SweepRunner:
         job = decided.job
         job.workload.prepared = decided.prepared
         data = job.workload.build_data(job.config, "train")
+        if not hasattr(data, "fingerprint"):
+            self.quiet.say(
+                "warning: the data has no `fingerprint`, so nobody knows whether it has changed\n"
+                "hint: give the data set an attribute of that name that depends on its content"
+            )
         return (
             job.fingerprint,
             decided.code,
@@ -170,13 +209,3 @@ def turns_of(record: SweepRecord, phase: SweptPhase) -> Iterator[Turn]:
         cells = [record.cell(name) for name in phase.cells]
         random.Random(f"{record.seed}/{phase.name}/{repeat}").shuffle(cells)
         yield from (Turn(phase.name, cell, repeat) for cell in cells)
-
-
-def run_sweep(
-    record: SweepRecord, folder: SweepDir, talk: SweepTalk, options: RunOptions
-) -> SweepRunner:
-    """Every phase of a record whose cells are known. The folder is locked by the caller."""
-    runner = SweepRunner(record, folder, talk, options)
-    for phase in record.phases:
-        runner.run_phase(phase)
-    return runner

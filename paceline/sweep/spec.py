@@ -6,7 +6,6 @@
 A YAML file is a sweep, and no recipe, when it has `axes`.
 """
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -36,7 +35,9 @@ class SweepSpec(Section):
     metric: Literal["auto"] | Metric = Field(
         "auto", description="What cells are compared by. auto: tokens_per_s, or samples_per_s."
     )
-    margin: Share = Field(0.02, description="Differences below this share do not matter.")
+    margin: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.02, description="Differences below this share do not matter."
+    )
     baseline: str = Field("", description="A cell, or the part of its name that tells it apart.")
     target: str = Field("", description="speedup>=1.08 against the baseline, or METRIC>=VALUE.")
     seed: Annotated[int, Field(ge=0)] = Field(0, description="Shuffles the order of runs.")
@@ -60,10 +61,10 @@ def read_spec(
 ) -> SweepSpec:
     """`words`: overrides of every cell, and sweep.WORD=value; `given`: flags that were set."""
     problems: list[str] = []
-    body = _read_file(source) or {"recipe": source}
-    body["axes"] = {**body.get("axes", {}), **_read_axes(axes, problems)}
+    body = _read_file(source) or {"recipe": source, "axes": {}, "overrides": []}
+    body["axes"] = {**body["axes"], **_read_axes(axes, problems)}
     own = [word for word in words if word.lstrip("+").startswith(PREFIX)]
-    body["overrides"] = [*body.get("overrides", []), *(word for word in words if word not in own)]
+    body["overrides"] = [*body["overrides"], *(word for word in words if word not in own)]
     draft = Draft(f"sweep {source}", OmegaConf.create(body), [], problems)
     for word in own:
         try:
@@ -84,6 +85,12 @@ def _read_file(source: str) -> dict[str, Any] | None:
     body = read_plain(Path(source))
     if "axes" not in body:
         return None
+    body = {"overrides": [], **body}
+    if not isinstance(body["axes"], dict) or not isinstance(body["overrides"], list):
+        raise ConfigError(
+            f"{source}: axes must be a map of keys to lists of values, and overrides a list\n"
+            "hint: axes: {strategy.name: [ddp, zero1]}"
+        )
     if ".py:" in str(body.get("recipe", "")):
         raise ConfigError(
             f"{source} names {body['recipe']}; a file may not choose code to run\n"
@@ -96,10 +103,13 @@ def _read_axes(axes: Sequence[str], problems: list[str]) -> dict[str, list[Any]]
     found: dict[str, list[Any]] = {}
     for text in axes:
         key, sign, values = text.partition("=")
-        if not sign or not key.strip():
+        key = key.strip().lstrip("+")
+        if not sign or not key:
             problems.append(f"--axis {text} has no key\nhint: --axis strategy.name=ddp,zero1")
-        elif not values.strip():
-            problems.append(f"--axis {text} is empty: it has no values\nhint: --axis {key}=A,B")
+        elif not all(split_values(values)):
+            problems.append(
+                f"--axis {text} is empty, or has an empty value\nhint: --axis {key}=A,B"
+            )
         elif key in found:
             problems.append(f"two axes on {key}\nhint: give all its values in one --axis")
         else:
@@ -109,7 +119,14 @@ def _read_axes(axes: Sequence[str], problems: list[str]) -> dict[str, list[Any]]
 
 def split_values(text: str) -> list[str]:
     """At commas that are not inside brackets: `[0,1],[2,3]` are two values."""
-    return [part.strip() for part in re.split(r",(?![^\[{]*[\]}])", text)]
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
 
 
 def _require_sensible(spec: SweepSpec) -> None:
@@ -117,7 +134,8 @@ def _require_sensible(spec: SweepSpec) -> None:
     set_already = {word.lstrip("+~").partition("=")[0] for word in spec.overrides}
     for key, values in spec.axes.items():
         shown = [shown_value(value) for value in values]
-        twice = sorted({text for text in shown if shown.count(text) > 1})
+        same = [_same(text) for text in shown]
+        twice = sorted({text for text in shown if same.count(_same(text)) > 1})
         problems += [f"axis {key} has {text} twice" for text in twice]
         if key in set_already:
             problems.append(f"{key} is an axis and is set for every cell too\nhint: drop one")
@@ -129,6 +147,14 @@ def _require_sensible(spec: SweepSpec) -> None:
         problems.append("a sweep needs an axis\nhint: --axis train.micro_batch_size=4,8")
     if problems:
         raise ConfigError(problems)
+
+
+def _same(text: str) -> str | float:
+    """0.1 and 1e-1 are one value."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def shown_value(value: Any) -> str:

@@ -10,11 +10,12 @@ paceline train my_job.py:MyWorkload train.steps=50
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -128,12 +129,41 @@ def find_workload(name: str, typed: bool) -> type[Workload]:
 
 
 def code_fingerprint(workload: str) -> str:
-    """Changes when Paceline's sources or the user's workload file change."""
+    """Changes when Paceline's sources, the user's workload file, what that file imported from its
+    own folder, or torch's version change."""
     package = Path(__file__).parents[1]
-    sources = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
+    files = sorted(package.rglob("*.py"))
     if ".py:" in workload:
-        sources.append(Path(workload.rsplit(":", 1)[0]).read_bytes())
-    return fingerprint(*sources)
+        files += own_files(Path(workload.rsplit(":", 1)[0]).resolve())
+    try:
+        sources = [path.read_bytes() for path in files]
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error.filename} is gone\nhint: put it back, and go on") from error
+    return fingerprint(*sources, version("torch"))
+
+
+def own_files(file: Path) -> list[Path]:
+    """A workload's file, and what it imports from its own folder, directly or not."""
+    found, left = [file], [file]
+    while left:
+        for name in _imported(left.pop()):
+            module, package = file.parent / f"{name}.py", file.parent / name
+            files = [module] if module.is_file() else sorted(package.rglob("*.py"))
+            new = [path for path in files if path not in found]
+            found += new
+            left += new
+    return found
+
+
+def _imported(file: Path) -> set[str]:
+    """First words of its imports, wherever they stand."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names} - {"paceline"}
 
 
 def _from_file(name: str) -> type[Workload]:

@@ -8,12 +8,12 @@ import pytest
 
 from paceline.errors import ConfigError, DataError
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
-from paceline.sweep.judge import Target
 from paceline.sweep.manifest import COLUMNS, load_manifest, save_manifest
 from paceline.sweep.matrix import draw_cells, find_cell, short_keys
 from paceline.sweep.phases import choose_extras, describe_schedule, first_phase, plain_name
 from paceline.sweep.runner import turns_of
 from paceline.sweep.spec import SweepSpec, read_spec, split_values
+from paceline.sweep.target import Target
 
 TWO = ["strategy.name=ddp,zero1", "train.micro_batch_size=4,8"]
 
@@ -71,6 +71,9 @@ def test_a_file_may_not_choose_code(tmp_path: Path) -> None:
         ([], ["train.micro_batch_size"], "has no key"),
         ([], ["optim.lr=1", "optim.lr=2"], "two axes on optim.lr"),
         ([], ["optim.lr=1,1"], "has 1 twice"),
+        ([], ["optim.lr=1,,2"], "has an empty value"),
+        ([], ["++optim.lr=1", "optim.lr=2"], "two axes on optim.lr"),
+        ([], ["++train.steps=3,4"], "cannot be an axis"),
         ([], [], "needs an axis"),
         (["optim.lr=1"], ["optim.lr=1,2"], "is an axis and is set for every cell too"),
         (["train.steps=3"], ["optim.lr=1,2"], "what --steps sets"),
@@ -89,6 +92,20 @@ def test_all_mistakes_are_told_at_once() -> None:
 
 def test_lists_are_values_too() -> None:
     assert split_values("[0,1],[2,3],auto") == ["[0,1]", "[2,3]", "auto"]
+    assert split_values("[[0,1],[2,3]],x") == ["[[0,1],[2,3]]", "x"]
+
+
+def test_one_value_in_two_spellings_is_told() -> None:
+    problems = problems_of("lm_tiny", [], ["optim.lr=0.1,1e-1"], {})
+    assert problems == ["axis optim.lr has 0.1 twice", "axis optim.lr has 1e-1 twice"]
+
+
+@pytest.mark.parametrize("axes", ["", "[a, b]", "{}", "{optim.lr: }", "{optim.lr: []}"])
+def test_a_file_without_axes_is_told_so(axes: str, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(f"recipe: lm_tiny\naxes: {axes}\n")
+    (problem,) = problems_of(str(file), [], [], {})
+    assert "axes" in problem or "needs an axis" in problem
 
 
 def test_cells_are_named_by_what_tells_them_apart() -> None:
