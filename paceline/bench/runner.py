@@ -14,7 +14,7 @@ from paceline.bench.expectations import Expectations, check_rows, hardware_of
 from paceline.bench.judge import collect_runs, judge_pair, skipped_pair
 from paceline.bench.pairs import Pair, plan_pair
 from paceline.bench.records import BenchReport, GateRow, PairResult
-from paceline.bench.targets import load_targets
+from paceline.bench.target import load_targets
 from paceline.bench.words import summarise
 from paceline.cluster.facts import probe
 from paceline.config.overrides import parse_override
