@@ -34,6 +34,8 @@ figures: launchers
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/strategy_memory.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/wrapper_cost.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/checkpoint.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/verdict_quality.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sweep_overhead.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

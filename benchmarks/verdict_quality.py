@@ -116,15 +116,15 @@ class Line:
 
 
 def iter_equal_cells(rates: Floats) -> Iterator[Line]:
-    """A/A: every claim is false."""
-    for runs in (3, 5):
+    """A/A: every claim is false. Two repeats are shown for comparison."""
+    for runs in (2, 3, 5):
         for baseline in (False, True):
             found = [compare(cells[:, :runs], baseline) for cells in rates]
             place = (
                 f"12 equal cells, {runs} repeats, against the {'baseline' if baseline else 'best'}"
             )
             faster, slower = (share([claims(s, kind) for s in found]) for kind in CLAIMS)
-            yield Line(f'{place}: any "faster"', faster, high=0.05)
+            yield Line(f'{place}: any "faster"', faster, high=0.05 if runs > 2 else None)
             yield Line(f'{place}: any "slower"', slower)
             covered = [all(covers(row.speedup, 1) for row in s.rows) for s in found]
             yield Line(f"{place}: all intervals of ratios cover at once", share(covered))
@@ -134,7 +134,7 @@ def iter_one_noisy(rng: np.random.Generator, rates: Floats) -> Iterator[Line]:
     """The same with a run-to-run sd of 4 % in one of the cells."""
     noisy = rates.copy()
     noisy[:, -1] *= np.exp(math.sqrt(0.04**2 - 0.01**2) * rng.normal(size=noisy[:, -1].shape))
-    for runs in (3, 5):
+    for runs in (2, 3, 5):
         for baseline in (False, True):
             found = [compare(cells[:, :runs], baseline) for cells in noisy]
             against = "the baseline" if baseline else "the best"

@@ -111,6 +111,11 @@ class SweepConsole(ConsoleTalk):
         self._live.update(_table(self._board, self._now))
 
 
+def figure(value: float) -> str:
+    """`12,345`, `8.27`: four digits, never in powers of ten."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def answer(end: SweepEnd) -> list[str]:
     """The standings and the target, in a few lines."""
     judged, record = end.judgement, end.record
@@ -123,7 +128,7 @@ def answer(end: SweepEnd) -> list[str]:
         lines.append(f"compared by {record.metric}, {against}:")
         for row in judged.standings.rows:
             speed = f"{row.speedup.value:.3f}x" if row.speedup else ""
-            rate = f"{row.rate.value:,.4g} {unit}" if row.rate else ""
+            rate = f"{figure(row.rate.value)} {unit}" if row.rate else ""
             runs = f"n={len(row.group.values)}"
             mark = "*" if row.is_winner and row.group.name not in judged.flagged else " "
             lines.append(f" {mark} {row.group.name}  {rate}  {speed}  {row.verdict} ({runs})")
@@ -146,7 +151,7 @@ def _status(board: Board) -> str:
     if board.num_failed:
         parts.append(f"{board.num_failed} failed")
     if best is not None and best.value is not None:
-        parts.append(f"best so far {best.name} ({best.value:,.4g} {unit})")
+        parts.append(f"best so far {best.name} ({figure(best.value)} {unit})")
     if left_s is not None and left_s >= 1:
         parts.append(f"about {duration(left_s)} left")
     return ", ".join(parts)
@@ -160,7 +165,7 @@ def _table(board: Board, now: str) -> Table:
     lines = sorted(board.lines.values(), key=lambda line: line.name != board.running)
     best = board.best
     for line in lines[:MAX_LINES]:
-        value = "" if line.value is None else f"{line.value:,.4g}{' *' if line is best else ''}"
+        value = "" if line.value is None else f"{figure(line.value)}{' *' if line is best else ''}"
         running = (now or "starting ranks") if line.name == board.running else ""
         failed = str(line.num_failed) if line.num_failed else ""
         table.add_row(line.name, f"{line.num_done}/{line.num_asked}", failed, value, running)

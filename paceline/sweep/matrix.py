@@ -109,7 +109,8 @@ def _planned(cell: SweptCell, job: Job, env: Env) -> SweptCell:
     try:
         require_feasible(make_plan(job, env))
     except PacelineError as error:
-        return cell.model_copy(update={"refusal": "; ".join(error.problems)})
+        reasons = [problem.replace("\nhint: ", "; ") for problem in error.problems]
+        return cell.model_copy(update={"refusal": "; ".join(reasons)})
     return cell
 
 

@@ -26,7 +26,10 @@ from tests.cli.program import Ran, environment, free_port
 from tests.schedulers.slurm import SlurmCluster, why_not
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "bench")
+PAGES = (
+    "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
+    "statistics", "bench",
+)  # fmt: skip
 COMMAND_S = 120
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 EXIT = re.compile(r"\s+# exit (\d+)$")

@@ -1,5 +1,6 @@
 """From flags or a YAML file to cells; every mistake is one clear message."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,16 @@ def test_flags_and_a_file_ask_the_same(tmp_path: Path) -> None:
     read = read_spec(str(file), [], [], {})
     assert draw_cells(read) == draw_cells(typed)
     assert read.model_dump(exclude={"axes"}) == typed.model_dump(exclude={"axes"})
+
+
+def test_the_file_of_the_page_is_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/sweeping.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "sweep.yaml").write_text(text)
+    assert len(draw_cells(read_spec(str(tmp_path / "sweep.yaml"), [], [], {}))) == 4
+    words = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page, re.MULTILINE)
+    named = {word.strip("`") for row in words for word in row.split(", ")}
+    assert named == set(SweepSpec.model_fields) - {"recipe", "overrides"}
 
 
 def test_a_flag_overrides_the_file(tmp_path: Path) -> None:
