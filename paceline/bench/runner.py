@@ -113,6 +113,7 @@ def run_bench(asked: Asked, settings: BenchSettings, run_pair: PairRunner, say: 
     for pair in pairs:
         stopped_by = bench.take(pair, run_pair, say)
         if stopped_by:
+            say(f"stopped ({stopped_by}): the same command with --out {bench.root} goes on")
             return bench.write(Outcome(stopped_by))
         bench.write(Outcome.OK)
     if expected is not None and settings.check is not None:
