@@ -80,7 +80,9 @@ def _claim(pair: PairResult, arm: ArmResult) -> str:
     if not arm.peak_bytes:
         return f"{arm.name} memory not known, at {speed}"
     saved = memory_ratio(pair, arm)
-    return f"{arm.name} {arm.memory_verdict}: the baseline holds {saved} times its bytes; at {speed}"
+    return (
+        f"{arm.name} {arm.memory_verdict}: the baseline holds {saved} times its bytes; at {speed}"
+    )
 
 
 def _startup(arm: ArmResult) -> str:
