@@ -6,7 +6,7 @@ zero3 labs/train_distributed:fsdp train.seed=1 zero3:model.dim=256
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.bench.targets import Target, find_names, load_targets
+from paceline.bench.target import Target, find_names, load_targets
 from paceline.config.overrides import parse_override
 from paceline.errors import ConfigError
 

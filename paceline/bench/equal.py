@@ -4,7 +4,7 @@ declared as the difference is the same, and what is declared takes effect."""
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.bench.targets import Target
+from paceline.bench.target import Target
 from paceline.config.differences import differing
 from paceline.config.schema import RunConfig
 from paceline.records import Plan

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.bench.equal import check_equal, facts_of
-from paceline.bench.targets import Arm, Device, Target
+from paceline.bench.target import Arm, Device, Target
 from paceline.config.overrides import parse_override
 from paceline.errors import ConfigError
 from paceline.job import Job, load_job

@@ -14,7 +14,7 @@ from paceline.bench.expectations import Expectations, check_rows, hardware_of
 from paceline.bench.judge import collect_runs, judge_pair, skipped_pair
 from paceline.bench.pairs import Pair, plan_pair
 from paceline.bench.records import BenchReport, GateRow, PairResult
-from paceline.bench.targets import load_targets
+from paceline.bench.target import load_targets
 from paceline.bench.words import summarise
 from paceline.cluster.facts import probe
 from paceline.config.overrides import parse_override
@@ -113,6 +113,7 @@ def run_bench(asked: Asked, settings: BenchSettings, run_pair: PairRunner, say: 
     for pair in pairs:
         stopped_by = bench.take(pair, run_pair, say)
         if stopped_by:
+            say(f"stopped ({stopped_by}): the same command with --out {bench.root} goes on")
             return bench.write(Outcome(stopped_by))
         bench.write(Outcome.OK)
     if expected is not None and settings.check is not None:

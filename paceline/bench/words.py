@@ -1,6 +1,7 @@
 """A bench in words: the table of a pair for the screen, and summary.md."""
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from paceline.bench.records import ArmResult, BenchReport, PairResult, Range
 
@@ -52,9 +53,9 @@ def _row(pair: PairResult, arm: ArmResult) -> tuple[str, ...]:
         arm.name,
         f"{sum(arm.rates) / len(arm.rates):,.0f} {_unit(pair)}",
         f"{p50 * 1000:.1f} / {p90 * 1000:.1f} ms",
-        span(arm.speedup),
+        speed_ratio(pair, arm),
         f"{max(arm.peak_bytes) / 2**20:,.0f} MiB" if arm.peak_bytes else "",
-        span(arm.memory_ratio),
+        memory_ratio(pair, arm),
         _startup(arm),
         "" if arm.loss_difference is None else f"{arm.loss_difference:.1e}",
         _verdict(pair, arm),
@@ -70,19 +71,43 @@ def _verdict(pair: PairResult, arm: ArmResult) -> str:
 
 
 def _claim(pair: PairResult, arm: ArmResult) -> str:
-    speed = f"{span(arm.speedup) or 'unknown'} of the rate, {arm.verdict}"
+    ratio = speed_ratio(pair, arm)
+    speed = f"{ratio} of the rate, {arm.verdict}"
     if pair.per_device:
-        speed = f"scaling efficiency {span(arm.speedup) or 'unknown'}"
+        speed = f"scaling efficiency {ratio}"
     if pair.goal == "speed":
         return f"{arm.name} {speed}"
-    saved = span(arm.memory_ratio) or "unknown"
-    return f"{arm.name} {arm.memory_verdict or 'memory unknown'} ({saved} times less), at {speed}"
+    if not arm.peak_bytes:
+        return f"{arm.name} memory not known, at {speed}"
+    saved = memory_ratio(pair, arm)
+    return (
+        f"{arm.name} {arm.memory_verdict}: the baseline holds {saved} times its bytes; at {speed}"
+    )
 
 
 def _startup(arm: ArmResult) -> str:
     parts = [f"{arm.startup_s:.1f} s"] if arm.startup_s is not None else []
     parts += [f"compiling {arm.compile_s:.1f} s"] if arm.compile_s and arm.compile_s > 0.1 else []
     return ", ".join(parts)
+
+
+def speed_ratio(pair: PairResult, arm: ArmResult) -> str:
+    return _ratio(pair, arm, arm.speedup, arm.rates, pair.arm(pair.baseline).rates)
+
+
+def memory_ratio(pair: PairResult, arm: ArmResult) -> str:
+    """How many times less than the baseline."""
+    peaks = [float(each) for each in pair.arm(pair.baseline).peak_bytes]
+    return _ratio(pair, arm, arm.memory_ratio, peaks, [float(each) for each in arm.peak_bytes])
+
+
+def _ratio(
+    pair: PairResult, arm: ArmResult, found: Range | None, over: list[float], under: list[float]
+) -> str:
+    """With its interval; where nothing was repeated the number alone."""
+    if found is not None or arm.name == pair.baseline or not (over and under):
+        return span(found)
+    return f"{fmean(over) / fmean(under):.3f} (no interval)"
 
 
 def span(found: Range | None) -> str:

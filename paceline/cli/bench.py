@@ -35,7 +35,7 @@ def list_targets(as_json: JsonFlag = False) -> None:
     Example: paceline bench list
     """
     from paceline.bench.pairs import plan_pair  # imports torch
-    from paceline.bench.targets import load_targets
+    from paceline.bench.target import load_targets
     from paceline.cli.talk import print_json
     from paceline.cluster.facts import probe
 
