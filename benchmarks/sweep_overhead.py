@@ -10,7 +10,8 @@ ending them, records, reports, the tables. It is read from the files of the swee
     inside        work of all runs over the wall time of the whole command       goal >= 0.97
     fixed cost    from one run's last verdict to the next one's first rank        goal <= 0.15 s
 
-The command's own start (Python, torch, planning) and its end count in `inside`, and are printed.
+The command's own start (Python, torch, planning) and its end count in `inside`, and are printed. So
+is the time from a run's first rank to its first step, which is the run's own and no sweep's.
 """
 
 import csv
@@ -51,6 +52,7 @@ class Span(NamedTuple):
 
     begin: float
     end: float
+    steps_s: float
 
 
 def work_of(run: Path) -> Span:
@@ -58,7 +60,9 @@ def work_of(run: Path) -> Span:
     beats = [run / f"heartbeat_rank{rank}.jsonl" for rank in range(RANKS)]
     begins = [json.loads(path.read_text().partition("\n")[0])["time"] for path in beats]
     ends = [json.loads((folder / "verdict.json").read_text())["ended_at"] for folder in ranks]
-    return Span(min(begins), max(ends))
+    with (ranks[0] / "steps.csv").open() as file:
+        steps_s = sum(float(row["wall_s"]) for row in csv.DictReader(file))
+    return Span(min(begins), max(ends), steps_s)
 
 
 def main() -> int:
@@ -86,6 +90,8 @@ def main() -> int:
     print(f"{len(spans)} runs of about {seconds:.0f} s, {ended - began:.1f} s in all")
     start_s, end_s = spans[0].begin - began, ended - spans[-1].end
     print(f"before the first rank {start_s:.2f} s, after the last {end_s:.2f} s")
+    own = statistics.median(span.end - span.begin - span.steps_s for span in spans)
+    print(f"inside a run, but not in a step: median {own:.3f} s (group, model, data, first batch)")
     print(f"between two runs: median {fixed:.3f} s, worst {max(gaps):.3f} s")
     verdicts = [
         (f"inside runs over wall time {inside:.4f} (goal {GOAL_INSIDE})", inside >= GOAL_INSIDE),

@@ -5,13 +5,15 @@ import csv
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.bench import Bench, finish, wait_until
-from tests.cli.program import Ran
+from tests.cli.bench import MARK, Bench, finish, wait_until
+from tests.cli.program import Ran, environment
 
 COMMON = ["train.micro_batch_size=4", "launch.device=cpu"]
 SLEEP = "time.sleep(float(os.environ.get('NAP', 0)))"
@@ -69,6 +71,19 @@ def test_a_finished_run_is_skipped_only_while_all_is_the_same(bench: Bench) -> N
     assert edited.err.count("run again, code changed") == 4 and len(runs(bench)) == 8
     longer = sweep(bench, job, *NAPS, "--repeats", "1", "--steps", "7")
     assert longer.err.count("run again, config changed") == 2
+    assert "the data has no `fingerprint`" in longer.err
+
+
+def test_what_the_job_imports_is_code_too(bench: Bench) -> None:
+    job = bench.job(SLEEP)
+    helper, file = bench.folder / "helper.py", bench.folder / "job.py"
+    helper.write_text("SIZE = 4\n")
+    file.write_text(f"from helper import SIZE\n{file.read_text()}")
+    words = [*NAPS, "--repeats", "1", "--steps", "6"]
+    assert sweep(bench, job, *words).code == 0
+    assert "run again" not in sweep(bench, job, *words).err
+    helper.write_text("SIZE = 4  # edited\n")
+    assert sweep(bench, job, *words).err.count("run again, code changed") == 2
 
 
 def test_another_sweeps_directory_is_refused(bench: Bench) -> None:
@@ -89,7 +104,9 @@ def test_another_sweeps_directory_is_refused(bench: Bench) -> None:
         (["--axis", "optim.lr=1,2", "--baseline", "lr=3"], "is not a cell"),
         (["--axis", "optim.lr=1,2", "--target", "speedup>=1.1"], "needs a baseline"),
         (["--axis", "optim.lr=1,2", "--metric", "tokens_per_s"], "counts no tokens"),
+        (["--axis", "optim.lr=1,2", "--target", "tokens_per_s>=9"], "counts no tokens"),
         (["--axis", "strategy.name=zero3_hybrid"], "none of the cells can run"),
+        (["--axis", "optim.lr=1,2", "--phases", 'sweep.extras={x: ["optim.rl=2"]}'], "optim.rl"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(
@@ -111,6 +128,7 @@ def test_a_failed_run_is_told_and_the_others_are_compared(bench: Bench) -> None:
     ran = sweep(bench, bench.job(trouble), *NAPS, "--repeats", "2", "--steps", "8")
     assert ran.code == 1
     assert "run ended as crashed (exit 5)" in ran.err and "too sleepy" in ran.err
+    assert ran.err.count("too sleepy") >= 4, "each failure is told in full"
     failed = [row for row in table(bench, "skipped_runs.tsv") if row["reason"] == "run_failed"]
     assert len(failed) == 2 and failed[0]["exit_code"] == "5"
     assert table(bench, "ranked_groups.csv")[0]["group"] == "NAP=0.01"
@@ -142,6 +160,37 @@ def test_a_stop_leaves_a_partial_summary_and_nothing_running(
     assert [row["status"] for row in rows] == ["success", "failed"]
     assert (bench.folder / "sweep/summary.md").is_file()
     assert not list((bench.folder / "sweep/runs").glob("*/checkpoints/step_*"))
+
+
+LATE = """
+import os, signal, sys
+from paceline import flow
+plain, calls = flow.write_report, []
+def write_report(run):
+    calls.append(run)
+    if len(calls) == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    plain(run)
+flow.write_report = write_report
+if __name__ == "__main__":
+    from paceline.cli import main
+    main()
+"""
+
+
+def test_a_stop_while_a_run_is_concluded_is_heard(bench: Bench) -> None:
+    """After the last step, before the next run: nobody but the sweep can answer it."""
+    (bench.folder / "late.py").write_text(LATE)
+    words = ["sweep", bench.job("pass"), *COMMON, *NAPS, "--repeats", "2", "--steps", "6"]
+    process = subprocess.Popen(
+        [sys.executable, "late.py", *words, "--out", "sweep"], cwd=bench.folder,
+        env=environment() | {MARK: bench.mark, "TMPDIR": str(bench.temporary)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    ran = finish(process)
+    assert ran.code == 130, ran.err
+    assert len(table(bench, "run_manifest.tsv")) == 1
+    assert (bench.folder / "sweep/summary.md").is_file()
 
 
 def test_a_killed_sweep_goes_on_where_it_was(bench: Bench) -> None:
