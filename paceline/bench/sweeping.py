@@ -7,6 +7,7 @@ from paceline.launch.signals import noted_signals
 from paceline.records.swept import SweepRecord
 from paceline.rundir import RunLock
 from paceline.sweep.flow import open_folder, report_sweep
+from paceline.sweep.manifest import rows_of
 from paceline.sweep.runner import SweepRunner, SweepTalk
 
 
@@ -23,6 +24,6 @@ def through_sweeps(talk: SweepTalk) -> PairRunner:
             finally:
                 report_sweep(runner)
             runner.is_stopped()
-        return Ran(runner.rows, runner.stopped_by)
+        return Ran(rows_of(record.phases[0], runner.rows), runner.stopped_by)
 
     return run_pair

@@ -85,7 +85,6 @@ def run_planned(
         try:
             for phase in _phases(spec, runner):
                 runner.run_phase(phase)
-                report_sweep(runner)
                 if runner.is_stopped():
                     break
         finally:
@@ -111,11 +110,11 @@ def _phases(spec: SweepSpec, runner: SweepRunner) -> Iterator[SweptPhase]:
     yield runner.record.phases[0]
     if not spec.phases:
         return
-    pilot = judge_sweep(runner.record, runner.folder, runner.rows)
+    pilot = report_sweep(runner)
     if pilot.standings is None:
         return
     yield _next(spec, runner, FINAL, choose_finalists(runner.record, pilot.standings))
-    final = judge_sweep(runner.record, runner.folder, runner.rows)
+    final = report_sweep(runner)
     if final.winner is not None and spec.extras:
         yield _next(spec, runner, EXTRAS, choose_extras(runner.record, spec, final.winner))
 

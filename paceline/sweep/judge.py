@@ -11,7 +11,7 @@ from paceline.stats.figures import LOWER_IS_BETTER, RunFigures, measure_run
 from paceline.stats.intervals import Interval
 from paceline.stats.standings import Group, Standing, Standings, compare_groups
 from paceline.sweep.folder import SweepDir
-from paceline.sweep.manifest import NOT_THERE, STOPPED, SUCCESS, Row
+from paceline.sweep.manifest import NOT_THERE, STOPPED, SUCCESS, Row, rows_of
 from paceline.sweep.target import SPEEDUP, Target, TargetResult, hold
 
 NUM_PARTS = 5  # of a loss curve; the first one is left out
@@ -89,14 +89,7 @@ class _Judge:
         figures: Mapping[str, RunFigures],
     ) -> None:
         self.record, self.phase, self.figures = record, phase, figures
-        # A manifest may hold what an earlier call asked for: other lengths, more repeats.
-        self.rows = [
-            row
-            for row in rows
-            if row["group"] in phase.cells
-            and int(row["repeat"]) <= phase.repeats
-            and row["steps_asked"] == str(phase.steps)
-        ]
+        self.rows = rows_of(phase, rows)
         self.baseline = self._find_baseline()
         self.flagged = dict(self._departures())
         self.sound = [name for name in phase.cells if name not in self.flagged]

@@ -1,10 +1,12 @@
 """run_manifest.tsv: one row a run that has ended. Rewritten whole each time, so that a kill at any
 byte leaves the rows of before or of after."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from paceline.errors import DataError
 from paceline.files import write_atomic
+from paceline.records.swept import SweptPhase
 
 Row = dict[str, str]
 NOT_THERE = "n/a"  # a setting that the workload does not have
@@ -47,6 +49,17 @@ def load_manifest(path: Path) -> list[Row]:
             "hint: give --out another directory; the runs in this one stay as they are"
         )
     return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+
+
+def rows_of(phase: SweptPhase, rows: Iterable[Row]) -> list[Row]:
+    """A manifest may also hold what an earlier call asked for: other lengths, more repeats."""
+    return [
+        row
+        for row in rows
+        if row["group"] in phase.cells
+        and int(row["repeat"]) <= phase.repeats
+        and row["steps_asked"] == str(phase.steps)
+    ]
 
 
 def _cell(text: str) -> str:

@@ -1,5 +1,5 @@
-"""All files that tell the result of a sweep. Written again after every change, and whole whatever
-the state: stopped in the middle, or with nothing that succeeded."""
+"""All files that tell the result of a sweep. Written after each phase and at the end, and whole
+whatever the state: stopped in the middle, or with nothing that succeeded."""
 
 import json
 import math

@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from types import MappingProxyType
@@ -131,14 +132,18 @@ def find_workload(name: str, typed: bool) -> type[Workload]:
 def code_fingerprint(workload: str) -> str:
     """Changes when Paceline's sources, the user's workload file, what that file imported from its
     own folder, or torch's version change."""
-    package = Path(__file__).parents[1]
-    files = sorted(package.rglob("*.py"))
-    if ".py:" in workload:
-        files += own_files(Path(workload.rsplit(":", 1)[0]).resolve())
     try:
-        sources = [path.read_bytes() for path in files]
+        files = own_files(Path(workload.rsplit(":", 1)[0]).resolve()) if ".py:" in workload else []
+        return fingerprint(_own_fingerprint(), *(path.read_bytes() for path in files))
     except FileNotFoundError as error:
         raise ConfigError(f"{error.filename} is gone\nhint: put it back, and go on") from error
+
+
+@cache
+def _own_fingerprint() -> str:
+    """Once: this process and its ranks run what was loaded, whatever becomes of the files."""
+    package = Path(__file__).parents[1]
+    sources = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
     return fingerprint(*sources, version("torch"))
 
 
