@@ -79,7 +79,11 @@ def sweep(
         require_alone("sweep")
         asked = {name: value for name, value in given.items() if value is not None}
         spec = read_spec(source, overrides or [], axis, asked)
-        from paceline.cli.sweep_talk import SweepConsole  # these import torch
+        from paceline.launch.local import warm_up  # these import torch
+
+        if not dry_run:
+            warm_up()
+        from paceline.cli.sweep_talk import SweepConsole
         from paceline.sweep.flow import open_folder, plan_sweep, run_planned
 
         talk = SweepConsole()

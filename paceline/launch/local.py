@@ -1,16 +1,18 @@
 """Ranks on this machine, forked from a server that has torch loaded already."""
 
+import multiprocessing
 import os
 import tempfile
 import uuid
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.util import get_temp_dir
 
 from paceline.cluster.group import Meeting, Place, serve_store
 from paceline.launch.attempts import Start, run_attempts
 from paceline.launch.base import LaunchEnd, Order, draw_plan
 from paceline.launch.rank import TASKS, RankTicket, Task
-from paceline.launch.supervisor import Supervisor
+from paceline.launch.supervisor import PRELOADED, Supervisor
 from paceline.records import LaunchPlan
 from paceline.rundir import RunDir
 
@@ -24,6 +26,13 @@ class LocalLauncher:
 
     def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
         return run_local(launch, run, TASKS[launch.task])
+
+
+def warm_up() -> None:
+    """Let the server that ranks are forked from load torch, while we still plan."""
+    temporary_folder()
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
 
 
 def run_local(launch: LaunchPlan, run: RunDir, task: Task) -> LaunchEnd:

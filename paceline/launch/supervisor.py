@@ -31,7 +31,7 @@ DUMP_S = 2.0  # how long a stack dump may take before ranks are ended
 CONTROL_S = 1.0
 ASK_S = 1.0  # a rank that is only starting has not heard the request: it is repeated
 SETTLE_S = 0.2
-NURSERY = "paceline.launch.nursery"
+PRELOADED = ["paceline.launch.nursery", rank_main.__module__]  # by the server that ranks fork from
 
 
 class Supervisor:
@@ -56,7 +56,7 @@ class Supervisor:
 
     def run(self, notes: Notes) -> LaunchEnd:
         """`notes` are taken by the caller, who may have had a signal before the first rank."""
-        multiprocessing.set_forkserver_preload([NURSERY, rank_main.__module__])
+        multiprocessing.set_forkserver_preload(PRELOADED)
         try:
             self._start(notes)
             pulse = Pulse(self.run_dir, [r.rank for r in self.ranks], self.limits)
