@@ -232,7 +232,7 @@ def speedup_of(bench: Bench, group: str) -> dict[str, Any]:
 def test_a_cell_against_itself_is_no_difference(bench: Bench) -> None:
     """Two names for one thing. The steps sleep, so that the machine's noise is small beside them;
     a false alarm is still possible in 5 of 100."""
-    words = ["--axis", "name=one,two", "--repeats", "6", "--steps", "60", "sweep.margin=0.03"]
+    words = ["--axis", "name=one,two", "--repeats", "8", "--steps", "60", "sweep.margin=0.05"]
     ran = sweep(bench, bench.job("time.sleep(0.02)"), *words, timeout_s=170)
     assert ran.code == 0, ran.err
     verdicts = {row["verdict"] for row in table(bench, "ranked_groups.csv")}
@@ -241,7 +241,7 @@ def test_a_cell_against_itself_is_no_difference(bench: Bench) -> None:
 
 @pytest.mark.slow
 def test_a_planted_sleep_of_5_percent_is_found(bench: Bench) -> None:
-    words = ["--axis", "launch.env.NAP=0.020,0.021", "--baseline", "NAP=0.020", "--repeats", "6"]
+    words = ["--axis", "launch.env.NAP=0.020,0.021", "--baseline", "NAP=0.020", "--repeats", "8"]
     ran = sweep(bench, bench.job(SLEEP), *words, "--steps", "60", timeout_s=170)
     assert ran.code == 0, ran.err
     row = speedup_of(bench, "NAP=0.021")

@@ -1,6 +1,9 @@
 """From flags or a YAML file to cells; every mistake is one clear message."""
 
+import os
 import re
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +210,24 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     save_manifest(tmp_path / "m.tsv", rows)
     assert load_manifest(tmp_path / "m.tsv") == [rows[0], rows[1] | {"group": "b c d"}]
     assert load_manifest(tmp_path / "absent.tsv") == []
+
+
+def test_a_manifest_survives_a_kill_at_any_byte(tmp_path: Path) -> None:
+    """The kernel ends the writer (SIGXFSZ) at the very byte: the old rows stay."""
+    path = tmp_path / "m.tsv"
+    old = [a_row(group=f"cell {n}", repeat="1") for n in range(3)]
+    save_manifest(path, old)
+    size = path.stat().st_size
+    for limit in (0, 1, size // 3, size - 1, size, size + 1):
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            save_manifest(path, [*old, a_row(group="cell 3", repeat="1")])
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGXFSZ
+        assert load_manifest(path) == old
 
 
 def test_a_foreign_manifest_is_refused(tmp_path: Path) -> None:
