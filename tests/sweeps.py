@@ -2,16 +2,17 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.stats.figures import RunFigures
-from paceline.stats.standings import Group, Standings, compare_groups
 from paceline.stats.timing_points import TimingPoint
 from paceline.sweep.folder import SweepDir
-from paceline.sweep.judge import SweepJudgement, TargetResult
+from paceline.sweep.judge import SweepJudgement, judge_figures
 from paceline.sweep.manifest import COLUMNS, NOT_THERE, Row
+from paceline.sweep.target import TargetResult
 
 AXES = {
     "strategy.name": ["ddp", "zero1", "zero3"],
@@ -80,30 +81,8 @@ def draw_figures(samples_per_s: float, batch: int = 16, **more: Any) -> RunFigur
 def judge_rows(
     record: SweepRecord, rows: Sequence[Row], figures: dict[str, RunFigures], **more: Any
 ) -> SweepJudgement:
-    """Standings of what there is, by the metric of the record and by the iteration time."""
-    standings = _compare(record, rows, figures, record.metric)
-    facts: dict[str, Any] = {
-        "figures": figures, "standings": standings, "flagged": {}, "target": None, "notes": [],
-        "others": _compare(record, rows, figures, "tail_mean_iter_p50_ms"),
-        "winner": standings.rows[0].group.name if standings else None,
-    }  # fmt: skip
-    return SweepJudgement(**(facts | more))
-
-
-def _compare(
-    record: SweepRecord, rows: Sequence[Row], figures: dict[str, RunFigures], metric: str
-) -> Standings | None:
-    groups = []
-    for cell in record.cells:
-        own = [row for row in rows if row["group"] == cell.name and row["run_dir"] in figures]
-        found = [figures[row["run_dir"]].value(metric) for row in own]
-        values = tuple(value for value in found if value is not None)
-        if values:
-            groups.append(Group(cell.name, values, max(float(r["peak_bytes"]) for r in own)))
-    if not groups:
-        return None
-    lower = metric == "tail_mean_iter_p50_ms"
-    return compare_groups(groups, baseline=record.baseline, lower_is_better=lower)
+    """The judge's own word, but for what `more` says otherwise."""
+    return replace(judge_figures(record, rows, figures), **more)
 
 
 def draw_sweep(root: Path) -> tuple[SweepDir, SweepRecord, list[Row], SweepJudgement]:

@@ -42,16 +42,6 @@ def _indented(text: str) -> str:
 def _standings(story: SweepStory) -> str:
     if not story.measured:
         return "No cell has a figure."
-    columns = (
-        "",
-        "cell",
-        story.unit,
-        "speedup",
-        "verdict",
-        "memory a rank",
-        "between runs",
-        "runs",
-    )
     rows = [_row(place, line) for place, line in enumerate(story.measured, 1)]
     said = "★ chosen, ☆ not told apart from the best. Intervals are 95%. A speedup is against "
     columns = ("", "cell", story.unit, *COLUMNS)
