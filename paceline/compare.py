@@ -16,11 +16,12 @@ from paceline.config.differences import differing
 from paceline.config.load import read_plain
 from paceline.errors import ConfigError, DataError, Outcome
 from paceline.records import Env, Part, Plan, Record, Result
-from paceline.records.swept import Metric
+from paceline.records.swept import Metric, SweepRecord
 from paceline.rundir import RunDir
 from paceline.stats.figures import LOWER_IS_BETTER, RunFigures, measure_run
 from paceline.stats.intervals import Interval
 from paceline.stats.standings import Group, Standing, Standings, compare_groups
+from paceline.sweep.cells import find_cell
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.manifest import SUCCESS, load_manifest
 
@@ -88,12 +89,29 @@ def open_side(text: str) -> Side:
         raise DataError(f"{text} is no run directory, no folder of runs, and no SWEEP_DIR:CELL")
     runs = [RunDir(child.resolve()) for child in sorted(path.iterdir()) if not child.is_symlink()]
     runs = [run for run in runs if run.config.is_file()]
+    if SweepDir(path).record.is_file():
+        cells = [cell.name for cell in SweepRecord.load(SweepDir(path).record).cells]
+        names = "\n".join(f"  {text}:{cell}" for cell in cells)
+        raise ConfigError(f"{text} is a sweep; compare two of its cells:\n{names}")
     if not runs:
         raise DataError(
-            f"{text} holds no run directories{_hint_of_cells(SweepDir(path))}\n"
+            f"{text} holds no run directories\n"
             "hint: give a run directory, or a folder whose children are some"
         )
-    return _side(text, runs)
+    side = _side(text, runs)
+    _require_repeats(side)
+    return side
+
+
+def _require_repeats(side: Side) -> None:
+    """A mean over runs of different things says nothing."""
+    configs = [read_plain(run.config) | {"name": ""} for run in side.runs]
+    inside = [difference.what for difference in _apart("config", configs)]
+    if inside:
+        raise ConfigError(
+            f"the runs in {side.name} are no repeats of one another: {', '.join(inside[:8])} differ"
+            "\nhint: name the runs one by one, or SWEEP_DIR:CELL"
+        )
 
 
 def compare_sides(sides: Sequence[Side], metric: Metric | None, margin: float) -> Comparison:
@@ -181,10 +199,10 @@ def _side(name: str, runs: Sequence[RunDir]) -> Side:
 
 
 def _cell(name: str, folder: SweepDir, cell: str) -> Side:
-    rows = load_manifest(folder.manifest)
-    own = [row for row in rows if row["group"] == cell]
+    found = find_cell(SweepRecord.load(folder.record).cells, cell).name
+    own = [row for row in load_manifest(folder.manifest) if row["group"] == found]
     if not own:
-        raise DataError(f"there is no cell '{cell}' in {folder.root}{_hint_of_cells(folder)}")
+        raise DataError(f"no run of {found} has ended in {folder.root}")
     good = [folder.run(row) for row in own if row["status"] == SUCCESS]
     failed = [
         f"repeat {row['repeat']}: {row['outcome']}" for row in own if row["status"] != SUCCESS
@@ -192,11 +210,6 @@ def _cell(name: str, folder: SweepDir, cell: str) -> Side:
     if not good:
         raise DataError(f"{name}: no run of it succeeded ({'; '.join(failed)})")
     return Side(name, good, failed)
-
-
-def _hint_of_cells(folder: SweepDir) -> str:
-    cells = dict.fromkeys(row["group"] for row in load_manifest(folder.manifest))
-    return "".join(f"\n  {folder.root}:{cell}" for cell in cells)
 
 
 def _choose_metric(measured: Sequence[Sequence[RunFigures]]) -> Metric:
@@ -212,10 +225,6 @@ def _values(figures: Sequence[RunFigures], metric: str) -> list[float]:
 
 def _notes(sides: Sequence[Side], measured: Sequence[Sequence[RunFigures]]) -> Iterator[str]:
     for side, figures in zip(sides, measured, strict=True):
-        configs = [read_plain(run.config) | {"name": ""} for run in side.runs]
-        inside = [difference.what for difference in _apart("config", configs)]
-        if inside:
-            yield f"{side.name}: its runs are no repeats of one another: {', '.join(inside)} differ"
         if len(figures) < len(side.runs):
             yield f"{side.name}: {len(side.runs) - len(figures)} runs have no step after warm-up"
     if any(len(figures) < 2 for figures in measured):

@@ -47,6 +47,8 @@ def load_job(source: str, overrides: Sequence[str]) -> Job:
         draft = read_draft(name, overrides)
     typed = draft.typed("workload")
     written: Any = OmegaConf.to_container(draft.tree, resolve=False)
+    if "axes" in written:
+        raise ConfigError(f"{name} is a sweep, not a run\nhint: paceline sweep {name}")
     chosen = typed if typed is not None else written.get("workload")
     if not isinstance(chosen, str) or "${" in chosen:
         raise ConfigError([*draft.problems, f"{draft.place} must set workload to a plain name"])

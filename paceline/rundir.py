@@ -47,6 +47,11 @@ class RunDir:
     @classmethod
     def open(cls, path: Path) -> Self:
         run = cls(path.resolve())
+        if (path / "sweep.json").is_file():
+            raise DataError(
+                f"{path} is a sweep, not a run\nhint: its page is {path / 'report.html'}, its runs"
+                f" are in {path / 'runs'}"
+            )
         if not run.config.is_file():
             hint = "runs/latest is the newest run" if Path("runs").is_dir() else "no runs/ here yet"
             raise DataError(f"{path} is not a run directory (no run.yaml in it)\nhint: {hint}")

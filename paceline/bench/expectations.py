@@ -164,6 +164,7 @@ def _check(
         found=sum(new) / len(new),
         ratio=Range(value=1.0, low=1.0, high=1.0),
         is_worse=False,
+        floor=1 / (1 + MARGIN),
     )
     return row, old, new
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from paceline.records import Fingerprints, Part, Record
 from paceline.stats.intervals import Interval
 
-Status = Literal["ok", "failed", "skipped"]
+Status = Literal["ok", "failed", "skipped", "stopped"]
 
 
 class Range(Part):
@@ -85,9 +85,12 @@ class GateRow(Part):
     found: float
     ratio: Range
     is_worse: bool
+    floor: float = Field(description="Below it a ratio would matter.")
 
     def __str__(self) -> str:
-        word = "WORSE" if self.is_worse else "not shown worse"
+        word = "WORSE" if self.is_worse else "not worse"
+        if not self.is_worse and self.ratio.low < self.floor:
+            word = f"cannot tell: a loss down to {self.ratio.low:.2f} would not be seen"
         span = f"{self.ratio.value:.3f} ({self.ratio.low:.3f} to {self.ratio.high:.3f})"
         return f"{self.target}, {self.arm}: {self.what} is {span} of what is stored: {word}"
 

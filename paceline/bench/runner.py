@@ -25,6 +25,7 @@ from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.rundir import RunDir
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.manifest import Row
+from paceline.sweep.matrix import PLAIN
 
 REPORT, SUMMARY = "bench.json", "summary.md"
 Say = Callable[[str], None]
@@ -81,7 +82,14 @@ class _Bench:
             self.pairs.append(skipped_pair(pair).model_copy(update=failed))
             return ""
         runs = {arm.name: collect_runs(folder, ran.rows, arm.name) for arm in pair.arms}
-        self.pairs.append(judge_pair(pair, runs, settings.margin, settings.repeats))
+        judged = judge_pair(pair, runs, settings.margin, settings.repeats)
+        if ran.stopped_by:
+            stopped = {
+                "status": "stopped",
+                "because": f"{ran.stopped_by} before all runs had ended",
+            }
+            judged = judged.model_copy(update=stopped)
+        self.pairs.append(judged)
         return ran.stopped_by
 
     def report(self, outcome: Outcome) -> BenchReport:
@@ -170,7 +178,7 @@ def record_of(pair: Pair, repeats: int, margin: float) -> SweepRecord:
     return SweepRecord(
         mode="bench",
         recipe=pair.recipe,
-        overrides=pair.common,
+        overrides=[word for word in pair.common if word not in PLAIN],  # every cell has those
         axes={},
         cells=cells,
         phases=[SweptPhase(name="", cells=names, repeats=repeats, steps=steps)],

@@ -1,7 +1,7 @@
 """A bench in words: the table of a pair for the screen, and summary.md."""
 
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
 from paceline.bench.records import ArmResult, BenchReport, PairResult, Range
 
@@ -51,7 +51,7 @@ def _row(pair: PairResult, arm: ArmResult) -> tuple[str, ...]:
     p50, p90 = arm.step_s_p50 or 0.0, arm.step_s_p90 or 0.0
     return (
         arm.name,
-        f"{sum(arm.rates) / len(arm.rates):,.0f} {_unit(pair)}",
+        f"{rate_of(arm)} {_unit(pair)}",
         f"{p50 * 1000:.1f} / {p90 * 1000:.1f} ms",
         speed_ratio(pair, arm),
         f"{max(arm.peak_bytes) / 2**20:,.0f} MiB" if arm.peak_bytes else "",
@@ -60,6 +60,12 @@ def _row(pair: PairResult, arm: ArmResult) -> tuple[str, ...]:
         "" if arm.loss_difference is None else f"{arm.loss_difference:.1e}",
         _verdict(pair, arm),
     )
+
+
+def rate_of(arm: ArmResult) -> str:
+    if arm.rate is None:
+        return f"{geometric_mean(arm.rates):,.0f}"
+    return f"{arm.rate.value:,.0f} ({arm.rate.low:,.0f} to {arm.rate.high:,.0f})"
 
 
 def _verdict(pair: PairResult, arm: ArmResult) -> str:

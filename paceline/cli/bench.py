@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from paceline.bench.pairs import Pair
     from paceline.bench.records import BenchReport
 
+STATUSES = ("ok", "failed", "skipped", "stopped")
 TABLE_WIDTH = 1000  # more than a table takes: it is never cut off, and a terminal wraps it
 app = typer.Typer(
     help="Baseline against optimized, in pairs of configs that do equal work.\n\n"
@@ -56,7 +57,9 @@ def run_targets(
     out: Path | None = typer.Option(
         None, "--out", help="The bench's directory; one that holds this bench is gone on with."
     ),
-    margin: float = typer.Option(0.02, "--margin", help="Differences below it do not matter."),
+    margin: float = typer.Option(
+        0.02, "--margin", min=0.0, max=0.99, help="Differences below this share do not matter."
+    ),
     check: Path | None = typer.Option(
         None, "--check-expectations", metavar="PATH", help="Exit 1 if shown worse than stored."
     ),
@@ -71,8 +74,10 @@ def run_targets(
     """
     from paceline.bench.asked import parse_words
     from paceline.cli.talk import print_json, refusals_on_stdout, shown
+    from paceline.cli.together import require_alone
 
     with refusals_on_stdout(as_json):
+        require_alone("bench")
         asked = parse_words(words)
         from paceline.bench.runner import BenchSettings, run_bench  # these import torch
         from paceline.bench.sweeping import through_sweeps
@@ -111,12 +116,12 @@ def _print_report(report: "BenchReport") -> None:
             console.print(table)
     for line in report.gate:
         console.print(escape(str(line)))
-    counts = {word: sum(p.status == word for p in report.pairs) for word in ("failed", "skipped")}
+    counts = {word: sum(p.status == word for p in report.pairs) for word in STATUSES}
     ran = len(report.pairs) - counts["skipped"]
-    console.print(
-        f"{ran - counts['failed']} of {ran} pairs ok, {counts['failed']} failed,"
-        f" {counts['skipped']} skipped, in {report.elapsed_s:.0f} s"
+    others = ", ".join(
+        f"{counts[word]} {word}" for word in STATUSES[1:] if counts[word] or word != "stopped"
     )
+    console.print(f"{counts['ok']} of {ran} pairs ok, {others}, in {report.elapsed_s:.0f} s")
 
 
 def _describe(pair: "Pair") -> dict[str, object]:

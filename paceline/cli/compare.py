@@ -27,7 +27,9 @@ def compare(
     metric: str | None = typer.Option(
         None, "--metric", help="samples_per_s, tokens_per_s or tail_mean_iter_p50_ms."
     ),
-    margin: float = typer.Option(0.02, "--margin", help="Differences below it do not matter."),
+    margin: float = typer.Option(
+        0.02, "--margin", min=0.0, max=0.99, help="Differences below this share do not matter."
+    ),
     as_json: JsonFlag = False,
 ) -> None:
     """Say what differs between runs (config, code, data, hardware), then which is faster.

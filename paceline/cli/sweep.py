@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.arguments import JsonFlag, Overrides
-from paceline.cli.together import require_alone
 from paceline.errors import EXIT_CODES, Outcome
 
 if TYPE_CHECKING:
@@ -48,6 +47,9 @@ def sweep(
         None, "--target", help='"speedup>=1.08" or "tokens_per_s>=39": exit 1 if not met.'
     ),
     metric: MetricOption = None,
+    margin: float | None = typer.Option(
+        None, "--margin", help="Differences below this share do not matter: 0.02."
+    ),
     phases: bool = typer.Option(
         False, "--phases", help="Pilot over all cells, final of the best, extras on the winner."
     ),
@@ -64,6 +66,7 @@ def sweep(
     More words: sweep.margin=0.05 sweep.seed=1 sweep.loss_tolerance=0.02 (docs/sweeping.md)
     """
     from paceline.cli.talk import print_json, refusals_on_stdout
+    from paceline.cli.together import require_alone
     from paceline.sweep.spec import read_spec
 
     given: dict[str, Any] = {
@@ -72,6 +75,7 @@ def sweep(
         "baseline": baseline,
         "target": target,
         "metric": metric,
+        "margin": margin,
         "phases": phases or None,
         "stop_on_error": stop_on_error or None,
     }

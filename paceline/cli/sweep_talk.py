@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from statistics import fmean
 
 from rich.console import Group
 from rich.live import Live
@@ -14,16 +13,28 @@ from paceline.cli.talk import ConsoleTalk, say_failure, shown
 from paceline.records import Plan, Result
 from paceline.records.swept import SweepRecord
 from paceline.report.story import duration
-from paceline.report.sweep_story import UNITS, number
+from paceline.report.sweep_story import (
+    UNITS,
+    SweepStory,
+    answer,
+    number,
+    rate_cell,
+    reference,
+    speedup_cell,
+)
 from paceline.rundir import RunDir
 from paceline.sweep.board import Board
 from paceline.sweep.flow import SweepEnd
 from paceline.sweep.folder import SweepDir
+from paceline.sweep.manifest import load_manifest
 from paceline.sweep.phases import describe_schedule
 from paceline.sweep.spec import SweepSpec
+from paceline.sweep.story import tell
 
 PLAIN_INTERVAL_S = 5.0
 FEW_STEPS = 20
+MAX_CELLS = 40
+SIGNS = "★ chosen, ☆ not told apart from the best"
 BESIDE = 8  # lines of the screen that the live table leaves: it cannot be redrawn if higher
 
 
@@ -40,13 +51,16 @@ class SweepConsole(ConsoleTalk):
         refused = [cell for cell in record.cells if cell.refusal]
         for cell in refused:
             self.say(f"refused: {cell.name}: {cell.refusal}")
+        able = [cell.name for cell in record.cells if not cell.refusal]
+        more = f", and {len(able) - MAX_CELLS} more" if len(able) > MAX_CELLS else ""
+        self.say(f"cells: {'  '.join(able[:MAX_CELLS])}{more}")
         for line in describe_schedule(spec, record.cells):
             self.say(line)
-        if min(phase.steps for phase in record.phases) < FEW_STEPS:
-            self.say(f"warning: of fewer than {FEW_STEPS} steps little is left after the warm-up")
         self.say(
             f"compared by {record.metric}, differences below {record.margin:.1%} do not matter"
         )
+        if min(phase.steps for phase in record.phases) < FEW_STEPS:
+            self.say(f"warning: of fewer than {FEW_STEPS} steps little is left after the warm-up")
 
     @contextmanager
     def live(self) -> Iterator[None]:
@@ -96,7 +110,8 @@ class SweepConsole(ConsoleTalk):
                 f"stopped ({end.stopped_by}): this is what there is so far; the same command with"
                 f" --out {shown(folder.root)} goes on"
             )
-        for line in answer(end):
+        rows = load_manifest(folder.manifest)
+        for line in _say_answer(end, tell(folder, end.record, rows, end.judgement)):
             self.say(line)
         self.say(f"summary: {shown(folder.summary)}")
         self.say(f"report: {shown(folder.report)}")
@@ -107,30 +122,18 @@ class SweepConsole(ConsoleTalk):
         self._live.update(_table(self._board, self._now, room))
 
 
-def answer(end: SweepEnd) -> list[str]:
-    """The standings and the target, in a few lines."""
-    judged, record = end.judgement, end.record
-    lines = []
-    if judged.standings is None:
-        lines.append("no run could be measured, so nothing can be compared")
-    else:
-        unit = UNITS[record.metric]
-        against = f"against {judged.standings.reference}"
-        lines.append(f"compared by {record.metric}, {against}:")
-        for row in judged.standings.rows:
-            speed = f"{row.speedup.value:.3f}x" if row.speedup else ""
-            rate = f"{number(row.rate.value if row.rate else fmean(row.group.values))} {unit}"
-            runs = f"n={len(row.group.values)}"
-            mark = "*" if row.is_winner and row.group.name not in judged.flagged else " "
-            lines.append(f" {mark} {row.group.name}  {rate}  {speed}  {row.verdict} ({runs})")
-        num = len(judged.standings.winners)
-        lines.append("* the best" if num == 1 else f"* these {num} cannot be told apart")
+def _say_answer(end: SweepEnd, story: SweepStory) -> list[str]:
+    """What the summary says first, then every cell that was measured."""
+    judged = end.judgement
+    lines = [*answer(story), ""]
+    for line in story.measured:
+        speedup = f"{speedup_cell(line)} times" if speedup_cell(line) else ""
+        cells = (f"{rate_cell(line)} {story.unit}", speedup, line.verdict)
+        lines.append(f" {line.sign or ' '} {line.name}: {', '.join(filter(None, cells))}")
+    if story.measured:
+        lines.append(f"{SIGNS}; a speedup is against {reference(story)}")
     lines += [f"not crowned: {name}: {why}" for name, why in judged.flagged.items()]
     lines += [f"note: {note}" for note in judged.notes]
-    if judged.winner:
-        lines.append(f"winner: {judged.winner}")
-    if judged.target:
-        lines.append(f"target {judged.target.text}: {judged.target.state}: {judged.target.because}")
     if end.num_failed:
         lines.append(f"{end.num_failed} runs failed: skipped_runs.tsv has them")
     return lines

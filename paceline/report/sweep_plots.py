@@ -119,11 +119,11 @@ def _strip(line: CellLine, place: int, ruler: _Ruler, reference: float) -> str:
         parts.append(
             f'<line class="span {kind}" x1="{left:.2f}%" x2="{right:.2f}%" y1="14" y2="14"/>'
         )
-        # No end is drawn where the bar goes on beyond the picture.
-        if rate.low >= ruler.low:
-            parts.append(_upright(f"end {kind}", left, 9, 19))
-        if rate.high <= ruler.high:
-            parts.append(_upright(f"end {kind}", right, 9, 19))
+        # An arrow instead of an end where the bar goes on beyond the picture.
+        inside = rate.low >= ruler.low, rate.high <= ruler.high
+        for is_inside, at, arrow in zip(inside, (left, right), "◂▸", strict=True):
+            edge = f'<text class="tick" x="{min(max(at, 1), 99):.2f}%" y="18">{arrow}</text>'
+            parts.append(_upright(f"end {kind}", at, 9, 19) if is_inside else edge)
     parts.append(f'<circle class="dot {kind}" cx="{ruler(value):.2f}%" cy="14" r="5"/>')
     name = f"{place} {breakable(line.name)} {line.sign}".rstrip()
     return (

@@ -141,11 +141,12 @@ def _winner(story: SweepStory) -> str:
     beside = _against_baseline(story, line.standing)
     if len(winners(story)) > 1:
         return f"Chosen among cells that cannot be told apart is {found}{beside}."
-    if [row.group.name for row in story.standings.winners] != [line.name]:
-        return f"Chosen among the cells whose loss is sound is {found}{beside}."
-    if len(story.standings.rows) == 1:
-        return f"Only one cell was measured, so nothing is compared: {found}."
-    return f"Fastest is {found}{beside}."
+    num_flagged = sum(bool(other.flag) for other in story.measured)
+    if len(story.standings.rows) == 1 + num_flagged:
+        aside = f" ({num_flagged} put aside for the loss)" if num_flagged else ""
+        return f"Only one cell is left to compare{aside}, so nothing is: {found}."
+    aside = f" of those with a sound loss ({num_flagged} put aside)" if num_flagged else ""
+    return f"Fastest{aside} is {found}{beside}."
 
 
 def _nothing(story: SweepStory) -> str:
@@ -172,9 +173,9 @@ def _tied(story: SweepStory) -> list[str]:
     if len(names) < 2:
         return []
     return [
-        f"{len(names)} cells cannot be told apart from the best: {'; '.join(names)}. They are in"
-        " the order of lower memory, then lower variance; chosen is the first whose mean is within"
-        " the margin of the best. More repeats may tell them apart."
+        f"{len(names)} cells cannot be told apart from the best: {'; '.join(names)}. First"
+        " those whose mean is within the margin of the best, by lower memory, then by lower"
+        " variance; chosen is the first. More repeats may tell them apart."
     ]
 
 
@@ -188,8 +189,9 @@ def value_of(standing: Standing) -> float:
 
 def pasteable(record: SweepRecord, cell: SweptCell) -> str:
     """What to type behind `paceline train RECIPE`: what all cells got and what this one got, but
-    nothing of how the sweep ran it. A word that stands twice stands once."""
-    return shlex.join(dict.fromkeys([*record.overrides, *cell.overrides]))
+    nothing of how the sweep ran it. Of a key that is set twice the last one."""
+    words = {word.partition("=")[0]: word for word in [*record.overrides, *cell.overrides]}
+    return shlex.join(words.values())
 
 
 def command(story: SweepStory) -> str:

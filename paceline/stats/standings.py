@@ -46,7 +46,9 @@ class Standing:
 
 @dataclass(frozen=True)
 class Standings:
-    """`rows`: winners, by lower memory, then by lower variation; then the rest, best first."""
+    """`rows`: winners, by lower memory, then by lower variation; then the rest, best first. Among
+    winners those come first whose mean is within the margin of the best: one that looks slower
+    may be there only for want of repeats."""
 
     rows: tuple[Standing, ...]
     reference: str
@@ -146,8 +148,10 @@ class _Table:
         group = row.group
         if row.is_winner:
             memory, variation = group.memory_bytes, group.variation
+            is_far = self.gain(self.best, group.name) > math.log1p(self.margin)
             return (
                 0,
+                is_far,
                 math.inf if memory is None else memory,
                 math.inf if variation is None else variation,
             )

@@ -3,10 +3,10 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
 from paceline.records.swept import Metric, SweptPhase
-from paceline.sweep.manifest import SUCCESS, Row
+from paceline.sweep.manifest import STOPPED, SUCCESS, Row
 
 
 @dataclass
@@ -22,7 +22,8 @@ class Line:
 
     @property
     def value(self) -> float | None:
-        return fmean(self.values) if self.values else None
+        """The geometric mean, as the verdicts have it."""
+        return geometric_mean(self.values) if self.values else None
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Board:
         """A run has ended now, or had before the sweep was begun again."""
         line = self.lines[row["group"]]
         line.num_done += row["status"] == SUCCESS
-        line.num_failed += row["status"] != SUCCESS
+        line.num_failed += row["status"] != SUCCESS and row["outcome"] not in STOPPED
         line.values += [value] if value is not None else []
         line.seconds.append(float(row["duration_sec"]))
         if self.running == line.name:

@@ -12,9 +12,10 @@ from paceline.errors import ConfigError
 from paceline.launch.signals import noted_signals
 from paceline.records.swept import Metric, SweepRecord, SweptCell, SweptPhase
 from paceline.rundir import RunDir, RunLock
+from paceline.sweep.cells import draw_cells, find_cell
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.judge import SweepJudgement, judge_sweep
-from paceline.sweep.matrix import Ground, draw_cells, find_cell, load_cells, refuse_impossible
+from paceline.sweep.matrix import Ground, load_cells, refuse_impossible
 from paceline.sweep.outputs import write_outputs
 from paceline.sweep.phases import (
     EXTRAS,
@@ -55,7 +56,7 @@ def plan_sweep(spec: SweepSpec) -> SweepRecord:
     baseline = find_cell(cells, spec.baseline).name if spec.baseline else None
     by_tokens = all(job.workload.unit == "tokens" for job in jobs.values())
     metric: Metric = "tokens_per_s" if by_tokens else "samples_per_s"
-    _require_countable(spec, by_tokens)
+    _require_countable(spec, by_tokens, cells[0].name)
     if spec.phases:  # a misspelt extra must not be found when all others have run
         load_cells(ground, with_extras(spec, cells[0]), spec.steps)
     cells = in_phase(PILOT, cells) if spec.phases else cells
@@ -161,13 +162,13 @@ def _require_same(old: SweepRecord, new: SweepRecord, out: Path) -> None:
         )
 
 
-def _require_countable(spec: SweepSpec, by_tokens: bool) -> None:
+def _require_countable(spec: SweepSpec, by_tokens: bool, first: str) -> None:
     target = Target.parse(spec.target) if spec.target else None
     problems = []
     if target is not None and target.metric == SPEEDUP and not spec.baseline:
         problems.append(
             f"the target '{spec.target}' needs a baseline to be faster than\n"
-            "hint: --baseline CELL, such as --baseline strategy.name=ddp"
+            f"hint: --baseline CELL, such as --baseline {first}"
         )
     asked = {"metric": spec.metric, "target": target.metric if target else ""}
     problems += [

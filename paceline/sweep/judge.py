@@ -117,13 +117,8 @@ class _Judge:
         )
 
     def winner(self) -> str | None:
-        """The first of those that cannot be told from the best. One that looks slower than the
-        margin may be in that set only for want of repeats: it is shown there, and not chosen."""
-        if self.standings is None:
-            return None
-        best, edge = _log_mean(self.standings.best.group), math.log1p(self.record.margin)
-        near = [r for r in self.standings.winners if abs(_log_mean(r.group) - best) <= edge]
-        return near[0].group.name
+        """The first of those that cannot be told from the best."""
+        return self.standings.winners[0].group.name if self.standings else None
 
     def target(self) -> TargetResult:
         winner = self.winner()
@@ -151,8 +146,8 @@ class _Judge:
         alone = self._without_equals()
         if alone:
             notes.append(
-                f"no other cell has the global batch of {', '.join(alone)}: a loss that departs"
-                " would not be seen"
+                f"no other cell has the model and global batch of {', '.join(alone)}: a loss that"
+                " departs would not be seen"
             )
         return notes
 
@@ -170,15 +165,15 @@ class _Judge:
             yield replace(beside.of(name), is_winner=False)
 
     def _departures(self) -> Iterator[tuple[str, str]]:
-        """Cells with the global batch of others, but not with their losses. What they are held
-        against is the baseline, or the first of them in the order of the matrix."""
-        references: dict[str, str] = {}
+        """Cells with the model and the global batch of others, but not with their losses. What they
+        are held against is the baseline, or the first of them in the order of the matrix."""
+        references: dict[tuple[str, ...], str] = {}
         for name in sorted(self.phase.cells, key=lambda name: name != self.baseline):
             curve = self._curve(name)
             if curve and all(map(math.isfinite, curve)):
-                references.setdefault(self._batch(name), name)
+                references.setdefault(self._kind(name), name)
         for name in self.phase.cells:
-            reference = references.get(self._batch(name)) if self._of(name) else None
+            reference = references.get(self._kind(name)) if self._of(name) else None
             if reference in (None, name):
                 continue
             assert reference is not None
@@ -195,8 +190,8 @@ class _Judge:
         )
 
     def _without_equals(self) -> list[str]:
-        batches = [self._batch(name) for name in self.phase.cells if self._of(name)]
-        return [n for n in self.phase.cells if self._of(n) and batches.count(self._batch(n)) == 1]
+        kinds = [self._kind(name) for name in self.phase.cells if self._of(name)]
+        return [n for n in self.phase.cells if self._of(n) and kinds.count(self._kind(n)) == 1]
 
     def _interval(self, winner: str, metric: str) -> Interval | None:
         if metric == SPEEDUP:
@@ -216,9 +211,12 @@ class _Judge:
         values = tuple(value for value in found if value is not None)
         return Group(name, values, max(peaks, default=None))
 
-    def _batch(self, name: str) -> str:
+    def _kind(self, name: str) -> tuple[str, ...]:
+        """What must be the same for losses to compare: samples a step, and the model."""
+        settings = self.record.cell(name).settings.items()
+        model = [f"{key}={text}" for key, text in settings if key.startswith("model.")]
         rows = self._of(name)
-        return rows[0]["global_batch"] if rows else ""
+        return (rows[0]["global_batch"] if rows else "", *model)
 
     def _curve(self, name: str) -> list[float]:
         """Its loss over time: means over the parts of its runs, but for the first."""
@@ -246,7 +244,3 @@ def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
         abs(a - b) / abs(b) if b else abs(a - b) for a, b in zip(ours, theirs, strict=True)
     ]  # fmt: skip
     return math.nan if any(map(math.isnan, gaps)) else max(gaps)
-
-
-def _log_mean(group: Group) -> float:
-    return fmean(math.log(value) for value in group.values)

@@ -1,8 +1,7 @@
-"""Axes into cells, and each cell into a plan, before anything runs."""
+"""Each cell into a plan, before anything runs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.flow import Decided, Talk, prepare, require_feasible
@@ -10,66 +9,13 @@ from paceline.job import Job, load_job
 from paceline.plan.planner import make_plan
 from paceline.records import Env
 from paceline.records.swept import SweptCell
-from paceline.sweep.spec import SweepSpec, shown_value, split_values
 
 # What a run does only to be kept or judged later costs time that is not compared. The user's own
 # overrides stand behind these.
-PLAIN = ("train.eval_every=off", "checkpoint.at_end=false", "checkpoint.at_stop=false")
-
-
-def draw_cells(spec: SweepSpec) -> list[SweptCell]:
-    """Every combination, the last axis fastest."""
-    short = short_keys(spec.axes)
-    cells = []
-    for values in product(*spec.axes.values()):
-        settings = {key: shown_value(value) for key, value in zip(spec.axes, values, strict=True)}
-        cells.append(
-            SweptCell(
-                # One space at most between words: a manifest keeps no others.
-                name=" ".join(
-                    ",".join(f"{short[key]}={text}" for key, text in settings.items()).split()
-                ),
-                settings=settings,
-                overrides=[f"{key}={text}" for key, text in settings.items()],
-            )
-        )
-    return cells
-
-
-def short_keys(keys: Iterable[str]) -> dict[str, str]:
-    """The shortest end of each key that no other key has."""
-    parts = {key: key.split(".") for key in keys}
-
-    def ends(key: str, length: int) -> str:
-        return ".".join(parts[key][-length:])
-
-    short = {}
-    for key in parts:
-        lengths = range(1, len(parts[key]) + 1)
-        short[key] = next(
-            (ends(key, n) for n in lengths if sum(ends(k, n) == ends(key, n) for k in parts) == 1),
-            key,
-        )
-    return short
-
-
-def find_cell(cells: Sequence[SweptCell], asked: str) -> SweptCell:
-    """The cell of that name, or the only one that has all of its `key=value` parts."""
-    wanted = {part.strip() for part in split_values(asked)}
-    exact = [cell for cell in cells if cell.name == asked]
-    fitting = exact or [cell for cell in cells if wanted <= _words(cell)]
-    names = "\n".join(f"  {cell.name}" for cell in (fitting or cells)[:20])
-    if not fitting:
-        raise ConfigError(f"the baseline '{asked}' is not a cell; the cells are\n{names}")
-    if len(fitting) > 1:
-        raise ConfigError(f"the baseline '{asked}' fits {len(fitting)} cells\n{names}")
-    if fitting[0].refusal:
-        raise ConfigError(f"the baseline '{asked}' cannot run: {fitting[0].refusal}")
-    return fitting[0]
-
-
-def _words(cell: SweptCell) -> set[str]:
-    return {*split_values(cell.name), *cell.overrides}
+PLAIN = (
+    "train.eval_every=off", "train.eval_samples=all", "checkpoint.at_end=false",
+    "checkpoint.at_stop=false",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

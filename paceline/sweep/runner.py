@@ -94,6 +94,8 @@ class SweepRunner:
         for turn in turns:  # all that can be refused is, before anything runs
             self._decide(turn.cell, phase.steps)
         missing = [turn for turn in turns if not self._is_done(turn, phase.steps)]
+        if len(missing) < len(turns):
+            self.talk.say(f"{len(turns) - len(missing)} of {len(turns)} runs are there already")
         self.board.begin(phase, [turn.cell.name for turn in missing])
         for turn in turns:
             if turn not in missing:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from omegaconf import OmegaConf
 from pydantic import Field
 
@@ -80,23 +81,34 @@ def read_spec(
 
 def _read_file(source: str) -> dict[str, Any] | None:
     """The words of a sweep's file; None where `source` is a recipe."""
-    if not source.endswith((".yaml", ".yml")) or not Path(source).is_file():
+    if not source.endswith((".yaml", ".yml")):
         return None
-    body = read_plain(Path(source))
-    if "axes" not in body:
+    body = {"overrides": [], **read_plain(Path(source))}
+    if "recipe" not in body and "axes" not in body:
         return None
-    body = {"overrides": [], **body}
-    if not isinstance(body["axes"], dict) or not isinstance(body["overrides"], list):
+    recipe, axes = str(body.get("recipe", "")), body.get("axes")
+    if axes is None or not isinstance(axes, dict):
         raise ConfigError(
-            f"{source}: axes must be a map of keys to lists of values, and overrides a list\n"
+            f"{source} has a recipe and no axes, or none that are a map of keys to values\n"
             "hint: axes: {strategy.name: [ddp, zero1]}"
         )
-    if ".py:" in str(body.get("recipe", "")):
+    if ".py:" in recipe:
         raise ConfigError(
-            f"{source} names {body['recipe']}; a file may not choose code to run\n"
-            f"hint: type it: paceline sweep {body['recipe']} --axis ..."
+            f"{source} names {recipe}; a file may not choose code to run\n"
+            f"hint: type it: paceline sweep {recipe} --axis ..."
         )
-    return body
+    problems = [
+        f"axes.{key} in {source} is no list of values\nhint: {key}: [A, B]"
+        for key, values in axes.items()
+        if not isinstance(values, list) or not values
+    ]
+    if not isinstance(body["overrides"], list):
+        problems.append(f"overrides in {source} is no list\nhint: overrides: [key=value]")
+    if problems:
+        raise ConfigError(problems)
+    # As they stand there: `on` is a word of ours, and no truth value.
+    as_typed = yaml.load(Path(source).read_text(), yaml.BaseLoader)  # noqa: S506 (strings only)
+    return {**body, "axes": as_typed["axes"]}
 
 
 def _read_axes(axes: Sequence[str], problems: list[str]) -> dict[str, list[Any]]:
@@ -105,7 +117,7 @@ def _read_axes(axes: Sequence[str], problems: list[str]) -> dict[str, list[Any]]
         key, sign, values = text.partition("=")
         key = key.strip().lstrip("+")
         if not sign or not key:
-            problems.append(f"--axis {text} has no key\nhint: --axis strategy.name=ddp,zero1")
+            problems.append(f"--axis {text} is no KEY=A,B\nhint: --axis strategy.name=ddp,zero1")
         elif not all(split_values(values)):
             problems.append(
                 f"--axis {text} is empty, or has an empty value\nhint: --axis {key}=A,B"

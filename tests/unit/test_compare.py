@@ -10,6 +10,7 @@ from paceline.compare import Comparison, compare_sides, open_side
 from paceline.errors import ConfigError, DataError, Outcome
 from paceline.sweep.manifest import save_manifest
 from tests.measured import make_row, make_run
+from tests.sweeps import draw_cell, draw_record
 from tests.unit.test_plan import env as machine
 
 
@@ -68,15 +69,20 @@ def test_what_differs_comes_with_every_sides_value(tmp_path: Path) -> None:
     assert apart["env", "variables.NCCL_DEBUG"] == ["absent", "INFO"]
 
 
-def test_a_group_of_no_repeats_a_loss_that_departs_other_batches(tmp_path: Path) -> None:
-    make_run(tmp_path / "mixed" / "r0")
-    make_run(tmp_path / "mixed" / "r1", ["optim.lr=0.1"], loss=3.5)
+def test_a_loss_that_departs_and_other_batches_are_noted(tmp_path: Path) -> None:
+    make_run(tmp_path / "wrong", ["optim.lr=0.1"], loss=3.5)
     make_run(tmp_path / "large", ["train.micro_batch_size=16"])
     make_run(tmp_path / "base", step_s=0.1)
-    notes = "\n".join(compare(tmp_path / "base", tmp_path / "mixed", tmp_path / "large").notes)
-    assert "mixed: its runs are no repeats of one another: optim.lr differ" in notes
-    assert "mixed: its loss is 8.3% from the baseline's" in notes
+    notes = "\n".join(compare(tmp_path / "base", tmp_path / "wrong", tmp_path / "large").notes)
+    assert "wrong: its loss is 16.7% from the baseline's" in notes
     assert "large: other samples a step" in notes
+
+
+def test_a_folder_of_no_repeats_is_refused(tmp_path: Path) -> None:
+    make_run(tmp_path / "mixed" / "r0")
+    make_run(tmp_path / "mixed" / "r1", ["optim.lr=0.1"])
+    with pytest.raises(ConfigError, match=r"no repeats of one another: optim\.lr differ"):
+        open_side(str(tmp_path / "mixed"))
 
 
 def test_failed_runs_are_told_and_not_measured(tmp_path: Path) -> None:
@@ -94,12 +100,15 @@ def test_a_cell_of_a_sweep(tmp_path: Path) -> None:
     rows = [make_row(c, n, f"runs/{c}_{n}") for c in ("x=1", "x=2") for n in (1, 2)]
     rows.append(make_row("x=1", 3, "runs/none", Outcome.STALL))
     save_manifest(tmp_path / "run_manifest.tsv", rows)
+    cells = [draw_cell({"data.x": value}) for value in ("1", "2")]
+    draw_record(cells=cells).save(tmp_path / "sweep.json")
     found = compare(f"{tmp_path}:x=1", f"{tmp_path}:x=2")
     assert found.sides[1].verdict == "slower"
     assert found.sides[0].failed == ["repeat 3: stall"]
-    with pytest.raises(DataError, match=r"no cell 'x=3'[\s\S]*:x=1"):
+    assert open_side(f"{tmp_path}:data.x=2").runs == open_side(f"{tmp_path}:x=2").runs
+    with pytest.raises(ConfigError, match=r"'x=3' is not a cell[\s\S]*x=1"):
         open_side(f"{tmp_path}:x=3")
-    with pytest.raises(DataError, match="holds no run directories"):
+    with pytest.raises(ConfigError, match=r"is a sweep; compare two of its cells[\s\S]*:x=1"):
         open_side(str(tmp_path))
 
 

@@ -135,7 +135,8 @@ def test_a_stop_leaves_what_there_is(tmp_path: Path) -> None:
     asked = parse_words(["fused_adamw", "ddp", "launch.device=cpu"])
     report = run_bench(asked, replace(SETTINGS, out=tmp_path / "b"), run_pair, print)
     assert report.exit_code == 130 and len(report.pairs) == 1
-    assert "3 runs are missing" in report.pairs[0].because
+    assert report.pairs[0].status == "stopped"
+    assert report.pairs[0].because == "interrupted before all runs had ended"
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:

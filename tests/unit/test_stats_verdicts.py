@@ -175,7 +175,7 @@ def test_winners_by_memory_then_by_variation() -> None:
         Group("large", around(101, 0.010), 9e9),
         Group("unknown", around(100, 0.001)),
         Group("small_wild", around(100, 0.015), 5e9),
-        Group("small_calm", around(99, 0.010), 5e9),
+        Group("small_calm", around(99.5, 0.010), 5e9),
         Group("slow", around(50, 0.010), 1e9),
         Group("slower", around(40, 0.010), 1e9),
     ]
@@ -188,6 +188,14 @@ def test_winners_by_memory_then_by_variation() -> None:
     table = compare_groups(groups, baseline="slow")
     assert [row.group.name for row in table.rows] == order
     assert (table.reference, table.is_baseline) == ("slow", True)
+
+
+def test_a_winner_that_looks_slower_than_the_margin_stands_behind() -> None:
+    """It has the least memory, and may be a winner only because it is wild."""
+    wild = Group("wild", around(80, 0.3), 1e9)
+    groups = [wild, Group("best", around(100, 0.01), 9e9), Group("near", around(99, 0.01), 5e9)]
+    table = compare_groups(groups)
+    assert [row.group.name for row in table.winners] == ["near", "best", "wild"]
 
 
 def test_the_best_is_faster_only_if_it_beats_all() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from paceline.errors import ConfigError, DataError
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
+from paceline.sweep.cells import draw_cells, find_cell, short_keys
 from paceline.sweep.manifest import COLUMNS, load_manifest, save_manifest
-from paceline.sweep.matrix import draw_cells, find_cell, short_keys
 from paceline.sweep.phases import choose_extras, describe_schedule, first_phase, plain_name
 from paceline.sweep.runner import turns_of
 from paceline.sweep.spec import SweepSpec, read_spec, split_values
@@ -71,7 +71,7 @@ def test_a_file_may_not_choose_code(tmp_path: Path) -> None:
     ("words", "axes", "said"),
     [
         ([], ["train.micro_batch_size="], "is empty"),
-        ([], ["train.micro_batch_size"], "has no key"),
+        ([], ["train.micro_batch_size"], "is no KEY=A,B"),
         ([], ["optim.lr=1", "optim.lr=2"], "two axes on optim.lr"),
         ([], ["optim.lr=1,1"], "has 1 twice"),
         ([], ["optim.lr=1,,2"], "has an empty value"),
@@ -103,12 +103,27 @@ def test_one_value_in_two_spellings_is_told() -> None:
     assert problems == ["axis optim.lr has 0.1 twice", "axis optim.lr has 1e-1 twice"]
 
 
-@pytest.mark.parametrize("axes", ["", "[a, b]", "{}", "{optim.lr: }", "{optim.lr: []}"])
-def test_a_file_without_axes_is_told_so(axes: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["axes:", "axes: [a]", "axes: {}", "axes: {optim.lr: }", "axes: {optim.lr: []}",
+             "axes: {optim.lr: 1}", "axis: {optim.lr: [1]}"],
+)  # fmt: skip
+def test_a_file_without_axes_is_told_so(text: str, tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
-    file.write_text(f"recipe: lm_tiny\naxes: {axes}\n")
+    file.write_text(f"recipe: lm_tiny\n{text}\n")
     (problem,) = problems_of(str(file), [], [], {})
     assert "axes" in problem or "needs an axis" in problem
+
+
+def test_a_file_that_is_not_there_is_told_so() -> None:
+    (problem,) = problems_of("nothere.yaml", [], [], {})
+    assert "cannot read nothere.yaml" in problem
+
+
+def test_on_in_a_file_is_the_word_that_it_is_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text("recipe: lm_tiny\naxes: {optim.fused: [on, off]}\n")
+    names = [cell.name for cell in draw_cells(read_spec(str(file), [], [], {}))]
+    assert names == ["fused=on", "fused=off"]
 
 
 def test_cells_are_named_by_what_tells_them_apart() -> None:

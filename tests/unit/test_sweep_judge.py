@@ -33,7 +33,7 @@ class Sweep:
         self.phases: dict[str, tuple[list[str], int]] = {}
         self.rows: list[Row] = []
         self.figures: dict[str, RunFigures] = {}
-        self.asked = asked
+        self.asked, self.settings = asked, dict[str, dict[str, str]]()
 
     def add(
         self, cell: str, runs: Sequence[RunFigures | str], phase: str = "", repeats: int = 3,
@@ -63,7 +63,7 @@ class Sweep:
             for name, (cells, repeats) in self.phases.items()
         ]
         cells = [
-            SweptCell(name=name, settings={}, overrides=[])
+            SweptCell(name=name, settings=self.settings.get(name, {}), overrides=[])
             for phase in phases
             for name in phase.cells
         ]
@@ -127,7 +127,16 @@ def test_losses_are_compared_at_equal_batch_only() -> None:
     sweep = Sweep().add("a", around(100)).add("b", around(100), global_batch=8)
     judged = sweep.add("large", around(120, losses=other), global_batch=16).judge()
     assert judged.flagged == {} and judged.winner == "large"
-    assert any("no other cell has the global batch of large" in note for note in judged.notes)
+    assert any(
+        "no other cell has the model and global batch of large" in note for note in judged.notes
+    )
+
+
+def test_losses_of_other_models_are_not_compared() -> None:
+    other = tuple(loss * 0.5 for loss in FALLING)
+    sweep = Sweep().add("a", around(100)).add("b", around(120, losses=other))
+    sweep.settings = {"a": {"model.dim": "64"}, "b": {"model.dim": "128"}}
+    assert sweep.judge().flagged == {} and sweep.judge().winner == "b"
 
 
 def test_the_baseline_is_what_losses_are_held_against() -> None:
@@ -222,7 +231,7 @@ def test_one_that_is_tied_only_for_want_of_repeats_is_not_chosen() -> None:
     wide = [figures(rate) for rate in (60.0, 100.0, 150.0)]
     judged = Sweep().add("wide", wide, peak_bytes=1.0).add("b", around(130), peak_bytes=2.0).judge()
     assert judged.standings is not None
-    assert [row.group.name for row in judged.standings.winners] == ["wide", "b"]
+    assert [row.group.name for row in judged.standings.winners] == ["b", "wide"]
     assert judged.winner == "b"
 
 
