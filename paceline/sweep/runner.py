@@ -87,11 +87,14 @@ class SweepRunner:
         self.board = Board(metric=record.metric)
         self.stopped_by: str = ""  # the outcome that ended the sweep early
         self._decided: dict[tuple[str, int], Decided] = {}
+        self._prints: dict[tuple[str, int], dict[str, str]] = {}
 
     def run_phase(self, phase: SweptPhase) -> None:
         """Every run of `phase` that is not there yet, until one asks to stop."""
         turns = list(turns_of(self.record, phase))
         for turn in turns:  # all that can be refused is, before anything runs
+            if self.is_stopped():
+                return
             self._decide(turn.cell, phase.steps)
         missing = [turn for turn in turns if not self._is_done(turn, phase.steps)]
         if len(missing) < len(turns):
@@ -160,8 +163,7 @@ class SweepRunner:
         if not self.folder.run(row).result.is_file():
             self.talk.say(f"{turn.cell.name}, repeat {turn.repeat}: its run is gone; run again")
             return False
-        decided = self._decide(turn.cell, steps)
-        now = dict(zip(FINGERPRINTS, self._fingerprints(decided), strict=True))
+        now = self._fingerprints(turn.cell, steps)
         changed = [name.partition("_")[0] for name in FINGERPRINTS if row[name] != now[name]]
         if changed:
             what = ", ".join(changed)
@@ -184,7 +186,20 @@ class SweepRunner:
         figures = measure_run(self.folder.run(row)) if row["status"] == SUCCESS else None
         return figures.value(self.record.metric) if figures else None
 
-    def _fingerprints(self, decided: Decided) -> tuple[str, str, str, str]:
+    def _fingerprints(self, cell: SweptCell, steps: int) -> dict[str, str]:
+        """What a run of this cell would have in its row, were it made now."""
+        if (cell.name, steps) not in self._prints:
+            decided = self._decide(cell, steps)
+            values = (
+                decided.job.fingerprint,
+                decided.code,
+                self._data_fingerprint(decided),
+                hardware_fingerprint(decided.env),
+            )
+            self._prints[cell.name, steps] = dict(zip(FINGERPRINTS, values, strict=True))
+        return self._prints[cell.name, steps]
+
+    def _data_fingerprint(self, decided: Decided) -> str:
         job = decided.job
         job.workload.prepared = decided.prepared
         data = job.workload.build_data(job.config, "train")
@@ -193,12 +208,7 @@ class SweepRunner:
                 "warning: the data has no `fingerprint`, so nobody knows whether it has changed\n"
                 "hint: give the data set an attribute of that name that depends on its content"
             )
-        return (
-            job.fingerprint,
-            decided.code,
-            str(getattr(data, "fingerprint", "n/a")),
-            hardware_fingerprint(decided.env),
-        )
+        return str(getattr(data, "fingerprint", "n/a"))
 
 
 def key_of(row: Row) -> tuple[str, str]:
