@@ -17,6 +17,7 @@ from paceline.errors import EXIT_CODES, Outcome
 if TYPE_CHECKING:
     from paceline.sweep.flow import SweepEnd
     from paceline.sweep.folder import SweepDir
+    from paceline.sweep.spec import SweepSpec
 
 MetricOption = Annotated[
     str | None,
@@ -65,7 +66,7 @@ def sweep(
 
     More words: sweep.margin=0.05 sweep.seed=1 sweep.loss_tolerance=0.02 (docs/sweeping.md)
     """
-    from paceline.cli.talk import print_json, refusals_on_stdout
+    from paceline.cli.talk import refusals_on_stdout
     from paceline.cli.together import require_alone
     from paceline.sweep.spec import read_spec
 
@@ -79,10 +80,18 @@ def sweep(
         "phases": phases or None,
         "stop_on_error": stop_on_error or None,
     }
-    with refusals_on_stdout(as_json), redirect_stdout(sys.stderr):  # what the user's job prints
+    with refusals_on_stdout(as_json):
         require_alone("sweep")
         asked = {name: value for name, value in given.items() if value is not None}
         spec = read_spec(source, overrides or [], axis, asked)
+    _to_the_end(spec, out, dry_run, as_json)
+
+
+def _to_the_end(spec: SweepSpec, out: Path | None, dry_run: bool, as_json: bool) -> None:
+    """Plan, run what is missing, say what came of it, and leave with its exit code."""
+    from paceline.cli.talk import print_json, refusals_on_stdout
+
+    with refusals_on_stdout(as_json), redirect_stdout(sys.stderr):  # what the user's job prints
         from paceline.launch.local import warm_up  # these import torch
 
         if not dry_run:
