@@ -71,7 +71,7 @@ class Keeper:
     def __init__(self, parts: KeeperParts, best: BestMetric | None = None) -> None:
         self.parts, self.best = parts, best
         self.consensus = Consensus(parts.requests, parts.device)
-        self.must_write = parts.config.on_error == "stop"
+        self.must_write, self.at_stop = parts.config.on_error == "stop", parts.config.at_stop
         self.evaluation_is_due = self._has_reserved = False
         self._saved_step, self._saved_at = 0, time.monotonic()
 
@@ -131,7 +131,7 @@ class Keeper:
     def _reason(self, step: int, ask: Ask, stop: Outcome | None) -> str:
         config = self.parts.config
         if stop is not None:
-            return str(stop) if config.at_stop else ""
+            return str(stop) if self.at_stop else ""
         if ask is Ask.CHECKPOINT:
             return "every_s" if self._is_time() else "request"
         if config.every != "off" and step % config.every == 0:
