@@ -253,7 +253,7 @@ def _figures(
     side: Side, figures: Sequence[RunFigures], standing: Standing, against: Standings
 ) -> SideFigures:
     is_baseline = side.name == against.reference
-    peaks = [_peak(Result.load(run.result)) for run in side.runs]
+    peaks = [Result.load(run.result).peak_bytes for run in side.runs]
     tails = [each.tail_loss for each in figures if each.tail_loss is not None]
     values = list(standing.group.values)
     rate = standing.rate or Interval(fmean(values) if values else 0.0, 0.0, 0.0)
@@ -275,7 +275,3 @@ def _figures(
         speedup=speedup,
         verdict="baseline" if is_baseline else str(standing.verdict),
     )
-
-
-def _peak(result: Result) -> int | None:
-    return result.peak_active_bytes or result.peak_reserved_bytes

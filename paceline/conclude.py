@@ -52,11 +52,9 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
     tflops, mfu, note = _utilisation(plan, verdicts, rates)
     bad_step, bad_ids = _bad_samples(verdicts)
     peaks = [verdicts[rank] for rank in sorted(verdicts)]
-    val_loss = next((r.val_loss for r in reversed(rows) if r.val_loss is not None), None)
+    val_loss, loss_notes = _validation(rows)
     notes = {note for verdict in peaks for note in verdict.notes} | _notes_of(run, attempts)
-    notes |= set(stop_notes(run, plan.world_size, known.end))
-    if val_loss is not None and not math.isfinite(val_loss):
-        notes.add("the last validation loss is not finite")
+    notes |= {*stop_notes(run, plan.world_size, known.end), *loss_notes}
     return Result(
         run_dir=str(run.root),
         name=plan.name,
@@ -64,7 +62,7 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
         exit_code=EXIT_CODES[ending.outcome],
         steps=completed_steps(run, plan.world_size, rows[-1].step if rows else 0),
         final_loss=_final_loss(rows),
-        val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
+        val_loss=val_loss,
         step_s=rates.step_s if rates else None,
         samples_per_s=rates.samples_per_s if rates else None,
         tokens_per_s=rates.tokens_per_s if rates else None,
@@ -76,14 +74,7 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
         window=rates.window if rates else None,
         peak_active_bytes=_largest([v.peak_active_bytes for v in peaks]),
         peak_reserved_bytes=_largest([v.peak_reserved_bytes for v in peaks]),
-        rank_memory=[
-            RankMemory(
-                rank=v.rank,
-                peak_active_bytes=v.peak_active_bytes,
-                peak_reserved_bytes=v.peak_reserved_bytes,
-            )
-            for v in peaks
-        ],
+        rank_memory=[_memory_of(verdict) for verdict in peaks],
         world_size=plan.world_size,
         strategy=plan.strategy.value,
         precision=plan.precision.value,
@@ -104,6 +95,22 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
         ettr=measure_ettr(rows, attempts),
         started_at=known.started_at,
         elapsed_s=known.ended_at - known.started_at,
+    )
+
+
+def _validation(rows: list[TrainingRow]) -> tuple[float | None, list[str]]:
+    """The last validation loss, or a note that it is no number."""
+    found = next((row.val_loss for row in reversed(rows) if row.val_loss is not None), None)
+    if found is None or math.isfinite(found):
+        return found, []
+    return None, ["the last validation loss is not finite"]
+
+
+def _memory_of(verdict: RankVerdict) -> RankMemory:
+    return RankMemory(
+        rank=verdict.rank,
+        peak_active_bytes=verdict.peak_active_bytes,
+        peak_reserved_bytes=verdict.peak_reserved_bytes,
     )
 
 

@@ -42,7 +42,7 @@ def collect_runs(folder: SweepDir, rows: Sequence[Row], arm: str) -> ArmRuns:
         found.figures.append(figures)
         found.run_dirs.append(row["run_dir"])
         result = Result.load(run.result)
-        found.peak_bytes += _peak(result)
+        found.peak_bytes += [result.peak_bytes] if result.peak_bytes is not None else []
         found.fingerprints = result.fingerprints
     return found
 
@@ -172,12 +172,6 @@ def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float
         return math.inf
     worst = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, expected, strict=True)]
     return max(worst) if all(map(math.isfinite, worst)) else math.inf
-
-
-def _peak(result: Result) -> list[int]:
-    """Of the rank that held most: active bytes on a GPU; on a CPU the largest RSS."""
-    peak = result.peak_active_bytes or result.peak_reserved_bytes
-    return [] if peak is None else [peak]
 
 
 def _why(row: Row, run: RunDir) -> str:

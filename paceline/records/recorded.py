@@ -203,3 +203,8 @@ class Result(Record):
     )
     started_at: float
     elapsed_s: float
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of the rank that held most: active bytes on a GPU; on a CPU the largest RSS."""
+        return self.peak_active_bytes or self.peak_reserved_bytes

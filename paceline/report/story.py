@@ -75,7 +75,7 @@ def headline(story: Story) -> list[Figure]:
     figures += _attempt_figures(result)
     figures += _loss_figures(result)
     figures += _rate_figures(result)
-    memory = result.peak_active_bytes or result.peak_reserved_bytes
+    memory = result.peak_bytes
     if memory:
         kind = "allocator, active" if result.peak_active_bytes else "resident set of the process"
         figures.append(Figure("peak memory a rank", size(memory), kind))

@@ -40,7 +40,7 @@ def describe_run(
         "outcome": result.outcome,
         "steps_asked": decided.plan.steps,
         "started_at": f"{result.started_at:.3f}",
-        "peak_bytes": result.peak_active_bytes or result.peak_reserved_bytes or NOT_THERE,
+        "peak_bytes": result.peak_bytes or NOT_THERE,
         "config_fingerprint": result.fingerprints.config,
         "code_fingerprint": result.fingerprints.code,
         "data_fingerprint": result.fingerprints.data,
