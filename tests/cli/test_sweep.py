@@ -60,6 +60,7 @@ def test_a_sweep_from_cells_to_report(bench: Bench) -> None:
     assert all(f"runs/{name}/report.html" in page for name in runs(bench))
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_skipped_only_while_all_is_the_same(bench: Bench) -> None:
     job = bench.job(SLEEP)
     assert sweep(bench, job, *NAPS, "--repeats", "1", "--steps", "6").code == 0
@@ -74,6 +75,7 @@ def test_a_finished_run_is_skipped_only_while_all_is_the_same(bench: Bench) -> N
     assert "the data has no `fingerprint`" in longer.err
 
 
+@pytest.mark.slow
 def test_what_the_job_imports_is_code_too(bench: Bench) -> None:
     job = bench.job(SLEEP)
     helper, file = bench.folder / "helper.py", bench.folder / "job.py"
@@ -86,6 +88,7 @@ def test_what_the_job_imports_is_code_too(bench: Bench) -> None:
     assert sweep(bench, job, *words).err.count("run again, code changed") == 2
 
 
+@pytest.mark.slow
 def test_another_sweeps_directory_is_refused(bench: Bench) -> None:
     job = bench.job(SLEEP)
     assert sweep(bench, job, *NAPS, "--repeats", "1", "--steps", "4").code == 0
@@ -123,6 +126,7 @@ def test_a_dry_run_shows_the_cost_and_stops(bench: Bench) -> None:
     assert not (bench.folder / "sweep").exists()
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_told_and_the_others_are_compared(bench: Bench) -> None:
     trouble = "if os.environ['NAP'] == '0.05' and self.calls > 4: raise RuntimeError('too sleepy')"
     ran = sweep(bench, bench.job(trouble), *NAPS, "--repeats", "2", "--steps", "8")
@@ -143,6 +147,7 @@ def started_runs(bench: Bench) -> int:
     return len(list(folder.glob("*/ranks/rank0/steps.csv"))) if folder.is_dir() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_stop_leaves_a_partial_summary_and_nothing_running(
     bench: Bench, number: int, code: int
@@ -178,6 +183,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_stop_while_a_run_is_concluded_is_heard(bench: Bench) -> None:
     """After the last step, before the next run: nobody but the sweep can answer it."""
     (bench.folder / "late.py").write_text(LATE)
@@ -193,6 +199,7 @@ def test_a_stop_while_a_run_is_concluded_is_heard(bench: Bench) -> None:
     assert (bench.folder / "sweep/summary.md").is_file()
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_where_it_was(bench: Bench) -> None:
     words = [*NAPS, "--repeats", "2", "--steps", "100"]
     job = bench.job("time.sleep(0.01)")
@@ -210,6 +217,7 @@ def test_a_killed_sweep_goes_on_where_it_was(bench: Bench) -> None:
     assert len(keys) == 4
 
 
+@pytest.mark.slow
 def test_two_sweeps_do_not_share_a_directory(bench: Bench) -> None:
     words = ["sweep", bench.job("time.sleep(0.05)"), *COMMON, *NAPS, "--repeats", "1", "--out", "s"]
     both = [bench.start(*words), bench.start(*words)]
@@ -217,6 +225,7 @@ def test_two_sweeps_do_not_share_a_directory(bench: Bench) -> None:
     assert codes == [0, 2]
 
 
+@pytest.mark.slow
 def test_under_a_launcher_it_is_refused(bench: Bench) -> None:
     env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
            "MASTER_PORT": "29511"}  # fmt: skip
