@@ -16,6 +16,8 @@ class Kind(StrEnum):
     INPUT = "I"
     WEIGHT = "W"
 
+    __hash__ = str.__hash__  # Enum's own is Python code; the simulator looks up actions all day
+
 
 @dataclass(frozen=True, slots=True)
 class Action:
