@@ -1,6 +1,6 @@
 """A few forwards, then forwards and backwards in turn: 1f1b, interleaved_1f1b, interleaved_zb.
 
-1f1b: https://arxiv.org/abs/1806.03377. Interleaved: https://arxiv.org/abs/2104.04473, section 2.2.
+1f1b and interleaved: https://arxiv.org/abs/2104.04473, section 2.2.
 Zero bubble (ZB-H1, with several stages a rank): https://arxiv.org/abs/2401.10241.
 """
 
