@@ -27,6 +27,11 @@ class Pairing(StrEnum):
     FUSED = "fused"
 
 
+def pairing_of(name: str) -> Pairing:
+    """How the engine of this schedule runs its pairs: DualPipeV's is torch's."""
+    return Pairing.LATE_SENDS if name == "dualpipev" else Pairing.IN_TURN
+
+
 class DeadlockError(ConfigError):
     """No rank can go on: the schedule's orders wait for each other."""
 
