@@ -116,6 +116,7 @@ def find_microbatches(setup: Setup, name: str, bubble: float) -> Needed:
     """The fewest microbatches, each of the size they have now, that idle no more than `bubble`."""
     least = _bubble_of_many(setup, name)
     lost = Needed(None, least, f"with more and more microbatches it still idles {least:.1%}")
+    bubble += 1e-9  # sums of seconds are rounded
     if least >= bubble:
         return lost
 
