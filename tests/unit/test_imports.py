@@ -15,7 +15,8 @@ LAYERS = [
     ["paceline.errors", "paceline.files"],
     ["paceline.records", "paceline.rundir", "paceline.tables"],
     ["paceline.config"],
-    ["paceline.stats", "paceline.report", "paceline.cluster", "paceline.models"],
+    ["paceline.stats", "paceline.pipeline"],
+    ["paceline.report", "paceline.cluster", "paceline.models"],
     ["paceline.workloads", "paceline.job"],
     ["paceline.data"],
     ["paceline.observe"],
@@ -34,6 +35,7 @@ LAYERS = [
 ]
 TORCH_FREE = [
     "records", "config", "stats", "report", "rundir", "tables", "files", "errors", "job", "compare",
+    "pipeline",
 ]  # fmt: skip
 
 

@@ -1,0 +1,73 @@
+"""A schedule's name and its numbers -> the order of every rank, as plain data.
+
+The engine runs it, the simulator times it, the report draws it. Where torch has the schedule, the
+order is torch's own (tests/unit/test_pipeline_torch.py), for that is what the engine runs then.
+"""
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Literal
+
+from paceline.errors import ConfigError
+from paceline.pipeline.actions import Schedule, Slot
+from paceline.pipeline.alternating import order_1f1b, order_interleaved_1f1b, order_interleaved_zb
+from paceline.pipeline.dualpipe import order_dualpipe, order_dualpipev
+from paceline.pipeline.fill_drain import order_gpipe, order_looped_bfs
+from paceline.pipeline.requirements import AUTO_STAGES, REQUIREMENTS, check_shape
+from paceline.pipeline.zbv import order_zbv
+
+NAMES = tuple(REQUIREMENTS)
+# rank, number of ranks, number of microbatches, stages a rank -> the order of that rank
+Order = Callable[[int, int, int, int], list[Slot]]
+ORDERS: dict[str, Order] = {
+    "gpipe": lambda rank, ranks, microbatches, stages: order_gpipe(rank, microbatches),
+    "1f1b": lambda rank, ranks, microbatches, stages: order_1f1b(rank, ranks, microbatches),
+    "interleaved_1f1b": order_interleaved_1f1b,
+    "looped_bfs": order_looped_bfs,
+    "interleaved_zb": order_interleaved_zb,
+    "zbv": lambda rank, ranks, microbatches, stages: order_zbv(rank, ranks, microbatches),
+    "dualpipev": lambda rank, ranks, microbatches, stages: order_dualpipev(
+        rank, ranks, microbatches
+    ),
+    "dualpipe": lambda rank, ranks, microbatches, stages: order_dualpipe(rank, ranks, microbatches),
+}
+
+
+def draw_schedule(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int | Literal["auto"] = "auto",
+) -> Schedule:
+    """The schedule, or a ConfigError with everything it cannot do and the nearest it can."""
+    stages = require_shape(name, num_ranks, num_microbatches, stages_per_rank)
+    ranks = tuple(
+        tuple(ORDERS[name](rank, num_ranks, num_microbatches, stages)) for rank in range(num_ranks)
+    )
+    return Schedule(name, num_microbatches, _homes(name, num_ranks, stages), ranks)
+
+
+def require_shape(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | Literal["auto"]
+) -> int:
+    """The number of stages a rank; raises if the schedule cannot be drawn so."""
+    if name not in REQUIREMENTS:
+        close = get_close_matches(name, NAMES, n=1)
+        guess = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            f"there is no schedule {name}\nhint: {guess}the schedules are {', '.join(NAMES)}"
+        )
+    stages = AUTO_STAGES[name] if stages_per_rank == "auto" else stages_per_rank
+    if problems := check_shape(name, num_ranks, num_microbatches, stages):
+        raise ConfigError([str(problem) for problem in problems])
+    return stages
+
+
+def _homes(name: str, num_ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
+    down = tuple(range(num_ranks))
+    up = tuple(reversed(down))
+    if name == "dualpipe":
+        return down, up
+    if name in ("zbv", "dualpipev"):
+        return (down + up,)
+    return (down * stages_per_rank,)
