@@ -128,7 +128,7 @@ class AttentionConfig(Section):
 
 StrategyName = Literal[
     "single", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp", "zero2_hybrid", "zero3_hybrid",
-    "deepspeed",
+    "pipeline", "deepspeed",
 ]  # fmt: skip
 
 
@@ -137,6 +137,29 @@ class StrategyConfig(Section):
         "ddp", description="How ranks share the work. zero0 is ddp, fsdp is zero3."
     )
     stage: Annotated[int, Field(ge=0, le=3)] = Field(1, description="deepspeed: its ZeRO stage.")
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev",
+        "dualpipe",
+    ] = Field("1f1b", description="pipeline: the order of forwards and backwards.")  # fmt: skip
+    stages: Literal["auto"] | Positive = Field(
+        "auto", description="pipeline: parts of the model. auto: as many as all ranks can hold."
+    )
+    stages_per_rank: Literal["auto"] | Positive = Field(
+        "auto", description="pipeline: stages on each rank. auto: the fewest of the schedule."
+    )
+    microbatches: Literal["auto"] | Positive = Field(
+        "auto",
+        description="pipeline: parts of train.micro_batch_size that go through it one by one. auto:"
+        " four for each rank, or what divides and the schedule takes.",
+    )
+    split: Literal["auto", "layers"] | list[Positive] = Field(
+        "auto",
+        description="pipeline: blocks of each stage. auto: by counted cost, head included; layers:"
+        " equally many; or a list.",
+    )
+    inner: Literal["ddp", "zero2", "zero3"] = Field(
+        "ddp", description="pipeline: how ranks with the same stages share the batch."
+    )
     shard_size: Literal["auto"] | Positive = Field(
         "auto", description="Hybrids: ranks that shard together. auto: those of one machine."
     )

@@ -100,6 +100,7 @@ class LM(nn.Module):
     def __init__(self, config: LMModel, seq_len: int, impl: str = "sdpa") -> None:
         super().__init__()
         self.config, self.seq_len = config, seq_len
+        self.tail_reads = ("embedding",) if config.tied else ()
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, impl) for _ in range(config.num_layers))
         self.tail = Tail(config)

@@ -19,6 +19,14 @@ class Kind(StrEnum):
     __hash__ = str.__hash__  # Enum's own is Python code; the simulator looks up actions all day
 
 
+WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "backward of the inputs",
+    Kind.WEIGHT: "backward of the weights",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """`direction` 1 is DualPipe's second stream, which enters at the last rank. Microbatches are
@@ -31,6 +39,10 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @property
+    def words(self) -> str:
+        return f"stage {self.stage}, {WORDS[self.kind]} of microbatch {self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def draw_schedule(
     ranks = tuple(
         tuple(ORDERS[name](rank, num_ranks, num_microbatches, stages)) for rank in range(num_ranks)
     )
-    return Schedule(name, num_microbatches, _homes(name, num_ranks, stages), ranks)
+    return Schedule(name, num_microbatches, place_stages(name, num_ranks, stages), ranks)
 
 
 def require_shape(
@@ -63,7 +63,8 @@ def require_shape(
     return stages
 
 
-def _homes(name: str, num_ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
+def place_stages(name: str, num_ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
+    """The rank of each stage, for each direction."""
     down = tuple(range(num_ranks))
     up = tuple(reversed(down))
     if name == "dualpipe":

@@ -146,13 +146,19 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
 def _strategy_rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
     name, strategy = plan.strategy.value, config.strategy
     why = plan.strategy.because if name == "single" else f"strategy.name is {name}"
-    is_sharded, is_deepspeed = name.startswith(("zero2", "zero3")), name == "deepspeed"
-    ddp_keys = ("bucket_mb", "static_graph", "find_unused_parameters", "comm_hook")
+    is_pipeline, is_deepspeed = name == "pipeline", name == "deepspeed"
+    is_sharded = name.startswith(("zero2", "zero3"))
+    has_buckets = name in ("ddp", "zero1") or (is_pipeline and strategy.inner == "ddp")
+    pipeline_keys = ("schedule", "stages", "stages_per_rank", "microbatches", "split", "inner")
+    ddp_keys = ("static_graph", "find_unused_parameters", "comm_hook")
     fsdp_keys = ("reshard_after_forward", "forward_prefetch", "backward_prefetch", "accumulate")
     no_power = strategy.comm_hook != "powersgd"
     alone = plan.batch.grad_accum == 1
     return (
         Idle("strategy", ddp_keys, name not in ("ddp", "zero1"), why),
+        Idle("strategy", ("bucket_mb",), not has_buckets, why),
+        Idle("strategy", pipeline_keys, not is_pipeline, why),
+        Idle("strategy", ("inner",), is_pipeline and plan.batch.dp == 1, "one pipeline has all"),
         Idle("strategy", fsdp_keys, not is_sharded, why),
         Idle("strategy", ("accumulate",), is_sharded and alone, "a step has one microbatch"),
         Idle("strategy", ("shard_size",), not name.endswith("_hybrid"), why),

@@ -17,6 +17,7 @@ from paceline.job import Job
 from paceline.plan.constraints import check
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
 from paceline.plan.peaks import peak_flops
+from paceline.plan.pipelines import choose_pipeline
 from paceline.plan.policy import (
     check_policy,
     choose_attention,
@@ -24,14 +25,24 @@ from paceline.plan.policy import (
     choose_precision,
     effective_config,
 )
-from paceline.records import BatchSplit, Choice, Crew, Env, Finding, Plan
+from paceline.records import (
+    BatchSplit,
+    Choice,
+    Crew,
+    Env,
+    Finding,
+    PipelinePlan,
+    Plan,
+    StateBytes,
+)
 from paceline.strategies import find_strategy
-from paceline.strategies.base import Configured, Share
+from paceline.strategies.base import Configured, Share, Strategy
 from paceline.strategies.shape import ModelShape, measure_shape
 from paceline.workloads.base import Workload
 
 MAX_LOADER_WORKERS = 4
 SHARDED = ("zero2", "zero3", "zero2_hybrid", "zero3_hybrid")
+SHARDED_STAGES = (("pipeline", "zero2"), ("pipeline", "zero3"))
 ALIASES = {"zero0": "ddp", "fsdp": "zero3"}
 
 
@@ -41,15 +52,19 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     topology = topology or Topology()
     crew = choose_crew(config.launch, env, topology)
     device, world = crew.device, crew.world_size
-    batch, batch_problems = split_batch(config, dp=world)
     strategy = _choose_strategy(config, world)
-    mesh, mesh_problem = _choose_mesh(config, strategy.value, crew)
     precision = choose_precision(config, env, device)
     attention = choose_attention(config, env, device, workload)
     workers = _choose_workers(config, env, crew)
     model = measure_model(workload, effective_config(config, attention.value))
-    share = _share(mesh, precision.value, batch, rank=None)
+    pipeline, problems = None, list[Finding]()
+    if strategy.value == "pipeline":
+        pipeline, problems = choose_pipeline(config, world, model)
+    batch, batch_problems = split_batch(config, world // (pipeline.num_ranks if pipeline else 1))
+    mesh, mesh_problem = _choose_mesh(config, strategy.value, crew, pipeline)
+    share = _share(mesh, precision.value, batch)
     sharing = find_strategy(strategy.value)
+    held = fullest(sharing, model, config, share, pipeline)
     plan = Plan(
         name=config.name,
         workload=config.workload,
@@ -73,8 +88,9 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         threads=choose_threads(config.launch, env, crew, workers.value),
         loader_workers=workers,
         model=model.size(),
-        state_bytes=sharing.estimate(model, config, share),
-        exchange=sharing.exchange(model, config, share),
+        state_bytes=sharing.estimate(held, config, share),
+        exchange=sharing.exchange(held, config, share),
+        pipeline=pipeline,
         flops_per_sample=_choose_flops(workload, config),
         peak_flops=peak_flops(
             env.gpus[0].name if device.value == "cuda" and env.gpus else None, precision.value
@@ -85,6 +101,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         plan = plan.model_copy(update={"engine_config": sharing.settings(config, plan)})
     findings = [
         *check_crew(config.launch, env, crew, topology),
+        *problems,
         *batch_problems,
         *([mesh_problem] if mesh_problem else []),
         *workload.problems(config),
@@ -106,13 +123,32 @@ def _recompute_problems(config: RunConfig, model: ModelShape) -> Iterator[Findin
         )
 
 
-def share_of(plan: Plan, rank: int) -> Share:
-    """Which part of the state `rank` holds."""
-    return _share(plan.mesh, plan.precision.value, plan.batch, rank)
+def estimate_rank(plan: Plan, config: RunConfig, model: ModelShape, rank: int) -> StateBytes:
+    """Bytes that `rank` will hold."""
+    share = _share(plan.mesh, plan.precision.value, plan.batch, rank)
+    if plan.pipeline is not None:
+        model = model.of_blocks(plan.pipeline.blocks_of(rank // plan.batch.dp))
+    return find_strategy(plan.strategy.value).estimate(model, config, share)
 
 
-def _share(mesh: dict[str, int], precision: str, batch: BatchSplit, rank: int | None) -> Share:
-    size = mesh.get("shard", prod(mesh.values()))
+def fullest(
+    strategy: Strategy,
+    model: ModelShape,
+    config: RunConfig,
+    share: Share,
+    pipeline: PipelinePlan | None,
+) -> ModelShape:
+    """The model, or the part of it with which a rank of the pipeline holds most."""
+    if pipeline is None:
+        return model
+    parts = [model.of_blocks(pipeline.blocks_of(rank)) for rank in range(pipeline.num_ranks)]
+    return max(parts, key=lambda part: strategy.estimate(part, config, share).peak)
+
+
+def _share(
+    mesh: dict[str, int], precision: str, batch: BatchSplit, rank: int | None = None
+) -> Share:
+    size = mesh.get("shard", mesh["dp"] if "pp" in mesh else prod(mesh.values()))
     compute_bytes = 4 if precision == "fp32" else 2
     return Share(size, None if rank is None else rank % size, compute_bytes, batch.grad_accum)
 
@@ -203,10 +239,13 @@ def _choose_strategy(config: RunConfig, world: int) -> Choice:
 
 
 def _choose_mesh(
-    config: RunConfig, strategy: str, crew: Crew
+    config: RunConfig, strategy: str, crew: Crew, pipeline: PipelinePlan | None
 ) -> tuple[dict[str, int], Finding | None]:
-    """One axis of all ranks, or two for a hybrid: copies across, shards inside."""
+    """One axis of all ranks; two for a hybrid: copies across, shards inside; two for a pipeline:
+    stages across, and ranks with the same stages inside, for they exchange more."""
     world = crew.world_size
+    if pipeline is not None:
+        return {"pp": pipeline.num_ranks, "dp": world // pipeline.num_ranks}, None
     if not strategy.endswith("_hybrid"):
         return {"dp": world}, None
     size = config.strategy.shard_size
@@ -243,7 +282,8 @@ def _choose_scope(config: RunConfig, strategy: str) -> Choice:
 
 def _choose_fused(config: RunConfig, strategy: str) -> Choice:
     asked = config.optim.fused
-    if config.optim.name == "sgd" and strategy in SHARDED:
+    is_sharded = strategy in SHARDED or (strategy, config.strategy.inner) in SHARDED_STAGES
+    if config.optim.name == "sgd" and is_sharded:
         because = "torch's fused SGD does not know sharded tensors"
         return Choice(requested=asked, value=False, because=because)
     if config.optim.name == "sgd" and config.optim.momentum:

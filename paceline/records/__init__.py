@@ -14,8 +14,10 @@ from paceline.records.decided import (
     LaunchPlan,
     Limits,
     ModelSize,
+    PipelinePlan,
     Plan,
     RankPlace,
+    StagePlan,
     StateBytes,
 )
 from paceline.records.found import Env, Git, Gpu, Link
@@ -70,6 +72,7 @@ __all__ = [
     "Manifest",
     "ModelSize",
     "Part",
+    "PipelinePlan",
     "Plan",
     "Proof",
     "RankEnd",
@@ -79,6 +82,7 @@ __all__ = [
     "RankVerdict",
     "Record",
     "Result",
+    "StagePlan",
     "StateBytes",
     "StepSeconds",
     "TensorEntry",

@@ -76,6 +76,29 @@ class Exchange(Part):
     because: str
 
 
+class StagePlan(Part):
+    """A part of the model: its blocks, and what stands between them and the next stage's."""
+
+    first_block: int
+    end_block: int
+    num_parameters: int
+    cost: float = Field(description="Share of the model's counted FLOPs.")
+    ranks: list[int] = Field(description="Of one pipeline: who holds it.")
+
+
+class PipelinePlan(Part):
+    schedule: str
+    num_ranks: int = Field(description="Of one pipeline.")
+    stages_per_rank: int
+    num_microbatches: int
+    stages: list[StagePlan]
+
+    def blocks_of(self, rank: int) -> list[range]:
+        """The blocks of each stage that a rank of the pipeline holds."""
+        held = [stage for stage in self.stages if rank in stage.ranks]
+        return [range(stage.first_block, stage.end_block) for stage in held]
+
+
 class Crew(Part):
     """How many ranks, on what, and who starts them."""
 
@@ -93,7 +116,7 @@ class Crew(Part):
 class Plan(Record):
     """Everything decided before a device is held. Ranks trust it."""
 
-    SCHEMA: ClassVar[int] = 2
+    SCHEMA: ClassVar[int] = 3
 
     name: str
     workload: str
@@ -119,12 +142,17 @@ class Plan(Record):
     model: ModelSize
     state_bytes: StateBytes = Field(description="Of the rank that holds most.")
     exchange: Exchange
+    pipeline: PipelinePlan | None = Field(None, description="Where strategy is pipeline.")
     engine_config: dict[str, Any] = Field(
         {}, description="Config of the library that the strategy drives, where it has its own."
     )
     flops_per_sample: Choice = Field(description="Forward and backward, recomputation not counted.")
     peak_flops: Choice = Field(description="Dense peak of one device in the chosen precision.")
     findings: list[Finding]
+
+    def dp_rank(self, rank: int) -> int:
+        """Which share of the batch is this rank's: those of one pipeline have the same."""
+        return rank % self.batch.dp
 
     def choices(self) -> dict[str, Choice]:
         named = {name: getattr(self, name) for name in type(self).model_fields}

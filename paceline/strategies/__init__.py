@@ -15,6 +15,7 @@ REGISTRY = {
     "zero3": "paceline.strategies.zero:ZERO3",
     "zero2_hybrid": "paceline.strategies.zero:ZERO2",
     "zero3_hybrid": "paceline.strategies.zero:ZERO3",
+    "pipeline": "paceline.strategies.pipeline.strategy:PIPELINE",
     "deepspeed": "paceline.strategies.deepspeed:DEEPSPEED",
 }
 

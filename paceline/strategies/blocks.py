@@ -20,7 +20,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def _items(container: nn.Module) -> list[nn.Module]:
     items: list[nn.Module] = []
     for item in container.children():
-        items += _items(item) if isinstance(item, CONTAINERS) else [item]
+        if isinstance(item, CONTAINERS):
+            items += _items(item)
+        elif not getattr(item, "is_elsewhere", False):  # on another stage of a pipeline
+            items.append(item)
     return items
 
 
@@ -28,3 +31,31 @@ def find_tail(model: nn.Module) -> list[nn.Module]:
     """What comes after the blocks, where the model says so: an attribute `tail` with the loss."""
     tail = getattr(model, "tail", None)
     return [tail] if isinstance(tail, nn.Module) else []
+
+
+def tied_modules(model: nn.Module) -> list[list[str]]:
+    """Names of modules that read the same parameter: by having it, or, where the model says so in
+    `tail_reads`, by being given it."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    groups = [names for names in owners.values() if len(names) > 1]
+    return groups + [[name, "tail"] for name in getattr(model, "tail_reads", ())]
+
+
+def place_modules(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """For each module the block it stands with, in the order in which a model is written down: a
+    block and all inside it; what follows until the next block; what is before all, with the first.
+    Those that read one parameter stand in all their places."""
+    numbers = {id(block): number for number, block in enumerate(find_blocks(model))}
+    places: dict[str, tuple[int, ...]] = {}
+    here = 0
+    for name, module in model.named_modules():
+        here = numbers.get(id(module), here)
+        places[name] = (here,)
+    for names in tied_modules(model):
+        together = sorted({place for name in names for place in places[name]})
+        for name in names:
+            places[name] = tuple(together)
+    return places

@@ -17,10 +17,15 @@ def compose(
     parts: EngineParts,
     shard: Callable[[nn.Module], None] | None = None,
     rest: torch.device | None = None,
+    cut: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
-    """The workload's model on the device, the same on every rank. `shard` cuts it up in place;
-    `rest` is where its pieces lie between steps, if not on the device."""
+    """The workload's model on the device, the same on every rank. `cut` leaves a stage of it,
+    `shard` a rank's piece of every weight, both in place; `rest` is where pieces lie between steps,
+    if not on the device."""
     model = build_model(parts)
+    # Cut before all else: what another stage holds is not recomputed, compiled or filled here.
+    if cut is not None:
+        cut(model)
     blocks = find_blocks(model)
     # Recomputation first: compiled or sharded, a block's forward must already be the one that
     # forgets, so that the graph sees it, and weights are gathered once more for it.

@@ -91,7 +91,7 @@ class ModuleEngine:
     def step(self, lr: float, clock: Clock) -> StepInfo:
         clock.enter("optimizer")
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = global_norm(gradients, self.parts.device, self.wrapping.shards)
+        norm = self.norm(gradients)
         # One divisor for both: out of fp16's scale, and down to the largest norm allowed.
         divisor = self.scaler.value if self.scaler is not None else None
         if divisor is not None:
@@ -105,6 +105,10 @@ class ModuleEngine:
         if self.scaler is not None:
             skipped = self.scaler.judge(skipped)
         return StepInfo(norm, skipped)
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Over all parameters of the model, the same on every rank."""
+        return global_norm(gradients, self.parts.device, self.wrapping.shards)
 
     def _update(
         self, lr: float, gradients: list[Tensor], norm: Tensor, divisor: Tensor | None

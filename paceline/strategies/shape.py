@@ -7,17 +7,21 @@ from math import prod
 from torch import nn
 
 from paceline.records import ModelSize
-from paceline.strategies.blocks import find_blocks
+from paceline.strategies.blocks import find_blocks, place_modules
 
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """`unit` numbers the block it is gathered with; the last unit is the rest of the model."""
+    """`unit` numbers the block it is gathered with; the last unit is the rest of the model.
+    `places`: the blocks it stands with, where the rest of the model is cut up too; `is_matrix`:
+    samples are multiplied with it."""
 
     shape: tuple[int, ...]
     itemsize: int
     is_trainable: bool
     unit: int
+    places: tuple[int, ...] = (0,)
+    is_matrix: bool = True
 
     @property
     def numel(self) -> int:
@@ -52,6 +56,26 @@ class ModelShape:
             numels[parameter.unit] += parameter.numel
         return numels
 
+    @property
+    def num_blocks(self) -> int:
+        return self.num_units - 1
+
+    @property
+    def block_costs(self) -> list[float]:
+        """Multiplications of a position with each block's matrices and with what stands there."""
+        costs = [0.0] * max(1, self.num_blocks)
+        for parameter in self.parameters:
+            if parameter.is_matrix:  # a table that is tied to the head multiplies there only
+                costs[parameter.places[-1]] += parameter.numel
+        return costs
+
+    def of_blocks(self, held: Sequence[range]) -> "ModelShape":
+        """What a rank holds that has these blocks."""
+        kept = [
+            p for p in self.parameters if any(place in part for part in held for place in p.places)
+        ]
+        return ModelShape(kept, self.num_units, self.shares_across_units)
+
     def size(self) -> ModelSize:
         return ModelSize(
             num_trainable=sum(p.numel for p in self.trainable),
@@ -73,10 +97,19 @@ def measure_shape(model: nn.Module) -> ModelShape:
     for number, block in enumerate(blocks):
         for parameter in block.parameters():
             is_shared |= unit_of.setdefault(id(parameter), number) != number
-    parameters = [
-        ParameterShape(
-            tuple(p.shape), p.element_size(), p.requires_grad, unit_of.get(id(p), len(blocks))
-        )
-        for p in model.parameters()
-    ]
+    places = place_modules(model)
+    seen: set[int] = set()
+    parameters = []
+    for name, module in model.named_modules():
+        for p in module.parameters(recurse=False):
+            if id(p) in seen:
+                continue
+            seen.add(id(p))
+            unit, at = unit_of.get(id(p), len(blocks)), places[name]
+            is_table = isinstance(module, nn.Embedding) and len(at) == 1
+            is_matrix = p.dim() >= 2 and not is_table
+            shape = tuple(p.shape)
+            parameters.append(
+                ParameterShape(shape, p.element_size(), p.requires_grad, unit, at, is_matrix)
+            )
     return ModelShape(parameters, len(blocks) + 1, is_shared)

@@ -1,7 +1,8 @@
 """Between an engine's tensors and the pieces of a checkpoint: names, rows, holders."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from paceline.errors import ConfigError
 from paceline.train.precision import LossScale
 
 MAX_NAMED = 8
+NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 SCALER = ":loss_scale"  # no parameter has this name
 
 
@@ -48,10 +50,13 @@ def _not_empty(pieces: Iterable[Piece]) -> list[Piece]:
     return [piece for piece in pieces if piece.value.numel() or 0 in piece.shape]
 
 
-def load_module(source: Source, module: nn.Module) -> None:
-    """Weights and buffers, as far as this rank holds them."""
+def load_module(
+    source: Source, module: nn.Module, elsewhere: Mapping[str, tuple[int, ...]] = NOTHING
+) -> None:
+    """Weights and buffers, as far as this rank holds them; `elsewhere` are others of the model."""
     held = dict(named_tensors(module))
-    require_same_shapes(source, {name: tuple(value.shape) for name, value in held.items()})
+    own = {name: tuple(value.shape) for name, value in held.items()}
+    require_same_shapes(source, {**elsewhere, **own})
     for name, value in held.items():
         source.fill("model", name, _first_row(value), local_part(value))
 

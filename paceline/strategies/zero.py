@@ -86,37 +86,7 @@ class Sharded:
     reshard: bool
 
     def problems(self, config: RunConfig, env: Env, model: ModelShape) -> list[Finding]:
-        found = []
-        if not all(parameter.shape for parameter in model.parameters):
-            found.append(
-                Finding(
-                    severity="error",
-                    where="strategy.name",
-                    what=f"{config.strategy.name} cuts every parameter along its first axis, and"
-                    " the model has one without any",
-                    hint="give it the shape (1,), or use strategy.name=zero1",
-                )
-            )
-        if model.shares_across_units:
-            found.append(
-                Finding(
-                    severity="error",
-                    where="strategy.name",
-                    what=f"{config.strategy.name} gathers blocks one by one, and two of the"
-                    " model's blocks share a parameter",
-                    hint="share it from outside of the blocks, or use strategy.name=zero1",
-                )
-            )
-        if model.num_units == 1:
-            found.append(
-                Finding(
-                    severity="warning",
-                    where="strategy.name",
-                    what="the model has no blocks: all its weights are gathered at once",
-                    hint="put its repeated layers into an nn.ModuleList, and call each of them",
-                )
-            )
-        return found
+        return shard_problems(config.strategy.name, model)
 
     def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
         """Weights and gradients are padded to equal pieces; the optimizer's state is not."""
@@ -152,7 +122,7 @@ class Sharded:
         timeout_s = parts.config.launch.collective_timeout_s
         mesh = build_mesh(parts.plan, parts.device, timeout_s)
         rest = torch.device("cpu") if _offloads(parts) else None
-        module = compose(parts, lambda model: self._shard(model, parts, mesh), rest)
+        module = compose(parts, lambda model: self.shard(model, parts, mesh), rest)
         # Optimizer last: fully_shard replaces every parameter, an earlier one would step orphans.
         fused = parts.plan.fused_optimizer.value
         optimizer = build_optimizer(module.parameters(), parts.config.optim, fused)
@@ -161,7 +131,7 @@ class Sharded:
             module,
             unsynced=(lambda: _deferred(module)) if defers else nullcontext,
             proofs=lambda: _proofs(parts, module),
-            settle=lambda: _reshard(module),
+            settle=lambda: reshard(module),
             shards=mesh.get_group(mesh.ndim - 1),
         )
         return ModuleEngine(parts, module, optimizer, wrapping)
@@ -170,7 +140,7 @@ class Sharded:
         asked = config.strategy.reshard_after_forward
         return self.reshard if asked == "auto" else asked
 
-    def _shard(self, model: nn.Module, parts: EngineParts, mesh: DeviceMesh) -> None:
+    def shard(self, model: nn.Module, parts: EngineParts, mesh: DeviceMesh) -> None:
         strategy = parts.config.strategy
         settings: dict[str, Any] = {
             "mesh": mesh,
@@ -186,6 +156,41 @@ class Sharded:
         # The root's weights are needed first in backward: freeing them would gather them again.
         fully_shard(model, **(settings | {"reshard_after_forward": False}))
         _prefetch(blocks, strategy.forward_prefetch, strategy.backward_prefetch)
+
+
+def shard_problems(name: str, model: ModelShape) -> list[Finding]:
+    """What stands against cutting up every weight, for strategy `name`."""
+    found = []
+    if not all(parameter.shape for parameter in model.parameters):
+        found.append(
+            Finding(
+                severity="error",
+                where="strategy.name",
+                what=f"{name} cuts every parameter along its first axis, and"
+                " the model has one without any",
+                hint="give it the shape (1,), or use strategy.name=zero1",
+            )
+        )
+    if model.shares_across_units:
+        found.append(
+            Finding(
+                severity="error",
+                where="strategy.name",
+                what=f"{name} gathers blocks one by one, and two of the"
+                " model's blocks share a parameter",
+                hint="share it from outside of the blocks, or use strategy.name=zero1",
+            )
+        )
+    if model.num_units == 1:
+        found.append(
+            Finding(
+                severity="warning",
+                where="strategy.name",
+                what="the model has no blocks: all its weights are gathered at once",
+                hint="put its repeated layers into an nn.ModuleList, and call each of them",
+            )
+        )
+    return found
 
 
 def _offloads(parts: EngineParts) -> bool:
@@ -248,7 +253,7 @@ def _deferred(module: nn.Module) -> Iterator[None]:
         module.set_requires_gradient_sync(True)
 
 
-def _reshard(module: nn.Module) -> None:
+def reshard(module: nn.Module) -> None:
     """Backward would have done it."""
     for part in module.modules():
         if isinstance(part, FSDPModule):

@@ -153,7 +153,7 @@ class RankRun:
                 engine.proofs,
                 self.run.audit if place.rank == 0 else None,
             ),
-            evaluation=Evaluation(config, plan, val, place.rank, device),
+            evaluation=Evaluation(config, plan, val, plan.dp_rank(place.rank), device),
             keeper=self._keeper(engine, history),
             start=history.start,
         ), found
@@ -163,9 +163,13 @@ class RankRun:
         return LedgerFiles(
             steps=self.run.steps(rank),
             training=self.run.training if rank == 0 else None,
-            samples=self.run.samples(rank) if self.job.config.observe.sample_ids else None,
+            samples=self.run.samples(rank) if self._notes_samples() else None,
             first_step=history.start.first_step,
         )
+
+    def _notes_samples(self) -> bool:
+        """Once for each share of the batch: ranks of one pipeline see the same samples."""
+        return self.job.config.observe.sample_ids and self.place.rank < self.plan.batch.dp
 
     def _restore(self, engine: Engine, history: History, source: MicrobatchSource) -> Found | None:
         """Load the newest checkpoint that is sound, if this attempt is to go on from one."""
@@ -319,7 +323,9 @@ def _source(
     return MicrobatchSource(
         data,
         Order(len(data), job.config.train.seed),
-        StepSlice(batch.micro, batch.grad_accum, batch.dp, place.rank, start_position),
+        StepSlice(
+            batch.micro, batch.grad_accum, batch.dp, plan.dp_rank(place.rank), start_position
+        ),
         job.workload,
         plan.units_per_sample,
     )

@@ -15,11 +15,10 @@ from paceline.launch import find_launcher
 from paceline.launch.base import LaunchEnd
 from paceline.launch.blame import explain_stall, missed_deadline
 from paceline.launch.cause import load_verdicts
-from paceline.plan.planner import make_plan, measure_model, share_of
+from paceline.plan.planner import estimate_rank, make_plan, measure_model
 from paceline.plan.policy import effective_config
 from paceline.records import Env, Plan, StateBytes
 from paceline.rundir import RunDir
-from paceline.strategies import find_strategy
 from paceline.verify.trial import AFTER, BEFORE, BROKEN, BYTES, EQUAL, POISONED, trial_dir
 from paceline.workloads.base import find_workload
 
@@ -123,8 +122,7 @@ def expected_bytes(settings: Sequence[str], env: Env) -> Callable[[int], StateBy
     plan = make_plan(job, env)
     config = effective_config(job.config, plan.attention.value)
     model = measure_model(job.workload, config)
-    strategy = find_strategy(plan.strategy.value)
-    return lambda rank: strategy.estimate(model, config, share_of(plan, rank))
+    return lambda rank: estimate_rank(plan, config, model, rank)
 
 
 def _sample_of(rank: int, step: int, world: int) -> int:

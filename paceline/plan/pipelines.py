@@ -1,0 +1,178 @@
+"""Which rank holds which blocks, and in how many parts a batch goes through them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.config.schema import RunConfig
+from paceline.pipeline.requirements import (
+    AUTO_STAGES,
+    check_shape,
+    takes_microbatches,
+    takes_ranks,
+)
+from paceline.pipeline.schedules import place_stages
+from paceline.pipeline.split import split_blocks
+from paceline.records import Finding, PipelinePlan, StagePlan
+from paceline.strategies.shape import ModelShape
+
+MICROBATCHES_A_RANK = 4  # 1f1b then idles for less than a fifth of a step
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for, in numbers."""
+
+    schedule: str
+    num_ranks: int
+    stages_per_rank: int
+    num_stages: int
+    num_microbatches: int
+
+
+def choose_pipeline(
+    config: RunConfig, world: int, model: ModelShape
+) -> tuple[PipelinePlan | None, list[Finding]]:
+    """The pipeline, or everything that stands against it."""
+    asked = _read(config, world)
+    problems = [*_rank_problems(asked, config, world, model)]
+    problems += check_shape(
+        asked.schedule, asked.num_ranks, asked.num_microbatches, asked.stages_per_rank
+    )
+    problems += [*_batch_problems(asked, config), *_split_problems(asked, config, model)]
+    if problems:
+        return None, _once(problems)
+    stages = list(_plan_stages(asked, config, model))
+    empty = [n for n, s in enumerate(stages) if not _trains(model, s)]
+    if empty:
+        what = f"stages {empty} have nothing to train: no gradient can pass through them"
+        hint = "use fewer stages, or give them more blocks with strategy.split"
+        return None, [_error("strategy.stages", what, hint)]
+    return PipelinePlan(
+        schedule=asked.schedule,
+        num_ranks=asked.num_ranks,
+        stages_per_rank=asked.stages_per_rank,
+        num_microbatches=asked.num_microbatches,
+        stages=stages,
+    ), []
+
+
+def _read(config: RunConfig, world: int) -> Asked:
+    strategy = config.strategy
+    per_rank: Any = strategy.stages_per_rank
+    if per_rank == "auto":
+        per_rank = AUTO_STAGES[strategy.schedule]
+    distinct = 1 if strategy.schedule == "dualpipe" else per_rank  # the second is another's copy
+    num_stages = world * distinct if strategy.stages == "auto" else strategy.stages
+    num_ranks = max(1, num_stages // distinct)
+    microbatches: Any = strategy.microbatches
+    if microbatches == "auto":
+        microbatches = _auto_microbatches(
+            strategy.schedule, num_ranks, config.train.micro_batch_size
+        )
+    return Asked(strategy.schedule, num_ranks, per_rank, num_stages, microbatches)
+
+
+def _auto_microbatches(schedule: str, num_ranks: int, micro: int) -> int:
+    """A divisor of the batch that the schedule takes: with four a rank, or the largest."""
+    fitting = [
+        m
+        for m in range(1, micro + 1)
+        if not micro % m and takes_microbatches(schedule, num_ranks, m)
+    ]
+    enough = [m for m in fitting if m >= MICROBATCHES_A_RANK * num_ranks]
+    return (enough or fitting[-1:] or [micro])[0]
+
+
+def _rank_problems(
+    asked: Asked, config: RunConfig, world: int, model: ModelShape
+) -> Iterator[Finding]:
+    distinct = 1 if asked.schedule == "dualpipe" else asked.stages_per_rank
+    fitting = [
+        ranks * distinct
+        for ranks in range(1, world + 1)
+        if world % ranks == 0 and takes_ranks(asked.schedule, ranks)
+    ]
+    if asked.num_stages not in fitting:
+        ranks = f"{world} ranks with {asked.stages_per_rank} a rank"
+        if not fitting:
+            what, hint = f"{asked.schedule} cannot be laid over {ranks}", "use an even launch.nproc"
+        else:
+            near = min(fitting, key=lambda n: (abs(n - asked.num_stages), -n))
+            what = f"{asked.num_stages} stages of {asked.schedule} cannot be laid over {ranks}"
+            hint = f"set strategy.stages to {near}, the nearest that will do"
+        yield _error("strategy.stages", what, hint)
+    if asked.num_stages > model.num_blocks:
+        near = max([n for n in fitting if n <= model.num_blocks], default=0)
+        hint = f"set strategy.stages to {near}" if near else "use fewer ranks, or another strategy"
+        what = f"{asked.num_stages} stages of a model of {model.num_blocks} blocks: each needs one"
+        yield _error("strategy.stages", what, hint)
+    if asked.num_ranks == 1 and asked.num_stages in fitting:
+        yield Finding(
+            severity="error",
+            where="strategy.name",
+            what="a pipeline of one rank has nobody to hand its results to",
+            hint="set launch.nproc or strategy.stages to 2 or more, or use another strategy",
+        )
+
+
+def _batch_problems(asked: Asked, config: RunConfig) -> Iterator[Finding]:
+    micro, parts = config.train.micro_batch_size, asked.num_microbatches
+    if micro % parts == 0:
+        return
+    near = max(1, round(micro / parts)) * parts
+    whole = [m for m in range(1, micro + 1) if micro % m == 0]
+    fitting = [m for m in whole if takes_microbatches(asked.schedule, asked.num_ranks, m)]
+    other = ""
+    if fitting:
+        closest = min(fitting, key=lambda m: (abs(m - parts), -m))
+        other = f", or strategy.microbatches to {closest}"
+    yield _error(
+        "train.micro_batch_size",
+        f"{micro} samples cannot be cut into {parts} equal microbatches",
+        f"set it to {near}{other}",
+    )
+
+
+def _split_problems(asked: Asked, config: RunConfig, model: ModelShape) -> Iterator[Finding]:
+    split = config.strategy.split
+    if not isinstance(split, list):
+        return
+    if len(split) != asked.num_stages or sum(split) != model.num_blocks:
+        even = split_blocks([1.0] * model.num_blocks, min(asked.num_stages, model.num_blocks))
+        yield _error(
+            "strategy.split",
+            f"{split} is {sum(split)} blocks in {len(split)} stages; there are"
+            f" {model.num_blocks} blocks and {asked.num_stages} stages",
+            f"for example strategy.split=[{','.join(str(len(part)) for part in even)}]",
+        )
+
+
+def _plan_stages(asked: Asked, config: RunConfig, model: ModelShape) -> Iterator[StagePlan]:
+    costs, split = model.block_costs, config.strategy.split
+    homes = place_stages(asked.schedule, asked.num_ranks, asked.stages_per_rank)
+    if isinstance(split, list):
+        ends = [sum(split[: number + 1]) for number in range(len(split))]
+        parts = [range(end - length, end) for end, length in zip(ends, split, strict=True)]
+    else:
+        parts = split_blocks(costs if split == "auto" else [1.0] * len(costs), asked.num_stages)
+    for number, part in enumerate(parts):
+        yield StagePlan(
+            first_block=part.start,
+            end_block=part.stop,
+            num_parameters=sum(p.numel for p in model.of_blocks([part]).parameters),
+            cost=sum(costs[block] for block in part) / (sum(costs) or 1.0),
+            ranks=sorted({direction[number] for direction in homes}),
+        )
+
+
+def _trains(model: ModelShape, stage: StagePlan) -> bool:
+    return bool(model.of_blocks([range(stage.first_block, stage.end_block)]).trainable)
+
+
+def _error(where: str, what: str, hint: str) -> Finding:
+    return Finding(severity="error", where=where, what=what, hint=hint)
+
+
+def _once(findings: list[Finding]) -> list[Finding]:
+    return list({str(finding): finding for finding in findings}.values())

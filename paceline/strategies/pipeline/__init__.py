@@ -1,0 +1,11 @@
+"""One process a stage, real sends and receives. Read `strategy`, then `engine`.
+
+ghosts    what stands in a stage's model for what other stages hold
+cut       a model in place to one stage of it
+stage     a part of the workload's own forward pass, as a module
+recorder  when every action ran
+relay     a batch through all stages, forward only: evaluation, and the shapes of what is sent
+by_torch  the schedules of torch.distributed.pipelining
+dualpipe  ours, from the plain data of paceline/pipeline
+holdings  who holds which weights, and the gradients they sum
+"""

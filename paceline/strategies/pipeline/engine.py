@@ -1,0 +1,242 @@
+"""The engine of a pipeline: a step is some passes of a schedule, then one exchange of gradients."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from paceline.checkpoint.pieces import Piece, Source
+from paceline.errors import ConfigError
+from paceline.pipeline.actions import Schedule
+from paceline.pipeline.passes import Pass
+from paceline.records import Proof
+from paceline.strategies.base import EngineParts, Totals, normalise
+from paceline.strategies.engine import ModuleEngine, Wrapping, inner_optimizer
+from paceline.strategies.gather import global_norm, whole
+from paceline.strategies.pipeline.by_torch import TorchRunner
+from paceline.strategies.pipeline.dualpipe import DualPipeRunner, Lane
+from paceline.strategies.pipeline.holdings import Holdings, Stages, all_reduce_gradients
+from paceline.strategies.pipeline.recorder import Recorder
+from paceline.strategies.pipeline.relay import Relay
+from paceline.strategies.pipeline.stage import Stage
+from paceline.strategies.stored import load_module, load_optimizer, load_scale
+from paceline.train.timing import Clock
+
+Shapes = tuple[torch.Size, ...]
+
+
+class Runner(Protocol):
+    def run(self, microbatches: Sequence[Any]) -> None:
+        """Accumulate the gradients of one pass."""
+        ...
+
+
+@dataclass(frozen=True)
+class Line:
+    """The pipeline that this rank is in. `lanes` are DualPipe's groups."""
+
+    schedule: Schedule
+    stages: Stages
+    mesh: DeviceMesh
+    holdings: Holdings
+    lanes: dict[Lane, dist.ProcessGroup]
+    is_sharded: bool
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("pp")
+
+    def stage_list(self) -> list[Stage]:
+        return [stage for stage in self.stages if isinstance(stage, Stage)]
+
+
+class PipelineEngine(ModuleEngine):
+    """A `ModuleEngine` whose module is this rank's stages."""
+
+    def __init__(
+        self, parts: EngineParts, optimizer: Optimizer, line: Line, wrapping: Wrapping
+    ) -> None:
+        super().__init__(parts, line.stages, optimizer, wrapping)
+        self.line = line
+        assert parts.plan.pipeline is not None
+        self.num_microbatches = parts.plan.pipeline.num_microbatches
+        self.recorder = Recorder(parts.device)
+        one_way = {stage.index: stage for stage in self._stages_of(direction=0)}
+        self.relay = Relay(one_way, line.schedule.homes[0], line.group, parts.device)
+        self.runners: dict[Shapes, Runner] = {}
+        self.scale: float | Tensor = 1.0
+
+    def forward_backward(
+        self, batches: Sequence[Any], scale: float | Tensor, clock: Clock
+    ) -> Totals:
+        self.scale = scale if self.scaler is None else scale * self.scaler.value
+        for number, batch in enumerate(batches):
+            microbatches = cut_batch(batch, self.num_microbatches)
+            runner = self._runner(microbatches[0])
+            self._clear()
+            self.recorder.begin(clock, number)
+            runner.run(microbatches)
+        clock.enter("comm")
+        self._exchange()
+        return self._totals()
+
+    def _objective(self, output: Tensor) -> Tensor:
+        return normalise(output.sum(), self.scale)
+
+    def _exchange(self) -> None:
+        self.line.holdings.sum_copies()
+        if not self.line.is_sharded and self.line.mesh.size(1) > 1:
+            group, size = self.line.mesh.get_group("dp"), self.line.mesh.size(1)
+            bucket_mb = self.parts.config.strategy.bucket_mb
+            all_reduce_gradients(self.parameters, group, bucket_mb, divisor=size)
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Each weight once, whoever holds it."""
+        counted = [p.grad for p in self.line.holdings.counted if p.grad is not None]
+        group = dist.group.WORLD if self.line.is_sharded else self.line.group
+        return global_norm(counted, self.parts.device, group)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> Totals:
+        self._clear()
+        self._relay(batch)
+        return self._totals()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Own copies as they are, so that copies which drift apart show; others from a holder."""
+        own = {name: whole(value) for name, value in self.module.state_dict().items()}
+        holdings, group = self.line.holdings, self.line.group
+        found = {}
+        for name, shape in holdings.shapes.items():
+            source = holdings.holders[name][0]
+            kind: list[Any] = [own[name].dtype if name in own else None]
+            dist.broadcast_object_list(kind, group_src=source, group=group)
+            sent = torch.empty(shape, dtype=kind[0], device=self.parts.device)
+            if holdings.here == source:
+                sent.copy_(own[name])
+            dist.broadcast(sent, group_src=source, group=group)
+            found[name] = own.get(name, sent)
+        return found
+
+    def pieces(self) -> list[Piece]:
+        return [self._with_holders(piece) for piece in super().pieces()]
+
+    def _with_holders(self, piece: Piece) -> Piece:
+        """All ranks with the same rows of it: of every stage that reads it, of every pipeline."""
+        name = piece.name if piece.section == "model" else piece.name.partition("/")[2]
+        ranks = self.line.holdings.holders.get(name)
+        if ranks is None:  # fp16's scale, which all have
+            return piece
+        size = self.line.mesh.size(1)
+        rows = [rank % size for rank in piece.holders] if self.line.is_sharded else range(size)
+        held = {rank * size + offset for rank in ranks for offset in rows}
+        return piece._replace(holders=tuple(sorted(held)))
+
+    @torch.no_grad()
+    def load(self, source: Source) -> None:
+        load_module(source, self.module, self.line.holdings.shapes)
+        load_optimizer(source, self.module, inner_optimizer(self.optimizer))
+        if self.scaler is not None:
+            load_scale(self.scaler, source)
+
+    def passes(self) -> list[Pass]:
+        return self.recorder.passes()
+
+    def proofs(self) -> list[Proof]:
+        drawn = list(self.line.schedule.iter_actions(self.line.holdings.here))
+        ran = self.recorder.order()
+        where = next((n for n, (a, b) in enumerate(zip(drawn, ran, strict=False)) if a != b), None)
+        same = f"{len(ran)} actions in that order"
+        if drawn != ran:
+            at = min(len(drawn), len(ran)) if where is None else where
+            same = f"another order from action {at} on: {' '.join(map(str, ran[at : at + 4]))}"
+        return [
+            Proof(
+                what="pipeline schedule",
+                requested=f"{self.line.schedule.name}: {len(drawn)} actions on this rank",
+                effective=same,
+                proof="recorded as they ran, held against the drawn schedule",
+                ok=drawn == ran,
+            ),
+            *self.wrapping.proofs(),
+        ]
+
+    def _runner(self, microbatch: Any) -> Runner:
+        """One for each shape of a microbatch: torch makes its buffers beforehand."""
+        leaves, _ = tree_flatten(microbatch)
+        key = tuple(leaf.shape for leaf in leaves if torch.is_tensor(leaf))
+        if key not in self.runners:
+            self._learn_shapes(microbatch)
+            self.runners[key] = self._build_runner()
+        return self.runners[key]
+
+    def _learn_shapes(self, microbatch: Any) -> None:
+        """By sending one through: nothing of it stays, no random number is drawn by it."""
+        on_gpu = [self.parts.device] if self.parts.device.type == "cuda" else []
+        self.recorder.clock = None
+        with torch.random.fork_rng(devices=on_gpu):
+            self._relay(microbatch)
+        stages = self.line.stage_list()
+        if self.line.schedule.num_copies > 1:
+            _tell_other_direction(stages, self.line.schedule, self.line.group)
+
+    def _build_runner(self) -> Runner:
+        line, stages = self.line, self.line.stage_list()
+        if line.schedule.name == "dualpipe":
+            return DualPipeRunner(line.schedule, stages, line.lanes, self.recorder, self._objective)
+        return TorchRunner(
+            line.schedule.name, stages, line.group, self.recorder,
+            self.num_microbatches, self._objective,
+        )  # fmt: skip
+
+    def _relay(self, batch: Any) -> None:
+        self.module.eval()
+        self.relay.run(batch)
+        self.module.train()
+        self.wrapping.settle()
+
+    def _clear(self) -> None:
+        for stage in self.line.stage_list():
+            stage.done.clear()
+
+    def _totals(self) -> Totals:
+        done = [pair for stage in self.line.stage_list() for pair in stage.done]
+        count: int | Tensor = 0
+        for _, units in done:
+            count = count + units
+        loss = torch.stack([loss for loss, _ in done]).sum() if done else self.zero
+        return Totals(loss, count)
+
+    def _stages_of(self, direction: int) -> list[Stage]:
+        stages = self.line.stage_list()
+        return [stages[direction]] if self.line.schedule.num_copies > 1 else stages
+
+
+def cut_batch(batch: Any, parts: int) -> list[Any]:
+    """By samples: every tensor along its first axis."""
+    leaves, form = tree_flatten(batch)
+    tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
+    sizes = {leaf.shape[0] if leaf.dim() else None for leaf in tensors}
+    if len(tensors) != len(leaves) or len(sizes) != 1 or None in sizes:
+        raise ConfigError(
+            "a pipeline cuts a batch by samples, and this one is not made of tensors with one row"
+            f" a sample: {[getattr(leaf, 'shape', type(leaf).__name__) for leaf in leaves]}\n"
+            "hint: return tensors with one row a sample from the data set"
+        )
+    cut = [leaf.tensor_split(parts) for leaf in tensors]
+    return [tree_unflatten([pieces[n] for pieces in cut], form) for n in range(parts)]
+
+
+def _tell_other_direction(
+    stages: Sequence[Stage], schedule: Schedule, group: dist.ProcessGroup
+) -> None:
+    """A stage sends the same in both directions; its copy is on another rank."""
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (stages[0].takes, stages[0].gives), group=group)
+    stages[1].takes, stages[1].gives = told[schedule.homes[0][stages[1].index]]

@@ -1,0 +1,120 @@
+"""What stands in a stage's model for what other stages hold.
+
+A stage runs the model's own forward pass from the start, so that masks, positions and whatever else
+the code around the blocks computes are there. But modules of other stages are ghosts: they have no
+weights, and what they return has the right shape and holds NaN. The pass becomes real where the
+stage's first block is entered with what was received, and is left where the next stage's first
+block would be. Should a ghost's result find its way into what is real, the loss is NaN: never
+silently wrong.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from paceline.errors import ConfigError
+
+
+class Reached(BaseException):
+    """The next stage's first block was called with `hidden`: the way out of a forward pass. Not an
+    Exception, so that no model's own handler stops it."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("the end of a stage")
+        self.hidden = hidden
+
+
+class Region:
+    """Whether the forward pass has become real, and what it becomes real with."""
+
+    def __init__(self) -> None:
+        self.received: Tensor | None = None
+        self.is_real = False
+
+    def begin(self, received: Tensor | None) -> None:
+        self.received, self.is_real = received, received is None
+
+    def enter(self) -> Tensor:
+        assert self.received is not None, "only later stages are entered"
+        self.is_real = True
+        return self.received
+
+
+class Ghost(nn.Module):
+    """Another stage's module. It stays on meta, where a call costs no memory and little time, and
+    is asked once for each shape of its inputs what it would return."""
+
+    is_elsewhere = True
+
+    def __init__(self, name: str, module: nn.Module, region: Region) -> None:
+        super().__init__()
+        self.name, self.region = name, region
+        self._elsewhere = (module.to("meta"),)  # in a tuple: its weights are not this model's
+        self._results: dict[Any, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_elsewhere"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.region.is_real:
+            raise ConfigError(
+                f"{self.name} belongs to another stage, and this one calls it: the model uses it"
+                " after blocks that stand behind it\n"
+                "hint: create the model's parts in the order in which its forward uses them"
+            )
+        key = tuple(_shape_of(leaf) for leaf in tree_leaves((args, kwargs)))
+        if key not in self._results:
+            self._results[key] = self._imagine(args, kwargs)
+        return self._results[key]
+
+    @torch.no_grad()
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _imagine(self, args: Any, kwargs: Any) -> Any:
+        devices = [leaf.device for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
+        there_args, there_kwargs = tree_map(_on_meta, (args, kwargs))
+        made = self._elsewhere[0](*there_args, **there_kwargs)
+        device = devices[0] if devices else torch.device("cpu")
+        return tree_map(lambda leaf: stand_in(leaf, device), made)
+
+
+class Exit(nn.Module):
+    """The next stage's first block."""
+
+    is_elsewhere = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise Reached(hidden_of(args, kwargs))
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What flows from block to block: the first tensor of numbers that a block is called with."""
+    for value in (*args, *kwargs.values()):
+        if torch.is_tensor(value) and value.is_floating_point():
+            return value
+    raise ConfigError(
+        "a block is called without a tensor: nothing can be sent from stage to stage\n"
+        "hint: call blocks with what flows through the model as their first argument"
+    )
+
+
+def stand_in(value: Any, device: torch.device) -> Any:
+    """Of the same shape, without memory: NaN, or 0 where there is no NaN."""
+    if not torch.is_tensor(value):
+        return value
+    filling = torch.nan if value.is_floating_point() else 0
+    return torch.full((), filling, dtype=value.dtype, device=device).expand(value.shape)
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to("meta") if torch.is_tensor(value) else value
+
+
+def _shape_of(leaf: Any) -> Any:
+    if torch.is_tensor(leaf):
+        return leaf.shape, leaf.dtype
+    return leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf)

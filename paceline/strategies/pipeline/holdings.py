@@ -1,0 +1,120 @@
+"""Who holds which weights: names and ranks, gathered once, and the gradients that holders sum."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.strategies.gather import locals_of
+from paceline.strategies.pipeline.stage import Stage
+
+MIB = 2**20
+
+
+class Stages(nn.ModuleList):
+    """The stages of one rank as one module, every weight under the model's own name. A weight that
+    two of them read, because it is tied, is one object."""
+
+    def models(self) -> list[nn.Module]:
+        return [stage.model for stage in self if isinstance(stage, Stage)]
+
+    def tie(self) -> None:
+        first: dict[str, nn.Parameter] = {}
+        for model in self.models():
+            for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+                path, _, leaf = name.rpartition(".")
+                model.get_submodule(path)._parameters[leaf] = first.setdefault(name, parameter)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        seen: set[int] = set()
+        for model in self.models():
+            for name, parameter in model.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        merged: dict[str, Any] = {}
+        for model in self.models():
+            merged |= {k: v for k, v in model.state_dict(**kwargs).items() if k not in merged}
+        return merged
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """`shapes`: every tensor of the model. `holders[name]`: the ranks of the pipeline that have it.
+    `sums`: the parameters that this rank has in common with others, by the group they sum in."""
+
+    here: int
+    shapes: dict[str, tuple[int, ...]]
+    holders: dict[str, tuple[int, ...]]
+    sums: dict[dist.ProcessGroup, list[nn.Parameter]]
+    counted: list[nn.Parameter]
+
+    def sum_copies(self) -> None:
+        """Each holder has seen some of the microbatches, or has used the weight elsewhere."""
+        for group, parameters in self.sums.items():
+            all_reduce_gradients(parameters, group, bucket_mb=64.0)
+
+
+def gather_holdings(stages: Stages, mesh: DeviceMesh, timeout: Any) -> Holdings:
+    """All ranks together."""
+    group, dp_size = mesh.get_group("pp"), mesh.size(1)
+    own = {name: tuple(value.shape) for name, value in stages.state_dict().items()}
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, own, group=group)
+    shapes = {name: shape for part in told for name, shape in part.items()}
+    holders = {
+        name: tuple(rank for rank, part in enumerate(told) if name in part) for name in shapes
+    }
+    here, at = dist.get_rank(group), mesh.get_local_rank("dp")
+    groups = {}
+    for ranks in sorted({ranks for ranks in holders.values() if len(ranks) > 1}):
+        for dp_rank in range(dp_size):
+            members = [rank * dp_size + dp_rank for rank in ranks]
+            made = dist.new_group(members, timeout=timeout)
+            if dp_rank == at and here in ranks:
+                groups[ranks] = made
+    sums: dict[dist.ProcessGroup, list[nn.Parameter]] = defaultdict(list)
+    counted = []
+    for name, parameter in stages.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if len(holders[name]) > 1:
+            sums[groups[holders[name]]].append(parameter)
+        if holders[name][0] == here:
+            counted.append(parameter)
+    return Holdings(here, shapes, holders, dict(sums), counted)
+
+
+def all_reduce_gradients(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, bucket_mb: float, divisor: int = 1
+) -> None:
+    """Sum over the group, and divide, bucket by bucket. A parameter that got no gradient here may
+    have one elsewhere: it counts as zero."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for bucket in _buckets(locals_of(p.grad for p in parameters if p.grad is not None), bucket_mb):
+        flat = _flatten_dense_tensors(bucket)
+        dist.all_reduce(flat, group=group)
+        if divisor > 1:
+            flat /= divisor
+        torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
+
+
+def _buckets(tensors: Sequence[Tensor], bucket_mb: float) -> Iterator[list[Tensor]]:
+    """Of one type each: they are laid into one tensor."""
+    open_buckets: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        bucket = open_buckets[tensor.dtype]
+        bucket.append(tensor)
+        if sum(t.numel() * t.element_size() for t in bucket) >= bucket_mb * MIB:
+            yield open_buckets.pop(tensor.dtype)
+    yield from (bucket for bucket in open_buckets.values() if bucket)

@@ -1,0 +1,57 @@
+"""A batch through all stages, one after the other, forward only."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.strategies.pipeline.stage import Sent, Stage
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MAX_AXES = 8
+
+
+class Relay:
+    """`homes[stage]`: the rank of the pipeline that has it; `stages`: those of this rank."""
+
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        homes: Sequence[int],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.stages, self.homes, self.group, self.device = stages, homes, group, device
+        self.here = dist.get_rank(group)
+
+    @torch.no_grad()
+    def run(self, batch: Any) -> None:
+        """The last stage notes its loss; each notes what it takes and gives."""
+        handed: Tensor | None = None
+        for index, stage in sorted(self.stages.items()):
+            if index > 0 and self.homes[index - 1] != self.here:
+                handed = self._receive(self.homes[index - 1])
+            stage.batch = batch
+            given = stage(handed)
+            stage.takes = Sent(handed.shape, handed.dtype) if handed is not None else None
+            stage.gives = Sent(given.shape, given.dtype)
+            handed = given
+            if not stage.is_last and self.homes[index + 1] != self.here:
+                self._send(given, self.homes[index + 1])
+
+    def _send(self, value: Tensor, target: int) -> None:
+        header = torch.zeros(2 + MAX_AXES, dtype=torch.int64)
+        header[:2] = torch.tensor([DTYPES.index(value.dtype), value.dim()])
+        header[2 : 2 + value.dim()] = torch.tensor(value.shape)
+        dist.send(header.to(self.device), group_dst=target, group=self.group)
+        dist.send(value.contiguous(), group_dst=target, group=self.group)
+
+    def _receive(self, source: int) -> Tensor:
+        header = torch.zeros(2 + MAX_AXES, dtype=torch.int64, device=self.device)
+        dist.recv(header, group_src=source, group=self.group)
+        kind, axes, *sizes = header.tolist()
+        value = torch.empty(sizes[:axes], dtype=DTYPES[kind], device=self.device)
+        dist.recv(value, group_src=source, group=self.group)
+        return value

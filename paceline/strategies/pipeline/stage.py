@@ -1,0 +1,64 @@
+"""One stage: a part of the workload's own forward pass, as a module that takes what the stage
+before sends, and returns what the next one needs, or the loss."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import ConfigError
+from paceline.strategies.base import EngineParts
+from paceline.strategies.engine import compute_loss
+from paceline.strategies.pipeline.ghosts import Reached, Region
+
+
+class Sent(NamedTuple):
+    """What a tensor between stages looks like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+class Stage(nn.Module):
+    """`batch` is the microbatch to run; `done` collects the losses, where this stage has one."""
+
+    def __init__(self, parts: EngineParts, model: nn.Module, region: Region) -> None:
+        super().__init__()
+        self.parts, self.model, self.region = parts, model, region
+        self.index, self.num_stages = 0, 1
+        self.batch: Any = None
+        self.done: list[tuple[Tensor, int | Tensor]] = []
+        self.takes: Sent | None = None
+        self.gives: Sent | None = None
+
+    def place(self, index: int, num_stages: int) -> "Stage":
+        self.index, self.num_stages = index, num_stages
+        return self
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    def forward(self, received: Tensor | None = None) -> Tensor:
+        """The first stage may be given anything: it reads its batch."""
+        self.region.begin(None if self.is_first else received)
+        try:
+            loss, units = compute_loss(self.parts, self.model, self.batch)
+        except Reached as reached:
+            return reached.hidden
+        finally:
+            self.region.is_real = False
+        if not self.is_last:
+            raise ConfigError(
+                f"stage {self.index}: the model's forward never called the next stage's first"
+                " block\nhint: a pipeline needs a model that calls its blocks one after the other"
+            )
+        self.done.append((loss.detach(), units))
+        return loss.reshape(1)  # a tensor that torch's schedules can put together

@@ -1,0 +1,163 @@
+"""`strategy.name=pipeline`: what it cannot do, what it holds, how it is built."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.config.schema import RunConfig
+from paceline.pipeline.schedules import draw_schedule
+from paceline.records import Env, Exchange, Finding, StateBytes
+from paceline.strategies.base import Engine, EngineParts, Share
+from paceline.strategies.blocks import find_blocks
+from paceline.strategies.compose import compose
+from paceline.strategies.ddp import DDP
+from paceline.strategies.engine import Wrapping
+from paceline.strategies.mesh import build_mesh
+from paceline.strategies.pipeline.cut import cut_model, enter_at
+from paceline.strategies.pipeline.dualpipe import LANES, Lane
+from paceline.strategies.pipeline.engine import Line, PipelineEngine
+from paceline.strategies.pipeline.ghosts import Region
+from paceline.strategies.pipeline.holdings import Stages, gather_holdings
+from paceline.strategies.pipeline.stage import Stage
+from paceline.strategies.shape import ModelShape, sum_bytes
+from paceline.strategies.zero import ZERO2, ZERO3, Sharded, reshard, shard_problems
+from paceline.train.optim import build_optimizer
+
+INNER: dict[str, Sharded] = {"zero2": ZERO2, "zero3": ZERO3}
+SPLIT_BACKWARDS = ("interleaved_zb", "zbv", "dualpipev", "dualpipe")
+
+
+class Pipeline:
+    def problems(self, config: RunConfig, env: Env, model: ModelShape) -> list[Finding]:
+        return list(_problems(config, model))
+
+    def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
+        """Of the blocks that a rank holds: `model` is only they."""
+        inner = INNER.get(config.strategy.inner, DDP)
+        return inner.estimate(model, config, share)
+
+    def exchange(self, model: ModelShape, config: RunConfig, share: Share) -> Exchange:
+        if config.strategy.inner in INNER:
+            return INNER[config.strategy.inner].exchange(model, config, share)
+        if share.size == 1:
+            because = "no other rank has these stages; activations go from stage to stage"
+            return Exchange(plain=0, sent=0, because=because)
+        total = sum_bytes(model.trainable)
+        because = f"summed once a step over the {share.size} ranks with the same stages"
+        return Exchange(plain=total, sent=total, because=because)
+
+    def build(self, parts: EngineParts) -> Engine:
+        config, plan = parts.config, parts.plan.pipeline
+        assert plan is not None, "the plan has a pipeline"
+        timeout_s = config.launch.collective_timeout_s
+        mesh = build_mesh(parts.plan, parts.device, timeout_s)
+        schedule = draw_schedule(
+            plan.schedule, plan.num_ranks, plan.num_microbatches, plan.stages_per_rank
+        )
+        here = mesh.get_local_rank("pp")
+        inner = INNER.get(config.strategy.inner)
+        stages = Stages()
+        for homes in schedule.homes:
+            for index in [number for number, home in enumerate(homes) if home == here]:
+                held = range(plan.stages[index].first_block, plan.stages[index].end_block)
+                stage = _build_stage(parts, held, inner, mesh["dp"])
+                stages.append(stage.place(index, schedule.num_stages))
+        if inner is None:
+            stages.tie()
+        optimizer = build_optimizer(
+            stages.parameters(), config.optim, parts.plan.fused_optimizer.value
+        )
+        timeout = timedelta(seconds=timeout_s)
+        line = Line(
+            schedule,
+            stages,
+            mesh,
+            gather_holdings(stages, mesh, timeout),
+            _make_lanes(mesh, timeout) if schedule.num_copies > 1 else {},
+            is_sharded=inner is not None,
+        )
+        wrapping = Wrapping(stages, settle=(lambda: reshard(stages)) if inner else lambda: None)
+        return PipelineEngine(parts, optimizer, line, wrapping)
+
+
+def _build_stage(parts: EngineParts, held: range, inner: Sharded | None, mesh: DeviceMesh) -> Stage:
+    region = Region()
+    made: list[Stage] = []
+
+    def cut(model: nn.Module) -> None:
+        cut_model(model, held, region, parts.device)
+        made.append(Stage(parts, model, region))
+
+    def shard(model: nn.Module) -> None:
+        if inner is not None:
+            inner.shard(made[0], parts, mesh)
+
+    model = compose(parts, shard, cut=cut)
+    if held.start > 0:
+        enter_at(find_blocks(model)[0], region)
+    return made[0]
+
+
+def _make_lanes(mesh: DeviceMesh, timeout: timedelta) -> dict[Lane, dist.ProcessGroup]:
+    """All ranks make the groups of all pipelines, in one order; each keeps its own."""
+    own = {}
+    for lane in LANES:
+        for dp_rank in range(mesh.size(1)):
+            members = mesh.mesh[:, dp_rank].tolist()
+            group = dist.new_group(members, timeout=timeout)
+            if dp_rank == mesh.get_local_rank("dp"):
+                own[lane] = group
+    return own
+
+
+def _problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
+    strategy = config.strategy
+    is_compiled = config.train.compile != "off"
+    if is_compiled and strategy.schedule in SPLIT_BACKWARDS:
+        yield Finding(
+            severity="error",
+            where="train.compile",
+            what=f"{strategy.schedule} runs the two halves of a backward apart, and a compiled"
+            " block has only one",
+            hint="set train.compile=off, or strategy.schedule=1f1b",
+        )
+    if is_compiled and config.train.compile_scope == "model":
+        yield Finding(
+            severity="error",
+            where="train.compile_scope",
+            what="a stage leaves the model's forward in its middle, which one graph cannot",
+            hint="set train.compile_scope=blocks, or auto",
+        )
+    if any(len(p.places) > 1 for p in model.parameters):
+        yield from _tied_findings(config)
+    if strategy.schedule == "dualpipe":
+        yield Finding(
+            severity="note",
+            where="strategy.schedule",
+            what="dualpipe holds every parameter twice: rank r has stage r and stage P - 1 - r",
+        )
+    if strategy.inner in INNER:
+        yield from shard_problems(strategy.inner, model)
+
+
+def _tied_findings(config: RunConfig) -> Iterator[Finding]:
+    if config.strategy.inner in INNER:
+        yield Finding(
+            severity="error",
+            where="strategy.inner",
+            what="the model's first and last stage read the same weights, and sharded stages cannot"
+            " share them",
+            hint="set strategy.inner=ddp, or untie them (model.tied=false)",
+        )
+    else:
+        yield Finding(
+            severity="note",
+            where="strategy.name",
+            what="tied weights are held by each stage that reads them, and their gradients summed",
+        )
+
+
+PIPELINE = Pipeline()
