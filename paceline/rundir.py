@@ -120,6 +120,11 @@ class RunDir:
         return self.root / "result.json"
 
     @property
+    def timeline(self) -> Path:
+        """One pass of a pipeline, for Perfetto."""
+        return self.root / "timeline.json"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.md"
 
@@ -192,6 +197,14 @@ class RunDir:
     def step_mark(self, rank: int) -> Path:
         """The step that a rank has begun, as eight bytes."""
         return self.rank(rank) / "step"
+
+    def action_mark(self, rank: int) -> Path:
+        """The action of a pipeline that a rank is in."""
+        return self.rank(rank) / "action"
+
+    def passes(self, rank: int) -> Path:
+        """When a rank of a pipeline ran the actions of its last passes."""
+        return self.rank(rank) / "pipeline.jsonl"
 
     def samples(self, rank: int) -> Path:
         return self.rank(rank) / "samples.csv"

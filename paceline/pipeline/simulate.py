@@ -4,7 +4,7 @@ A rank takes its slots in order and waits for what the next one needs. Results t
 compute; a link carries one at a time, each direction by itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -132,15 +132,9 @@ class _Simulation:
         given = [self.arrived[need] for need in self._given(action)]
         return max([0.0, *given, *(self.ended[need] for need in _own_needs(action))])
 
-    def _given(self, action: Action) -> Iterator[Action]:
-        """What another stage has to finish first; of the two sorts of backward, the one it runs."""
-        if action.kind == Kind.FORWARD and action.stage > 0:
-            yield _at(action, Kind.FORWARD, action.stage - 1)
-        elif action.kind in (Kind.BACKWARD, Kind.INPUT):
-            if action.stage < self.schedule.num_stages - 1:
-                whole = _at(action, Kind.BACKWARD, action.stage + 1)
-                half = _at(action, Kind.INPUT, action.stage + 1)
-                yield half if half in self.arrived else whole
+    def _given(self, action: Action) -> list[Action]:
+        giver = giver_of(action, self.schedule.num_stages, self.arrived)
+        return [] if giver is None else [giver]
 
     def _missing(self, step: _Step) -> list[Action]:
         """What has to happen elsewhere, or earlier, before this step can run."""
@@ -164,6 +158,16 @@ class _Simulation:
                 )
                 lines.append(f"rank {rank} waits before {step} for {needs}")
         return lines
+
+
+def giver_of(action: Action, num_stages: int, ran: Container[Action]) -> Action | None:
+    """What another stage has to finish first; of the two sorts of backward, the one that ran."""
+    if action.kind == Kind.FORWARD and action.stage > 0:
+        return _at(action, Kind.FORWARD, action.stage - 1)
+    if action.kind in (Kind.BACKWARD, Kind.INPUT) and action.stage < num_stages - 1:
+        half = _at(action, Kind.INPUT, action.stage + 1)
+        return half if half in ran else _at(action, Kind.BACKWARD, action.stage + 1)
+    return None
 
 
 def _own_needs(action: Action) -> list[Action]:
