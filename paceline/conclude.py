@@ -10,12 +10,15 @@ from paceline.files import fingerprint
 from paceline.launch.archive import finish_attempt, list_attempts, measure_ettr, summarise
 from paceline.launch.base import LaunchEnd
 from paceline.launch.cause import Ending, completed_steps, judge_end, load_verdicts, stop_notes
+from paceline.pipeline.account import account
+from paceline.pipeline.measured import load_measured
 from paceline.records import (
     Attempt,
     Audit,
     CheckpointFacts,
     Env,
     Fingerprints,
+    PipelineFacts,
     Plan,
     RankMemory,
     RankVerdict,
@@ -54,7 +57,8 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
     peaks = [verdicts[rank] for rank in sorted(verdicts)]
     val_loss, loss_notes = _validation(rows)
     notes = {note for verdict in peaks for note in verdict.notes} | _notes_of(run, attempts)
-    notes |= {*stop_notes(run, plan.world_size, known.end), *loss_notes}
+    pipeline, pipeline_notes = _pipeline(run, plan, verdicts)
+    notes |= {*stop_notes(run, plan.world_size, known.end), *loss_notes, *pipeline_notes}
     return Result(
         run_dir=str(run.root),
         name=plan.name,
@@ -92,6 +96,7 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
         notes=sorted(notes),
         attempts=[summarise(attempt) for attempt in attempts],
         checkpoints=_checkpoint_facts(read_checkpoints(run.checkpoint_log)),
+        pipeline=pipeline,
         ettr=measure_ettr(rows, attempts),
         started_at=known.started_at,
         elapsed_s=known.ended_at - known.started_at,
@@ -145,6 +150,19 @@ def _checkpoint_facts(rows: list[CheckpointRow]) -> CheckpointFacts | None:
         stall_s=sum(row.stall_s for row in rows),
         duration_s=max(row.duration_s for row in rows),
     )
+
+
+def _pipeline(
+    run: RunDir, plan: Plan, verdicts: dict[int, RankVerdict]
+) -> tuple[PipelineFacts | None, list[str]]:
+    """What its passes measured, or a note that they are not there."""
+    if plan.pipeline is None:
+        return None, []
+    measured = load_measured(run, plan)
+    if measured is None:
+        return None, ["no pass of the pipeline was measured on all its ranks"]
+    peaks = {rank: v.peak_active_bytes or v.peak_reserved_bytes for rank, v in verdicts.items()}
+    return account(measured, plan.pipeline, peaks), []
 
 
 def _utilisation(

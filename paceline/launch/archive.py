@@ -92,7 +92,7 @@ def archive_attempt(run: RunDir, ended: Attempt) -> None:
     ranks = [int(path.name.removeprefix("rank")) for path in run.ranks.glob("rank*")]
     for rank in ranks:
         archive_rank(run, ended.number, rank)
-    _move([run.result, run.summary, run.report, run.audit], folder)
+    _move([run.result, run.summary, run.report, run.audit, run.timeline], folder)
     ended.save(folder / run.attempt.name)
     run.attempt.unlink()
 
@@ -113,7 +113,8 @@ def archive_rank(run: RunDir, number: int, rank: int) -> None:
     folder = run.past_attempt(number)
     inside = folder / run.rank(rank).relative_to(run.root)
     inside.mkdir(parents=True, exist_ok=True)
-    _move([run.verdict(rank), run.rank_end(rank), run.stacks(rank), run.step_mark(rank)], inside)
+    own = [run.verdict(rank), run.rank_end(rank), run.stacks(rank), run.step_mark(rank)]
+    _move([*own, run.action_mark(rank), run.passes(rank)], inside)
     _move([run.heartbeat(rank)], folder)
 
 

@@ -71,7 +71,9 @@ def _unpacked_action(
     kind: str, stage: int, microbatch: int, direction: int, *moments: float
 ) -> Timed:
     started_s, ended_s = map(_finite, moments)
-    return Timed(Action(Kind(kind), int(stage), int(microbatch), int(direction)), started_s, ended_s)
+    return Timed(
+        Action(Kind(kind), int(stage), int(microbatch), int(direction)), started_s, ended_s
+    )
 
 
 def _finite(value: float) -> float:

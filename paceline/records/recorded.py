@@ -160,6 +160,71 @@ class CheckpointFacts(Part):
     duration_s: float = Field(description="From its step until it was safe, of the slowest one.")
 
 
+class PipelineRank(Part):
+    """A rank in the pass that is drawn: busy, bubble and communication add up to its length. The
+    largest queues and activations in flight are those of all passes that were measured."""
+
+    rank: int
+    stages: list[int]
+    busy_s: float
+    bubble_s: float = Field(description="Waited for an action of another rank to end.")
+    communication_s: float = Field(description="Waited after it had ended: transfer and overhead.")
+    utilisation: float
+    max_forward_queue: int
+    max_backward_queue: int
+    max_in_flight: int
+    in_flight_limit: int = Field(description="What the schedule's own order holds at the most.")
+    peak_bytes: int | None
+
+
+class PipelineStage(Part):
+    """Seconds of one microbatch; None where the schedule has no such action."""
+
+    stage: int
+    utilisation: float = Field(description="Of the ranks that hold it.")
+    forward_s: float
+    backward_s: float | None
+    input_s: float | None
+    weight_s: float | None
+
+
+class IdleShares(Part):
+    """Where the idle time went, as shares of all ranks' time; they add up to `PipelineFacts.idle`.
+    Some can be negative: a schedule may gain by what its formula does not know."""
+
+    formula: float
+    unequal_actions: float = Field(description="F, I and W are not what the formula is for.")
+    uneven_stages: float
+    overhead: float = Field(description="Of the host, before every action.")
+    transfers: float
+    passed_on: float = Field(description="Waited for ranks that were late themselves.")
+
+
+class PipelineFacts(Part):
+    """What the last passes of a run measured, beside what its schedule promises."""
+
+    schedule: str
+    num_ranks: int
+    stages_per_rank: int
+    num_microbatches: int
+    num_passes: int = Field(description="That were measured, the first ones left out.")
+    step: int = Field(description="Of the pass that is drawn: the median one by length.")
+    number: int = Field(description="Which pass of that step.")
+    pass_s: float = Field(description="Of that pass.")
+    simulated_s: float = Field(description="With the measured times of stages, transfers free.")
+    idle: float = Field(description="Share of all ranks' time in that pass.")
+    idle_low: float = Field(description="The least of all passes.")
+    idle_high: float
+    simulated_idle: float
+    formula: str
+    is_exact: bool = Field(description="The formula is the simulator's own result here.")
+    shares: IdleShares
+    overhead_s: float = Field(description="Median gap before an action whose input was there.")
+    transfer_s: float = Field(description="Median way of a result that a rank sat waiting for.")
+    ranks: list[PipelineRank]
+    stages: list[PipelineStage]
+
+
 class Result(Record):
     """How a run ended and what it measured: the last line of every run, printed by `--json`."""
 
@@ -198,6 +263,7 @@ class Result(Record):
     notes: list[str]
     attempts: list[AttemptSummary] = []
     checkpoints: CheckpointFacts | None = None
+    pipeline: PipelineFacts | None = None
     ettr: float | None = Field(
         None, description="Seconds in steps that count, over the wall time of all attempts."
     )
