@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.launch.pulse import Beat, last_beat
+from paceline.observe.heartbeat import read_action
 from paceline.records import LaunchPlan, RankEnd
 from paceline.rundir import RunDir
 
@@ -43,7 +44,8 @@ def explain_stall(run: RunDir, ends: dict[int, RankEnd], deadline: str) -> tuple
     waited = text.format(seconds or 0)
     beats = {rank: last_beat(run.heartbeat(rank)) for rank in ends}
     frames = {rank: _main_frames(run.stacks(rank)) for rank in ends}
-    rank, why = _furthest_behind(ends, beats, frames)
+    inside = [rank for rank in ends if read_action(run.action_mark(rank))]
+    rank, why = _furthest_behind(ends, beats, frames, inside)
     place = _own_line(frames[rank])
     at = f"; it stands in {place}" if place else ""
     return rank, (
@@ -53,8 +55,12 @@ def explain_stall(run: RunDir, ends: dict[int, RankEnd], deadline: str) -> tuple
 
 
 def _furthest_behind(
-    ends: dict[int, RankEnd], beats: dict[int, Beat], frames: dict[int, list[Frame]]
+    ends: dict[int, RankEnd],
+    beats: dict[int, Beat],
+    frames: dict[int, list[Frame]],
+    inside: list[int],
 ) -> tuple[int, str]:
+    """`inside`: ranks of a pipeline that are at work on a microbatch, as far as they have said."""
     for rank, end in ends.items():
         if end.was_stopped:
             return rank, "its process was stopped by a signal (SIGSTOP)"
@@ -62,6 +68,9 @@ def _furthest_behind(
     silent = [rank for rank, beat in beats.items() if newest - beat.time > SILENT_S]
     if silent:
         return silent[0], "its heartbeat stopped before the others': frozen, or stuck in C code"
+    is_waiting_for_data = any(beat.phase in ("start", "data") for beat in beats.values())
+    if len(inside) == 1 and len(ends) > 1 and not is_waiting_for_data:
+        return inside[0], "it alone is at work on a microbatch, the others wait"
     position = {rank: (beat.step, _order(beat.phase)) for rank, beat in beats.items()}
     rank = min(position, key=lambda r: (position[r], r))
     beat, others = beats[rank], [r for r in position if position[r] > position[rank]]

@@ -8,7 +8,7 @@ from paceline.errors import Outcome
 from paceline.launch.base import LaunchEnd
 from paceline.launch.blame import explain_stall, missed_deadline
 from paceline.launch.pulse import last_beat
-from paceline.observe.heartbeat import read_mark
+from paceline.observe.heartbeat import read_action, read_mark
 from paceline.records import Failure, RankEnd, RankVerdict
 from paceline.rundir import RunDir
 
@@ -153,9 +153,10 @@ def _failure(run: RunDir, verdicts: Verdicts, num_ranks: int, end: LaunchEnd) ->
     deadline = missed_deadline(end.ends)
     if deadline:
         cause, message = explain_stall(run, end.ends, deadline)
-        return _failure_of(run, verdicts, cause, message)
+        return _failure_of(run, verdicts, cause, _with_action(run, cause, "stalled", message))
     found = _root_cause(verdicts, num_ranks, end)
-    return _failure_of(run, verdicts, found, _message(verdicts.get(found), end.ends.get(found)))
+    message = _message(verdicts.get(found), end.ends.get(found))
+    return _failure_of(run, verdicts, found, _with_action(run, found, "died", message))
 
 
 def _failure_of(run: RunDir, verdicts: Verdicts, cause: int, message: str) -> Failure:
@@ -174,6 +175,12 @@ def _failure_of(run: RunDir, verdicts: Verdicts, cause: int, message: str) -> Fa
         log=str(run.rank_log(cause).relative_to(run.root)),
         others=others,
     )
+
+
+def _with_action(run: RunDir, rank: int, how: str, message: str) -> str:
+    """In a pipeline: which stage and microbatch the rank was at."""
+    place = read_action(run.action_mark(rank))
+    return f"rank {rank} {how} in {place}: {message}" if place else message
 
 
 def _message(verdict: RankVerdict | None, end: RankEnd | None) -> str:

@@ -9,7 +9,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from paceline.pipeline.actions import Action, Kind
+
 MARK = struct.Struct("<q")
+ACTION = struct.Struct("<cqq")
+NO_ACTION = b"-"
+KINDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "input backward",
+    Kind.WEIGHT: "weight backward",
+}
 
 
 class Progress(Protocol):
@@ -69,6 +79,32 @@ def read_mark(path: Path) -> int:
         return int(MARK.unpack(path.read_bytes())[0])
     except (OSError, struct.error):
         return 0
+
+
+class ActionMark:
+    """The action of a pipeline that a rank is in, kept as a step is; None: it is in none."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("w+b") as file:
+            file.write(ACTION.pack(NO_ACTION, 0, 0))
+            file.flush()
+            self._memory = mmap.mmap(file.fileno(), ACTION.size)
+
+    def set(self, action: Action | None) -> None:
+        if action is None:
+            ACTION.pack_into(self._memory, 0, NO_ACTION, 0, 0)
+        else:
+            kind = action.kind.encode()
+            ACTION.pack_into(self._memory, 0, kind, action.stage, action.microbatch)
+
+
+def read_action(path: Path) -> str:
+    """`stage 1, forward of microbatch 3`; empty where the rank was in no action."""
+    try:
+        kind, stage, microbatch = ACTION.unpack(path.read_bytes())
+        return f"stage {stage}, {KINDS[Kind(kind.decode())]} of microbatch {microbatch}"
+    except (OSError, struct.error, ValueError):
+        return ""
 
 
 class Heartbeat(Ticker):

@@ -13,6 +13,11 @@ from time import perf_counter
 
 import torch
 
+from paceline.pipeline.actions import Action
+
+# What an engine calls as it begins an action of a pipeline; with None when it is in none.
+OnAction = Callable[[Action | None], None]
+
 
 @dataclass(slots=True)
 class StepTimes:
@@ -39,6 +44,7 @@ class HostClock:
     def __init__(self) -> None:
         self.step, self.phase, self.marks = 0, "start", 0
         self.on_step: Callable[[int], None] = lambda step: None
+        self.on_action: OnAction = lambda action: None
         self._times: dict[str, float] = {}
         self._started_at = self._entered_at = perf_counter()
         self._is_open = False
@@ -79,6 +85,7 @@ class DeviceClock:
     def __init__(self) -> None:
         self.step, self.phase, self.marks = 0, "start", 0
         self.on_step: Callable[[int], None] = lambda step: None
+        self.on_action: OnAction = lambda action: None
         self._free: list[torch.cuda.Event] = []
         self._marks: list[tuple[str, torch.cuda.Event]] = []
         self._open: deque[tuple[int, float, list[tuple[str, torch.cuda.Event]]]] = deque()

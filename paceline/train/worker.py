@@ -27,7 +27,7 @@ from paceline.errors import DataError, Outcome
 from paceline.job import Job
 from paceline.observe.audit import Auditor
 from paceline.observe.control import ControlFiles, Requests
-from paceline.observe.heartbeat import Heartbeat, StepMark, Ticker
+from paceline.observe.heartbeat import ActionMark, Heartbeat, StepMark, Ticker
 from paceline.observe.telemetry import Telemetry
 from paceline.plan.policy import effective_config
 from paceline.records import Plan, RankVerdict
@@ -295,6 +295,8 @@ class RankRun:
         if rank == 0:
             tickers.append(ControlFiles(run, self.requests, self.attempt.halt_seen))
         self.clock.on_step = StepMark(run.step_mark(rank)).set
+        if self.plan.pipeline is not None:
+            self.clock.on_action = ActionMark(run.action_mark(rank)).set
         for ticker in tickers:
             ticker.start()
         try:

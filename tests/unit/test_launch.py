@@ -15,9 +15,13 @@ from paceline.errors import ConfigError
 from paceline.flow import order_for
 from paceline.job import load_job
 from paceline.launch import REGISTRY, find_launcher
+from paceline.launch.base import LaunchEnd
 from paceline.launch.blame import explain_stall
+from paceline.launch.cause import judge_end
 from paceline.launch.pulse import Pulse
 from paceline.launch.slurm import batch_script
+from paceline.observe.heartbeat import ActionMark
+from paceline.pipeline.actions import Action, Kind
 from paceline.plan.crew import check_crew, choose_crew
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Gpu, LaunchPlan, Limits, Link, RankEnd
@@ -311,6 +315,26 @@ def test_the_rank_that_is_behind_is_blamed(tmp_path: Path) -> None:
     assert rank == 1 and "at step 9 in data it is behind rank 0, which waits in backward" in why
     ends[2] = ends[2].model_copy(update={"was_stopped": True})
     assert explain_stall(run, ends, "progress")[0] == 2
+
+
+def test_a_stalled_pipeline_blames_the_rank_at_work(tmp_path: Path) -> None:
+    run = RunDir.create("r", tmp_path / "run")
+    draw("launch.nproc=2", "launch.device=cpu").save(run.launch)
+    for rank, phase in ((0, "forward"), (1, "backward")):
+        run.rank(rank).mkdir(parents=True)
+        beat = {"time": 100.0, "rank": rank, "step": 9, "phase": phase}
+        run.heartbeat(rank).write_text(json.dumps(beat) + "\n")
+    marks = [ActionMark(run.action_mark(rank)) for rank in (0, 1)]
+    marks[1].set(Action(Kind.WEIGHT, 1, 12))
+    ends = {r: RankEnd(rank=r, host="h", exit_code=-9, stall="progress") for r in (0, 1)}
+    rank, why = explain_stall(run, ends, "progress")
+    assert rank == 1 and "it alone is at work on a microbatch" in why
+    failure = judge_end(run, 2, LaunchEnd(ends)).failure
+    assert failure is not None and failure.message.startswith(
+        "rank 1 stalled in stage 1, weight backward of microbatch 12: no progress for"
+    )
+    marks[1].set(None)
+    assert explain_stall(run, ends, "progress")[0] == 0, "by phases, as without a pipeline"
 
 
 def test_amd_gpus_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from paceline.conclude import Circumstances, conclude
 from paceline.config.schema import LaunchConfig
 from paceline.errors import Outcome
 from paceline.launch.base import LaunchEnd, Order, draw_plan
-from paceline.observe.heartbeat import StepMark
+from paceline.observe.heartbeat import ActionMark, StepMark, read_action
+from paceline.pipeline.actions import Action, Kind
 from paceline.plan.planner import make_plan
 from paceline.records import RankEnd, RankError, RankVerdict, Result
 from paceline.report import write_report
@@ -107,6 +108,34 @@ def test_the_rank_that_died_first_is_named_first(run: RunDir) -> None:
     )
     assert result.failure.others == ["rank 0: RuntimeError: Connection reset by peer"]
     assert "killed by SIGKILL" in run.report.read_text()
+
+
+def test_a_rank_that_died_in_a_pipeline_is_named_with_stage_and_microbatch(run: RunDir) -> None:
+    marks = [ActionMark(run.action_mark(rank)) for rank in (0, 1)]
+    marks[0].set(Action(Kind.BACKWARD, 0, 1))
+    marks[1].set(Action(Kind.FORWARD, 1, 3))
+    run.verdict(1).unlink()
+    failure = finish(run, ended({1: -9})).failure
+    assert failure is not None
+    killed = "rank 1 died in stage 1, forward of microbatch 3: killed by SIGKILL"
+    assert failure.message.startswith(killed)
+    assert killed in run.report.read_text() and killed in run.summary.read_text()
+    own = RankError(kind="ValueError", message="my bug")
+    verdict(1, outcome=Outcome.CRASHED, error=own).save(run.verdict(1))
+    failure = finish(run).failure
+    assert failure is not None
+    assert failure.message == "rank 1 died in stage 1, forward of microbatch 3: ValueError: my bug"
+    marks[1].set(None)
+    failure = finish(run).failure
+    assert failure is not None and failure.message == "ValueError: my bug"
+
+
+def test_a_damaged_mark_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "action"
+    assert read_action(path) == ""
+    for raw in (b"", b"F", b"Q" + bytes(16), b"\xff" * 17):
+        path.write_bytes(raw)
+        assert read_action(path) == ""
 
 
 def test_a_users_error_comes_before_its_echo(run: RunDir) -> None:
