@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.checkpoint.pieces import Piece, Source
 from paceline.config.schema import RunConfig
+from paceline.pipeline.passes import Pass
 from paceline.records import Env, Exchange, Finding, Plan, Proof, StateBytes
 from paceline.strategies.shape import ModelShape
 from paceline.train.timing import Clock
@@ -122,6 +123,13 @@ class Configured(Protocol):
     def settings(self, config: RunConfig, plan: Plan) -> dict[str, Any]:
         """That config, whole: it stands in the plan, and is what runs."""
         ...
+
+
+@runtime_checkable
+class Recorded(Protocol):
+    """An engine that knows when each part of its last passes ran."""
+
+    def passes(self) -> list[Pass]: ...
 
 
 def normalise(loss_sum: Tensor, scale: float | Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -29,11 +29,12 @@ from paceline.observe.audit import Auditor
 from paceline.observe.control import ControlFiles, Requests
 from paceline.observe.heartbeat import ActionMark, Heartbeat, StepMark, Ticker
 from paceline.observe.telemetry import Telemetry
+from paceline.pipeline.passes import write_passes
 from paceline.plan.policy import effective_config
 from paceline.records import Plan, RankVerdict
 from paceline.rundir import RunDir
 from paceline.strategies import find_strategy
-from paceline.strategies.base import Engine, EngineParts
+from paceline.strategies.base import Engine, EngineParts, Recorded
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
 from paceline.train.flops import flops_per_sample
@@ -91,8 +92,11 @@ class RankRun:
                     end = self._take_steps(parts)
                 self.notes += parts.keeper.parts.saver.notes
         except BaseException as error:
+            with suppress(Exception):  # the error is what counts
+                self._save_passes()
             self._save(self._verdict(outcome_of(error), self.clock.step, error=explain(error)))
             raise
+        self._save_passes()
         verdict = self._verdict(
             end.outcome,
             end.step,
@@ -279,6 +283,10 @@ class RankRun:
             peak_reserved_bytes=reserved,
             **more,
         )
+
+    def _save_passes(self) -> None:
+        if isinstance(self.engine, Recorded):
+            write_passes(self.run.passes(self.place.rank), self.engine.passes())
 
     def _save(self, verdict: RankVerdict) -> None:
         verdict.save(self.run.verdict(self.place.rank))

@@ -8,16 +8,24 @@ from pathlib import Path
 
 from paceline.cluster.facts import probe
 from paceline.errors import EXIT_CODES, ConfigError, LaunchError, Outcome, PacelineError
+from paceline.pipeline.schedules import NAMES as SCHEDULES
 from paceline.plan.planner import ALIASES, make_plan
 from paceline.records import Env
 from paceline.rundir import RunDir
 from paceline.verify.judge import judge
 from paceline.verify.records import StrategyProof, VerifyReport
-from paceline.verify.trials import Trials, build_job, expected_bytes
+from paceline.verify.trials import (
+    Trials,
+    build_job,
+    deep_enough,
+    expected_bytes,
+    pipeline_batch,
+)
 
-ALL = ("ddp", "zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid", "deepspeed")
+ALL = ("ddp", "zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid", "pipeline", "deepspeed")
 # What a proof may be asked under. Other keys would change what is proven.
 ALLOWED = ("launch.", "strategy.", "attention.", "train.compile", "train.activation_checkpointing")
+PIPELINES = tuple(f"pipeline_{schedule}" for schedule in SCHEDULES)
 DEEPSPEED = tuple(f"deepspeed_{stage}" for stage in range(4))
 VERIFY_FILE = "verify.json"
 
@@ -41,6 +49,9 @@ def run_verify(
     env = probe()
     overrides, world, device = _choose_ranks(env, overrides)
     candidates = list(_candidates(names, overrides, world))
+    if any(candidate.label in PIPELINES for candidate in candidates):
+        overrides = [*overrides, deep_enough(world)]
+        candidates = list(_candidates(names, overrides, world))
     run = RunDir.create("verify", out, is_run=False)
     tried = [candidate.label for candidate in candidates if not candidate.skipped]
     say(f"on {world} ranks: {', '.join(tried)}; 10 s or so each, in {run.root}")
@@ -95,7 +106,7 @@ def _word(proof: StrategyProof) -> str:
 
 
 def _require_known(names: Sequence[str], overrides: Sequence[str]) -> None:
-    known = (*ALL, *ALIASES, *DEEPSPEED)
+    known = (*ALL, *ALIASES, *PIPELINES, *DEEPSPEED)
     problems = [
         f"there is no strategy '{name}'\nhint: {', '.join(known)}"
         for name in names
@@ -131,6 +142,8 @@ def _candidates(names: Sequence[str], overrides: Sequence[str], world: int) -> I
     for asked in dict.fromkeys(ALIASES.get(name, name) for name in names or ALL):
         if asked.startswith("deepspeed"):
             yield from _deepspeed_candidates(asked, overrides, is_asked=bool(names))
+        elif asked.startswith("pipeline"):
+            yield from _pipeline_candidates(asked, overrides, world)
         elif asked.endswith("_hybrid"):
             few = "" if world >= 4 and world % 2 == 0 else "a hybrid needs 4 ranks or more, even"
             if few and names:
@@ -139,6 +152,16 @@ def _candidates(names: Sequence[str], overrides: Sequence[str], world: int) -> I
             yield Candidate(asked, (size, *overrides, f"strategy.name={asked}"), few)
         else:
             yield Candidate(asked, (*overrides, f"strategy.name={asked}"))
+
+
+def _pipeline_candidates(asked: str, overrides: Sequence[str], world: int) -> Iterator[Candidate]:
+    """The schedules that are named, or that strategy.schedule names, or all."""
+    named = [t.partition("=")[2] for t in overrides if t.startswith("strategy.schedule=")]
+    for label in PIPELINES:
+        schedule = label.removeprefix("pipeline_")
+        if asked == label or (asked == "pipeline" and schedule in (named or [schedule])):
+            settings = (*pipeline_batch(world), *overrides, f"strategy.schedule={schedule}")
+            yield Candidate(label, (*settings, "strategy.name=pipeline"))
 
 
 def _deepspeed_candidates(
@@ -158,7 +181,8 @@ def _deepspeed_candidates(
 
 def _reference_settings(overrides: Sequence[str]) -> list[str]:
     """One rank of ours on the same device, and nothing of a strategy."""
-    kept = [text for text in overrides if text.startswith(("attention.", "launch.device="))]
+    same = ("attention.", "launch.device=", "model.")
+    kept = [text for text in overrides if text.startswith(same)]
     devices = build_job(overrides).config.launch.devices
     place = "launch.nproc=1" if devices == "auto" else f"launch.devices=[{devices[0]}]"
     return [*kept, place, "strategy.name=single"]

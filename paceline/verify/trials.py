@@ -38,6 +38,17 @@ EVALUATED = ("train.eval_every=4", "train.eval_samples=9")
 RECOMPUTED = ("train.activation_checkpointing=full",)
 
 
+def deep_enough(world: int) -> str:
+    """A model that can be cut into two stages a rank, unevenly."""
+    return f"model.num_layers={2 * world + 1}"
+
+
+def pipeline_batch(world: int) -> list[str]:
+    """One pipeline takes in one pass what ranks with replicas take in one; sample by sample, which
+    is at least twice as many microbatches as ranks."""
+    return [f"train.micro_batch_size={MICRO * world}", f"strategy.microbatches={MICRO * world}"]
+
+
 @dataclass(frozen=True)
 class Trials:
     """`world` is the number of ranks of the strategy on trial, also for its reference."""

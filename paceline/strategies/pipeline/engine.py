@@ -76,10 +76,10 @@ class PipelineEngine(ModuleEngine):
         self, batches: Sequence[Any], scale: float | Tensor, clock: Clock
     ) -> Totals:
         self.scale = scale if self.scaler is None else scale * self.scaler.value
-        for number, batch in enumerate(batches):
-            microbatches = cut_batch(batch, self.num_microbatches)
-            runner = self._runner(microbatches[0])
-            self._clear()
+        cut = [cut_batch(batch, self.num_microbatches) for batch in batches]
+        runners = [self._runner(microbatches[0]) for microbatches in cut]
+        self._clear()
+        for number, (runner, microbatches) in enumerate(zip(runners, cut, strict=True)):
             self.recorder.begin(clock, number)
             runner.run(microbatches)
         clock.enter("comm")
