@@ -118,6 +118,6 @@ def test_only_ranks_of_a_pipeline_mark_their_actions(has_pipeline: bool, tmp_pat
         rank.clock.on_action(Action(Kind.INPUT, 2, 5))
         seen = read_action(run.action_mark(2))
         rank.clock.on_action(None)
-    assert seen == ("stage 2, input backward of microbatch 5" if has_pipeline else "")
+    assert seen == ("stage 2, backward of the inputs of microbatch 5" if has_pipeline else "")
     assert read_action(run.action_mark(2)) == ""
     assert run.action_mark(2).exists() == has_pipeline
