@@ -14,12 +14,6 @@ from paceline.pipeline.actions import Action, Kind
 MARK = struct.Struct("<q")
 ACTION = struct.Struct("<cqq")
 NO_ACTION = b"-"
-KINDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT: "input backward",
-    Kind.WEIGHT: "weight backward",
-}
 
 
 class Progress(Protocol):
@@ -102,7 +96,7 @@ def read_action(path: Path) -> str:
     """`stage 1, forward of microbatch 3`; empty where the rank was in no action."""
     try:
         kind, stage, microbatch = ACTION.unpack(path.read_bytes())
-        return f"stage {stage}, {KINDS[Kind(kind.decode())]} of microbatch {microbatch}"
+        return Action(Kind(kind.decode()), stage, microbatch).words
     except (OSError, struct.error, ValueError):
         return ""
 

@@ -1,6 +1,8 @@
-"""summary.md and report.html from the files of a run. A pure reader: no torch, no other stage."""
+"""summary.md and report.html from the files of a run, and timeline.json of one with a pipeline. A
+pure reader: no torch, no other stage."""
 
 from paceline.files import write_atomic
+from paceline.pipeline.trace import render_trace
 from paceline.report.html import render_html
 from paceline.report.markdown import render_markdown
 from paceline.report.story import read_story
@@ -8,7 +10,9 @@ from paceline.rundir import RunDir
 
 
 def write_report(run: RunDir) -> None:
-    """Write summary.md and report.html of a run, whatever state it is in."""
+    """Write them for a run, whatever state it is in."""
     story = read_story(run)
     write_atomic(run.summary, render_markdown(story))
     write_atomic(run.report, render_html(story))
+    if story.measured is not None:
+        write_atomic(run.timeline, render_trace(story.measured.median))

@@ -1,5 +1,6 @@
 """report.html: one self-contained page, light and dark, readable on a phone."""
 
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
@@ -7,6 +8,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from paceline import __version__
+from paceline.report.pipeline import (
+    Table,
+    describe_source,
+    draw_pipeline,
+    explain_idle,
+    rank_table,
+    stage_table,
+)
 from paceline.report.plots import Axes, Series, line_chart, stacked_bars
 from paceline.report.story import Story, asked, duration, headline, shown, size, started
 
@@ -15,13 +24,16 @@ MAX_SAMPLE_IDS = 64
 
 def render_html(story: Story) -> str:
     """The page; every name from outside is escaped by the template."""
-    style = (resources.files("paceline.report") / "report.css").read_text()
+    pipeline = _pipeline(story)
+    sheets = ["report.css", "gantt.css"] if pipeline else ["report.css"]
+    style = "".join((resources.files("paceline.report") / name).read_text() for name in sheets)
     return _template().render(
         story=story,
         figures=headline(story),
         asked=asked(story),
         started=started(story),
         charts=_charts(story),
+        pipeline=pipeline,
         style=Markup(style),
         version=__version__,
         max_ids=MAX_SAMPLE_IDS,
@@ -40,6 +52,28 @@ def environment() -> Environment:
 
 def _template() -> Template:
     return environment().get_template("report.html.jinja")
+
+
+@dataclass(frozen=True)
+class PipelineSection:
+    """What the page says of a run's pipeline."""
+
+    source: str
+    drawing: Markup
+    sentences: list[str]
+    tables: list[Table]
+
+
+def _pipeline(story: Story) -> PipelineSection | None:
+    facts = story.result.pipeline if story.result else None
+    if facts is None or story.measured is None:
+        return None
+    return PipelineSection(
+        source=describe_source(facts, story.plan.crew.num_nodes),
+        drawing=Markup(draw_pipeline(story.measured, facts)),
+        sentences=explain_idle(facts),
+        tables=[rank_table(facts), stage_table(facts)],
+    )
 
 
 def _charts(story: Story) -> list[tuple[str, str, Markup]]:

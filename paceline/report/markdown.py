@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 
 from paceline.records import Env, Git
+from paceline.report.pipeline import describe_source, explain_idle, rank_table
 from paceline.report.story import Story, duration, headline, shown, size
 
 SIGNS = (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("[", "\\["), ("`", "\\`"))
@@ -31,6 +32,7 @@ def render_markdown(story: Story) -> str:
         *_audit(story),
         "## Where a step's time goes (median; warm-up left out if there is more)",
         _phases(story),
+        *_pipeline(story),
         "## Machine",
         _machine(story),
     ]
@@ -104,6 +106,19 @@ def _phases(story: Story) -> str:
         for rank, phases in by_rank.items()
     ]
     return table(("", *names), rows)
+
+
+def _pipeline(story: Story) -> list[str]:
+    facts = story.result.pipeline if story.result else None
+    if facts is None:
+        return []
+    shown = rank_table(facts)
+    return [
+        "## Pipeline",
+        plain(describe_source(facts, story.plan.crew.num_nodes)),
+        " ".join(plain(sentence) for sentence in explain_idle(facts)),
+        table(shown.columns, shown.rows),
+    ]
 
 
 def _machine(story: Story) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from paceline.pipeline.measured import Measured, load_measured
 from paceline.records import Audit, Env, Plan, Result
 from paceline.rundir import RunDir
 from paceline.tables import (
@@ -32,6 +33,7 @@ class Story:
     steps: dict[int, list[StepRow]]
     telemetry: list[TelemetryRow]
     config: str
+    measured: Measured | None = None
 
     @property
     def phases_s(self) -> dict[int, dict[str, float]]:
@@ -60,6 +62,7 @@ def read_story(run: RunDir) -> Story:
         steps={rank: read_steps(run.steps(rank)) for rank in range(plan.world_size)},
         telemetry=read_telemetry(run.telemetry),
         config=run.config.read_text(),
+        measured=load_measured(run, plan),
     )
 
 

@@ -331,7 +331,7 @@ def test_a_stalled_pipeline_blames_the_rank_at_work(tmp_path: Path) -> None:
     assert rank == 1 and "it alone is at work on a microbatch" in why
     failure = judge_end(run, 2, LaunchEnd(ends)).failure
     assert failure is not None and failure.message.startswith(
-        "rank 1 stalled in stage 1, weight backward of microbatch 12: no progress for"
+        "rank 1 stalled in stage 1, backward of the weights of microbatch 12: no progress for"
     )
     marks[1].set(None)
     assert explain_stall(run, ends, "progress")[0] == 0, "by phases, as without a pipeline"
