@@ -111,8 +111,9 @@ class DualPipeRunner:
 
     def _run_backward(self, action: Action, kind: str, flying: _Flying, **more: Any) -> Any:
         """By torch's own hands: they know what to do where a stage is sharded."""
+        is_loss = flying.gradient is None and kind == "full"  # torch looks into no tuple then
         values = {
-            "stage_output": (flying.output,),
+            "stage_output": flying.output if is_loss else (flying.output,),
             "output_grads": None if flying.gradient is None else (flying.gradient,),
             "input_values": [] if flying.received is None else [flying.received],
         }

@@ -83,7 +83,8 @@ def gather_holdings(stages: Stages, mesh: DeviceMesh, timeout: Any) -> Holdings:
                 groups[ranks] = made
     sums: dict[dist.ProcessGroup, list[nn.Parameter]] = defaultdict(list)
     counted = []
-    for name, parameter in stages.named_parameters():
+    # By name: holders sum in one order, whatever else they hold.
+    for name, parameter in sorted(stages.named_parameters(), key=lambda item: item[0]):
         if not parameter.requires_grad:
             continue
         if len(holders[name]) > 1:
