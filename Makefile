@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all check launchers figures format clean
+.PHONY: demo test test-all alone check launchers figures format clean
 
 demo: $(READY)
 	$(BIN)/paceline demo
@@ -11,8 +11,14 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not figure"
 
+# Two tests at once, each of several processes, on as few as two cores: what fails there is run once
+# more, alone, and shown both times. What fails alone fails.
 test-all: $(READY)
-	$(BIN)/python -m pytest -m "not figure" -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m "not figure" -n 2 --dist loadgroup || $(MAKE) --no-print-directory alone
+
+alone: $(READY)
+	@echo "ONCE MORE, ALONE: the tests that failed above"
+	$(BIN)/python -m pytest -m "not figure" --last-failed --last-failed-no-failures none
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ from paceline.records import LaunchPlan, RankEnd
 from paceline.rundir import RunDir
 
 # The order in which a step goes through them; the rank that is furthest behind is waited for.
-PHASES = ("start", "data", "forward", "backward", "optimizer", "other", "eval")
+PHASES = ("start", "data", "forward", "backward", "comm", "optimizer", "other", "eval")
 SILENT_S = 5.0
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 TORCH = "/torch/"

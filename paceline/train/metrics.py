@@ -31,7 +31,7 @@ TRAINING_COLUMNS = (
     "step", "loss", "lr", "grad_norm", "step_s", "samples_per_s", "tokens_per_s",
     "skipped", "warmup", "val_loss",
 )  # fmt: skip
-PHASE_COLUMNS = ("data", "forward", "backward", "optimizer", "eval", "other")
+PHASE_COLUMNS = ("data", "forward", "backward", "comm", "optimizer", "eval", "other")
 STEP_COLUMNS = (
     "step", "warmup", "wall_s", *(f"{phase}_s" for phase in PHASE_COLUMNS), "unaccounted_s",
 )  # fmt: skip

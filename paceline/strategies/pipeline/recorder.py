@@ -23,7 +23,6 @@ class _Open:
 
     step: int
     number: int
-    started_at: float
     origin: Any
     marks: list[tuple[Action, Any, Any]] = field(default_factory=list)
 
@@ -35,11 +34,16 @@ class Recorder:
         self.on_gpu = device.type == "cuda"
         self.clock: Clock | None = None
         self._passes: deque[_Open] = deque(maxlen=KEPT_PASSES)
+        # The device lags behind the host: moments on it are counted from one that both knew.
+        self._anchored_at, self._anchor = time(), self._mark()
+        if self.on_gpu:
+            self._anchor.synchronize()
+            self._anchored_at = time()
 
     def begin(self, clock: Clock, number: int) -> None:
         self.clock = clock
         clock.enter("comm")
-        self._passes.append(_Open(clock.step, number, time(), self._mark()))
+        self._passes.append(_Open(clock.step, number, self._mark()))
 
     @contextmanager
     def timed(self, action: Action) -> Iterator[None]:
@@ -70,7 +74,7 @@ class Recorder:
             Pass(
                 step=made.step,
                 number=made.number,
-                started_at=made.started_at,
+                started_at=self._anchored_at + _between(self._anchor, made.origin),
                 actions=tuple(
                     Timed(action, _between(made.origin, a), _between(made.origin, b))
                     for action, a, b in made.marks
