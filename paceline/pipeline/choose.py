@@ -19,6 +19,7 @@ from paceline.pipeline.requirements import (
     nearest_microbatches,
     next_microbatches,
     takes_microbatches,
+    takes_ranks,
 )
 from paceline.pipeline.schedules import NAMES, draw_schedule
 from paceline.pipeline.simulate import pairing_of, simulate
@@ -92,10 +93,14 @@ class Needed:
 
 
 def compare_schedules(setup: Setup, names: Sequence[str] = NAMES) -> list[Candidate]:
-    """Those that fit, fastest first; then those too large; then those that cannot be drawn."""
+    """Those that fit, fastest first, and of equally fast ones the one that holds least; then those
+    too large; then those that cannot be drawn."""
     made = [_consider(setup, name) for name in names]
     order = {"fits": 0, "too large": 1, "refused": 2}
-    made.sort(key=lambda c: (order[c.status], c.step_s))
+    # Nine digits: sums of seconds are rounded.
+    made.sort(
+        key=lambda c: (order[c.status], float(f"{c.step_s:.9g}"), max(c.peak_bytes, default=0))
+    )
     best_s = made[0].step_s
     return [_explain(candidate, best_s, setup) for candidate in made]
 
@@ -137,7 +142,7 @@ def find_microbatches(setup: Setup, name: str, bubble: float) -> Needed:
     many = _many(setup, name)
     bubble += 1e-9  # sums of seconds are rounded
     if many.least_bubble >= bubble:
-        because = f"with more and more microbatches it still idles {many.least_bubble:.1%}"
+        because = f"with more and more microbatches it still idles {many.least_bubble:.2%}"
         return Needed(None, many.least_bubble, because)
     guess = next_microbatches(name, setup.num_ranks, many.microbatches_for(bubble))
     if guess > MAX_MICROBATCHES:
@@ -226,6 +231,7 @@ def _search(num_ranks: int, name: str, guess: int, is_enough: Callable[[int], bo
 def _consider(setup: Setup, name: str) -> Candidate:
     stages_per_rank = AUTO_STAGES[name]
     try:
+        _require_blocks(setup, name)
         timeline = simulate_setup(setup, name)
     except ConfigError as error:
         return Candidate(name, stages_per_rank, "refused", str(error))
@@ -242,6 +248,20 @@ def _consider(setup: Setup, name: str) -> Candidate:
     if max(peaks) > setup.memory_bytes:
         status = "too large"
     return Candidate(name, stages_per_rank, status, "", timeline, formula, peaks)
+
+
+def _require_blocks(setup: Setup, name: str) -> None:
+    """Each stage needs a block; says how many ranks have stages enough for the model's."""
+    distinct = 1 if name == "dualpipe" else AUTO_STAGES[name]  # the second is another's copy
+    num_stages, num_blocks = setup.num_ranks * distinct, len(setup.blocks)
+    if num_stages <= num_blocks or not takes_ranks(name, setup.num_ranks):
+        return
+    fitting = [n for n in range(2, num_blocks // distinct + 1) if takes_ranks(name, n)]
+    ranks = f"set launch.nproc to {fitting[-1]}, or " if fitting else ""
+    raise ConfigError(
+        f"{name}: {num_stages} stages of a model of {num_blocks} blocks: each stage needs one\n"
+        f"hint: {ranks}use a model of {num_stages} blocks or more"
+    )
 
 
 def _peaks(setup: Setup, timeline: Timeline, stages: Sequence[Block]) -> tuple[float, ...]:
