@@ -8,9 +8,9 @@ from paceline.cluster.kept_rates import load_link, load_matmul_tflops
 from paceline.plan.peaks import peak_flops
 from paceline.records import Crew, Env, Sourced
 
-# GB/s one way. Gloo over loopback carried 0.7 to 2 on machines we measured; PCIe 4.0 x16 is 32 by
-# its standard; between machines 100 Gbit/s.
-CPU_LINK_GB_PER_S, GPU_LINK_GB_PER_S, NETWORK_GB_PER_S = 1.0, 25.0, 12.5
+# GB/s one way. Two gloo ranks on one machine: 0.7 to 2.3 in benchmarks/results/check_bandwidth.txt;
+# PCIe 4.0 x16: 32 by its standard, less what its packets take; between machines: 100 Gbit/s.
+CPU_LINK_GB_PER_S, GPU_LINK_GB_PER_S, NETWORK_GB_PER_S = 2.0, 25.0, 12.5
 
 
 @dataclass(frozen=True)
