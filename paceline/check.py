@@ -62,7 +62,7 @@ def run_check(
         findings += _examine(order, run, call)
         ranks, group = _load(run, crew.world_size)
         findings += judge(ranks, group, env, shares_gpus(settings.launch))
-        findings += _alone(crew) + _keep(env, crew, threads, ranks)
+        findings += _alone(crew) + _keep(env, crew, threads, ranks, group)
     fit = not any(finding.severity == "error" for finding in findings)
     report = CheckReport(
         run_dir=str(run.root),
@@ -85,12 +85,14 @@ def _alone(crew: Crew) -> list[Finding]:
     return [Finding(severity="note", where="ranks", what=what, hint="give launch.nproc=2 or more")]
 
 
-def _keep(env: Env, crew: Crew, threads: int, ranks: list[RankCheckup]) -> list[Finding]:
-    """The rates of rank 0's device, for the reports of later runs."""
+def _keep(
+    env: Env, crew: Crew, threads: int, ranks: list[RankCheckup], group: GroupCheckup | None
+) -> list[Finding]:
+    """The rates of rank 0's device and its slowest link, for later plans and reports."""
     if not ranks or not ranks[0].rates:
         return []
     try:
-        keep_rates(env, crew.device.value, threads, ranks[0].rates)
+        keep_rates(env, crew, threads, ranks[0].rates, group.pairs if group else ())
     except OSError as error:
         what = f"the rates cannot be kept for later reports: {error.strerror}"
         return [Finding(severity="note", where="cache", what=what, hint="set XDG_CACHE_HOME")]

@@ -23,11 +23,37 @@ def plan(
     sbatch: Path | None = typer.Option(
         None, "--sbatch", metavar="FILE", help="Write a SLURM batch script that trains this."
     ),
+    schedule: str | None = typer.Option(
+        None,
+        "--schedule",
+        metavar="all|NAME,NAME",
+        help="Compare pipeline schedules for this model and link, simulated.",
+    ),
+    times: Path | None = typer.Option(
+        None,
+        "--times",
+        metavar="FILE|RUN_DIR",
+        help="With --schedule: times of blocks from a file, or measured in a run; else counted.",
+    ),
+    bubble: float = typer.Option(
+        0.1, "--bubble", help="With --schedule: idle share to find a number of microbatches for."
+    ),
 ) -> None:
     """Show what a run would do: each choice with its reason, batch, memory, FLOPs, problems.
 
     Example: paceline plan lm_1b launch.nproc=64
+
+    Example: paceline plan lm_1b launch.nproc=4 --schedule all
     """
+    if schedule is not None:
+        from paceline.cli.schedules import show_schedules
+
+        _require_alone(launch, sbatch)
+        show_schedules(source, overrides or [], schedule, times, bubble, as_json)
+    if times is not None:
+        from paceline.errors import ConfigError
+
+        raise ConfigError("--times is read with --schedule only\nhint: add --schedule all")
     from paceline.cli.talk import print_json, refusals_on_stdout
     from paceline.cluster import resolve_topology
     from paceline.job import load_job
@@ -52,6 +78,16 @@ def plan(
     if sbatch is not None:
         _write_batch(sbatch, job, made)
     raise typer.Exit(0)
+
+
+def _require_alone(launch: bool, sbatch: Path | None) -> None:
+    from paceline.errors import ConfigError
+
+    if launch or sbatch is not None:
+        raise ConfigError(
+            "--schedule compares and decides nothing that could be launched\n"
+            "hint: choose one with strategy.schedule=NAME, then --launch or --sbatch"
+        )
 
 
 def _write_batch(file: Path, job: "Job", plan: "Plan") -> None:

@@ -6,14 +6,21 @@ measured in a run.
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Literal
 
 from paceline.errors import ConfigError
 from paceline.pipeline.actions import Schedule
-from paceline.pipeline.formulas import Formula, bubble_formula, microbatches_for
-from paceline.pipeline.requirements import AUTO_STAGES, next_microbatches, takes_microbatches
+from paceline.pipeline.formulas import Formula, bubble_formula
+from paceline.pipeline.requirements import (
+    AUTO_STAGES,
+    nearest_microbatches,
+    next_microbatches,
+    takes_microbatches,
+    takes_ranks,
+)
 from paceline.pipeline.schedules import NAMES, draw_schedule
 from paceline.pipeline.simulate import pairing_of, simulate
 from paceline.pipeline.split import split_blocks
@@ -21,6 +28,7 @@ from paceline.pipeline.timeline import Timeline
 from paceline.pipeline.times import Times
 
 MAX_MICROBATCHES = 2000  # where a search ends
+MAX_SEARCHED = 4096  # ranks times microbatches: above it a forecast that holds is taken
 
 
 @dataclass(frozen=True)
@@ -33,10 +41,15 @@ class Block:
     weight_s: float
     activation_bytes: float = 0.0
     state_bytes: float = 0.0
+    backward_s: float | None = None  # a whole backward, where it is not the sum of its halves
 
     @property
     def cost_s(self) -> float:
         return self.forward_s + self.input_s + self.weight_s
+
+    @property
+    def whole_s(self) -> float:
+        return self.input_s + self.weight_s if self.backward_s is None else self.backward_s
 
 
 @dataclass(frozen=True)
@@ -80,10 +93,14 @@ class Needed:
 
 
 def compare_schedules(setup: Setup, names: Sequence[str] = NAMES) -> list[Candidate]:
-    """Those that fit, fastest first; then those too large; then those that cannot be drawn."""
+    """Those that fit, fastest first, and of equally fast ones the one that holds least; then those
+    too large; then those that cannot be drawn."""
     made = [_consider(setup, name) for name in names]
     order = {"fits": 0, "too large": 1, "refused": 2}
-    made.sort(key=lambda c: (order[c.status], c.step_s))
+    # Nine digits: sums of seconds are rounded.
+    made.sort(
+        key=lambda c: (order[c.status], float(f"{c.step_s:.9g}"), max(c.peak_bytes, default=0))
+    )
     best_s = made[0].step_s
     return [_explain(candidate, best_s, setup) for candidate in made]
 
@@ -101,6 +118,7 @@ def times_of(setup: Setup, num_stages: int) -> Times:
         [stage.forward_s for stage in stages],
         [stage.input_s for stage in stages],
         [stage.weight_s for stage in stages],
+        backward_s=[stage.whole_s for stage in stages],
         transfer_s=setup.transfer_s,
         overhead_s=setup.overhead_s,
     )
@@ -108,51 +126,112 @@ def times_of(setup: Setup, num_stages: int) -> Times:
 
 def stages_of(setup: Setup, num_stages: int) -> list[Block]:
     """Each stage as the sum of its blocks, split by cost."""
-    spans = split_blocks([block.cost_s for block in setup.blocks], num_stages)
-    return [_merge([setup.blocks[number] for number in span]) for span in spans]
+    return list(_split(setup.blocks, num_stages))
+
+
+@lru_cache(maxsize=64)  # a search simulates the same stages again and again
+def _split(blocks: tuple[Block, ...], num_stages: int) -> tuple[Block, ...]:
+    spans = split_blocks([block.cost_s for block in blocks], num_stages)
+    return tuple(_merge(blocks[span.start : span.stop]) for span in spans)
 
 
 def find_microbatches(setup: Setup, name: str, bubble: float) -> Needed:
     """The fewest microbatches, each of the size they have now, that idle no more than `bubble`."""
-    least = _bubble_of_many(setup, name)
-    lost = Needed(None, least, f"with more and more microbatches it still idles {least:.1%}")
+    if not 0 < bubble < 1:
+        raise ConfigError(f"a bubble of {bubble:g} was asked for\nhint: give a share such as 0.1")
+    many = _many(setup, name)
     bubble += 1e-9  # sums of seconds are rounded
-    if least >= bubble:
-        return lost
+    if many.least_bubble >= bubble:
+        because = f"with more and more microbatches it still idles {many.least_bubble:.2%}"
+        return Needed(None, many.least_bubble, because)
+    guess = next_microbatches(name, setup.num_ranks, many.microbatches_for(bubble))
+    if guess > MAX_MICROBATCHES:
+        because = f"it would take about {guess} microbatches; {MAX_MICROBATCHES} are tried"
+        return Needed(None, many.least_bubble, because)
 
+    @cache
     def at(number: int) -> float:
         return simulate_setup(replace(setup, num_microbatches=number), name).bubble
 
-    enough = microbatches_for(bubble, name, setup.num_ranks)
-    too_few = 0
-    while at(enough) > bubble:
-        if enough > MAX_MICROBATCHES:
-            return lost
-        too_few, enough = enough, next_microbatches(name, setup.num_ranks, 2 * enough)
-    between = range(too_few + 1, enough + 1)
-    valid = [m for m in between if takes_microbatches(name, setup.num_ranks, m)]
-    number = valid[bisect_left(valid, True, key=lambda m: at(m) <= bubble)]
-    reached = at(number)
+    number, reached = guess, at(guess)
+    is_large = guess >= many.first and guess * setup.num_ranks > MAX_SEARCHED
+    # Of a large one that came out as foretold, those beside it are not tried: it takes seconds.
+    if not (is_large and math.isclose(reached, many.bubble(guess), rel_tol=1e-6)):
+        number = _search(setup.num_ranks, name, guess, lambda number: at(number) <= bubble)
+        reached = at(number)
+    if reached > bubble:
+        return Needed(None, reached, f"with {number} microbatches it still idles {reached:.1%}")
     because = f"{name} on {setup.num_ranks} ranks idles {reached:.1%} with {number} microbatches"
     return Needed(number, reached, because)
 
 
-def _bubble_of_many(setup: Setup, name: str) -> float:
-    """Where the bubble goes as microbatches become many: what one more of them adds to a step, and
-    what of that ranks work. Uneven stages and results that are waited for leave a rest."""
-    few = next_microbatches(name, setup.num_ranks, 4 * setup.num_ranks)
-    many = next_microbatches(name, setup.num_ranks, 2 * few)
+@dataclass(frozen=True)
+class _Many:
+    """How a step grows once microbatches are many: each adds the same. `worked_s`: by a rank, of
+    `added_s`. Uneven stages and results that are waited for leave a rest that no number fills."""
+
+    first: int
+    first_s: float
+    added_s: float
+    worked_s: float
+
+    @property
+    def least_bubble(self) -> float:
+        return max(0.0, 1 - self.worked_s / self.added_s) if self.added_s else 0.0
+
+    def bubble(self, number: int) -> float:
+        total_s = self.first_s + (number - self.first) * self.added_s
+        return 1 - number * self.worked_s / total_s if total_s else 0.0
+
+    def microbatches_for(self, bubble: float) -> int:
+        """Where `self.bubble` falls to it."""
+        share = 1 - bubble
+        gained_s = self.worked_s - share * self.added_s
+        if gained_s <= 0:
+            return 1
+        return math.ceil(share * (self.first_s - self.first * self.added_s) / gained_s - 1e-6)
+
+
+def _many(setup: Setup, name: str) -> _Many:
+    few = next_microbatches(name, setup.num_ranks, 2 * setup.num_ranks)
+    more = next_microbatches(name, setup.num_ranks, few + setup.num_ranks)
     first, second = (
-        simulate_setup(replace(setup, num_microbatches=number), name) for number in (few, many)
+        simulate_setup(replace(setup, num_microbatches=number), name) for number in (few, more)
     )
-    added_s = second.total_s - first.total_s
     worked_s = sum(r.busy_s for r in second.ranks) - sum(r.busy_s for r in first.ranks)
-    return max(0.0, 1 - worked_s / setup.num_ranks / added_s) if added_s else 0.0
+    return _Many(
+        few,
+        first.total_s,
+        (second.total_s - first.total_s) / (more - few),
+        worked_s / setup.num_ranks / (more - few),
+    )
+
+
+def _search(num_ranks: int, name: str, guess: int, is_enough: Callable[[int], bool]) -> int:
+    """The fewest valid microbatches that are enough, looked for around `guess`."""
+    low, high, step = 0, guess, 1
+    if is_enough(guess):
+        while low == 0 and high - step > 0:
+            near = nearest_microbatches(name, num_ranks, high - step)
+            if near < high and is_enough(near):
+                high = near
+            elif near < high:
+                low = near
+            step *= 2
+    else:
+        while True:
+            low, high = high, next_microbatches(name, num_ranks, high + step)
+            step *= 2
+            if high > MAX_MICROBATCHES or is_enough(high):
+                break
+    valid = [m for m in range(low + 1, high + 1) if takes_microbatches(name, num_ranks, m)]
+    return valid[bisect_left(valid, True, hi=len(valid) - 1, key=is_enough)]
 
 
 def _consider(setup: Setup, name: str) -> Candidate:
     stages_per_rank = AUTO_STAGES[name]
     try:
+        _require_blocks(setup, name)
         timeline = simulate_setup(setup, name)
     except ConfigError as error:
         return Candidate(name, stages_per_rank, "refused", str(error))
@@ -169,6 +248,20 @@ def _consider(setup: Setup, name: str) -> Candidate:
     if max(peaks) > setup.memory_bytes:
         status = "too large"
     return Candidate(name, stages_per_rank, status, "", timeline, formula, peaks)
+
+
+def _require_blocks(setup: Setup, name: str) -> None:
+    """Each stage needs a block; says how many ranks have stages enough for the model's."""
+    distinct = 1 if name == "dualpipe" else AUTO_STAGES[name]  # the second is another's copy
+    num_stages, num_blocks = setup.num_ranks * distinct, len(setup.blocks)
+    if num_stages <= num_blocks or not takes_ranks(name, setup.num_ranks):
+        return
+    fitting = [n for n in range(2, num_blocks // distinct + 1) if takes_ranks(name, n)]
+    ranks = f"set launch.nproc to {fitting[-1]}, or " if fitting else ""
+    raise ConfigError(
+        f"{name}: {num_stages} stages of a model of {num_blocks} blocks: each stage needs one\n"
+        f"hint: {ranks}use a model of {num_stages} blocks or more"
+    )
 
 
 def _peaks(setup: Setup, timeline: Timeline, stages: Sequence[Block]) -> tuple[float, ...]:
@@ -207,4 +300,5 @@ def _merge(blocks: Sequence[Block]) -> Block:
         sum(block.weight_s for block in blocks),
         sum(block.activation_bytes for block in blocks),
         sum(block.state_bytes for block in blocks),
+        None if all(b.backward_s is None for b in blocks) else sum(b.whole_s for b in blocks),
     )

@@ -47,16 +47,20 @@ def draw_schedule(
     return Schedule(name, num_microbatches, place_stages(name, num_ranks, stages), ranks)
 
 
-def require_shape(
-    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | Literal["auto"]
-) -> int:
-    """The number of stages a rank; raises if the schedule cannot be drawn so."""
+def require_name(name: str) -> None:
     if name not in REQUIREMENTS:
         close = get_close_matches(name, NAMES, n=1)
         guess = f"did you mean {close[0]}? " if close else ""
         raise ConfigError(
             f"there is no schedule {name}\nhint: {guess}the schedules are {', '.join(NAMES)}"
         )
+
+
+def require_shape(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | Literal["auto"]
+) -> int:
+    """The number of stages a rank; raises if the schedule cannot be drawn so."""
+    require_name(name)
     stages = AUTO_STAGES[name] if stages_per_rank == "auto" else stages_per_rank
     if problems := check_shape(name, num_ranks, num_microbatches, stages):
         raise ConfigError([str(problem) for problem in problems])

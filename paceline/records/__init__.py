@@ -50,6 +50,12 @@ from paceline.records.recorded import (
     StepSeconds,
     Window,
 )
+from paceline.records.scheduled import (
+    NeededMicrobatches,
+    ScheduleComparison,
+    ScheduleRow,
+    Sourced,
+)
 
 __all__ = [
     "Attempt",
@@ -76,6 +82,7 @@ __all__ = [
     "Link",
     "Manifest",
     "ModelSize",
+    "NeededMicrobatches",
     "Part",
     "PipelineFacts",
     "PipelinePlan",
@@ -90,6 +97,9 @@ __all__ = [
     "RankVerdict",
     "Record",
     "Result",
+    "ScheduleComparison",
+    "ScheduleRow",
+    "Sourced",
     "StagePlan",
     "StateBytes",
     "StepSeconds",

@@ -28,7 +28,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
-    "statistics", "bench",
+    "statistics", "bench", "pipelines",
 )  # fmt: skip
 COMMAND_S = 120
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -92,8 +92,9 @@ def settings() -> dict[str, str]:
 
 
 def start(command: str, folder: Path) -> subprocess.Popen[str]:
+    own = {"XDG_CACHE_HOME": str(folder / "cache")}  # rates that a check kept are not another's
     return subprocess.Popen(
-        ["bash", "-c", command], cwd=folder, env=environment(**settings()), text=True,
+        ["bash", "-c", command], cwd=folder, env=environment(**settings(), **own), text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 

@@ -112,6 +112,6 @@ def test_no_number_of_microbatches_evens_out_stages() -> None:
     needed = find_microbatches(Setup(blocks, 2, 4), "1f1b", 0.1)
     assert needed.num_microbatches is None
     assert needed.bubble == pytest.approx(1 / 3)
-    assert needed.because == "with more and more microbatches it still idles 33.3%"
+    assert needed.because == "with more and more microbatches it still idles 33.33%"
     waiting = Setup(EVEN, num_ranks=4, num_microbatches=4, transfer_s=8.0)
     assert find_microbatches(waiting, "1f1b", 0.1).num_microbatches is None
