@@ -9,6 +9,8 @@ import typer
 from paceline.cli.arguments import JsonFlag, Overrides, Source
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from paceline.job import Job
     from paceline.records import Plan
 
@@ -102,6 +104,21 @@ def _write_batch(file: Path, job: "Job", plan: "Plan") -> None:
     typer.echo(f"{file}: add what your site needs, then: sbatch {file}", err=True)
 
 
+def _pipeline_lines(plan: "Plan") -> "Iterator[str]":
+    """Who holds which part of the model."""
+    if plan.pipeline is None:
+        return
+    made, micro = plan.pipeline, plan.batch.micro
+    each = micro // made.num_microbatches
+    yield f"pipe    {made.schedule}: {made.num_microbatches} microbatches of {each} a pass"
+    for number, stage in enumerate(made.stages):
+        ranks = ", ".join(str(rank) for rank in stage.ranks)
+        yield (
+            f"        stage {number}: blocks {stage.first_block} to {stage.end_block - 1},"
+            f" {stage.num_parameters:,} parameters, {stage.cost:.0%} of the FLOPs, on rank {ranks}"
+        )
+
+
 def _print(plan: "Plan") -> None:
     from rich.console import Console
     from rich.markup import escape
@@ -118,6 +135,8 @@ def _print(plan: "Plan") -> None:
     )
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in plan.mesh.items())
     console.print(f"ranks   {plan.world_size} ({mesh})")
+    for line in _pipeline_lines(plan):
+        console.print(line)
     frozen = f" and {plan.model.num_frozen:,} frozen" if plan.model.num_frozen else ""
     console.print(f"model   {plan.model.num_trainable:,} parameters{frozen}")
     console.print(
