@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from paceline.config.schema import DataConfig, Section
     from paceline.workloads.base import Workload
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 __all__ = ["DataConfig", "Section", "Workload", "__version__"]
 
 _HOMES = {
