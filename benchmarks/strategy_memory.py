@@ -29,7 +29,7 @@ from torch import nn
 from paceline.cluster.facts import probe
 from paceline.cluster.group import Place, join_group
 from paceline.job import load_job
-from paceline.plan.planner import make_plan, measure_model, share_of
+from paceline.plan.planner import estimate_rank, make_plan, measure_model
 from paceline.plan.policy import effective_config
 from paceline.records import Plan, StateBytes
 from paceline.strategies import engine as engine_module
@@ -126,7 +126,7 @@ def planned(name: str, ranks: int) -> tuple[Plan, ModelShape, list[StateBytes]]:
     config = effective_config(job.config, plan.attention.value)
     model = measure_model(job.workload, config)
     strategy = find_strategy(plan.strategy.value)
-    return plan, model, [strategy.estimate(model, config, share_of(plan, r)) for r in range(ranks)]
+    return plan, model, [estimate_rank(plan, config, model, r) for r in range(ranks)]
 
 
 def formula_bytes(name: str, num_parameters: int, ranks: int) -> float:

@@ -63,6 +63,8 @@ REQUIREMENTS: dict[str, Requirement] = {
         needs_even_ranks=True,
     ),
 }
+# They run the two halves of a backward apart, which a compiled block does not have.
+SPLIT_BACKWARDS = ("interleaved_zb", "zbv", "dualpipev", "dualpipe")
 # What `"auto"` means: the fewest, but interleaved schedules interleave.
 AUTO_STAGES = {name: rule.stages_per_rank for name, rule in REQUIREMENTS.items()}
 AUTO_STAGES["interleaved_zb"] = 2

@@ -4,7 +4,7 @@ job, env -> the record `ScheduleComparison`. Needs no GPU, and no process group:
 and microbatches. Where each number comes from is part of the record.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,7 @@ from paceline.pipeline.choose import (
 )
 from paceline.pipeline.draw import draw_text
 from paceline.pipeline.formulas import EQUAL
-from paceline.pipeline.requirements import AUTO_STAGES
+from paceline.pipeline.requirements import AUTO_STAGES, SPLIT_BACKWARDS
 from paceline.pipeline.schedules import NAMES, draw_schedule, require_name
 from paceline.pipeline.simulate import simulate
 from paceline.pipeline.sources import BlockTimes, load_measured_times, load_times_file
@@ -115,8 +115,19 @@ def compare_for(
         sources=sources,
         schedules=rows,
         drawing=_draw(setup, rows),
-        findings=[*findings, *_idle_settings(config)],
+        findings=[*findings, *_idle_settings(config), *_compiled(config, question.names)],
     )
+
+
+def _compiled(config: RunConfig, names: Sequence[str]) -> Iterator[Finding]:
+    split = [name for name in names if name in SPLIT_BACKWARDS]
+    if config.train.compile != "off" and split:
+        yield Finding(
+            severity="warning",
+            where="train.compile",
+            what=f"{', '.join(split)} cannot run compiled blocks: theirs are times without it",
+            hint="set train.compile=off for them",
+        )
 
 
 def _require_sound(job: Job) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.config.schema import RunConfig
+from paceline.pipeline.requirements import SPLIT_BACKWARDS
 from paceline.pipeline.schedules import draw_schedule
 from paceline.records import Env, Exchange, Finding, StateBytes
 from paceline.strategies.base import Engine, EngineParts, Share
@@ -27,7 +28,6 @@ from paceline.strategies.zero import ZERO2, ZERO3, Sharded, reshard, shard_probl
 from paceline.train.optim import build_optimizer
 
 INNER: dict[str, Sharded] = {"zero2": ZERO2, "zero3": ZERO3}
-SPLIT_BACKWARDS = ("interleaved_zb", "zbv", "dualpipev", "dualpipe")
 
 
 class Pipeline:
