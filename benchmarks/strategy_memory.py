@@ -125,7 +125,6 @@ def planned(name: str, ranks: int) -> tuple[Plan, ModelShape, list[StateBytes]]:
     plan = make_plan(job, probe())
     config = effective_config(job.config, plan.attention.value)
     model = measure_model(job.workload, config)
-    strategy = find_strategy(plan.strategy.value)
     return plan, model, [estimate_rank(plan, config, model, r) for r in range(ranks)]
 
 

@@ -114,6 +114,14 @@ def num_patches(config: Any) -> int:
     return int(config.image_size // config.patch_size) ** 2
 
 
+def block_positions(config: Any) -> list[int]:
+    """The encoder sees the patches that are not masked, the decoder all; both a class token."""
+    patches = num_patches(config)
+    seen = int(patches * (1 - config.mask_ratio))
+    encoder = [1 + seen] * config.num_hidden_layers
+    return encoder + [1 + patches] * config.decoder_num_hidden_layers
+
+
 def flops_per_sample(config: Any) -> float:
     """Forward and backward FLOPs of an image, as torch counts them: products of matrices only.
 

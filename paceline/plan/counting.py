@@ -68,7 +68,8 @@ def _count(
     recompute = config.train.activation_checkpointing
     # A table that is tied to the head multiplies there only.
     here = [p for p in model.parameters if p.is_matrix and p.places[-1] == number]
-    forward = 2 * positions.number * sum(p.numel for p in here) + positions.more_flops / 3
+    passing = positions.number * model.positions_of(number)
+    forward = 2 * passing * sum(p.numel for p in here) + positions.more_flops / 3
     again = forward if recompute == "full" else 0.0
     trained = sum(p.numel for p in here if p.is_trainable)
     width = block_width([p for p in model.parameters if p.unit == number])
@@ -78,9 +79,9 @@ def _count(
     return CountedBlock(
         forward_flops=forward,
         input_flops=forward + positions.more_flops / 3 + again,
-        weight_flops=2 * positions.number * trained,
-        activation_bytes=positions.number * share.compute_bytes * kept,
-        sent_bytes=positions.number * share.compute_bytes * width,
+        weight_flops=2 * passing * trained,
+        activation_bytes=passing * share.compute_bytes * kept,
+        sent_bytes=passing * share.compute_bytes * width,
         state_bytes=find_strategy("pipeline").estimate(held, config, share).total,
     )
 

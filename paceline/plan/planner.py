@@ -5,6 +5,7 @@ Needs no GPU and no process group: `paceline plan lm_1b launch.nproc=64` runs on
 
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -181,6 +182,7 @@ def sketch_model(workload: Workload, config: RunConfig) -> torch.nn.Module:
 def measure_model(workload: Workload, config: RunConfig) -> ModelShape:
     """Parameters of the model; tied ones count once."""
     shape = measure_shape(sketch_model(workload, config))
+    shape = replace(shape, positions=workload.block_positions(config))
     if not shape.trainable:
         raise ConfigError(f"{type(workload).__name__}.build_model gave nothing to train")
     return shape

@@ -1,7 +1,7 @@
 """A model as sizes: what is needed to say, without its weights, how many bytes each rank holds."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from torch import nn
@@ -34,11 +34,13 @@ class ParameterShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Every parameter once, tied ones too."""
+    """Every parameter once, tied ones too. `positions`: how many of a sample go through each block,
+    where they differ."""
 
     parameters: Sequence[ParameterShape]
     num_units: int
     shares_across_units: bool = False
+    positions: Sequence[int] = ()
 
     @property
     def trainable(self) -> list[ParameterShape]:
@@ -62,19 +64,24 @@ class ModelShape:
 
     @property
     def block_costs(self) -> list[float]:
-        """Multiplications of a position with each block's matrices and with what stands there."""
+        """Multiplications with each block's matrices and with what stands there, of a sample where
+        positions differ, else of one position."""
         costs = [0.0] * max(1, self.num_blocks)
         for parameter in self.parameters:
             if parameter.is_matrix:  # a table that is tied to the head multiplies there only
-                costs[parameter.places[-1]] += parameter.numel
+                place = parameter.places[-1]
+                costs[place] += parameter.numel * self.positions_of(place)
         return costs
+
+    def positions_of(self, block: int) -> int:
+        return self.positions[block] if self.positions else 1
 
     def of_blocks(self, held: Sequence[range]) -> "ModelShape":
         """What a rank holds that has these blocks."""
         kept = [
             p for p in self.parameters if any(place in part for part in held for place in p.places)
         ]
-        return ModelShape(kept, self.num_units, self.shares_across_units)
+        return replace(self, parameters=kept)
 
     def size(self) -> ModelSize:
         return ModelSize(

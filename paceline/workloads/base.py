@@ -97,6 +97,11 @@ class Workload:
         """Forward and backward FLOPs of a sample; None: counted on the first batch."""
         return None
 
+    def block_positions(self, config: Any) -> Sequence[int]:
+        """How many positions of a sample (tokens, patches) go through each block, where that is not
+        the same for all: pipelines are balanced by it."""
+        return ()
+
     def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, Any]:
         """Work on data that must be done once, before ranks start. What it returns goes to every
         rank as `self.prepared`, through data.json; its numbers are reported."""

@@ -70,6 +70,11 @@ class MaskedAutoencoder(Workload):
 
         return flops_per_sample(mae_config(config.model.hf_config))
 
+    def block_positions(self, config: Any) -> Sequence[int]:
+        from paceline.models.mae import block_positions, mae_config
+
+        return block_positions(mae_config(config.model.hf_config))
+
     def problems(self, config: Any) -> Sequence[Finding]:
         from paceline.models.mae import check_mae
 

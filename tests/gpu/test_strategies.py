@@ -89,3 +89,9 @@ def test_offload_learns_the_same(tmp_path: Path) -> None:
     offloaded = run_here(tmp_path / "offload", "lm_tiny", [*settings, "strategy.offload=true"])
     for a, b in zip(plain.rows, offloaded.rows, strict=True):
         assert b.loss == pytest.approx(a.loss, rel=1e-4)
+
+
+def test_pipelines_are_proven_on_ranks_that_share_a_gpu(tmp_path: Path) -> None:
+    names = ["pipeline_1f1b", "pipeline_zbv", "pipeline_dualpipe"]
+    report = run_verify(names, ["launch.devices=[0,0]"], tmp_path / "piped", print)
+    assert_proven(report, *names)

@@ -1,5 +1,7 @@
 """What each strategy says it will hold, worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -109,3 +111,15 @@ def test_every_strategy_can_be_asked(name: str) -> None:
     strategy = find_strategy(name)
     assert strategy.estimate(MODEL, JOB.config, Share(2, 1)).total > 0
     assert strategy.exchange(MODEL, JOB.config, Share(2, 1)).sent >= 0
+
+
+def test_an_encoder_that_sees_few_patches_costs_less_than_its_weights() -> None:
+    job = load_job("mae_tiny", [])
+    model = measure_model(job.workload, job.config)
+    seen, everything = model.positions[0], model.positions[-1]
+    assert 1 < seen < everything and len(model.positions) == model.num_blocks
+    by_weights = replace(model, positions=())
+    first, of_weights = (
+        shape.block_costs[0] / sum(shape.block_costs) for shape in (model, by_weights)
+    )
+    assert first < of_weights
