@@ -1,0 +1,27 @@
+"""`paceline verify pipeline`: every schedule on 2 and 4 ranks, against one process."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.pipeline.schedules import NAMES
+from tests.ranks.test_verify import assert_proven, verify
+
+ALL = [f"pipeline_{name}" for name in NAMES]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_schedule_is_proven(num_ranks: int, tmp_path: Path) -> None:
+    report = verify(["pipeline"], [f"launch.nproc={num_ranks}"], tmp_path / "run")
+    assert_proven(report, *ALL)
+
+
+def test_a_schedule_is_named_or_set(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no strategy 'pipeline_2f2b'"):
+        verify(["pipeline_2f2b"], ["launch.nproc=2"], tmp_path / "run")
+    settings = ["launch.nproc=2", "strategy.schedule=gpipe"]
+    report = verify(["pipeline"], settings, tmp_path / "run")
+    assert_proven(report, "pipeline_gpipe")
