@@ -148,10 +148,11 @@ def _strategy_rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
     why = plan.strategy.because if name == "single" else f"strategy.name is {name}"
     is_pipeline, is_deepspeed = name == "pipeline", name == "deepspeed"
     is_sharded = name.startswith(("zero2", "zero3"))
+    has_sharded_stages = is_pipeline and strategy.inner != "ddp"
     has_buckets = name in ("ddp", "zero1") or (is_pipeline and strategy.inner == "ddp")
     pipeline_keys = ("schedule", "stages", "stages_per_rank", "microbatches", "split", "inner")
     ddp_keys = ("static_graph", "find_unused_parameters", "comm_hook")
-    fsdp_keys = ("reshard_after_forward", "forward_prefetch", "backward_prefetch", "accumulate")
+    fsdp_keys = ("reshard_after_forward", "forward_prefetch", "backward_prefetch")
     no_power = strategy.comm_hook != "powersgd"
     alone = plan.batch.grad_accum == 1
     return (
@@ -159,7 +160,8 @@ def _strategy_rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
         Idle("strategy", ("bucket_mb",), not has_buckets, why),
         Idle("strategy", pipeline_keys, not is_pipeline, why),
         Idle("strategy", ("inner",), is_pipeline and plan.batch.dp == 1, "one pipeline has all"),
-        Idle("strategy", fsdp_keys, not is_sharded, why),
+        Idle("strategy", fsdp_keys, not (is_sharded or has_sharded_stages), why),
+        Idle("strategy", ("accumulate",), not is_sharded, why),
         Idle("strategy", ("accumulate",), is_sharded and alone, "a step has one microbatch"),
         Idle("strategy", ("shard_size",), not name.endswith("_hybrid"), why),
         Idle("strategy", ("offload",), not (is_sharded or is_deepspeed), why),

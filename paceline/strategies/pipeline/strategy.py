@@ -1,6 +1,7 @@
 """`strategy.name=pipeline`: what it cannot do, what it holds, how it is built."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -36,12 +37,18 @@ class Pipeline:
 
     def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
         """Of the blocks that a rank holds: `model` is only they."""
-        inner = INNER.get(config.strategy.inner, DDP)
-        return inner.estimate(model, config, share)
+        if config.strategy.inner not in INNER:
+            return DDP.estimate(model, config, share)
+        # Until a pass has ended a rank has whole gradients of its stages, and, after the first
+        # backward, whole weights.
+        whole = _with_strategy(config, reshard_after_forward=False, accumulate="defer")
+        share = replace(share, num_microbatches=max(2, share.num_microbatches))
+        return INNER[config.strategy.inner].estimate(model, whole, share)
 
     def exchange(self, model: ModelShape, config: RunConfig, share: Share) -> Exchange:
         if config.strategy.inner in INNER:
-            return INNER[config.strategy.inner].exchange(model, config, share)
+            each_pass = _with_strategy(config, accumulate="reduce")
+            return INNER[config.strategy.inner].exchange(model, each_pass, share)
         if share.size == 1:
             because = "no other rank has these stages; activations go from stage to stage"
             return Exchange(plain=0, sent=0, because=because)
@@ -92,13 +99,25 @@ def _build_stage(parts: EngineParts, held: range, inner: Sharded | None, mesh: D
         made.append(Stage(parts, model, region))
 
     def shard(model: nn.Module) -> None:
-        if inner is not None:
+        if inner is None:
+            return
+        if parts.config.strategy.schedule in SPLIT_BACKWARDS:
+            # The backward of the weights looks for those that the forward has used: once freed,
+            # their pieces stand in their place, and get no gradient.
+            kept = _with_strategy(parts.config, reshard_after_forward=False)
+            inner.shard(made[0], replace(parts, config=kept), mesh)
+        else:
             inner.shard(made[0], parts, mesh)
 
     model = compose(parts, shard, cut=cut)
     if held.start > 0:
         enter_at(find_blocks(model)[0], region)
     return made[0]
+
+
+def _with_strategy(config: RunConfig, **changes: object) -> RunConfig:
+    strategy = config.strategy.model_copy(update=changes)
+    return config.model_copy(update={"strategy": strategy})
 
 
 def _make_lanes(mesh: DeviceMesh, timeout: timedelta) -> dict[Lane, dist.ProcessGroup]:
@@ -124,6 +143,15 @@ def _problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
             " block has only one",
             hint="set train.compile=off, or strategy.schedule=1f1b",
         )
+    is_selective = config.train.activation_checkpointing == "selective"
+    if is_selective and strategy.schedule in SPLIT_BACKWARDS:
+        yield Finding(
+            severity="error",
+            where="train.activation_checkpointing",
+            what=f"{strategy.schedule} runs the two halves of a backward apart, and torch hands out"
+            " what selective has kept only once",
+            hint="set train.activation_checkpointing=full, or strategy.schedule=1f1b",
+        )
     if is_compiled and config.train.compile_scope == "model":
         yield Finding(
             severity="error",
@@ -131,7 +159,15 @@ def _problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
             what="a stage leaves the model's forward in its middle, which one graph cannot",
             hint="set train.compile_scope=blocks, or auto",
         )
-    if any(len(p.places) > 1 for p in model.parameters):
+    if any(len(p.places) > 1 and p.unit < model.num_blocks for p in model.parameters):
+        yield Finding(
+            severity="error",
+            where="strategy.name",
+            what="a weight inside a block is used outside of it too, and a stage takes or leaves a"
+            " block as a whole",
+            hint="share it from outside of the blocks, or use strategy.name=ddp",
+        )
+    elif any(len(p.places) > 1 for p in model.parameters):
         yield from _tied_findings(config)
     if strategy.schedule == "dualpipe":
         yield Finding(
@@ -141,6 +177,26 @@ def _problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
         )
     if strategy.inner in INNER:
         yield from shard_problems(strategy.inner, model)
+        yield from _sharded_findings(config)
+
+
+def _sharded_findings(config: RunConfig) -> Iterator[Finding]:
+    strategy = config.strategy
+    if strategy.offload:
+        yield Finding(
+            severity="error",
+            where="strategy.offload",
+            what="the stages of a pipeline are not offloaded",
+            hint="set strategy.offload=false, or use more stages",
+        )
+    if strategy.schedule in SPLIT_BACKWARDS and strategy.reshard_after_forward is True:
+        yield Finding(
+            severity="error",
+            where="strategy.reshard_after_forward",
+            what=f"{strategy.schedule} runs the two halves of a backward apart, and both need the"
+            " weights that the forward has gathered",
+            hint="set it to auto, or strategy.schedule=1f1b",
+        )
 
 
 def _tied_findings(config: RunConfig) -> Iterator[Finding]:
