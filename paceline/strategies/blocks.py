@@ -37,7 +37,7 @@ def tied_modules(model: nn.Module) -> list[list[str]]:
     """Names of modules that read the same parameter: by having it, or, where the model says so in
     `tail_reads`, by being given it."""
     owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(name)
     groups = [names for names in owners.values() if len(names) > 1]
@@ -51,7 +51,7 @@ def place_modules(model: nn.Module) -> dict[str, tuple[int, ...]]:
     numbers = {id(block): number for number, block in enumerate(find_blocks(model))}
     places: dict[str, tuple[int, ...]] = {}
     here = 0
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         here = numbers.get(id(module), here)
         places[name] = (here,)
     for names in tied_modules(model):

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from paceline.errors import ConfigError
 from paceline.pipeline.actions import Action, Kind
 from paceline.strategies.pipeline.recorder import Recorder
 from paceline.strategies.pipeline.stage import Sent, Stage
@@ -76,6 +77,20 @@ class TimedStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
         with self.recorder.timed(Action(Kind.WEIGHT, self.stage_index, bwd_chunk_id)):
             return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        try:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        except RuntimeError as error:
+            if backward_type != "weight" or "a second time" not in str(error):
+                raise
+            raise ConfigError(
+                f"stage {self.stage_index} uses a weight twice, one use after the other: the two"
+                " halves of such a backward cannot run apart\n"
+                "hint: set strategy.schedule=1f1b, or interleaved_1f1b"
+            ) from error
 
 
 class TorchRunner:

@@ -6,24 +6,23 @@ import torch
 from torch import nn
 
 from paceline.strategies.blocks import find_blocks, place_modules
-from paceline.strategies.pipeline.ghosts import Exit, Ghost, Region, hidden_of, stand_in
+from paceline.strategies.pipeline.ghosts import Exit, Ghost, Region, hidden_of
 
 
 def cut_model(model: nn.Module, held: range, region: Region, device: torch.device) -> None:
     """Keep the blocks `held` and what stands with them; make ghosts of the rest."""
     places = place_modules(model)
     blocks = {id(block): number for number, block in enumerate(find_blocks(model))}
-    inside: set[int] = set()  # modules that belong to a block, or to a module that went as a whole
-    for name, module in list(model.named_modules()):
+    inside: set[int] = set()  # modules that belong to a block
+    # By all their names: a module that the model has twice must not stay under the second.
+    for name, module in list(model.named_modules(remove_duplicate=False)):
         number = blocks.get(id(module))
-        if id(module) in inside:
-            continue
         if number is not None:
             inside |= {id(part) for part in module.modules()}
             if number not in held:
                 is_next = number == held.stop
                 _replace(model, name, Exit() if is_next else Ghost(name, module, region))
-        elif any(True for _ in module.parameters(recurse=False)):
+        elif id(module) not in inside and any(True for _ in module.parameters(recurse=False)):
             if not any(place in held for place in places[name]):
                 _forget(model, name, module, region, device)
 
@@ -34,6 +33,8 @@ def enter_at(block: nn.Module, region: Region) -> None:
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if region.is_real:  # a block that the model calls twice
+            return args, kwargs
         ghost, received = hidden_of(args, kwargs), region.enter()
         swapped = tuple(received if value is ghost else value for value in args)
         return swapped, {k: received if v is ghost else v for k, v in kwargs.items()}
@@ -52,7 +53,7 @@ def _forget(
     for key, parameter in list(module._parameters.items()):
         if parameter is not None:
             del module._parameters[key]
-            setattr(module, key, stand_in(parameter.detach(), device))
+            setattr(module, key, region.stand_in(parameter.detach(), device))
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -181,7 +181,7 @@ class PipelineEngine(ModuleEngine):
         on_gpu = [self.parts.device] if self.parts.device.type == "cuda" else []
         self.recorder.clock = None
         with torch.random.fork_rng(devices=on_gpu):
-            self._relay(microbatch)
+            self._relay(microbatch, learns=True)
         stages = self.line.stage_list()
         if self.line.schedule.num_copies > 1:
             _tell_other_direction(stages, self.line.schedule, self.line.group)
@@ -195,9 +195,9 @@ class PipelineEngine(ModuleEngine):
             self.num_microbatches, self._objective,
         )  # fmt: skip
 
-    def _relay(self, batch: Any) -> None:
+    def _relay(self, batch: Any, learns: bool = False) -> None:
         self.module.eval()
-        self.relay.run(batch)
+        self.relay.run(batch, learns)
         self.module.train()
         self.wrapping.settle()
 

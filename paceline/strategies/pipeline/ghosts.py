@@ -8,6 +8,8 @@ block would be. Should a ghost's result find its way into what is real, the loss
 silently wrong.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ class Region:
     def __init__(self) -> None:
         self.received: Tensor | None = None
         self.is_real = False
+        self._fillings: list[Tensor] = []  # the one number that a stand-in is made of
 
     def begin(self, received: Tensor | None) -> None:
         self.received, self.is_real = received, received is None
@@ -40,6 +43,24 @@ class Region:
         assert self.received is not None, "only later stages are entered"
         self.is_real = True
         return self.received
+
+    def stand_in(self, value: Any, device: torch.device) -> Any:
+        """Of the same shape, without memory: NaN, or 0 where there is no NaN."""
+        if not torch.is_tensor(value):
+            return value
+        self._fillings.append(_haunt(torch.empty((), dtype=value.dtype, device=device)))
+        return self._fillings[-1].expand(value.shape)
+
+    @contextmanager
+    def disguised(self) -> Iterator[None]:
+        """While inside, ghosts return ones. What is real does not depend on it."""
+        for filling in self._fillings:
+            filling.fill_(1)
+        try:
+            yield
+        finally:
+            for filling in self._fillings:
+                _haunt(filling)
 
 
 class Ghost(nn.Module):
@@ -70,7 +91,8 @@ class Ghost(nn.Module):
         key = tuple(_shape_of(leaf) for leaf in tree_leaves((args, kwargs)))
         if key not in self._results:
             self._results[key] = self._imagine(args, kwargs)
-        return self._results[key]
+        # A copy of its own for each caller, who may write into it.
+        return tree_map(_copied, self._results[key])
 
     @torch.no_grad()
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -79,7 +101,7 @@ class Ghost(nn.Module):
         there_args, there_kwargs = tree_map(_on_meta, (args, kwargs))
         made = self._elsewhere[0](*there_args, **there_kwargs)
         device = devices[0] if devices else torch.device("cpu")
-        return tree_map(lambda leaf: stand_in(leaf, device), made)
+        return tree_map(lambda leaf: self.region.stand_in(leaf, device), made)
 
 
 class Exit(nn.Module):
@@ -102,12 +124,12 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     )
 
 
-def stand_in(value: Any, device: torch.device) -> Any:
-    """Of the same shape, without memory: NaN, or 0 where there is no NaN."""
-    if not torch.is_tensor(value):
-        return value
-    filling = torch.nan if value.is_floating_point() else 0
-    return torch.full((), filling, dtype=value.dtype, device=device).expand(value.shape)
+def _haunt(filling: Tensor) -> Tensor:
+    return filling.fill_(torch.nan if filling.is_floating_point() else 0)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if torch.is_tensor(value) else value
 
 
 def _on_meta(value: Any) -> Any:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.errors import ConfigError
 from paceline.strategies.pipeline.stage import Sent, Stage
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -27,16 +28,20 @@ class Relay:
         self.here = dist.get_rank(group)
 
     @torch.no_grad()
-    def run(self, batch: Any) -> None:
-        """The last stage notes its loss; each notes what it takes and gives."""
+    def run(self, batch: Any, learns: bool = False) -> None:
+        """The last stage notes its loss. `learns`: each notes what it takes and gives, which for a
+        batch to evaluate may be another size."""
         handed: Tensor | None = None
         for index, stage in sorted(self.stages.items()):
             if index > 0 and self.homes[index - 1] != self.here:
                 handed = self._receive(self.homes[index - 1])
             stage.batch = batch
+            if learns:
+                _require_no_ghosts(stage, handed, self.device)
             given = stage(handed)
-            stage.takes = Sent(handed.shape, handed.dtype) if handed is not None else None
-            stage.gives = Sent(given.shape, given.dtype)
+            if learns:
+                stage.takes = Sent(handed.shape, handed.dtype) if handed is not None else None
+                stage.gives = Sent(given.shape, given.dtype)
             handed = given
             if not stage.is_last and self.homes[index + 1] != self.here:
                 self._send(given, self.homes[index + 1])
@@ -55,3 +60,19 @@ class Relay:
         value = torch.empty(sizes[:axes], dtype=DTYPES[kind], device=self.device)
         dist.recv(value, group_src=source, group=self.group)
         return value
+
+
+def _require_no_ghosts(stage: Stage, handed: Tensor | None, device: torch.device) -> None:
+    """What a stage makes must not depend on what ghosts return. The loss would be NaN, and nobody
+    would know why."""
+    on_gpu = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=on_gpu):
+        given = stage(handed)
+    with torch.random.fork_rng(devices=on_gpu), stage.region.disguised():
+        again = stage(handed)
+    if not torch.allclose(given, again, rtol=1e-2, atol=1e-3, equal_nan=True):
+        raise ConfigError(
+            f"stage {stage.index} uses what an earlier stage has computed, and only what flows from"
+            " block to block is sent: the model has a connection around its blocks\n"
+            "hint: hand it through the blocks, or use another strategy"
+        )
