@@ -140,7 +140,8 @@ class PipelineEngine(ModuleEngine):
 
     @torch.no_grad()
     def load(self, source: Source) -> None:
-        load_module(source, self.module, self.line.holdings.shapes)
+        load_module(source, self.module, self.line.holdings.kept)
+        self.line.stages.spread_buffers()
         load_optimizer(source, self.module, inner_optimizer(self.optimizer))
         if self.scaler is not None:
             load_scale(self.scaler, source)

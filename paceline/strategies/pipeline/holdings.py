@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.strategies.gather import locals_of
 from paceline.strategies.pipeline.stage import Stage
+from paceline.strategies.stored import named_tensors
 
 MIB = 2**20
 
@@ -45,14 +46,24 @@ class Stages(nn.ModuleList):
             merged |= {k: v for k, v in model.state_dict(**kwargs).items() if k not in merged}
         return merged
 
+    def spread_buffers(self) -> None:
+        """From the first stage that has one to the others: a checkpoint fills the first only."""
+        first: dict[str, Tensor] = {}
+        for model in self.models():
+            for name, buffer in model.named_buffers():
+                if first.setdefault(name, buffer) is not buffer:
+                    buffer.copy_(first[name])
+
 
 @dataclass(frozen=True)
 class Holdings:
-    """`shapes`: every tensor of the model. `holders[name]`: the ranks of the pipeline that have it.
-    `sums`: the parameters that this rank has in common with others, by the group they sum in."""
+    """`shapes`: every tensor of the model. `kept`: tied ones by one of their names, as in a
+    checkpoint. `holders[name]`: the ranks of the pipeline that have it. `sums`: the parameters that
+    this rank has in common with others, by the group they sum in."""
 
     here: int
     shapes: dict[str, tuple[int, ...]]
+    kept: dict[str, tuple[int, ...]]
     holders: dict[str, tuple[int, ...]]
     sums: dict[dist.ProcessGroup, list[nn.Parameter]]
     counted: list[nn.Parameter]
@@ -68,10 +79,11 @@ def gather_holdings(stages: Stages, mesh: DeviceMesh, timeout: Any) -> Holdings:
     group, dp_size = mesh.get_group("pp"), mesh.size(1)
     own = {name: tuple(value.shape) for name, value in stages.state_dict().items()}
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, own, group=group)
-    shapes = {name: shape for part in told for name, shape in part.items()}
+    dist.all_gather_object(told, (own, [name for name, _ in named_tensors(stages)]), group=group)
+    shapes = {name: shape for part, _ in told for name, shape in part.items()}
+    kept = {name: shapes[name] for _, names in told for name in names}
     holders = {
-        name: tuple(rank for rank, part in enumerate(told) if name in part) for name in shapes
+        name: tuple(rank for rank, (part, _) in enumerate(told) if name in part) for name in shapes
     }
     here, at = dist.get_rank(group), mesh.get_local_rank("dp")
     groups = {}
@@ -91,7 +103,7 @@ def gather_holdings(stages: Stages, mesh: DeviceMesh, timeout: Any) -> Holdings:
             sums[groups[holders[name]]].append(parameter)
         if holders[name][0] == here:
             counted.append(parameter)
-    return Holdings(here, shapes, holders, dict(sums), counted)
+    return Holdings(here, shapes, kept, holders, dict(sums), counted)
 
 
 def all_reduce_gradients(
