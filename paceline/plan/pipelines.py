@@ -8,6 +8,8 @@ from paceline.config.schema import RunConfig
 from paceline.pipeline.requirements import (
     AUTO_STAGES,
     check_shape,
+    nearest_microbatches,
+    nearest_ranks,
     takes_microbatches,
     takes_ranks,
 )
@@ -29,19 +31,21 @@ class Asked:
     num_stages: int
     num_microbatches: int
 
+    @property
+    def distinct(self) -> int:
+        """Stages that a rank adds: dualpipe's second is another's copy."""
+        return 1 if self.schedule == "dualpipe" else self.stages_per_rank
+
 
 def choose_pipeline(
     config: RunConfig, world: int, model: ModelShape
 ) -> tuple[PipelinePlan | None, list[Finding]]:
     """The pipeline, or everything that stands against it."""
     asked = _read(config, world)
-    problems = [*_rank_problems(asked, config, world, model)]
-    problems += check_shape(
-        asked.schedule, asked.num_ranks, asked.num_microbatches, asked.stages_per_rank
-    )
-    problems += [*_batch_problems(asked, config), *_split_problems(asked, config, model)]
+    problems = [*_rank_problems(asked, world, model)]
+    problems += [*_shape_problems(asked, config, world), *_split_problems(asked, config, model)]
     if problems:
-        return None, _once(problems)
+        return None, problems
     stages = list(_plan_stages(asked, config, model))
     empty = [n for n, s in enumerate(stages) if not _trains(model, s)]
     if empty:
@@ -84,54 +88,69 @@ def _auto_microbatches(schedule: str, num_ranks: int, micro: int) -> int:
     return (enough or fitting[-1:] or [micro])[0]
 
 
-def _rank_problems(
-    asked: Asked, config: RunConfig, world: int, model: ModelShape
-) -> Iterator[Finding]:
-    distinct = 1 if asked.schedule == "dualpipe" else asked.stages_per_rank
-    fitting = [
-        ranks * distinct
-        for ranks in range(1, world + 1)
+def _fitting(asked: Asked, world: int) -> list[int]:
+    """Every number of stages that can be laid over all ranks."""
+    return [
+        ranks * asked.distinct
+        for ranks in range(2, world + 1)
         if world % ranks == 0 and takes_ranks(asked.schedule, ranks)
     ]
-    if asked.num_stages not in fitting:
-        ranks = f"{world} ranks with {asked.stages_per_rank} a rank"
-        if not fitting:
-            what, hint = f"{asked.schedule} cannot be laid over {ranks}", "use an even launch.nproc"
-        else:
-            near = min(fitting, key=lambda n: (abs(n - asked.num_stages), -n))
-            what = f"{asked.num_stages} stages of {asked.schedule} cannot be laid over {ranks}"
-            hint = f"set strategy.stages to {near}, the nearest that will do"
-        yield _error("strategy.stages", what, hint)
+
+
+def _nearest(asked: Asked, fitting: list[int]) -> int:
+    return min(fitting, key=lambda n: (abs(n - asked.num_stages), -n), default=asked.num_stages)
+
+
+def _rank_problems(asked: Asked, world: int, model: ModelShape) -> Iterator[Finding]:
+    fitting = _fitting(asked, world)
+    if asked.num_ranks == 1:
+        what = "a pipeline of one rank has nobody to hand its results to"
+        more = "set launch.nproc to 2 or more, or use another strategy"
+        hint = f"set strategy.stages to {fitting[0]}" if fitting else more
+        yield _error("strategy.name", what, hint)
+    elif not fitting:
+        what = f"{asked.schedule} needs an even number of ranks, and there are {world}"
+        near = nearest_ranks(asked.schedule, world)
+        yield _error("launch.nproc", what, f"set launch.nproc to {near}, the nearest that will do")
+    elif asked.num_stages not in fitting:
+        what = f"{asked.num_stages} stages of {asked.schedule} cannot be laid over {world} ranks"
+        what += f" with {asked.stages_per_rank} a rank"
+        near = _nearest(asked, fitting)
+        yield _error(
+            "strategy.stages", what, f"set strategy.stages to {near}, the nearest that will do"
+        )
     if asked.num_stages > model.num_blocks:
         near = max([n for n in fitting if n <= model.num_blocks], default=0)
         hint = f"set strategy.stages to {near}" if near else "use fewer ranks, or another strategy"
         what = f"{asked.num_stages} stages of a model of {model.num_blocks} blocks: each needs one"
         yield _error("strategy.stages", what, hint)
-    if asked.num_ranks == 1 and asked.num_stages in fitting:
-        yield Finding(
-            severity="error",
-            where="strategy.name",
-            what="a pipeline of one rank has nobody to hand its results to",
-            hint="set launch.nproc or strategy.stages to 2 or more, or use another strategy",
-        )
 
 
-def _batch_problems(asked: Asked, config: RunConfig) -> Iterator[Finding]:
+def _shape_problems(asked: Asked, config: RunConfig, world: int) -> Iterator[Finding]:
+    """What the schedule asks of numbers, on the ranks that it would have were they right; the
+    nearest number of microbatches is one that cuts the batch, too."""
+    ranks = _nearest(asked, _fitting(asked, world)) // asked.distinct
+    ranks = nearest_ranks(asked.schedule, max(1, ranks))
     micro, parts = config.train.micro_batch_size, asked.num_microbatches
-    if micro % parts == 0:
-        return
-    near = max(1, round(micro / parts)) * parts
     whole = [m for m in range(1, micro + 1) if micro % m == 0]
-    fitting = [m for m in whole if takes_microbatches(asked.schedule, asked.num_ranks, m)]
-    other = ""
-    if fitting:
-        closest = min(fitting, key=lambda m: (abs(m - parts), -m))
-        other = f", or strategy.microbatches to {closest}"
-    yield _error(
-        "train.micro_batch_size",
-        f"{micro} samples cannot be cut into {parts} equal microbatches",
-        f"set it to {near}{other}",
-    )
+    fitting = [m for m in whole if takes_microbatches(asked.schedule, ranks, m)]
+    closest = min(fitting, key=lambda m: (abs(m - parts), -m), default=None)
+    for found in check_shape(asked.schedule, ranks, parts, asked.stages_per_rank):
+        if found.where != "strategy.microbatches":
+            yield found
+            continue
+        near = nearest_microbatches(asked.schedule, ranks, parts)
+        hint = f"set strategy.microbatches to {near}, and train.micro_batch_size to a multiple"
+        if closest is not None:
+            hint = f"set strategy.microbatches to {closest}, the nearest that will do"
+        yield _error(found.where, found.what, hint)
+    if micro % parts and takes_microbatches(asked.schedule, ranks, parts):
+        other = f", or strategy.microbatches to {closest}" if closest is not None else ""
+        yield _error(
+            "train.micro_batch_size",
+            f"{micro} samples cannot be cut into {parts} equal microbatches",
+            f"set it to {max(1, round(micro / parts)) * parts}{other}",
+        )
 
 
 def _split_problems(asked: Asked, config: RunConfig, model: ModelShape) -> Iterator[Finding]:
@@ -172,7 +191,3 @@ def _trains(model: ModelShape, stage: StagePlan) -> bool:
 
 def _error(where: str, what: str, hint: str) -> Finding:
     return Finding(severity="error", where=where, what=what, hint=hint)
-
-
-def _once(findings: list[Finding]) -> list[Finding]:
-    return list({str(finding): finding for finding in findings}.values())
