@@ -120,7 +120,20 @@ def run_ranks(folder: Path, source: str, overrides: list[str]) -> RankEnds:
     """Train on as many processes as the plan says; every rank's final state comes back."""
     _, plan, run = prepare_run(folder, source, overrides)
     start_ranks(run, plan.world_size, partial(_train, source, overrides))
-    ranks = range(plan.world_size)
+    return _ends(run, plan.world_size)
+
+
+def run_each(folder: Path, source: str, cases: dict[str, list[str]]) -> dict[str, RankEnds]:
+    """Runs on equally many ranks, one after the other in one group of processes, to be quick."""
+    runs = {name: prepare_run(folder / name, source, cases[name])[1:] for name in cases}
+    [world_size] = {plan.world_size for plan, _ in runs.values()}
+    dirs = [(run, cases[name]) for name, (_, run) in runs.items()]
+    start_ranks(RunDir(folder), world_size, partial(_train_each, source, dirs))
+    return {name: _ends(run, world_size) for name, (_, run) in runs.items()}
+
+
+def _ends(run: RunDir, world_size: int) -> RankEnds:
+    ranks = range(world_size)
     return RankEnds(
         run,
         [RankVerdict.load(run.verdict(rank)) for rank in ranks],
@@ -195,6 +208,17 @@ def _train(source: str, overrides: list[str], run: RunDir, place: Place) -> None
     torch.save(RankState.of(rank_run.engine), run.rank(place.rank) / "state.pt")
 
 
+def _train_each(
+    source: str, runs: list[tuple[RunDir, list[str]]], group: RunDir, place: Place
+) -> None:
+    for run, overrides in runs:
+        try:
+            _train(source, overrides, run, place)
+        except Exception as error:
+            error.add_note(f"in {run.root.name}")
+            raise
+
+
 def build_engine(run: RunDir, source: str, overrides: list[str]) -> tuple[Engine, list[Any]]:
     """On a rank that has joined: the engine of a planned run, untrained, and its first batches."""
     job, plan, rank = load_job(source, overrides), Plan.load(run.plan), dist.get_rank()
@@ -202,8 +226,8 @@ def build_engine(run: RunDir, source: str, overrides: list[str]) -> tuple[Engine
     parts = EngineParts(job.config, plan, job.workload, torch.device("cpu"))
     data = job.workload.build_data(job.config, "train")
     assert data is not None
-    shape = (plan.batch.grad_accum, plan.world_size, plan.batch.micro)
-    rows = np.arange(plan.batch.global_size).reshape(shape)[:, rank]
+    shape = (plan.batch.grad_accum, plan.batch.dp, plan.batch.micro)
+    rows = np.arange(plan.batch.global_size).reshape(shape)[:, plan.dp_rank(rank)]
     engine = find_strategy(plan.strategy.value).build(parts)
     return engine, [collate(data, row) for row in rows]
 

@@ -23,6 +23,7 @@ from paceline.checkpoint.tensors import TensorFiles
 from paceline.cluster.group import Place
 from paceline.config.schema import CheckpointConfig
 from paceline.data.rng import capture_rng
+from paceline.records import Plan
 from paceline.rundir import RunDir
 from paceline.strategies.base import Engine
 from paceline.strategies.stored import SCALER
@@ -158,10 +159,11 @@ def _take_legs(
 ) -> None:
     for leg, before, folder in zip(legs, folders, folders[1:], strict=False):
         assert folder is not None
+        dp = Plan.load(RunDir(folder).plan).batch.dp
         engine, batches = build_engine(RunDir(folder), job, leg.settings)
         if before is None:
             for _ in range(STEPS):
-                _step(engine, batches)
+                _step(engine, batches, dp)
         else:
             kept = CheckpointFolder(before / "checkpoints")
             found = choose_checkpoint(kept, CPU, engine.load)
@@ -171,7 +173,7 @@ def _take_legs(
         saver.wait()
         if saver.failure is not None:
             raise saver.failure
-        _step(engine, batches)
+        _step(engine, batches, dp)
         weights = engine.weights()
         if place.rank == 0:
             torch.save(weights, folder / "next.pt")
@@ -189,8 +191,8 @@ def _writer(folder: Path, place: Place, state: str) -> Writer:
     )
 
 
-def _step(engine: Engine, batches: list[object]) -> None:
-    engine.forward_backward(batches, dist.get_world_size() / SAMPLES, HostClock())
+def _step(engine: Engine, batches: list[object], dp: int) -> None:
+    engine.forward_backward(batches, dp / SAMPLES, HostClock())
     assert not engine.step(0.01, HostClock()).skipped
 
 

@@ -55,6 +55,7 @@ VARIANTS = [
 PLANNED = [
     ["strategy.name=zero3_hybrid", "strategy.shard_size=2", "launch.nproc=4"],
     ["strategy.comm_hook=powersgd", "launch.nproc=2"],
+    ["strategy.name=pipeline", "launch.nproc=2", "strategy.schedule=dualpipe"],
     ["precision.mode=fp16"],
 ]
 

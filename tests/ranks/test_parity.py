@@ -73,6 +73,20 @@ ROWS = {
         "attention.impl=eager",
     ],
 }
+# Both ranks see all samples: in parts of two, and with accumulation of one.
+PIPELINE = ["strategy.name=pipeline", "train.micro_batch_size=16", "strategy.microbatches=8"]
+TWICE = ["strategy.name=pipeline", "train.micro_batch_size=8", "strategy.microbatches=8"]
+ROWS |= {
+    "pipeline, 1f1b": [*PIPELINE, "strategy.schedule=1f1b"],
+    "pipeline, gpipe, accumulation": [*TWICE, "strategy.schedule=gpipe"],
+    "pipeline, dualpipe, accumulation": [*TWICE, "strategy.schedule=dualpipe"],
+    "pipeline, interleaved_zb": [
+        *PIPELINE,
+        "strategy.schedule=interleaved_zb",
+        "strategy.stages_per_rank=1",
+        "train.activation_checkpointing=full",
+    ],
+}
 # The quick suite takes one row of each kind; `make test-all` takes all.
 QUICK = {
     "ddp",
@@ -80,6 +94,7 @@ QUICK = {
     "zero1, accumulation",
     "zero2",
     "fsdp, accumulation",
+    "pipeline, dualpipe, accumulation",
 }
 FOUR_RANKS = ["zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid"]
 
