@@ -42,6 +42,7 @@ figures: launchers
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/checkpoint.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/verdict_quality.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sweep_overhead.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/pipeline.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -63,8 +63,6 @@ def plan_pair(target: Target, env: Env, overrides: Sequence[str] = (), steps: in
     pair = _plan_arms(target, _Ground(device, env, overrides, count))
     if pair.skipped:
         return pair
-    if (ranks := max(arm.plan.world_size for arm in pair.arms)) < target.needs.ranks:
-        return Pair(target, device, skipped=_too_few(target, device, ranks))
     problems = [
         f"{target.name}, {arm.name}: {problem}"
         for arm in pair.arms[1:]
@@ -118,13 +116,18 @@ def _plan_arms(target: Target, ground: _Ground) -> Pair:
     device, work = ground.device, target.work[ground.device]
     arms: list[PlannedArm] = []
     left_out: dict[str, str] = {}
+    ranks = 0
     for arm in target.arms:
         job, plan = ground.plan(target, arm, ground.overrides)
+        ranks = max(ranks, plan.world_size)
         if problems := plan.problems():
             _require_not_users(target, arm, ground, [str(problem) for problem in problems])
             left_out[arm.name] = problems[0].what
         else:
             arms.append(PlannedArm(arm.name, arm.overrides_on(device), job, plan))
+    # First: on too few ranks a plan may have problems that say less.
+    if ranks < target.needs.ranks:
+        return Pair(target, device, skipped=_too_few(target, device, ranks))
     if target.baseline in left_out:
         return Pair(target, device, skipped=f"its baseline: {left_out[target.baseline]}")
     if len(arms) < 2:

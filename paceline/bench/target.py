@@ -20,6 +20,7 @@ ALL = "all"
 CHAPTERS = ("labs/train_distributed", "lab_train_distributed", "train_distributed")
 OF_THE_SEED = (
     "ddp", "ddp_flash", "ddp_compression", "fsdp", "zero1", "zero2", "zero3",
+    "pipeline_gpipe_2stages", "1f1b_2stages", "dualpipe_2stages", "dualpipev_2stages",
 )  # fmt: skip
 
 

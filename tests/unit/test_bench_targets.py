@@ -14,8 +14,9 @@ from paceline.plan.planner import make_plan
 from tests.unit.test_plan import env
 
 NAMES = [
-    "compile", "ddp", "ddp_bucket", "ddp_compression", "ddp_flash", "fsdp", "fused_adamw",
-    "sdpa_backends", "single_gpu_isolation", "zero1", "zero2", "zero3",
+    "1f1b_2stages", "compile", "ddp", "ddp_bucket", "ddp_compression", "ddp_flash",
+    "dualpipe_2stages", "dualpipev_2stages", "fsdp", "fused_adamw", "pipeline_gpipe_2stages",
+    "pipeline_schedules", "sdpa_backends", "single_gpu_isolation", "zero1", "zero2", "zero3",
 ]  # fmt: skip
 
 
