@@ -113,11 +113,8 @@ class PipelineEngine(ModuleEngine):
         own = {name: whole(value) for name, value in self.module.state_dict().items()}
         holdings, group = self.line.holdings, self.line.group
         found = {}
-        for name, shape in holdings.shapes.items():
-            source = holdings.holders[name][0]
-            kind: list[Any] = [own[name].dtype if name in own else None]
-            dist.broadcast_object_list(kind, group_src=source, group=group)
-            sent = torch.empty(shape, dtype=kind[0], device=self.parts.device)
+        for name, form in holdings.tensors.items():
+            source, sent = holdings.holders[name][0], form.empty(self.parts.device)
             if holdings.here == source:
                 sent.copy_(own[name])
             dist.broadcast(sent, group_src=source, group=group)

@@ -12,7 +12,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.strategies.gather import locals_of
-from paceline.strategies.pipeline.stage import Stage
+from paceline.strategies.pipeline.stage import Sent, Stage
 from paceline.strategies.stored import named_tensors
 
 MIB = 2**20
@@ -57,12 +57,12 @@ class Stages(nn.ModuleList):
 
 @dataclass(frozen=True)
 class Holdings:
-    """`shapes`: every tensor of the model. `kept`: tied ones by one of their names, as in a
+    """`tensors`: every one of the model. `kept`: tied ones by one of their names, as in a
     checkpoint. `holders[name]`: the ranks of the pipeline that have it. `sums`: the parameters that
     this rank has in common with others, by the group they sum in."""
 
     here: int
-    shapes: dict[str, tuple[int, ...]]
+    tensors: dict[str, Sent]
     kept: dict[str, tuple[int, ...]]
     holders: dict[str, tuple[int, ...]]
     sums: dict[dist.ProcessGroup, list[nn.Parameter]]
@@ -77,13 +77,13 @@ class Holdings:
 def gather_holdings(stages: Stages, mesh: DeviceMesh, timeout: Any) -> Holdings:
     """All ranks together."""
     group, dp_size = mesh.get_group("pp"), mesh.size(1)
-    own = {name: tuple(value.shape) for name, value in stages.state_dict().items()}
+    own = {name: Sent(value.shape, value.dtype) for name, value in stages.state_dict().items()}
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, (own, [name for name, _ in named_tensors(stages)]), group=group)
-    shapes = {name: shape for part, _ in told for name, shape in part.items()}
-    kept = {name: shapes[name] for _, names in told for name in names}
+    tensors = {name: sent for part, _ in told for name, sent in part.items()}
+    kept = {name: tuple(tensors[name].shape) for _, names in told for name in names}
     holders = {
-        name: tuple(rank for rank, (part, _) in enumerate(told) if name in part) for name in shapes
+        name: tuple(rank for rank, (part, _) in enumerate(told) if name in part) for name in tensors
     }
     here, at = dist.get_rank(group), mesh.get_local_rank("dp")
     groups = {}
@@ -103,7 +103,7 @@ def gather_holdings(stages: Stages, mesh: DeviceMesh, timeout: Any) -> Holdings:
             sums[groups[holders[name]]].append(parameter)
         if holders[name][0] == here:
             counted.append(parameter)
-    return Holdings(here, shapes, kept, holders, dict(sums), counted)
+    return Holdings(here, tensors, kept, holders, dict(sums), counted)
 
 
 def all_reduce_gradients(
@@ -124,10 +124,12 @@ def all_reduce_gradients(
 
 def _buckets(tensors: Sequence[Tensor], bucket_mb: float) -> Iterator[list[Tensor]]:
     """Of one type each: they are laid into one tensor."""
-    open_buckets: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    filling: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    sizes: dict[torch.dtype, int] = defaultdict(int)
     for tensor in tensors:
-        bucket = open_buckets[tensor.dtype]
-        bucket.append(tensor)
-        if sum(t.numel() * t.element_size() for t in bucket) >= bucket_mb * MIB:
-            yield open_buckets.pop(tensor.dtype)
-    yield from (bucket for bucket in open_buckets.values() if bucket)
+        filling[tensor.dtype].append(tensor)
+        sizes[tensor.dtype] += tensor.numel() * tensor.element_size()
+        if sizes.get(tensor.dtype, 0) >= bucket_mb * MIB:
+            yield filling.pop(tensor.dtype)
+            del sizes[tensor.dtype]
+    yield from filling.values()

@@ -25,18 +25,16 @@ class Sent(NamedTuple):
 class Stage(nn.Module):
     """`batch` is the microbatch to run; `done` collects the losses, where this stage has one."""
 
-    def __init__(self, parts: EngineParts, model: nn.Module, region: Region) -> None:
+    def __init__(
+        self, parts: EngineParts, model: nn.Module, region: Region, index: int, num_stages: int
+    ) -> None:
         super().__init__()
         self.parts, self.model, self.region = parts, model, region
-        self.index, self.num_stages = 0, 1
+        self.index, self.num_stages = index, num_stages
         self.batch: Any = None
         self.done: list[tuple[Tensor, int | Tensor]] = []
         self.takes: Sent | None = None
         self.gives: Sent | None = None
-
-    def place(self, index: int, num_stages: int) -> "Stage":
-        self.index, self.num_stages = index, num_stages
-        return self
 
     @property
     def is_first(self) -> bool:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.config.schema import RunConfig
 from paceline.pipeline.requirements import SPLIT_BACKWARDS
 from paceline.pipeline.schedules import draw_schedule
-from paceline.records import Env, Exchange, Finding, StateBytes
+from paceline.records import Env, Exchange, Finding, PipelinePlan, StateBytes
 from paceline.strategies.base import Engine, EngineParts, Share
 from paceline.strategies.blocks import find_blocks
 from paceline.strategies.compose import compose
@@ -69,9 +69,7 @@ class Pipeline:
         stages = Stages()
         for homes in schedule.homes:
             for index in [number for number, home in enumerate(homes) if home == here]:
-                held = range(plan.stages[index].first_block, plan.stages[index].end_block)
-                stage = _build_stage(parts, held, inner, mesh["dp"])
-                stages.append(stage.place(index, schedule.num_stages))
+                stages.append(_build_stage(parts, plan, index, mesh["dp"]))
         if inner is None:
             stages.tie()
         optimizer = build_optimizer(
@@ -90,13 +88,15 @@ class Pipeline:
         return PipelineEngine(parts, optimizer, line, wrapping)
 
 
-def _build_stage(parts: EngineParts, held: range, inner: Sharded | None, mesh: DeviceMesh) -> Stage:
+def _build_stage(parts: EngineParts, plan: PipelinePlan, index: int, mesh: DeviceMesh) -> Stage:
+    held = range(plan.stages[index].first_block, plan.stages[index].end_block)
+    inner = INNER.get(parts.config.strategy.inner)
     region = Region()
     made: list[Stage] = []
 
     def cut(model: nn.Module) -> None:
         cut_model(model, held, region, parts.device)
-        made.append(Stage(parts, model, region))
+        made.append(Stage(parts, model, region, index, len(plan.stages)))
 
     def shard(model: nn.Module) -> None:
         if inner is None:
