@@ -2,6 +2,7 @@
 batch. SGD in fp32, as in test_parity.py; several runs share a group of processes, to be quick."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,10 @@ UNTIED = [*LM, "model.tied=false"]
 ONE = ["train.micro_batch_size=16", "train.grad_accum=1", "strategy.name=ddp"]
 TWO_A_RANK = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
 INNERS = ["ddp", "zero2", "zero3"]
+
+
+def slow(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def pipeline(schedule: str, ranks: int = 2, dp: int = 1, accum: int = 1) -> list[str]:
@@ -64,7 +69,7 @@ def test_every_step_is_clipped(untied: RankEnds) -> None:
     assert min(row.grad_norm for row in untied.rows) > 0.4
 
 
-@pytest.mark.parametrize("inner", ["ddp", pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.parametrize("inner", [slow("ddp"), slow("zero2"), "zero3"])
 def test_two_pipelines_of_two_ranks(inner: str, untied: RankEnds, tmp_path: Path) -> None:
     more = [*UNTIED, f"strategy.inner={inner}"]
     cases = {s: [*more, *pipeline(s, ranks=4, dp=2)] for s in ("1f1b", "zbv", "dualpipe")}
@@ -84,6 +89,7 @@ def test_two_pipelines_of_every_other_schedule(
         assert_same(untied, ends, name)
 
 
+@pytest.mark.slow
 def test_accumulation_recomputation_and_splits(untied: RankEnds, tmp_path: Path) -> None:
     full, selective = (f"train.activation_checkpointing={kind}" for kind in ("full", "selective"))
     cases = {

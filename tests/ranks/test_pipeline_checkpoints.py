@@ -117,6 +117,7 @@ def test_from_four_stages_to_any_other(job: str, groups: list[list[Leg]], tmp_pa
         assert_same_state(first, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["tied"], indirect=True)
 def test_the_same_pipeline_goes_on_bit_for_bit(job: str, tmp_path: Path) -> None:
     for schedule in ("1f1b", "zbv", "dualpipe"):

@@ -70,9 +70,17 @@ def _require_no_ghosts(stage: Stage, handed: Tensor | None, device: torch.device
         given = stage(handed)
     with torch.random.fork_rng(devices=on_gpu), stage.region.disguised():
         again = stage(handed)
-    if not torch.allclose(given, again, rtol=1e-2, atol=1e-3, equal_nan=True):
+    if _differ(given, again):
         raise ConfigError(
             f"stage {stage.index} uses what an earlier stage has computed, and only what flows from"
             " block to block is sent: the model has a connection around its blocks\n"
             "hint: hand it through the blocks, or use another strategy"
         )
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    """As a whole: a kernel that sums in another order may change the last bit of some numbers."""
+    if not torch.equal(a.isnan(), b.isnan()):
+        return True
+    a, b = a.double().nan_to_num(), b.double().nan_to_num()
+    return bool((a - b).norm() > 1e-3 * a.norm())
