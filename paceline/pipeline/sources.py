@@ -145,7 +145,7 @@ def load_measured_times(path: Path, costs: Sequence[float], samples: float) -> B
         dealt(Kind.FORWARD),
         dealt(Kind.INPUT),
         dealt(Kind.WEIGHT),
-        because=f"measured in {path}: {facts.schedule} on {facts.num_ranks} ranks, the mean of"
+        because=f"measured in {path}: {facts.schedule} on {facts.num_ranks} ranks, the median of"
         f" {facts.num_passes} passes",
         backward_s=dealt(Kind.BACKWARD),
         transfer_s=facts.transfer_s * scale,

@@ -164,7 +164,12 @@ def _strategy_rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
         Idle("strategy", ("accumulate",), not is_sharded, why),
         Idle("strategy", ("accumulate",), is_sharded and alone, "a step has one microbatch"),
         Idle("strategy", ("shard_size",), not name.endswith("_hybrid"), why),
-        Idle("strategy", ("offload",), not (is_sharded or is_deepspeed), why),
+        Idle(
+            "strategy",
+            ("offload",),
+            not (is_sharded or is_deepspeed or has_sharded_stages),
+            why,
+        ),
         Idle("strategy", ("offload",), plan.device.value == "cpu", "the ranks are on CPU already"),
         Idle("strategy", ("stage", "deepspeed_config"), not is_deepspeed, why),
         Idle("strategy", ("powersgd_rank", "powersgd_start"), no_power, "comm_hook is another"),

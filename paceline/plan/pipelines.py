@@ -49,7 +49,7 @@ def choose_pipeline(
     stages = list(_plan_stages(asked, config, model))
     empty = [n for n, s in enumerate(stages) if not _trains(model, s)]
     if empty:
-        what = f"stages {empty} have nothing to train: no gradient can pass through them"
+        what = f"stages {empty} have nothing to train, and a stage without that is not supported"
         hint = "use fewer stages, or give them more blocks with strategy.split"
         return None, [_error("strategy.stages", what, hint)]
     return PipelinePlan(
@@ -59,6 +59,11 @@ def choose_pipeline(
         num_microbatches=asked.num_microbatches,
         stages=stages,
     ), []
+
+
+def ranks_of_pipeline(config: RunConfig, world: int) -> int:
+    """Of `world`: how many hold one copy of the model."""
+    return _read(config, world).num_ranks
 
 
 def _read(config: RunConfig, world: int) -> Asked:

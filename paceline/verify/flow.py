@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.cluster.facts import probe
 from paceline.errors import EXIT_CODES, ConfigError, LaunchError, Outcome, PacelineError
 from paceline.pipeline.schedules import NAMES as SCHEDULES
+from paceline.plan.pipelines import ranks_of_pipeline
 from paceline.plan.planner import ALIASES, make_plan
 from paceline.records import Env
 from paceline.rundir import RunDir
@@ -160,8 +161,9 @@ def _pipeline_candidates(asked: str, overrides: Sequence[str], world: int) -> It
     for label in PIPELINES:
         schedule = label.removeprefix("pipeline_")
         if asked == label or (asked == "pipeline" and schedule in (named or [schedule])):
-            settings = (*pipeline_batch(world), *overrides, f"strategy.schedule={schedule}")
-            yield Candidate(label, (*settings, "strategy.name=pipeline"))
+            told = (*overrides, f"strategy.schedule={schedule}", "strategy.name=pipeline")
+            num_ranks = ranks_of_pipeline(build_job(told).config, world)
+            yield Candidate(label, (*pipeline_batch(num_ranks), *told))
 
 
 def _deepspeed_candidates(

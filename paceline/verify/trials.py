@@ -43,10 +43,11 @@ def deep_enough(world: int) -> str:
     return f"model.num_layers={2 * world + 1}"
 
 
-def pipeline_batch(world: int) -> list[str]:
-    """One pipeline takes in one pass what ranks with replicas take in one; sample by sample, which
-    is at least twice as many microbatches as ranks."""
-    return [f"train.micro_batch_size={MICRO * world}", f"strategy.microbatches={MICRO * world}"]
+def pipeline_batch(num_ranks: int) -> list[str]:
+    """A pipeline takes in one pass what as many ranks with replicas take in one; sample by sample,
+    which is at least twice as many microbatches as ranks."""
+    size = MICRO * num_ranks
+    return [f"train.micro_batch_size={size}", f"strategy.microbatches={size}"]
 
 
 @dataclass(frozen=True)

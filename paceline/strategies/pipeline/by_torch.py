@@ -69,10 +69,12 @@ class TimedStage(PipelineStage):
         loss: Any = None,
         full_backward: bool = True,
         last_backward: bool = False,
-    ) -> Any:
+    ) -> None:
         kind = Kind.BACKWARD if full_backward else Kind.INPUT
         with self.recorder.timed(Action(kind, self.stage_index, bwd_chunk_id)):
-            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            made = self.bwd_cache.get(bwd_chunk_id, ())  # sent on; autograd promises no layout
+            self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in made)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
         with self.recorder.timed(Action(Kind.WEIGHT, self.stage_index, bwd_chunk_id)):
@@ -85,7 +87,7 @@ class TimedStage(PipelineStage):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         except RuntimeError as error:
             if backward_type != "weight" or "a second time" not in str(error):
-                raise
+                raise error.__cause__ or error from None
             raise ConfigError(
                 f"stage {self.stage_index} uses a weight twice, one use after the other: the two"
                 " halves of such a backward cannot run apart\n"

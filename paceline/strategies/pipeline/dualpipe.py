@@ -1,9 +1,9 @@
 """DualPipe, run from its plain data: two directions at once.
 
 Each rank holds stage r for microbatches that enter at rank 0, and stage P - 1 - r for those that
-enter at the last rank. Receives are posted one ahead on each lane (a direction, and forward or
-backward), so that results travel while ranks compute; a lane has a group of its own, in which
-messages between two ranks keep their order.
+enter at the last rank. Over gloo receives are posted one ahead on each lane (a direction, and
+forward or backward), so that results travel while ranks compute; a lane has a group of its own, in
+which messages between two ranks keep their order.
 """
 
 from collections import defaultdict, deque
@@ -55,12 +55,15 @@ class DualPipeRunner:
         self.flying: dict[Action, _Flying] = {}
         self.posted: dict[Action, _Post] = {}
         self.waiting: dict[Lane, deque[Action]] = {}
-        self.sent: list[tuple[dist.Work, Tensor]] = []
+        self.sent: dict[Lane, deque[tuple[dist.Work, Tensor]]] = {lane: deque() for lane in LANES}
+        self.forms = [(stage.takes, stage.gives) for stage in stages]
+        # With NCCL a receive that waits can stand before a send in the device's one queue.
+        self.is_eager = dist.get_backend(groups[LANES[0]]) == "gloo"
 
     def run(self, microbatches: Sequence[Any]) -> None:
         order = list(self.schedule.iter_actions(self.here))
         self.waiting = _lanes_of(order, self.schedule.num_stages)
-        for lane in self.waiting:
+        for lane in self.waiting if self.is_eager else ():
             self._post_next(lane)
         for action in order:
             given = self._take(action)
@@ -68,9 +71,8 @@ class DualPipeRunner:
             with self.recorder.timed(action):
                 result = self._compute(action, given)
             self._send(action, result)
-        for work, _ in self.sent:
-            work.wait()
-        self.sent.clear()
+        for lane in LANES:
+            self._settle(lane, left=0)
         for hand in self.hands:
             hand.perform_reduce_grad(1)
 
@@ -122,19 +124,22 @@ class DualPipeRunner:
     def _take(self, action: Action) -> Tensor | None:
         if not _receives(action, self.schedule.num_stages):
             return None
+        if not self.is_eager:
+            self._post_next(_lane(action))
         post = self.posted.pop(action)
         post.work.wait()
-        self._post_next(_lane(action))
+        if self.is_eager:
+            self._post_next(_lane(action))
         return post.buffer
 
     def _post_next(self, lane: Lane) -> None:
         if not self.waiting[lane]:
             return
         action = self.waiting[lane].popleft()
-        stage, (_, is_back) = self.stages[action.direction], lane
-        sent = stage.gives if is_back else stage.takes
-        assert sent is not None, "shapes are learnt before the first pass"
-        buffer = sent.empty(self.device)
+        is_back = lane[1]
+        form = self.forms[action.direction][is_back]
+        assert form is not None, "shapes are learnt before the first pass"
+        buffer = form.empty(self.device)
         source = self._home(action, action.stage + 1 if is_back else action.stage - 1)
         work = dist.irecv(buffer, group_src=source, group=self.groups[lane])
         assert work is not None
@@ -146,9 +151,17 @@ class DualPipeRunner:
         is_back = action.kind != Kind.FORWARD
         target = self._home(action, action.stage - 1 if is_back else action.stage + 1)
         value = result.contiguous()
-        work = dist.isend(value, group_dst=target, group=self.groups[action.direction, is_back])
+        lane = (action.direction, is_back)
+        work = dist.isend(value, group_dst=target, group=self.groups[lane])
         assert work is not None
-        self.sent.append((work, value))
+        self.sent[lane].append((work, value))
+        # No rank has more in flight: what was sent before that has arrived.
+        self._settle(lane, left=self.schedule.num_ranks + 1)
+
+    def _settle(self, lane: Lane, left: int) -> None:
+        while len(self.sent[lane]) > left:
+            work, _ = self.sent[lane].popleft()
+            work.wait()
 
     def _home(self, action: Action, stage: int) -> int:
         return self.schedule.homes[action.direction][stage]

@@ -91,6 +91,7 @@ class PipelineEngine(ModuleEngine):
 
     def _exchange(self) -> None:
         self.line.holdings.sum_copies()
+        self.line.holdings.spread_buffers()
         if not self.line.is_sharded and self.line.mesh.size(1) > 1:
             group, size = self.line.mesh.get_group("dp"), self.line.mesh.size(1)
             bucket_mb = self.parts.config.strategy.bucket_mb
@@ -105,11 +106,15 @@ class PipelineEngine(ModuleEngine):
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Totals:
         self._clear()
-        self._relay(batch)
+        # In microbatches, as in training: a stage's results for the whole batch may not fit.
+        num_samples = len(tree_flatten(batch)[0][0])
+        for piece in cut_batch(batch, min(self.num_microbatches, num_samples)):
+            self._relay(piece)
         return self._totals()
 
     def weights(self) -> dict[str, Tensor]:
-        """Own copies as they are, so that copies which drift apart show; others from a holder."""
+        """For proofs: the whole model on every rank. Own copies as they are, so that copies which
+        drift apart show; others from a holder."""
         own = {name: whole(value) for name, value in self.module.state_dict().items()}
         holdings, group = self.line.holdings, self.line.group
         found = {}

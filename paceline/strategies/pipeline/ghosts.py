@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from paceline.data.rng import capture_rng
 from paceline.errors import ConfigError
 
 
@@ -34,15 +35,33 @@ class Region:
     def __init__(self) -> None:
         self.received: Tensor | None = None
         self.is_real = False
+        self.learns = False  # the first pass, which looks for what cannot work
+        self._drawn: dict[str, Tensor] = {}
         self._fillings: list[Tensor] = []  # the one number that a stand-in is made of
 
     def begin(self, received: Tensor | None) -> None:
         self.received, self.is_real = received, received is None
+        if self.learns and received is not None:
+            self._drawn = capture_rng(received.device)
 
     def enter(self) -> Tensor:
         assert self.received is not None, "only later stages are entered"
+        if self.learns:
+            self._require_no_draws(self.received.device)
         self.is_real = True
         return self.received
+
+    def end(self) -> None:
+        self.received, self.is_real = None, False
+
+    def _require_no_draws(self, device: torch.device) -> None:
+        """Each stage would draw numbers of its own, where the model means the same ones."""
+        now = capture_rng(device)
+        if any(not torch.equal(now[name], before) for name, before in self._drawn.items()):
+            raise ConfigError(
+                "the model draws random numbers before its blocks, and every stage would draw"
+                " others\nhint: draw them in the data set, as a part of the sample"
+            )
 
     def stand_in(self, value: Any, device: torch.device) -> Any:
         """Of the same shape, without memory: NaN, or 0 where there is no NaN."""

@@ -59,7 +59,7 @@ class Stages(nn.ModuleList):
 class Holdings:
     """`tensors`: every one of the model. `kept`: tied ones by one of their names, as in a
     checkpoint. `holders[name]`: the ranks of the pipeline that have it. `sums`: the parameters that
-    this rank has in common with others, by the group they sum in."""
+    this rank has in common with others, by the group they sum in; `buffers` likewise."""
 
     here: int
     tensors: dict[str, Sent]
@@ -67,11 +67,18 @@ class Holdings:
     holders: dict[str, tuple[int, ...]]
     sums: dict[dist.ProcessGroup, list[nn.Parameter]]
     counted: list[nn.Parameter]
+    buffers: list[tuple[dist.ProcessGroup, Tensor]]
 
     def sum_copies(self) -> None:
         """Each holder has seen some of the microbatches, or has used the weight elsewhere."""
         for group, parameters in self.sums.items():
             all_reduce_gradients(parameters, group, bucket_mb=64.0)
+
+    def spread_buffers(self) -> None:
+        """What a forward pass changes, such as BatchNorm's statistics: the first holder's are those
+        of all, as in DistributedDataParallel."""
+        for group, buffer in self.buffers:
+            dist.broadcast(buffer, group_src=0, group=group)
 
 
 def gather_holdings(stages: Stages, mesh: DeviceMesh, timeout: Any) -> Holdings:
@@ -103,7 +110,14 @@ def gather_holdings(stages: Stages, mesh: DeviceMesh, timeout: Any) -> Holdings:
             sums[groups[holders[name]]].append(parameter)
         if holders[name][0] == here:
             counted.append(parameter)
-    return Holdings(here, tensors, kept, holders, dict(sums), counted)
+    buffers = [
+        (group, value)
+        for name, value in stages.state_dict(keep_vars=True).items()
+        if not isinstance(value, nn.Parameter)
+        for group in (groups.get(holders[name]), mesh.get_group("dp") if dp_size > 1 else None)
+        if group is not None
+    ]
+    return Holdings(here, tensors, kept, holders, dict(sums), counted, buffers)
 
 
 def all_reduce_gradients(

@@ -34,11 +34,6 @@ class Recorder:
         self.on_gpu = device.type == "cuda"
         self.clock: Clock | None = None
         self._passes: deque[_Open] = deque(maxlen=KEPT_PASSES)
-        # The device lags behind the host: moments on it are counted from one that both knew.
-        self._anchored_at, self._anchor = time(), self._mark()
-        if self.on_gpu:
-            self._anchor.synchronize()
-            self._anchored_at = time()
 
     def begin(self, clock: Clock, number: int) -> None:
         self.clock = clock
@@ -69,12 +64,17 @@ class Recorder:
         return [action for action, _, _ in self._passes[-1].marks] if self._passes else []
 
     def passes(self) -> list[Pass]:
-        """All that is kept; on a GPU waits for it."""
+        """All that is kept; on a GPU waits for it. The device lags behind the host: moments on it
+        are counted back from one that both know."""
+        anchor = self._mark()
+        if self.on_gpu:
+            anchor.synchronize()
+        now = time()
         return [
             Pass(
                 step=made.step,
                 number=made.number,
-                started_at=self._anchored_at + _between(self._anchor, made.origin),
+                started_at=now - _between(made.origin, anchor),
                 actions=tuple(
                     Timed(action, _between(made.origin, a), _between(made.origin, b))
                     for action, a, b in made.marks

@@ -36,9 +36,11 @@ class Relay:
             if index > 0 and self.homes[index - 1] != self.here:
                 handed = self._receive(self.homes[index - 1])
             stage.batch = batch
+            stage.region.learns = learns
             if learns:
                 _require_no_ghosts(stage, handed, self.device)
             given = stage(handed)
+            stage.region.learns = False
             if learns:
                 stage.takes = Sent(handed.shape, handed.dtype) if handed is not None else None
                 stage.gives = Sent(given.shape, given.dtype)

@@ -50,9 +50,9 @@ class Stage(nn.Module):
         try:
             loss, units = compute_loss(self.parts, self.model, self.batch)
         except Reached as reached:
-            return reached.hidden
+            return _ownable(reached.hidden)
         finally:
-            self.region.is_real = False
+            self.region.end()
         if not self.is_last:
             raise ConfigError(
                 f"stage {self.index}: the model's forward never called the next stage's first"
@@ -60,3 +60,11 @@ class Stage(nn.Module):
             )
         self.done.append((loss.detach(), units))
         return torch.stack([loss])  # with an axis, along which torch puts microbatches together
+
+
+def _ownable(hidden: Tensor) -> Tensor:
+    """A tensor that torch can send, which wants it dense, and cut off from its graph in place,
+    which it cannot do to a view: what a Linear or a transpose returns."""
+    if hidden._is_view() or not hidden.is_contiguous():
+        return hidden.clone(memory_format=torch.contiguous_format)
+    return hidden

@@ -49,12 +49,16 @@ class Pipeline:
         if config.strategy.inner in INNER:
             each_pass = _with_strategy(config, accumulate="reduce")
             return INNER[config.strategy.inner].exchange(model, each_pass, share)
-        if share.size == 1:
-            because = "no other rank has these stages; activations go from stage to stage"
-            return Exchange(plain=0, sent=0, because=because)
-        total = sum_bytes(model.trainable)
-        because = f"summed once a step over the {share.size} ranks with the same stages"
-        return Exchange(plain=total, sent=total, because=because)
+        is_copied = config.strategy.schedule == "dualpipe"
+        shared = sum_bytes(p for p in model.trainable if is_copied or len(p.places) > 1)
+        among = sum_bytes(model.trainable) if share.size > 1 else 0
+        reasons = [
+            f"{shared:,} bytes of weights that several stages hold" if shared else "",
+            f"{among:,} bytes among the {share.size} ranks with the same stages" if among else "",
+        ]
+        told = " and ".join(reason for reason in reasons if reason)
+        because = f"summed once a step: {told}" if told else "no other rank has these stages"
+        return Exchange(plain=shared + among, sent=shared + among, because=because)
 
     def build(self, parts: EngineParts) -> Engine:
         config, plan = parts.config, parts.plan.pipeline
