@@ -32,17 +32,21 @@ class Data:
         return (sample | {"name": "text"}) if self.kind == "words" else sample
 
 class Block(nn.Module):
-    def __init__(self, frozen):
+    def __init__(self, frozen, kind):
         super().__init__()
-        self.inner, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.inner, self.norm, self.kind = nn.Linear(8, 8), nn.LayerNorm(8), kind
         self.inner.requires_grad_(not frozen)
-    def forward(self, x, scale=1.0): return x + torch.tanh(self.inner(self.norm(x))) * scale
+        if kind == "batch norm": self.batch = nn.BatchNorm1d(6)
+    def forward(self, x, scale=1.0):
+        if self.kind == "batch norm": x = self.batch(x)
+        x = x + torch.tanh(self.inner(self.norm(x))) * scale
+        return x.transpose(0, 1).contiguous().transpose(0, 1) if self.kind == "turned" else x
 
 class Net(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.kind = kind
-        blocks = [Block(frozen=kind == "frozen" and n in (0, 2)) for n in range(4)]
+        blocks = [Block(kind == "frozen" and n in (0, 2), kind) for n in range(4)]
         if kind == "twice": blocks = [b for b in blocks for _ in (0, 1)]
         if kind == "woven": blocks = blocks[:2] * 2
         if kind == "shared": blocks[3].inner.weight = blocks[0].inner.weight
@@ -61,6 +65,7 @@ class Net(nn.Module):
     def forward(self, x):
         h = start = self.embed(x)
         h += self.place
+        if self.kind == "draws": h = h * torch.rand(h.shape)
         order = self.blocks[::-1] if self.kind == "backwards" else self.blocks
         for block in order: h = block(h, scale=self.scale)
         if self.kind == "skip": h = h + 0.1 * start
@@ -131,11 +136,13 @@ def test_a_masked_autoencoder(tmp_path: Path) -> None:
         slow("frozen", ("1f1b", "zbv", "dualpipe")),
         slow("same module", ("1f1b", "zbv", "dualpipe")),
         slow("twice", ("gpipe", "1f1b", "interleaved_1f1b")),
+        slow("turned", ("1f1b", "zbv", "dualpipev", "dualpipe")),
     ],
 )
 def test_a_users_own_model(kind: str, schedules: tuple[str, ...], own: str, tmp_path: Path) -> None:
     """With values from its own constructor, and a forward that writes into the embedding. `frozen`:
-    a part of a stage; `twice`: each block is called two times; `same module` under two names."""
+    a part of a stage; `twice`: each block is called two times; `same module` under two names;
+    `turned`: what is sent is a view, and not dense."""
     reference = run_here(tmp_path / "one", own, [*SGD, *ONE, f"model.kind={kind}"])
     cases = {s: of_kind(kind, s) for s in schedules}
     for name, ends in run_each(tmp_path / "two", own, cases).items():
@@ -151,12 +158,21 @@ def test_a_users_own_model(kind: str, schedules: tuple[str, ...], own: str, tmp_
         ("skip", r"stage 1 uses what an earlier stage has computed"),
         slow("weak skip", r"stage 1 uses what an earlier stage has computed"),
         slow("after", r"stage 1 uses what an earlier stage has computed"),
+        slow("draws", r"draws random numbers before its blocks"),
         ("words", r"cuts a batch by samples"),
     ],
 )
 def test_what_cannot_be_cut_is_an_error(kind: str, what: str, own: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=what):
         run_each(tmp_path / "run", own, {"case": of_kind(kind)})
+
+
+@pytest.mark.slow
+def test_copies_keep_the_same_statistics(own: str, tmp_path: Path) -> None:
+    """DualPipe's two copies of a stage see other microbatches."""
+    (ends,) = run_each(tmp_path / "run", own, {"case": of_kind("batch norm", "dualpipe")}).values()
+    means = [state.weights["blocks.0.batch.running_mean"] for state in ends.states]
+    assert means[0].abs().sum() > 0 and torch.equal(means[0], means[1])
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def gather_holdings(stages: Stages, mesh: DeviceMesh, timeout: Any) -> Holdings:
             counted.append(parameter)
     buffers = [
         (group, value)
-        for name, value in stages.state_dict(keep_vars=True).items()
+        for name, value in sorted(stages.state_dict(keep_vars=True).items())
         if not isinstance(value, nn.Parameter)
         for group in (groups.get(holders[name]), mesh.get_group("dp") if dp_size > 1 else None)
         if group is not None
