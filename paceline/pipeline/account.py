@@ -101,6 +101,7 @@ def _ranks(
         for own in timeline.ranks:
             rank = own.rank * len(drawn.pipelines) + number
             mine = [wait for wait in gaps if wait.rank == own.rank]
+            promised = simulated.ranks[own.rank]
             seen = [done.pipelines[number].ranks[own.rank] for done in measured.passes]
             made.append(
                 PipelineRank(
@@ -112,8 +113,10 @@ def _ranks(
                     utilisation=timeline.utilisation(own.rank),
                     max_forward_queue=max(one.max_queue(Kind.FORWARD) for one in seen),
                     max_backward_queue=max(one.max_queue(Kind.BACKWARD) for one in seen),
+                    simulated_forward_queue=promised.max_queue(Kind.FORWARD),
+                    simulated_backward_queue=promised.max_queue(Kind.BACKWARD),
                     max_in_flight=max(one.max_in_flight for one in seen),
-                    in_flight_limit=simulated.ranks[own.rank].max_in_flight,
+                    in_flight_limit=promised.max_in_flight,
                     peak_bytes=peak_bytes.get(rank),
                 )
             )

@@ -172,6 +172,8 @@ class PipelineRank(Part):
     utilisation: float
     max_forward_queue: int
     max_backward_queue: int
+    simulated_forward_queue: int = 0
+    simulated_backward_queue: int = 0
     max_in_flight: int
     in_flight_limit: int = Field(description="What the schedule's own order holds at the most.")
     peak_bytes: int | None

@@ -13,7 +13,7 @@ REMARKABLE = 0.03  # idle time beyond the formula that has to be explained
 WORTH_A_WORD = 0.005
 RANK_COLUMNS = (
     "rank", "stages", "busy", "bubble", "communication", "utilisation", "idle / formula",
-    "queue F / B", "in flight / schedule", "peak memory",
+    "queue F, B / simulated", "in flight / schedule", "peak memory",
 )  # fmt: skip
 STAGE_COLUMNS = ("stage", "utilisation", "F", "B", "I", "W")
 
@@ -128,7 +128,8 @@ def _rank_row(rank: PipelineRank, facts: PipelineFacts) -> tuple[str, ...]:
         duration(rank.communication_s),
         f"{rank.utilisation:.1%}",
         f"{1 - rank.utilisation:.1%} / {facts.shares.formula:.1%}",
-        f"{rank.max_forward_queue} / {rank.max_backward_queue}",
+        f"{rank.max_forward_queue}, {rank.max_backward_queue} /"
+        f" {rank.simulated_forward_queue}, {rank.simulated_backward_queue}",
         f"{rank.max_in_flight} / {rank.in_flight_limit}",
         size(rank.peak_bytes) if rank.peak_bytes else "unknown",
     )
