@@ -52,7 +52,7 @@ class Setup:
         return {"blocks": 2 * self.ranks, "stuff": self.stuff, "rows": self.rows, "dim": self.dim}
 
 
-LINEARS, WAIT_S = 16, 0.012  # in a block: matrix products; seconds of each third
+LINEARS, WAIT_S = 24, 0.012  # in a block: matrix products; seconds of each third
 
 
 class Model(Section):
