@@ -19,6 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from paceline.data.rng import capture_rng
 from paceline.errors import ConfigError
 
+PLAIN = (int, float, str, bool, type(None))
+SEQUENCES = (tuple, list)
+
 
 class Reached(BaseException):
     """The next stage's first block was called with `hidden`: the way out of a forward pass. Not an
@@ -38,6 +41,7 @@ class Region:
         self.learns = False  # the first pass, which looks for what cannot work
         self._drawn: dict[str, Tensor] = {}
         self._fillings: list[Tensor] = []  # the one number that a stand-in is made of
+        self._lent: list[tuple[Ghost, Any, Any]] = []
 
     def begin(self, received: Tensor | None) -> None:
         self.received, self.is_real = received, received is None
@@ -51,8 +55,14 @@ class Region:
         self.is_real = True
         return self.received
 
+    def lend(self, ghost: "Ghost", key: Any, copy: Any) -> None:
+        self._lent.append((ghost, key, copy))
+
     def end(self) -> None:
         self.received, self.is_real = None, False
+        for ghost, key, copy in self._lent:
+            ghost.note_use(key, is_written=_is_written(copy))
+        self._lent.clear()
 
     def _require_no_draws(self, device: torch.device) -> None:
         """Each stage would draw numbers of its own, where the model means the same ones."""
@@ -93,6 +103,7 @@ class Ghost(nn.Module):
         self.name, self.region = name, region
         self._elsewhere = (module.to("meta"),)  # in a tuple: its weights are not this model's
         self._results: dict[Any, Any] = {}
+        self._are_written: dict[Any, bool] = {}
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -107,11 +118,22 @@ class Ghost(nn.Module):
                 " after blocks that stand behind it\n"
                 "hint: create the model's parts in the order in which its forward uses them"
             )
-        key = (_shapes_of(args), _shapes_of(kwargs))
+        # With the mode: some models write into what they were given only when they train.
+        key = (_shapes_of(args), _shapes_of(kwargs), torch.is_grad_enabled())
         if key not in self._results:
             self._results[key] = self._imagine(args, kwargs)
-        # A copy of its own for each caller, who may write into it.
-        return tree_map(_copied, self._results[key])
+        made = self._results[key]
+        if not self._are_written.get(key, True):
+            return made.detach() if torch.is_tensor(made) else tree_map(_alias, made)
+        # A copy with memory of its own, for callers who write into it. Deep models have many
+        # ghosts, so the first pass finds out which need one.
+        copy = tree_map(_copied, made)
+        self.region.lend(self, key, copy)
+        return copy
+
+    def note_use(self, key: Any, is_written: bool) -> None:
+        """Once written into, always copied."""
+        self._are_written[key] = is_written or self._are_written.get(key, False)
 
     @torch.no_grad()
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -151,6 +173,15 @@ def _copied(value: Any) -> Any:
     return value.clone() if torch.is_tensor(value) else value
 
 
+def _alias(value: Any) -> Any:
+    return value.detach() if torch.is_tensor(value) else value
+
+
+def _is_written(copy: Any) -> bool:
+    """torch counts what is written into a tensor, through whatever view."""
+    return any(leaf._version > 0 for leaf in tree_leaves(copy) if torch.is_tensor(leaf))
+
+
 def _on_meta(value: Any) -> Any:
     return value.to("meta") if torch.is_tensor(value) else value
 
@@ -158,14 +189,14 @@ def _on_meta(value: Any) -> Any:
 def _shapes_of(value: Any) -> Any:
     """All that the shape of a result can depend on. By hand where it can be: torch's walk over a
     tree takes ten times as long, and every ghost is called for every microbatch."""
-    if torch.is_tensor(value):
+    if isinstance(value, Tensor):
         return value.shape, value.dtype
-    if isinstance(value, int | float | str | bool | None):
+    if isinstance(value, PLAIN):
         return value
-    if isinstance(value, tuple | list):
-        return tuple(_shapes_of(item) for item in value)
+    if isinstance(value, SEQUENCES):
+        return tuple([_shapes_of(item) for item in value])
     if isinstance(value, dict):
-        return tuple((name, _shapes_of(item)) for name, item in value.items())
+        return tuple([(name, _shapes_of(item)) for name, item in value.items()])
     leaves = tree_leaves(value)
     is_leaf = len(leaves) == 1 and leaves[0] is value
     return type(value) if is_leaf else (type(value), _shapes_of(leaves))
