@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-SLOWEST = ("test_docs.py", "test_keep_", "test_deepspeed.py", "test_launchers.py", "test_soak.py")
+SLOWEST = (
+    "test_docs.py", "test_keep_", "test_deepspeed.py", "test_launchers.py", "test_soak.py",
+    "test_pipeline.py", "test_verify_pipeline.py",
+)  # fmt: skip
 TEXT = "the quick brown fox jumps over the lazy dog; " * 40
 
 
