@@ -56,5 +56,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             group = "schedulers" if "schedulers" in item.path.parts else item.path.name
             item.add_marker(pytest.mark.xdist_group(group))
-    if config.getoption("numprocesses", None):
+    if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: not item.path.name.startswith(SLOWEST))
