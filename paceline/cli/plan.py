@@ -56,12 +56,23 @@ def plan(
         from paceline.errors import ConfigError
 
         raise ConfigError("--times is read with --schedule only\nhint: add --schedule all")
+    show_plan(source, overrides or [], as_json, launch, sbatch)
+
+
+def show_plan(
+    source: str,
+    overrides: list[str],
+    as_json: bool,
+    launch: bool = False,
+    sbatch: Path | None = None,
+) -> None:
+    """Also what `paceline train --dry-run` does."""
     from paceline.cli.talk import print_json, refusals_on_stdout
     from paceline.cluster import resolve_topology
     from paceline.job import load_job
 
     with refusals_on_stdout(as_json):
-        job = load_job(source, overrides or [])
+        job = load_job(source, overrides)
         from paceline.flow import decide, order_for, require_feasible  # imports torch
 
         env, made = decide(job, resolve_topology())

@@ -51,9 +51,9 @@ def train(
     if not source:
         raise ConfigError("train needs a RECIPE, or --resume RUN_DIR\nhint: paceline recipes")
     if dry_run:
-        from paceline.cli.plan import plan
+        from paceline.cli.plan import show_plan
 
-        plan(source, overrides, as_json, launch=False, sbatch=None)
+        show_plan(source, overrides or [], as_json)
     finish(source, overrides or [], out, as_json)
 
 

@@ -57,7 +57,7 @@ def test_plan_for_64_ranks_on_this_machine(tmp_path: Path) -> None:
 
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     ran = paceline("train", "lm_tiny", "--dry-run", "--json", cwd=tmp_path)
-    assert ran.code == 0 and json.loads(ran.out)["schema"] == 2
+    assert ran.code == 0 and json.loads(ran.out)["schema"] == 3
     assert list(tmp_path.iterdir()) == []
 
 
