@@ -48,8 +48,8 @@ class TimedStage(PipelineStage):
             stage.index,
             stage.num_stages,
             device,
-            input_args=_example(stage.takes, device) or (torch.zeros(1, device=device),),
-            output_args=_example(stage.gives, device),
+            input_args=_example(stage.takes) or (torch.zeros(1, device=device),),
+            output_args=_example(stage.gives),
             group=group,
         )
         self.stage, self.recorder = stage, recorder
@@ -127,7 +127,7 @@ class TorchRunner:
         self.schedule.step(*given, target=target, return_outputs=False)
 
 
-def _example(sent: Sent | None, device: torch.device) -> tuple[Tensor, ...] | None:
+def _example(sent: Sent | None) -> tuple[Tensor, ...] | None:
     """What torch makes its buffers by."""
     if sent is None:
         return None

@@ -140,36 +140,32 @@ def _problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
     strategy = config.strategy
     is_compiled = config.train.compile != "off"
     if is_compiled and strategy.schedule in SPLIT_BACKWARDS:
-        yield Finding(
-            severity="error",
-            where="train.compile",
-            what=f"{strategy.schedule} runs the two halves of a backward apart, and a compiled"
+        yield _error(
+            "train.compile",
+            f"{strategy.schedule} runs the two halves of a backward apart, and a compiled"
             " block has only one",
-            hint="set train.compile=off, or strategy.schedule=1f1b",
+            "set train.compile=off, or strategy.schedule=1f1b",
         )
     is_selective = config.train.activation_checkpointing == "selective"
     if is_selective and strategy.schedule in SPLIT_BACKWARDS:
-        yield Finding(
-            severity="error",
-            where="train.activation_checkpointing",
-            what=f"{strategy.schedule} runs the two halves of a backward apart, and torch hands out"
+        yield _error(
+            "train.activation_checkpointing",
+            f"{strategy.schedule} runs the two halves of a backward apart, and torch hands out"
             " what selective has kept only once",
-            hint="set train.activation_checkpointing=full, or strategy.schedule=1f1b",
+            "set train.activation_checkpointing=full, or strategy.schedule=1f1b",
         )
     if is_compiled and config.train.compile_scope == "model":
-        yield Finding(
-            severity="error",
-            where="train.compile_scope",
-            what="a stage leaves the model's forward in its middle, which one graph cannot",
-            hint="set train.compile_scope=blocks, or auto",
+        yield _error(
+            "train.compile_scope",
+            "a stage leaves the model's forward in its middle, which one graph cannot",
+            "set train.compile_scope=blocks, or auto",
         )
     if any(len(p.places) > 1 and p.unit < model.num_blocks for p in model.parameters):
-        yield Finding(
-            severity="error",
-            where="strategy.name",
-            what="a weight inside a block is used outside of it too, and a stage takes or leaves a"
+        yield _error(
+            "strategy.name",
+            "a weight inside a block is used outside of it too, and a stage takes or leaves a"
             " block as a whole",
-            hint="share it from outside of the blocks, or use strategy.name=ddp",
+            "share it from outside of the blocks, or use strategy.name=ddp",
         )
     elif any(len(p.places) > 1 for p in model.parameters):
         yield from _tied_findings(config)
@@ -187,30 +183,27 @@ def _problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
 def _sharded_findings(config: RunConfig) -> Iterator[Finding]:
     strategy = config.strategy
     if strategy.offload:
-        yield Finding(
-            severity="error",
-            where="strategy.offload",
-            what="the stages of a pipeline are not offloaded",
-            hint="set strategy.offload=false, or use more stages",
+        yield _error(
+            "strategy.offload",
+            "the stages of a pipeline are not offloaded",
+            "set strategy.offload=false, or use more stages",
         )
     if strategy.schedule in SPLIT_BACKWARDS and strategy.reshard_after_forward is True:
-        yield Finding(
-            severity="error",
-            where="strategy.reshard_after_forward",
-            what=f"{strategy.schedule} runs the two halves of a backward apart, and both need the"
+        yield _error(
+            "strategy.reshard_after_forward",
+            f"{strategy.schedule} runs the two halves of a backward apart, and both need the"
             " weights that the forward has gathered",
-            hint="set it to auto, or strategy.schedule=1f1b",
+            "set it to auto, or strategy.schedule=1f1b",
         )
 
 
 def _tied_findings(config: RunConfig) -> Iterator[Finding]:
     if config.strategy.inner in INNER:
-        yield Finding(
-            severity="error",
-            where="strategy.inner",
-            what="the model's first and last stage read the same weights, and sharded stages cannot"
+        yield _error(
+            "strategy.inner",
+            "the model's first and last stage read the same weights, and sharded stages cannot"
             " share them",
-            hint="set strategy.inner=ddp, or untie them (model.tied=false)",
+            "set strategy.inner=ddp, or untie them (model.tied=false)",
         )
     else:
         yield Finding(
@@ -218,6 +211,10 @@ def _tied_findings(config: RunConfig) -> Iterator[Finding]:
             where="strategy.name",
             what="tied weights are held by each stage that reads them, and their gradients summed",
         )
+
+
+def _error(where: str, what: str, hint: str) -> Finding:
+    return Finding(severity="error", where=where, what=what, hint=hint)
 
 
 PIPELINE = Pipeline()
