@@ -46,14 +46,14 @@ from step_overhead import Turns, median_interval
 
 from paceline.cluster.facts import probe
 from paceline.cluster.group import Place, join_group
-from paceline.pipeline.account import account, times_measured
-from paceline.pipeline.formulas import EQUAL, bubble_formula
-from paceline.pipeline.measured import load_measured
-from paceline.pipeline.schedules import NAMES, draw_schedule
-from paceline.pipeline.simulate import pairing_of, simulate
 from paceline.plan.planner import make_plan
 from paceline.records import PipelineFacts
 from paceline.rundir import RunDir
+from paceline.schedules.account import account, times_measured
+from paceline.schedules.formulas import EQUAL, bubble_formula
+from paceline.schedules.measured import load_measured
+from paceline.schedules.orders import NAMES, draw_schedule
+from paceline.schedules.simulate import pairing_of, simulate
 
 SETUPS = {
     2: Setup(2, 8, "products", rows=128, dim=512),

@@ -21,9 +21,9 @@ from paceline.config.load import dump_config
 from paceline.config.schema import Positive, Section
 from paceline.data.cursor import Order, StepSlice
 from paceline.job import Job, load_job
-from paceline.pipeline.schedules import draw_schedule
 from paceline.plan.planner import make_plan
 from paceline.rundir import RunDir
+from paceline.schedules.orders import draw_schedule
 from paceline.strategies.pipeline.by_torch import SEVERAL, SINGLE
 from paceline.tables import read_training
 from paceline.train.worker import RankRun

@@ -10,8 +10,6 @@ from paceline.files import fingerprint
 from paceline.launch.archive import finish_attempt, list_attempts, measure_ettr, summarise
 from paceline.launch.base import LaunchEnd
 from paceline.launch.cause import Ending, completed_steps, judge_end, load_verdicts, stop_notes
-from paceline.pipeline.account import account
-from paceline.pipeline.measured import load_measured
 from paceline.records import (
     Attempt,
     Audit,
@@ -25,6 +23,8 @@ from paceline.records import (
     Result,
 )
 from paceline.rundir import RunDir
+from paceline.schedules.account import account
+from paceline.schedules.measured import load_measured
 from paceline.stats.windows import Throughput, measure_throughput
 from paceline.tables import CheckpointRow, TrainingRow, read_checkpoints, read_training
 

@@ -2,14 +2,14 @@
 
 from random import Random
 
-from paceline.pipeline.actions import Schedule
-from paceline.pipeline.passes import Pass, Timed, write_passes
-from paceline.pipeline.schedules import draw_schedule
-from paceline.pipeline.simulate import pairing_of, simulate
-from paceline.pipeline.timeline import Timeline
-from paceline.pipeline.times import Times
 from paceline.records import PipelinePlan, StagePlan
 from paceline.rundir import RunDir
+from paceline.schedules.actions import Schedule
+from paceline.schedules.orders import draw_schedule
+from paceline.schedules.passes import Pass, Timed, write_passes
+from paceline.schedules.simulate import pairing_of, simulate
+from paceline.schedules.timeline import Timeline
+from paceline.schedules.times import Times
 
 EPOCH = 1.7e9
 

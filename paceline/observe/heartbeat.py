@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from paceline.pipeline.actions import Action, Kind
+from paceline.schedules.actions import Action, Kind
 
 MARK = struct.Struct("<q")
 ACTION = struct.Struct("<cqq")

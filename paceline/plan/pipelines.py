@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.schema import RunConfig
-from paceline.pipeline.requirements import (
+from paceline.records import Finding, PipelinePlan, StagePlan
+from paceline.schedules.orders import place_stages
+from paceline.schedules.requirements import (
     AUTO_STAGES,
     check_shape,
     nearest_microbatches,
@@ -13,9 +15,7 @@ from paceline.pipeline.requirements import (
     takes_microbatches,
     takes_ranks,
 )
-from paceline.pipeline.schedules import place_stages
-from paceline.pipeline.split import split_blocks
-from paceline.records import Finding, PipelinePlan, StagePlan
+from paceline.schedules.split import split_blocks
 from paceline.strategies.shape import ModelShape
 
 MICROBATCHES_A_RANK = 4  # 1f1b then idles for less than a fifth of a step

@@ -13,19 +13,6 @@ from paceline.cluster.rendezvous import Topology
 from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError
 from paceline.job import Job
-from paceline.pipeline.choose import (
-    Block,
-    Candidate,
-    Setup,
-    compare_schedules,
-    find_microbatches,
-)
-from paceline.pipeline.draw import draw_text
-from paceline.pipeline.formulas import EQUAL
-from paceline.pipeline.requirements import AUTO_STAGES, SPLIT_BACKWARDS
-from paceline.pipeline.schedules import NAMES, draw_schedule, require_name
-from paceline.pipeline.simulate import simulate
-from paceline.pipeline.sources import BlockTimes, load_measured_times, load_times_file
 from paceline.plan.counting import CountedBlock, count_blocks
 from paceline.plan.crew import choose_crew, choose_threads
 from paceline.plan.pipelines import MICROBATCHES_A_RANK
@@ -41,6 +28,19 @@ from paceline.records import (
     ScheduleRow,
     Sourced,
 )
+from paceline.schedules.choose import (
+    Block,
+    Candidate,
+    Setup,
+    compare_schedules,
+    find_microbatches,
+)
+from paceline.schedules.draw import draw_text
+from paceline.schedules.formulas import EQUAL
+from paceline.schedules.orders import NAMES, draw_schedule, require_name
+from paceline.schedules.requirements import AUTO_STAGES, SPLIT_BACKWARDS
+from paceline.schedules.simulate import simulate
+from paceline.schedules.sources import BlockTimes, load_measured_times, load_times_file
 from paceline.strategies.base import Share
 
 MAX_DRAWN_RANKS, MAX_DRAWN_MICROBATCHES = 8, 16

@@ -2,11 +2,11 @@
 pure reader: no torch, no other stage."""
 
 from paceline.files import write_atomic
-from paceline.pipeline.trace import render_trace
 from paceline.report.html import render_html
 from paceline.report.markdown import render_markdown
 from paceline.report.story import read_story
 from paceline.rundir import RunDir
+from paceline.schedules.trace import render_trace
 
 
 def write_report(run: RunDir) -> None:

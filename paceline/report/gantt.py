@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from paceline.pipeline.actions import Action
-from paceline.pipeline.timeline import Interval, RankTimeline, Timeline
 from paceline.report.plots import ticks
+from paceline.schedules.actions import Action
+from paceline.schedules.timeline import Interval, RankTimeline, Timeline
 
 WIDTH, LEFT, RIGHT = 1000, 62, 56
 HEADING, ROW, BAR, AXIS = 26, 26, 22, 36

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.pipeline.account import simulate_measured
-from paceline.pipeline.measured import Measured
 from paceline.records import PipelineFacts, PipelineRank, PipelineStage
 from paceline.report.gantt import Chart, gantt
 from paceline.report.story import duration, size
+from paceline.schedules.account import simulate_measured
+from paceline.schedules.measured import Measured
 
 REMARKABLE = 0.03  # idle time beyond the formula that has to be explained
 WORTH_A_WORD = 0.005

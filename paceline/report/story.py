@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from paceline.pipeline.measured import Measured, load_measured
 from paceline.records import Audit, Env, Plan, Result
 from paceline.rundir import RunDir
+from paceline.schedules.measured import Measured, load_measured
 from paceline.tables import (
     StepRow,
     TelemetryRow,

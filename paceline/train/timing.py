@@ -13,7 +13,7 @@ from time import perf_counter
 
 import torch
 
-from paceline.pipeline.actions import Action
+from paceline.schedules.actions import Action
 
 # What an engine calls as it begins an action of a pipeline; with None when it is in none.
 OnAction = Callable[[Action | None], None]

@@ -29,10 +29,10 @@ from paceline.observe.audit import Auditor
 from paceline.observe.control import ControlFiles, Requests
 from paceline.observe.heartbeat import ActionMark, Heartbeat, StepMark, Ticker
 from paceline.observe.telemetry import Telemetry
-from paceline.pipeline.passes import write_passes
 from paceline.plan.policy import effective_config
 from paceline.records import Plan, RankVerdict
 from paceline.rundir import RunDir
+from paceline.schedules.passes import write_passes
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts, Recorded
 from paceline.train.evaluation import Evaluation

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from paceline.cluster.facts import probe
 from paceline.errors import EXIT_CODES, ConfigError, LaunchError, Outcome, PacelineError
-from paceline.pipeline.schedules import NAMES as SCHEDULES
 from paceline.plan.pipelines import ranks_of_pipeline
 from paceline.plan.planner import ALIASES, make_plan
 from paceline.records import Env
 from paceline.rundir import RunDir
+from paceline.schedules.orders import NAMES as SCHEDULES
 from paceline.verify.judge import judge
 from paceline.verify.records import StrategyProof, VerifyReport
 from paceline.verify.trials import (

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.pipeline.schedules import NAMES
+from paceline.schedules.orders import NAMES
 from tests.ranks.test_verify import assert_proven, verify
 
 ALL = [f"pipeline_{name}" for name in NAMES]

@@ -15,7 +15,7 @@ LAYERS = [
     ["paceline.errors", "paceline.files"],
     ["paceline.records", "paceline.rundir", "paceline.tables"],
     ["paceline.config"],
-    ["paceline.stats", "paceline.pipeline"],
+    ["paceline.stats", "paceline.schedules"],
     ["paceline.report", "paceline.cluster", "paceline.models"],
     ["paceline.workloads", "paceline.job"],
     ["paceline.data"],

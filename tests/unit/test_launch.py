@@ -21,11 +21,11 @@ from paceline.launch.cause import judge_end
 from paceline.launch.pulse import Pulse
 from paceline.launch.slurm import batch_script
 from paceline.observe.heartbeat import ActionMark
-from paceline.pipeline.actions import Action, Kind
 from paceline.plan.crew import check_crew, choose_crew
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Gpu, LaunchPlan, Limits, Link, RankEnd
 from paceline.rundir import RunDir
+from paceline.schedules.actions import Action, Kind
 from tests.unit.test_plan import env as machine
 
 

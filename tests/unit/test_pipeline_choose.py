@@ -6,15 +6,15 @@ from itertools import combinations
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.pipeline.choose import (
+from paceline.schedules.choose import (
     Block,
     Setup,
     compare_schedules,
     find_microbatches,
     simulate_setup,
 )
-from paceline.pipeline.schedules import NAMES
-from paceline.pipeline.split import split_blocks
+from paceline.schedules.orders import NAMES
+from paceline.schedules.split import split_blocks
 
 EVEN = tuple(Block(1.0, 1.0, 1.0, activation_bytes=2**20, state_bytes=2**30) for _ in range(16))
 

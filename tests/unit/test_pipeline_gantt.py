@@ -5,11 +5,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.pipeline.schedules import NAMES, draw_schedule
-from paceline.pipeline.simulate import Pairing, simulate
-from paceline.pipeline.timeline import Timeline
-from paceline.pipeline.times import Times
 from paceline.report.gantt import BAR, LEFT, RIGHT, WIDTH, Chart, gantt
+from paceline.schedules.orders import NAMES, draw_schedule
+from paceline.schedules.simulate import Pairing, simulate
+from paceline.schedules.timeline import Timeline
+from paceline.schedules.times import Times
 
 
 def timeline(name: str, pairing: Pairing = Pairing.IN_TURN) -> Timeline:

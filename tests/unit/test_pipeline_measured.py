@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.pipeline.account import account, simulate_measured
-from paceline.pipeline.actions import Action, Kind
-from paceline.pipeline.measured import assemble, measure, waits
-from paceline.pipeline.passes import Pass, Timed
-from paceline.pipeline.requirements import AUTO_STAGES
-from paceline.pipeline.schedules import NAMES, draw_schedule
-from paceline.pipeline.simulate import pairing_of, simulate
-from paceline.pipeline.times import Times
-from paceline.pipeline.trace import render_trace
 from paceline.records import PipelineFacts
+from paceline.schedules.account import account, simulate_measured
+from paceline.schedules.actions import Action, Kind
+from paceline.schedules.measured import assemble, measure, waits
+from paceline.schedules.orders import NAMES, draw_schedule
+from paceline.schedules.passes import Pass, Timed
+from paceline.schedules.requirements import AUTO_STAGES
+from paceline.schedules.simulate import pairing_of, simulate
+from paceline.schedules.times import Times
+from paceline.schedules.trace import render_trace
 from tests.pipelined import EPOCH, jittered, passes_of, plan_of
 
 TIMES = Times(0.002, 0.003, 0.0025, transfer_s=0.0004)

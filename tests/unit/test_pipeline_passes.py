@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.pipeline.actions import Action, Kind
-from paceline.pipeline.passes import Pass, Timed, read_passes, write_passes
+from paceline.schedules.actions import Action, Kind
+from paceline.schedules.passes import Pass, Timed, read_passes, write_passes
 
 PASSES = [
     Pass(3, 0, 1.7e9 + 0.25, (Timed(Action(Kind.FORWARD, 0, 0), 0.001, 0.002),)),

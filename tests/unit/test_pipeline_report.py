@@ -12,13 +12,13 @@ from paceline.job import load_job
 from paceline.launch.archive import archive_rank, begin_attempt
 from paceline.launch.base import LaunchEnd
 from paceline.observe.heartbeat import read_action
-from paceline.pipeline.actions import Action, Kind
-from paceline.pipeline.requirements import AUTO_STAGES
-from paceline.pipeline.schedules import draw_schedule
-from paceline.pipeline.times import Times
 from paceline.records import Plan, Result
 from paceline.report import write_report
 from paceline.rundir import RunDir
+from paceline.schedules.actions import Action, Kind
+from paceline.schedules.orders import draw_schedule
+from paceline.schedules.requirements import AUTO_STAGES
+from paceline.schedules.times import Times
 from paceline.train.worker import RankRun
 from tests.pipelined import plan_of, write_run
 from tests.unit.test_plan import env as machine

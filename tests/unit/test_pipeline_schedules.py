@@ -5,15 +5,15 @@ from collections import Counter
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.pipeline.actions import Kind, Schedule
-from paceline.pipeline.dualpipe import PHASES
-from paceline.pipeline.requirements import (
+from paceline.schedules.actions import Kind, Schedule
+from paceline.schedules.dualpipe import PHASES
+from paceline.schedules.orders import NAMES, draw_schedule
+from paceline.schedules.requirements import (
     nearest_microbatches,
     nearest_ranks,
     next_microbatches,
     takes_microbatches,
 )
-from paceline.pipeline.schedules import NAMES, draw_schedule
 
 
 def all_shapes() -> list[tuple[str, int, int]]:

@@ -3,10 +3,10 @@
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.pipeline.actions import Action, Kind, Schedule, Slot
-from paceline.pipeline.schedules import NAMES, draw_schedule
-from paceline.pipeline.simulate import DeadlockError, Pairing, simulate
-from paceline.pipeline.times import Times
+from paceline.schedules.actions import Action, Kind, Schedule, Slot
+from paceline.schedules.orders import NAMES, draw_schedule
+from paceline.schedules.simulate import DeadlockError, Pairing, simulate
+from paceline.schedules.times import Times
 
 EQUAL = Times(1.0, 1.0, 1.0)
 

@@ -11,8 +11,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn import Identity
 
 from paceline.errors import ConfigError
-from paceline.pipeline.requirements import takes_microbatches
-from paceline.pipeline.schedules import draw_schedule
+from paceline.schedules.orders import draw_schedule
+from paceline.schedules.requirements import takes_microbatches
 
 MULTI = {
     "interleaved_1f1b": torch_schedules.ScheduleInterleaved1F1B,

@@ -10,18 +10,18 @@ from paceline.cluster.measures import MatmulRate, PairSpeed
 from paceline.cluster.rendezvous import Topology
 from paceline.errors import ConfigError, DataError
 from paceline.job import load_job
-from paceline.pipeline.formulas import bubble_formula
-from paceline.pipeline.requirements import AUTO_STAGES
-from paceline.pipeline.schedules import NAMES, draw_schedule
-from paceline.pipeline.simulate import pairing_of
-from paceline.pipeline.sources import load_measured_times, load_times_file
-from paceline.pipeline.times import Times
 from paceline.plan.counting import block_width, count_blocks
 from paceline.plan.crew import choose_crew
 from paceline.plan.planner import make_plan, measure_model
 from paceline.plan.schedules import Question, compare_for, cut_batch, read_names
 from paceline.records import ScheduleComparison, ScheduleRow
 from paceline.rundir import RunDir
+from paceline.schedules.formulas import bubble_formula
+from paceline.schedules.orders import NAMES, draw_schedule
+from paceline.schedules.requirements import AUTO_STAGES
+from paceline.schedules.simulate import pairing_of
+from paceline.schedules.sources import load_measured_times, load_times_file
+from paceline.schedules.times import Times
 from paceline.strategies.base import Share
 from tests.pipelined import plan_of, write_run
 from tests.unit.test_plan import env

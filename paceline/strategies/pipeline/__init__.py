@@ -6,6 +6,6 @@ stage     a part of the workload's own forward pass, as a module
 recorder  when every action ran
 relay     a batch through all stages, forward only: evaluation, and the shapes of what is sent
 by_torch  the schedules of torch.distributed.pipelining
-dualpipe  ours, from the plain data of paceline/pipeline
+dualpipe  ours, from the plain data of paceline/schedules
 holdings  who holds which weights, and the gradients they sum
 """

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 )
 
 from paceline.errors import ConfigError
-from paceline.pipeline.actions import Action, Kind
+from paceline.schedules.actions import Action, Kind
 from paceline.strategies.pipeline.recorder import Recorder
 from paceline.strategies.pipeline.stage import Sent, Stage
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.pipeline.actions import Action, Kind, Schedule
+from paceline.schedules.actions import Action, Kind, Schedule
 from paceline.strategies.pipeline.by_torch import Objective, TimedStage
 from paceline.strategies.pipeline.recorder import Recorder
 from paceline.strategies.pipeline.stage import Stage

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paceline.checkpoint.pieces import Piece, Source
 from paceline.errors import ConfigError
-from paceline.pipeline.actions import Schedule
-from paceline.pipeline.passes import Pass
 from paceline.records import Proof
+from paceline.schedules.actions import Schedule
+from paceline.schedules.passes import Pass
 from paceline.strategies.base import EngineParts, Totals, normalise
 from paceline.strategies.engine import ModuleEngine, Wrapping, inner_optimizer
 from paceline.strategies.gather import global_norm, whole

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from paceline.pipeline.actions import Action, Kind
-from paceline.pipeline.passes import Pass, Timed
+from paceline.schedules.actions import Action, Kind
+from paceline.schedules.passes import Pass, Timed
 from paceline.train.timing import Clock
 
 KEPT_PASSES = 24

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.config.schema import RunConfig
-from paceline.pipeline.requirements import SPLIT_BACKWARDS
-from paceline.pipeline.schedules import draw_schedule
 from paceline.records import Env, Exchange, Finding, PipelinePlan, StateBytes
+from paceline.schedules.orders import draw_schedule
+from paceline.schedules.requirements import SPLIT_BACKWARDS
 from paceline.strategies.base import Engine, EngineParts, Share
 from paceline.strategies.blocks import find_blocks
 from paceline.strategies.compose import compose

@@ -3,7 +3,7 @@
 gpipe: https://arxiv.org/abs/1811.06965. looped_bfs: https://arxiv.org/abs/2211.05953.
 """
 
-from paceline.pipeline.actions import Action, Kind, Slot
+from paceline.schedules.actions import Action, Kind, Slot
 
 
 def order_gpipe(rank: int, num_microbatches: int) -> list[Slot]:

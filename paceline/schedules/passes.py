@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.files import write_atomic
-from paceline.pipeline.actions import Action, Kind
+from paceline.schedules.actions import Action, Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from paceline.errors import ConfigError
-from paceline.pipeline.actions import Action, Kind, Schedule, Slot
-from paceline.pipeline.timeline import Interval, RankTimeline, Timeline, Transfer
-from paceline.pipeline.times import Times
+from paceline.schedules.actions import Action, Kind, Schedule, Slot
+from paceline.schedules.timeline import Interval, RankTimeline, Timeline, Transfer
+from paceline.schedules.times import Times
 
 
 class Pairing(StrEnum):

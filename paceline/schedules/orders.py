@@ -9,12 +9,12 @@ from difflib import get_close_matches
 from typing import Literal
 
 from paceline.errors import ConfigError
-from paceline.pipeline.actions import Schedule, Slot
-from paceline.pipeline.alternating import order_1f1b, order_interleaved_1f1b, order_interleaved_zb
-from paceline.pipeline.dualpipe import order_dualpipe, order_dualpipev
-from paceline.pipeline.fill_drain import order_gpipe, order_looped_bfs
-from paceline.pipeline.requirements import AUTO_STAGES, REQUIREMENTS, check_shape
-from paceline.pipeline.zbv import order_zbv
+from paceline.schedules.actions import Schedule, Slot
+from paceline.schedules.alternating import order_1f1b, order_interleaved_1f1b, order_interleaved_zb
+from paceline.schedules.dualpipe import order_dualpipe, order_dualpipev
+from paceline.schedules.fill_drain import order_gpipe, order_looped_bfs
+from paceline.schedules.requirements import AUTO_STAGES, REQUIREMENTS, check_shape
+from paceline.schedules.zbv import order_zbv
 
 NAMES = tuple(REQUIREMENTS)
 # rank, number of ranks, number of microbatches, stages a rank -> the order of that rank

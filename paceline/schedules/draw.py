@@ -6,7 +6,7 @@
 Small letters are a rank's later stages, or DualPipe's second direction.
 """
 
-from paceline.pipeline.timeline import Interval, RankTimeline, Timeline
+from paceline.schedules.timeline import Interval, RankTimeline, Timeline
 
 
 def draw_text(timeline: Timeline, slot_s: float = 1.0) -> str:

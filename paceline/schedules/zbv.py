@@ -4,8 +4,8 @@ https://arxiv.org/abs/2401.10241, section 6. Rank r has the stages r (lane 0, go
 2P - 1 - r (lane 1, coming up).
 """
 
-from paceline.pipeline.actions import Action, Slot
-from paceline.pipeline.tally import Lane, Tally
+from paceline.schedules.actions import Action, Slot
+from paceline.schedules.tally import Lane, Tally
 
 
 def order_zbv(rank: int, num_ranks: int, num_microbatches: int) -> list[Slot]:

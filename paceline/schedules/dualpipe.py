@@ -8,8 +8,8 @@ as a V, one direction, parameters held once. The order of a rank is the same fun
 distance from the outer end, so it is written once.
 """
 
-from paceline.pipeline.actions import Action, Slot
-from paceline.pipeline.tally import Lane, Tally
+from paceline.schedules.actions import Action, Slot
+from paceline.schedules.tally import Lane, Tally
 
 # The labels of the paper's repository; 0 is the lane that starts at the near end. `&`: overlapped.
 PHASES = (

@@ -6,7 +6,7 @@ Zero bubble (ZB-H1, with several stages a rank): https://arxiv.org/abs/2401.1024
 
 from dataclasses import dataclass
 
-from paceline.pipeline.actions import Action, Kind, Slot
+from paceline.schedules.actions import Action, Kind, Slot
 
 
 @dataclass(frozen=True)

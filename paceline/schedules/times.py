@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
-from paceline.pipeline.actions import Action, Kind
+from paceline.schedules.actions import Action, Kind
 
 PerStage = float | Sequence[float]
 

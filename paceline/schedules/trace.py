@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.pipeline.actions import Action, Kind
-from paceline.pipeline.measured import MeasuredPass
-from paceline.pipeline.timeline import RankTimeline, Timeline, Transfer
+from paceline.schedules.actions import Action, Kind
+from paceline.schedules.measured import MeasuredPass
+from paceline.schedules.timeline import RankTimeline, Timeline, Transfer
 
 Event = dict[str, Any]
 INSIDE_US = 0.5  # an arrow begins within the bar that it belongs to

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from paceline.pipeline.actions import Kind, Schedule
-from paceline.pipeline.formulas import Formula, bubble_formula
-from paceline.pipeline.measured import Measured, MeasuredPass, waits
-from paceline.pipeline.simulate import pairing_of, simulate
-from paceline.pipeline.timeline import Timeline
-from paceline.pipeline.times import Times
 from paceline.records import IdleShares, PipelineFacts, PipelinePlan, PipelineRank, PipelineStage
+from paceline.schedules.actions import Kind, Schedule
+from paceline.schedules.formulas import Formula, bubble_formula
+from paceline.schedules.measured import Measured, MeasuredPass, waits
+from paceline.schedules.simulate import pairing_of, simulate
+from paceline.schedules.timeline import Timeline
+from paceline.schedules.times import Times
 
 
 def account(

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-from paceline.pipeline.actions import Action, Kind
+from paceline.schedules.actions import Action, Kind
 
 
 @dataclass(frozen=True)

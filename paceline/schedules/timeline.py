@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from paceline.pipeline.actions import Action, Kind, Schedule
-from paceline.pipeline.times import PerStage, spread
+from paceline.schedules.actions import Action, Kind, Schedule
+from paceline.schedules.times import PerStage, spread
 
 Level = tuple[float, float]  # a moment, and the level from then on
 

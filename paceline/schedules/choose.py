@@ -12,20 +12,20 @@ from functools import cache, lru_cache
 from typing import Literal
 
 from paceline.errors import ConfigError
-from paceline.pipeline.actions import Schedule
-from paceline.pipeline.formulas import Formula, bubble_formula
-from paceline.pipeline.requirements import (
+from paceline.schedules.actions import Schedule
+from paceline.schedules.formulas import Formula, bubble_formula
+from paceline.schedules.orders import NAMES, draw_schedule
+from paceline.schedules.requirements import (
     AUTO_STAGES,
     nearest_microbatches,
     next_microbatches,
     takes_microbatches,
     takes_ranks,
 )
-from paceline.pipeline.schedules import NAMES, draw_schedule
-from paceline.pipeline.simulate import pairing_of, simulate
-from paceline.pipeline.split import split_blocks
-from paceline.pipeline.timeline import Timeline
-from paceline.pipeline.times import Times
+from paceline.schedules.simulate import pairing_of, simulate
+from paceline.schedules.split import split_blocks
+from paceline.schedules.timeline import Timeline
+from paceline.schedules.times import Times
 
 MAX_MICROBATCHES = 2000  # where a search ends
 MAX_SEARCHED = 4096  # ranks times microbatches: above it a forecast that holds is taken

@@ -15,11 +15,11 @@ from typing import Any
 
 from paceline.config.load import read_plain
 from paceline.errors import ConfigError, DataError
-from paceline.pipeline.account import account, times_measured
-from paceline.pipeline.actions import Kind
-from paceline.pipeline.measured import load_measured
 from paceline.records import PipelineFacts, Plan
 from paceline.rundir import RunDir
+from paceline.schedules.account import account, times_measured
+from paceline.schedules.actions import Kind
+from paceline.schedules.measured import load_measured
 
 # Keys of a times file: those with one number a block, and those with one number.
 REQUIRED = ("forward_s", "input_s", "weight_s")

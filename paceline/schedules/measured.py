@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from paceline.pipeline.actions import Action, Schedule
-from paceline.pipeline.passes import Pass, read_passes
-from paceline.pipeline.schedules import draw_schedule
-from paceline.pipeline.simulate import Pairing, giver_of, pairing_of
-from paceline.pipeline.timeline import Interval, RankTimeline, Timeline, Transfer
 from paceline.records import Plan
 from paceline.rundir import RunDir
+from paceline.schedules.actions import Action, Schedule
+from paceline.schedules.orders import draw_schedule
+from paceline.schedules.passes import Pass, read_passes
+from paceline.schedules.simulate import Pairing, giver_of, pairing_of
+from paceline.schedules.timeline import Interval, RankTimeline, Timeline, Transfer
 
 WARMUP = 2  # passes that are left out where there are more
 
