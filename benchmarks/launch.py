@@ -36,7 +36,7 @@ from paceline.launch.local import LocalLauncher, run_local
 from paceline.launch.rank import Post
 from paceline.plan.crew import choose_crew
 from paceline.records import RankVerdict
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 RANKS = 2
 GOAL_S, GOAL_RATIO = 0.5, 6.0

@@ -48,7 +48,7 @@ from paceline.cluster.facts import probe
 from paceline.cluster.group import Place, join_group
 from paceline.plan.planner import make_plan
 from paceline.records import PipelineFacts
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.schedules.account import account, times_measured
 from paceline.schedules.formulas import EQUAL, bubble_formula
 from paceline.schedules.measured import load_measured

@@ -22,10 +22,10 @@ from paceline.config.schema import Positive, Section
 from paceline.data.cursor import Order, StepSlice
 from paceline.job import Job, load_job
 from paceline.plan.planner import make_plan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
+from paceline.records.tables import read_training
 from paceline.schedules.orders import draw_schedule
 from paceline.strategies.pipeline.by_torch import SEVERAL, SINGLE
-from paceline.tables import read_training
 from paceline.train.worker import RankRun
 
 SEED, LR, CLIP, SAMPLES = 0, 1e-3, 1.0, 64

@@ -46,9 +46,9 @@ from paceline.data.cursor import Order
 from paceline.job import Job, load_job
 from paceline.models.lm import LM
 from paceline.plan.planner import make_plan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
+from paceline.records.tables import read_training
 from paceline.strategies.weights import fill_weights
-from paceline.tables import read_training
 from paceline.train.worker import RankRun
 
 SEED, LR, CLIP, COMPARED, WARMUP_SEGMENTS = 0, 1e-3, 1.0, 20, 2

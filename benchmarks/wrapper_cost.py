@@ -40,9 +40,9 @@ from paceline.config.load import dump_config
 from paceline.data.cursor import Order, StepSlice
 from paceline.job import load_job
 from paceline.plan.planner import make_plan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
+from paceline.records.tables import read_training
 from paceline.strategies.blocks import find_blocks
-from paceline.tables import read_training
 from paceline.train.worker import RankRun
 
 SIZES = {

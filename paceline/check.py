@@ -20,14 +20,14 @@ from paceline.cluster.rendezvous import Topology
 from paceline.config.load import dump_config, read_draft, validate
 from paceline.config.schema import CheckConfig
 from paceline.errors import EXIT_CODES, ClusterError, Outcome
-from paceline.files import write_atomic
 from paceline.flow import choose_launcher, in_peace
 from paceline.launch.base import LaunchEnd, Order
 from paceline.launch.blame import explain_stall, missed_deadline
 from paceline.launch.muster import RollCall
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks, shares_gpus
 from paceline.records import Crew, Env, Finding, LaunchPlan, RankVerdict
-from paceline.rundir import RunDir
+from paceline.records.files import write_atomic
+from paceline.records.rundir import RunDir
 
 TOTAL_S = 180.0  # a check that takes longer has hung
 COLLECTIVE_S = 30.0  # none that it starts takes a second

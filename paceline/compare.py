@@ -16,8 +16,8 @@ from paceline.config.differences import differing
 from paceline.config.load import read_plain
 from paceline.errors import ConfigError, DataError, Outcome
 from paceline.records import Env, Part, Plan, Record, Result
+from paceline.records.rundir import RunDir
 from paceline.records.swept import Metric, SweepRecord
-from paceline.rundir import RunDir
 from paceline.stats.figures import LOWER_IS_BETTER, RunFigures, measure_run
 from paceline.stats.intervals import Interval
 from paceline.stats.standings import Group, Standing, Standings, compare_groups

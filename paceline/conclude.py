@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from paceline.cluster.facts import hardware_fingerprint
 from paceline.cluster.kept_rates import load_matmul_tflops
 from paceline.errors import EXIT_CODES
-from paceline.files import fingerprint
 from paceline.launch.archive import finish_attempt, list_attempts, measure_ettr, summarise
 from paceline.launch.base import LaunchEnd
 from paceline.launch.cause import Ending, completed_steps, judge_end, load_verdicts, stop_notes
@@ -22,11 +21,12 @@ from paceline.records import (
     RankVerdict,
     Result,
 )
-from paceline.rundir import RunDir
+from paceline.records.files import fingerprint
+from paceline.records.rundir import RunDir
+from paceline.records.tables import CheckpointRow, TrainingRow, read_checkpoints, read_training
 from paceline.schedules.account import account
 from paceline.schedules.measured import load_measured
 from paceline.stats.windows import Throughput, measure_throughput
-from paceline.tables import CheckpointRow, TrainingRow, read_checkpoints, read_training
 
 MFU_FORMULA = "MFU = FLOPs per sample x samples/s / (world size x peak FLOP/s)"
 

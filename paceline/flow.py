@@ -25,7 +25,6 @@ from paceline.errors import (
     Outcome,
     PacelineError,
 )
-from paceline.files import write_atomic
 from paceline.job import Job
 from paceline.launch import find_launcher
 from paceline.launch.archive import (
@@ -41,9 +40,10 @@ from paceline.launch.muster import RollCall
 from paceline.launch.signals import Notes, noted_signals
 from paceline.plan.planner import make_plan
 from paceline.records import Crew, Env, LaunchPlan, Plan, Result
+from paceline.records.files import write_atomic
+from paceline.records.rundir import RunDir
 from paceline.report import write_report
 from paceline.resume import Resumption
-from paceline.rundir import RunDir
 from paceline.workloads.base import code_fingerprint
 
 REFUSALS: dict[str, type[PacelineError]] = {

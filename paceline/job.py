@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from paceline.config.load import Draft, load_config, read_draft, validate
 from paceline.config.schema import RunConfig, run_schema
 from paceline.errors import ConfigError
-from paceline.files import fingerprint
-from paceline.rundir import RunDir
+from paceline.records.files import fingerprint
+from paceline.records.rundir import RunDir
 from paceline.workloads.base import Workload, find_workload
 
 EXPERIMENT = "+experiment="

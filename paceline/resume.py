@@ -18,7 +18,7 @@ from paceline.errors import ConfigError, RestoreError
 from paceline.job import Job
 from paceline.plan.planner import sketch_model
 from paceline.records import LaunchPlan, Plan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.strategies.stored import named_tensors, require_same_shapes
 from paceline.workloads.base import find_workload
 

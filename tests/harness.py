@@ -28,11 +28,11 @@ from paceline.flow import require_feasible
 from paceline.job import Job, load_job
 from paceline.plan.planner import make_plan
 from paceline.records import BestMetric, DataPosition, Kept, Plan, RankVerdict
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
+from paceline.records.tables import TrainingRow, read_training
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts
 from paceline.strategies.stored import SCALER
-from paceline.tables import TrainingRow, read_training
 from paceline.train.worker import RankRun
 
 TIMEOUT_S = 90

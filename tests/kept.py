@@ -15,7 +15,7 @@ from paceline.config.load import dump_config
 from paceline.config.schema import CheckpointConfig
 from paceline.job import load_job
 from paceline.records import BestMetric, DataPosition, Kept
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.strategies.stored import named_tensors
 from paceline.strategies.weights import fill_weights
 

@@ -10,7 +10,7 @@ from paceline.errors import EXIT_CODES, Outcome
 from paceline.job import Job, load_job
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Fingerprints, Plan, Result
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.sweep.manifest import COLUMNS, FAILED, NOT_THERE, SUCCESS, Row
 from tests.unit.test_plan import env as machine
 

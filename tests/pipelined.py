@@ -3,7 +3,7 @@
 from random import Random
 
 from paceline.records import PipelinePlan, StagePlan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.schedules.actions import Schedule
 from paceline.schedules.orders import draw_schedule
 from paceline.schedules.passes import Pass, Timed, write_passes

@@ -9,7 +9,7 @@ from statistics import median
 from paceline.bench.pairs import Pair, PlannedArm
 from paceline.bench.records import ArmResult, PairResult, Range
 from paceline.records import Fingerprints, Result
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.stats.figures import RunFigures, measure_run
 from paceline.stats.standings import Group, Standings, compare_groups
 from paceline.sweep.folder import SweepDir

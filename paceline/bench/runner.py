@@ -19,10 +19,10 @@ from paceline.bench.words import summarise
 from paceline.cluster.facts import probe
 from paceline.config.overrides import parse_override
 from paceline.errors import EXIT_CODES, ConfigError, Outcome, PacelineError
-from paceline.files import write_atomic
 from paceline.records import Env
+from paceline.records.files import write_atomic
+from paceline.records.rundir import RunDir
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
-from paceline.rundir import RunDir
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.manifest import Row
 from paceline.sweep.matrix import PLAIN

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from paceline.bench.runner import PairRunner, Ran
 from paceline.launch.signals import noted_signals
+from paceline.records.rundir import RunLock
 from paceline.records.swept import SweepRecord
-from paceline.rundir import RunLock
 from paceline.sweep.flow import open_folder, report_sweep
 from paceline.sweep.manifest import rows_of
 from paceline.sweep.runner import SweepRunner, SweepTalk

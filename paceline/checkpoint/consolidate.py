@@ -5,8 +5,8 @@ from pathlib import Path
 from paceline.checkpoint.pieces import SECTIONS, Piece, Section
 from paceline.checkpoint.tensors import SUFFIX, TensorFiles, Written, write_pieces
 from paceline.errors import RestoreError
-from paceline.files import sync_directory
 from paceline.records import Manifest, TensorEntry
+from paceline.records.files import sync_directory
 
 
 def consolidate(folder: Path, manifest: Manifest) -> Manifest:

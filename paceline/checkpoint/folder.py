@@ -21,9 +21,9 @@ import xxhash
 from paceline.checkpoint.tensors import sum_file, sum_head
 from paceline.config.schema import CheckpointConfig
 from paceline.errors import ClusterError, ConfigError, DataError, RestoreError
-from paceline.files import sync_directory, write_atomic
 from paceline.records import Kept, Manifest
-from paceline.rundir import RunDir
+from paceline.records.files import sync_directory, write_atomic
+from paceline.records.rundir import RunDir
 
 STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # as `step_name` writes it; fits 64 bits
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -25,8 +25,8 @@ from paceline.checkpoint.pieces import SECTIONS, Piece, own_pieces
 from paceline.checkpoint.tensors import SUFFIX, rng_file, write_bytes, write_pieces
 from paceline.config.schema import CheckpointConfig
 from paceline.errors import SaveError
-from paceline.files import sync_directory
 from paceline.records import FileSum, Kept, Manifest, TensorEntry
+from paceline.records.files import sync_directory
 
 LOG = logging.getLogger("paceline")
 POLL_S, MAX_POLL_S = 0.005, 0.1

@@ -15,7 +15,7 @@ from paceline.config.schema import CheckpointConfig
 from paceline.errors import ConfigError, DataError, RestoreError
 from paceline.records import Kept, Manifest
 from paceline.records.base import Part
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 LARGE_BYTES = 1 << 28  # a file that takes longer to read than a person waits without a word
 

@@ -40,7 +40,7 @@ def list_checkpoints(run_dir: RunArgument, as_json: JsonFlag = False) -> None:
     Example: paceline checkpoints list runs/latest
     """
     from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout
-    from paceline.rundir import RunDir
+    from paceline.records.rundir import RunDir
 
     talk = ConsoleTalk()
     with refusals_on_stdout(as_json):
@@ -68,7 +68,7 @@ def verify(run_dir: RunArgument, as_json: JsonFlag = False) -> None:
     """
     from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout
     from paceline.errors import RestoreError
-    from paceline.rundir import RunDir
+    from paceline.records.rundir import RunDir
 
     with refusals_on_stdout(as_json):
         from paceline.checkpoint.survey import open_checkpoints, verify_all  # imports torch
@@ -102,8 +102,8 @@ def convert(
     Example: paceline checkpoints convert runs/latest best --out my_model
     """
     from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout, shown
+    from paceline.records.rundir import RunDir
     from paceline.report.story import size
-    from paceline.rundir import RunDir
 
     with refusals_on_stdout(as_json):
         run = RunDir.open(run_dir)

@@ -105,9 +105,9 @@ def _require_alone(launch: bool, sbatch: Path | None) -> None:
 
 def _write_batch(file: Path, job: "Job", plan: "Plan") -> None:
     from paceline.errors import ConfigError
-    from paceline.files import write_atomic
     from paceline.launch.slurm import batch_script
-    from paceline.rundir import slug
+    from paceline.records.files import write_atomic
+    from paceline.records.rundir import slug
 
     if file.exists():
         raise ConfigError(f"{file} exists and is not overwritten\nhint: choose another name")

@@ -71,7 +71,7 @@ def _print_keys(keys: list[dict[str, Any]]) -> None:
 def _copy(name: str, target: Path) -> None:
     from paceline.config.load import recipe_text
     from paceline.errors import ConfigError
-    from paceline.files import write_atomic
+    from paceline.records.files import write_atomic
 
     text = recipe_text(name)
     if target.suffix not in (".yaml", ".yml"):

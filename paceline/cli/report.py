@@ -17,8 +17,8 @@ def report(
     """
     from paceline.cli.talk import print_json, shown
     from paceline.records import Result
+    from paceline.records.rundir import RunDir
     from paceline.report import write_report
-    from paceline.rundir import RunDir
 
     run = RunDir.open(run_dir)
     write_report(run)

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from paceline.cli.talk import ConsoleTalk, say_failure, shown
 from paceline.records import Plan, Result
+from paceline.records.rundir import RunDir
 from paceline.records.swept import SweepRecord
 from paceline.report.story import duration
 from paceline.report.sweep_story import (
@@ -22,7 +23,6 @@ from paceline.report.sweep_story import (
     reference,
     speedup_cell,
 )
-from paceline.rundir import RunDir
 from paceline.sweep.board import Board
 from paceline.sweep.flow import SweepEnd
 from paceline.sweep.folder import SweepDir

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from paceline.errors import Outcome, PacelineError
 from paceline.launch.cause import REFUSALS, STOPS
 from paceline.records import Plan, Result
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 PLAIN_INTERVAL_S = 5.0
 MAX_SAMPLE_IDS = 8

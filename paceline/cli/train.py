@@ -92,7 +92,7 @@ def go_on(
 def _to_the_end(run: Callable[[ConsoleTalk, RollCall | None], Result], as_json: bool) -> None:
     from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout, say_result
     from paceline.cli.together import among_ranks
-    from paceline.rundir import RunDir
+    from paceline.records.rundir import RunDir
 
     talk = ConsoleTalk()
     with among_ranks() as call, refusals_on_stdout(as_json), stoppable():

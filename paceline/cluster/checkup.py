@@ -21,7 +21,7 @@ from paceline.cluster.rates import measure_rates
 from paceline.cluster.roll_call import find_missing_ranks
 from paceline.errors import ClusterError, Outcome
 from paceline.records import Env, Finding, LaunchPlan, RankVerdict
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 LOG = logging.getLogger("paceline")
 BARRIER_S = 30.0

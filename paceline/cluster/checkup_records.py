@@ -4,7 +4,7 @@ from pathlib import Path
 
 from paceline.cluster.measures import ClockOffset, Correctness, PairSpeed, Rate, Speed
 from paceline.records import Crew, Finding, Record
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 
 class RankCheckup(Record):

@@ -15,8 +15,8 @@ import psutil
 from paceline.cluster.gpus import Nvml
 from paceline.cluster.rocm import rocm_gpus
 from paceline.config.schema import SECRET_NAME
-from paceline.files import fingerprint
 from paceline.records import Env, Git
+from paceline.records.files import fingerprint
 
 # Variables that change how a run behaves. Anything else, and so every secret, stays out.
 ALLOWED_PREFIXES = ("NCCL_", "TORCH_", "TORCHELASTIC_", "OMP_", "MKL_", "GLOO_", "SLURM_JOB_")

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from paceline.config.lm import LMData
 from paceline.errors import DataError
-from paceline.files import fingerprint, sync_directory
 from paceline.records import Part, Record
+from paceline.records.files import fingerprint, sync_directory
 
 DOCUMENT_END = 256
 DTYPE = np.dtype("<u2")

@@ -17,7 +17,7 @@ from paceline.launch.cause import Ending, judge_end
 from paceline.launch.signals import Notes, noted_signals
 from paceline.launch.supervisor import log_line
 from paceline.records import Attempt, LaunchPlan, Limits
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 WORTH_ANOTHER = (Outcome.CRASHED, Outcome.STALL, Outcome.OUT_OF_RESOURCES)
 LAST_MOMENT_S = 0.1

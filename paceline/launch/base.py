@@ -10,7 +10,7 @@ from paceline.cluster.fabric import choose_fabric
 from paceline.config.schema import LaunchConfig
 from paceline.plan.crew import visible_devices
 from paceline.records import Crew, Env, Finding, LaunchPlan, Limits, RankEnd, RankPlace
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 RUN_DIR = "RUN_DIR"  # stands in a plan that nobody runs
 MEMBER = ("-m", "paceline.launch.member")  # what an external launcher starts on every rank

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from paceline.launch.pulse import Beat, last_beat
 from paceline.observe.heartbeat import read_action
 from paceline.records import LaunchPlan, RankEnd
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 # The order in which a step goes through them; the rank that is furthest behind is waited for.
 PHASES = ("start", "data", "forward", "backward", "comm", "optimizer", "other", "eval")

@@ -10,7 +10,7 @@ from paceline.launch.blame import explain_stall, missed_deadline
 from paceline.launch.pulse import last_beat
 from paceline.observe.heartbeat import read_action, read_mark
 from paceline.records import Failure, RankEnd, RankVerdict
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 NEWLINE = "\n"
 MEMORY_HINT = (

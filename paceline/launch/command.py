@@ -19,14 +19,14 @@ from pathlib import Path
 import psutil
 
 from paceline.errors import ClusterError
-from paceline.files import write_atomic
 from paceline.launch.base import MEMBER, LaunchEnd, Order
 from paceline.launch.member import load_ends, starter_variable
 from paceline.launch.pulse import Pulse
 from paceline.launch.signals import Notes, kill_time, noted_signals, repeats
 from paceline.launch.supervisor import POLL_S, modified_at
 from paceline.records import LaunchPlan, Limits
-from paceline.rundir import RunDir
+from paceline.records.files import write_atomic
+from paceline.records.rundir import RunDir
 
 PR_SET_PDEATHSIG = 1
 EXTRA_S = 15.0  # members need their own grace before the command may be killed

@@ -8,7 +8,7 @@ from paceline.launch.base import MEMBER, LaunchEnd, Order, device_names, draw_pl
 from paceline.launch.command import require_program, run_command
 from paceline.plan.crew import visible_devices
 from paceline.records import LaunchPlan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 
 class DeepSpeedLauncher:

@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.errors import DataError
 from paceline.observe.heartbeat import Ticker
 from paceline.records import Attempt
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 INTERVAL_S = 0.2
 

@@ -14,7 +14,7 @@ from paceline.launch.base import LaunchEnd, Order, draw_plan
 from paceline.launch.rank import TASKS, RankTicket, Task
 from paceline.launch.supervisor import PRELOADED, Supervisor
 from paceline.records import LaunchPlan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 MAX_TEMPORARY = 60  # letters of TMPDIR; with the rest a socket's path may have 107
 LOOPBACK = "127.0.0.1"

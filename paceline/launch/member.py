@@ -27,7 +27,7 @@ from paceline.launch.rank import TASKS, save_failure
 from paceline.launch.signals import Notes, noted_signals
 from paceline.launch.supervisor import Supervisor
 from paceline.records import LaunchPlan, RankEnd, RankPlace
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 STARTER = "PACELINE_STARTER"
 POLL_S = 1.0

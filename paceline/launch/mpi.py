@@ -9,7 +9,7 @@ from paceline.errors import ClusterError
 from paceline.launch.base import LaunchEnd, Order, draw_plan
 from paceline.launch.command import member_argv, require_program, run_command
 from paceline.records import LaunchPlan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 
 class MpiLauncher:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.records import Limits
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 Deadline = Literal["start", "progress", "total", "collective"]
 TAIL_BYTES = 4096

@@ -30,7 +30,7 @@ from paceline.errors import EXIT_CODES
 from paceline.job import reload_job
 from paceline.observe.control import Ask, Requests
 from paceline.records import LaunchPlan, Plan, RankVerdict
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.train.verdict import explain, outcome_of
 from paceline.train.worker import RankRun
 

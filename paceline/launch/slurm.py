@@ -11,7 +11,7 @@ from paceline.errors import ClusterError, ConfigError
 from paceline.launch.base import LaunchEnd, Order, draw_plan
 from paceline.launch.command import member_argv, require_program, run_command
 from paceline.records import Crew, LaunchPlan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 WARNING_S = 120  # how long before the end of the job SLURM sends SIGUSR2
 

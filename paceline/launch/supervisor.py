@@ -24,7 +24,7 @@ from paceline.launch.pulse import Deadline, Pulse
 from paceline.launch.rank import RankTicket, rank_main
 from paceline.launch.signals import Notes, kill_time, request_for
 from paceline.records import Limits, RankEnd, RankVerdict
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 POLL_S = 0.05
 DUMP_S = 2.0  # how long a stack dump may take before ranks are ended

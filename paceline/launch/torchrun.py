@@ -12,7 +12,7 @@ from paceline.cluster.hosts import read_hostfile
 from paceline.launch.base import MEMBER, LaunchEnd, Order, draw_plan
 from paceline.launch.command import run_command
 from paceline.records import Finding, LaunchPlan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 
 class TorchrunLauncher:

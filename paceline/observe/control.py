@@ -8,7 +8,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from paceline.observe.heartbeat import Ticker
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 POLL_S = 0.25
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 from pydantic import BaseModel, ConfigDict
 
 from paceline.errors import DataError
-from paceline.files import write_atomic
+from paceline.records.files import write_atomic
 
 
 class Part(BaseModel):

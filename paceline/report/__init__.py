@@ -1,11 +1,11 @@
 """summary.md and report.html from the files of a run, and timeline.json of one with a pipeline. A
 pure reader: no torch, no other stage."""
 
-from paceline.files import write_atomic
+from paceline.records.files import write_atomic
+from paceline.records.rundir import RunDir
 from paceline.report.html import render_html
 from paceline.report.markdown import render_markdown
 from paceline.report.story import read_story
-from paceline.rundir import RunDir
 from paceline.schedules.trace import render_trace
 
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from paceline.records import Audit, Env, Plan, Result
-from paceline.rundir import RunDir
-from paceline.schedules.measured import Measured, load_measured
-from paceline.tables import (
+from paceline.records.rundir import RunDir
+from paceline.records.tables import (
     StepRow,
     TelemetryRow,
     TrainingRow,
@@ -16,6 +15,7 @@ from paceline.tables import (
     read_telemetry,
     read_training,
 )
+from paceline.schedules.measured import Measured, load_measured
 
 UNACCOUNTED = "unaccounted"
 

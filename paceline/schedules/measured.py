@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from paceline.records import Plan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.schedules.actions import Action, Schedule
 from paceline.schedules.orders import draw_schedule
 from paceline.schedules.passes import Pass, read_passes

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.files import write_atomic
+from paceline.records.files import write_atomic
 from paceline.schedules.actions import Action, Kind
 
 

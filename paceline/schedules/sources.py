@@ -16,7 +16,7 @@ from typing import Any
 from paceline.config.load import read_plain
 from paceline.errors import ConfigError, DataError
 from paceline.records import PipelineFacts, Plan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.schedules.account import account, times_measured
 from paceline.schedules.actions import Kind
 from paceline.schedules.measured import load_measured

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from paceline.config.load import read_plain
 from paceline.records import Attempt, Plan, Result
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
+from paceline.records.tables import StepRow, TrainingRow, read_steps, read_training
 from paceline.stats.steady import Seconds, count_warmup, find_compile_steps, measure_spread
 from paceline.stats.timing_points import (
     TAIL_POINTS,
@@ -19,7 +20,6 @@ from paceline.stats.timing_points import (
     list_points,
     summarise_points,
 )
-from paceline.tables import StepRow, TrainingRow, read_steps, read_training
 
 METRICS = ("samples_per_s", "tokens_per_s", "tail_mean_iter_p50_ms")
 LOWER_IS_BETTER = {"tail_mean_iter_p50_ms"}

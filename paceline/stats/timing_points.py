@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.tables import StepRow
+from paceline.records.tables import StepRow
 
 WINDOW, TAIL_POINTS = 100, 20
 # Ours to the seed's. It times tokenizing apart (`preprocess`); our workers do that inside `data`.

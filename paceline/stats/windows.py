@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.records import StepSeconds, Window
-from paceline.tables import TrainingRow
+from paceline.records.tables import TrainingRow
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from paceline.cluster.facts import probe
 from paceline.errors import ConfigError
 from paceline.launch.signals import noted_signals
+from paceline.records.rundir import RunDir, RunLock
 from paceline.records.swept import Metric, SweepRecord, SweptCell, SweptPhase
-from paceline.rundir import RunDir, RunLock
 from paceline.sweep.cells import draw_cells, find_cell
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.judge import SweepJudgement, judge_sweep

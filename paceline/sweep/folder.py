@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.rundir import RunDir, slug
+from paceline.records.rundir import RunDir, slug
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from paceline.errors import DataError
-from paceline.files import write_atomic
+from paceline.records.files import write_atomic
 from paceline.records.swept import SweptPhase
 
 Row = dict[str, str]

@@ -5,7 +5,7 @@ import json
 import math
 from typing import Any
 
-from paceline.files import write_atomic
+from paceline.records.files import write_atomic
 from paceline.records.swept import SweepRecord
 from paceline.report.sweep import render_sweep_page
 from paceline.report.sweep_markdown import render_sweep_summary

@@ -7,11 +7,11 @@ from paceline.config.schema import RunConfig
 from paceline.errors import Outcome
 from paceline.flow import Decided
 from paceline.records import Result
+from paceline.records.rundir import RunDir
 from paceline.records.swept import SweptCell
-from paceline.rundir import RunDir
+from paceline.records.tables import read_steps
 from paceline.stats.timing_points import list_points
 from paceline.sweep.manifest import COLUMNS, FAILED, NOT_THERE, SUCCESS, Row
-from paceline.tables import read_steps
 
 STAGES = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 

@@ -8,7 +8,7 @@ from paceline import __version__
 from paceline.errors import DataError
 from paceline.job import Job
 from paceline.records import Attempt, BestMetric, DataPosition, Kept, Plan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.train.loop import Start
 from paceline.train.optim import learning_rate
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from paceline.config.schema import RunConfig
 from paceline.data.cursor import Indices
 from paceline.errors import ConfigError
-from paceline.files import write_atomic
 from paceline.records import Plan
-from paceline.rundir import RunDir
+from paceline.records.files import write_atomic
+from paceline.records.rundir import RunDir
 from paceline.strategies.base import StepInfo, Totals
 from paceline.train.precision import OVERFLOWED
 from paceline.train.readback import Readback

@@ -31,7 +31,7 @@ from paceline.observe.heartbeat import ActionMark, Heartbeat, StepMark, Ticker
 from paceline.observe.telemetry import Telemetry
 from paceline.plan.policy import effective_config
 from paceline.records import Plan, RankVerdict
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.schedules.passes import write_passes
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts, Recorded

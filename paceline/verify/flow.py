@@ -11,7 +11,7 @@ from paceline.errors import EXIT_CODES, ConfigError, LaunchError, Outcome, Pacel
 from paceline.plan.pipelines import ranks_of_pipeline
 from paceline.plan.planner import ALIASES, make_plan
 from paceline.records import Env
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.schedules.orders import NAMES as SCHEDULES
 from paceline.verify.judge import judge
 from paceline.verify.records import StrategyProof, VerifyReport

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from paceline.records import StateBytes
-from paceline.rundir import RunDir
-from paceline.tables import TrainingRow, read_training
+from paceline.records.rundir import RunDir
+from paceline.records.tables import TrainingRow, read_training
 from paceline.verify.records import Check, TrialHeld
 from paceline.verify.trial import (
     AFTER,

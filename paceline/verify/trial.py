@@ -22,7 +22,7 @@ from paceline.errors import Outcome
 from paceline.job import reload_job
 from paceline.plan.policy import effective_config
 from paceline.records import LaunchPlan, Plan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts, Totals
 from paceline.train.loop import LoopEnd, LoopParts

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from paceline.config.schema import DataConfig, Section
 from paceline.errors import ConfigError
-from paceline.files import fingerprint
 from paceline.records import Finding
+from paceline.records.files import fingerprint
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.errors import RestoreError
-from paceline.rundir import RunLock
-from paceline.tables import read_training
+from paceline.records.rundir import RunLock
+from paceline.records.tables import read_training
 from soaking.program import Program
 
 COLUMNS = ("step", "loss", "grad_norm", "val_loss")

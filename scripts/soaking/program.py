@@ -17,7 +17,7 @@ from paceline.checkpoint.folder import CheckpointFolder
 from paceline.errors import DataError
 from paceline.observe.heartbeat import read_mark
 from paceline.records import Attempt
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 
 MARK = "PACELINE_SOAK_MARK"
 POLL_S = 0.02

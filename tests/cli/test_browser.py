@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.sweep.outputs import write_outputs
 from tests.sweeps import draw_sweep
 from tests.unit.test_report import finish

@@ -15,7 +15,7 @@ from paceline.checkpoint.folder import CheckpointFolder, seal
 from paceline.cli import main
 from paceline.config.schema import CheckpointConfig
 from paceline.records import BestMetric, Manifest
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from tests.cli.program import Ran, paceline
 from tests.kept import TINY_LM, flip_bit, keep, make_run
 

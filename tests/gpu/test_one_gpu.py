@@ -42,7 +42,7 @@ def test_the_command_line_trains_on_the_gpu(tmp_path: Path) -> None:
 
 
 def test_phases_fill_the_wall_time(tmp_path: Path) -> None:
-    from paceline.tables import read_steps
+    from paceline.records.tables import read_steps
 
     ends = run_here(tmp_path / "run", "lm_tiny", [*TINY, "train.steps=100"])
     rows = [row for row in read_steps(ends.run.steps(0)) if row.step > 20]

@@ -24,7 +24,7 @@ from paceline.cluster.group import Place
 from paceline.config.schema import CheckpointConfig
 from paceline.data.rng import capture_rng
 from paceline.records import Plan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.strategies.base import Engine
 from paceline.strategies.stored import SCALER
 from paceline.train.timing import HostClock

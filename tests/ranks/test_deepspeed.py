@@ -17,7 +17,7 @@ from paceline.config.schema import RunConfig
 from paceline.errors import Outcome
 from paceline.job import load_job
 from paceline.plan.planner import measure_model
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Share
 from paceline.strategies.shape import ModelShape

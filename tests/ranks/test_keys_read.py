@@ -16,7 +16,7 @@ from paceline.flow import order_for
 from paceline.job import load_job
 from paceline.launch import find_launcher
 from paceline.plan.planner import make_plan
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from tests.harness import run_here
 
 # The recipe at a size that a test can afford. The keys are the recipe's own.

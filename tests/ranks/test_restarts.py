@@ -26,7 +26,7 @@ from paceline.launch.signals import Heard, kill_time
 from paceline.observe.control import Ask
 from paceline.observe.heartbeat import StepMark
 from paceline.records import Attempt, RankVerdict
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from tests.unit.test_launch import draw
 
 RECOVERY_S = 5.0

@@ -14,9 +14,9 @@ from paceline.data.cursor import Order as SampleOrder
 from paceline.errors import ConfigError
 from paceline.job import reload_job
 from paceline.plan.policy import effective_config
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
+from paceline.records.tables import read_training
 from paceline.strategies.weights import fill_weights
-from paceline.tables import read_training
 from paceline.verify.flow import run_verify
 from paceline.verify.judge import judge
 from paceline.verify.records import TrialHeld, VerifyReport

@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parents[2] / "paceline"
 
 # Each layer may import from itself and from those before it.
 LAYERS = [
-    ["paceline.errors", "paceline.files"],
-    ["paceline.records", "paceline.rundir", "paceline.tables"],
+    ["paceline.errors", "paceline.records.files"],
+    ["paceline.records", "paceline.records.rundir", "paceline.records.tables"],
     ["paceline.config"],
     ["paceline.stats", "paceline.schedules"],
     ["paceline.report", "paceline.cluster", "paceline.models"],

@@ -24,7 +24,7 @@ from paceline.observe.heartbeat import ActionMark
 from paceline.plan.crew import check_crew, choose_crew
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Gpu, LaunchPlan, Limits, Link, RankEnd
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.schedules.actions import Action, Kind
 from tests.unit.test_plan import env as machine
 

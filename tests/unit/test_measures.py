@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from paceline.records.tables import TrainingRow
 from paceline.stats.windows import measure_throughput, quantile
-from paceline.tables import TrainingRow
 from paceline.train import timing
 from paceline.train.readback import Readback
 

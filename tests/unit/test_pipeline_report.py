@@ -13,8 +13,8 @@ from paceline.launch.archive import archive_rank, begin_attempt
 from paceline.launch.base import LaunchEnd
 from paceline.observe.heartbeat import read_action
 from paceline.records import Plan, Result
+from paceline.records.rundir import RunDir
 from paceline.report import write_report
-from paceline.rundir import RunDir
 from paceline.schedules.actions import Action, Kind
 from paceline.schedules.orders import draw_schedule
 from paceline.schedules.requirements import AUTO_STAGES

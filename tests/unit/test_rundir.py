@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError, DataError
-from paceline.files import write_atomic
 from paceline.records import Choice, Env, Finding
-from paceline.rundir import RunDir, slug
+from paceline.records.files import write_atomic
+from paceline.records.rundir import RunDir, slug
 
 
 @pytest.mark.parametrize(

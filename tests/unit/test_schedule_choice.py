@@ -15,7 +15,7 @@ from paceline.plan.crew import choose_crew
 from paceline.plan.planner import make_plan, measure_model
 from paceline.plan.schedules import Question, compare_for, cut_batch, read_names
 from paceline.records import ScheduleComparison, ScheduleRow
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.schedules.formulas import bubble_formula
 from paceline.schedules.orders import NAMES, draw_schedule
 from paceline.schedules.requirements import AUTO_STAGES

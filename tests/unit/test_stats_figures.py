@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.records import Attempt
-from paceline.rundir import RunDir
+from paceline.records.rundir import RunDir
 from paceline.stats.figures import METRICS, RunFigures, measure_run
 from tests.unit.test_plan import plan
 from tests.unit.test_report import HEADER, STEPS_HEADER
