@@ -31,8 +31,8 @@ from paceline.data.synthetic import SyntheticTokens
 from paceline.job import Job, load_job
 from paceline.plan.policy import effective_config
 from paceline.strategies.blocks import find_blocks
+from paceline.strategies.optim import build_optimizer
 from paceline.strategies.weights import fill_weights
-from paceline.train.optim import build_optimizer
 
 WARMUP = 10
 CLIP = 1.0

@@ -35,8 +35,8 @@ from paceline.records import Plan, StateBytes
 from paceline.strategies import engine as engine_module
 from paceline.strategies import find_strategy
 from paceline.strategies.base import EngineParts
+from paceline.strategies.clock import HostClock
 from paceline.strategies.shape import ModelShape
-from paceline.train.timing import HostClock
 
 # 1003 rows and 5 layers: nothing divides evenly, so that padding is part of what is compared.
 SETTINGS = [

@@ -16,8 +16,8 @@ from paceline.checkpoint.pieces import Piece, Source
 from paceline.config.schema import RunConfig
 from paceline.records import Env, Exchange, Finding, Plan, Proof, StateBytes
 from paceline.schedules.passes import Pass
+from paceline.strategies.clock import Clock
 from paceline.strategies.shape import ModelShape
-from paceline.train.timing import Clock
 from paceline.workloads.base import Workload
 
 

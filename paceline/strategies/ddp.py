@@ -11,8 +11,8 @@ from paceline.strategies.base import Engine, EngineParts, Share
 from paceline.strategies.compose import compose
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.hooks import CAST_TYPES, Traffic, plan_exchange, register_hook
+from paceline.strategies.optim import build_optimizer
 from paceline.strategies.shape import ModelShape, sum_bytes
-from paceline.train.optim import build_optimizer
 
 MIB = 2**20
 

@@ -33,6 +33,7 @@ from paceline.strategies.base import (
     Totals,
     normalise,
 )
+from paceline.strategies.clock import Clock
 from paceline.strategies.compose import compose
 from paceline.strategies.deepspeed_bytes import estimate_bytes, found_bytes, plan_bytes_sent
 from paceline.strategies.deepspeed_config import ZERO, check_overrides, generate
@@ -43,6 +44,8 @@ from paceline.strategies.deepspeed_state import (
     load_weights,
 )
 from paceline.strategies.engine import build_scaler, compute_loss
+from paceline.strategies.optim import build_optimizer
+from paceline.strategies.precision import COMPUTE_TYPES
 from paceline.strategies.shape import ModelShape
 from paceline.strategies.stored import (
     load_module,
@@ -52,9 +55,6 @@ from paceline.strategies.stored import (
     moment_pieces,
     scale_pieces,
 )
-from paceline.train.optim import build_optimizer
-from paceline.train.precision import COMPUTE_TYPES
-from paceline.train.timing import Clock
 
 LOG = logging.getLogger("paceline")
 

@@ -18,7 +18,9 @@ from paceline.data.loader import to_device
 from paceline.errors import ConfigError
 from paceline.records import Proof, StateBytes
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
+from paceline.strategies.clock import Clock
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
+from paceline.strategies.precision import START_SCALE, LossScale, compute_context
 from paceline.strategies.stored import (
     load_module,
     load_optimizer,
@@ -27,8 +29,6 @@ from paceline.strategies.stored import (
     moment_pieces,
     scale_pieces,
 )
-from paceline.train.precision import START_SCALE, LossScale, compute_context
-from paceline.train.timing import Clock
 
 TINY = 1e-6  # as in torch's clip_grad_norm_
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.pieces import Piece, Section, Source, moment_name
 from paceline.errors import ConfigError
-from paceline.train.precision import LossScale
+from paceline.strategies.precision import LossScale
 
 MAX_NAMED = 8
 NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})

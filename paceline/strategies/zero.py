@@ -26,9 +26,9 @@ from paceline.strategies.ddp import ddp_problems, optimizer_bytes, wrap_ddp
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.hooks import plan_exchange
 from paceline.strategies.mesh import build_mesh
+from paceline.strategies.optim import build_optimizer, optimizer_kind, parameter_groups
+from paceline.strategies.precision import COMPUTE_TYPES
 from paceline.strategies.shape import ModelShape, ParameterShape, sum_bytes
-from paceline.train.optim import build_optimizer, optimizer_kind, parameter_groups
-from paceline.train.precision import COMPUTE_TYPES
 
 REDUCE_BYTES = 4  # gradients are summed in fp32
 

@@ -11,7 +11,7 @@ from paceline.config.schema import RunConfig
 from paceline.data.loader import collate, eval_ids, to_device
 from paceline.records import Plan
 from paceline.strategies.base import Engine
-from paceline.train.timing import Clock
+from paceline.strategies.clock import Clock
 from paceline.workloads.base import Dataset
 
 

@@ -9,8 +9,8 @@ from paceline.errors import DataError
 from paceline.job import Job
 from paceline.records import Attempt, BestMetric, DataPosition, Kept, Plan
 from paceline.records.rundir import RunDir
+from paceline.strategies.optim import learning_rate
 from paceline.train.loop import Start
-from paceline.train.optim import learning_rate
 
 
 def load_attempt(run: RunDir) -> Attempt:

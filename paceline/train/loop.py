@@ -15,12 +15,12 @@ from paceline.errors import Outcome
 from paceline.observe.audit import Auditor
 from paceline.records import Plan
 from paceline.strategies.base import Engine
+from paceline.strategies.clock import Clock
+from paceline.strategies.optim import learning_rate
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
 from paceline.train.keeper import Keeper
 from paceline.train.metrics import Ledger
-from paceline.train.optim import learning_rate
-from paceline.train.timing import Clock
 
 LATENESS = 1  # steps after which the host must know how a step went
 

@@ -22,9 +22,9 @@ from paceline.records import Plan
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
 from paceline.strategies.base import StepInfo, Totals
-from paceline.train.precision import OVERFLOWED
+from paceline.strategies.clock import Clock, StepTimes
+from paceline.strategies.precision import OVERFLOWED
 from paceline.train.readback import Readback
-from paceline.train.timing import Clock, StepTimes
 
 LOG = logging.getLogger("paceline")
 TRAINING_COLUMNS = (

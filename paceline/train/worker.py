@@ -35,6 +35,7 @@ from paceline.records.rundir import RunDir
 from paceline.schedules.passes import write_passes
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts, Recorded
+from paceline.strategies.clock import Clock, HostClock, build_clock
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
 from paceline.train.flops import flops_per_sample
@@ -43,7 +44,6 @@ from paceline.train.keeper import Keeper, KeeperParts
 from paceline.train.loop import LoopEnd, LoopParts, train
 from paceline.train.metrics import Ledger, LedgerFiles, cut_absent_ranks
 from paceline.train.policy import apply_policy
-from paceline.train.timing import Clock, HostClock, build_clock
 from paceline.train.verdict import explain, outcome_of, peak_memory
 from paceline.workloads.base import Dataset
 

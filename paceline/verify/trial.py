@@ -25,8 +25,8 @@ from paceline.records import LaunchPlan, Plan
 from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts, Totals
+from paceline.strategies.clock import Clock
 from paceline.train.loop import LoopEnd, LoopParts
-from paceline.train.timing import Clock
 from paceline.train.worker import RankRun
 from paceline.verify.records import TrialHeld
 

@@ -26,8 +26,8 @@ from paceline.data.rng import capture_rng
 from paceline.records import Plan
 from paceline.records.rundir import RunDir
 from paceline.strategies.base import Engine
+from paceline.strategies.clock import HostClock
 from paceline.strategies.stored import SCALER
-from paceline.train.timing import HostClock
 from tests.conftest import needs_deepspeed
 from tests.harness import build_engine, make_kept, prepare_run, start_ranks
 

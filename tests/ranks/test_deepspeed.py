@@ -20,8 +20,8 @@ from paceline.plan.planner import measure_model
 from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Share
+from paceline.strategies.clock import HostClock
 from paceline.strategies.shape import ModelShape
-from paceline.train.timing import HostClock
 from tests.harness import (
     HeldSource,
     RankEnds,

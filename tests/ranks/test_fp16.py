@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.errors import Outcome
-from paceline.train.precision import GROWTH_STEPS, LossScale
+from paceline.strategies.precision import GROWTH_STEPS, LossScale
 from tests.harness import HeldSource, RankState, alone, prepare_run, run_here, run_ranks
 from tests.ranks.test_parity import BATCH, SGD, tiny_model
 

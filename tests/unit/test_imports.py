@@ -21,7 +21,7 @@ LAYERS = [
     ["paceline.data"],
     ["paceline.observe"],
     ["paceline.checkpoint"],
-    ["paceline.train.timing", "paceline.train.optim", "paceline.train.precision"],
+    ["paceline.strategies.clock", "paceline.strategies.optim", "paceline.strategies.precision"],
     ["paceline.train.readback", "paceline.train.feed", "paceline.train.flops"],
     ["paceline.strategies"],
     ["paceline.plan.crew"],

@@ -5,7 +5,7 @@ import torch
 
 from paceline.records.tables import TrainingRow
 from paceline.stats.windows import measure_throughput, quantile
-from paceline.train import timing
+from paceline.strategies import clock as timing
 from paceline.train.readback import Readback
 
 

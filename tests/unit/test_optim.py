@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.config.schema import OptimConfig, ScheduleConfig
-from paceline.train.optim import build_optimizer, learning_rate
+from paceline.strategies.optim import build_optimizer, learning_rate
 
 
 def optim(**schedule: object) -> OptimConfig:

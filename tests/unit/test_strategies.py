@@ -80,7 +80,7 @@ def test_deal_is_torchs_own() -> None:
     import torch.distributed as dist
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    from paceline.train.optim import parameter_groups
+    from paceline.strategies.optim import parameter_groups
 
     with torch.device("meta"):
         model = JOB.workload.build_model(JOB.config)

@@ -17,6 +17,7 @@ from paceline.records import Proof
 from paceline.schedules.actions import Schedule
 from paceline.schedules.passes import Pass
 from paceline.strategies.base import EngineParts, Totals, normalise
+from paceline.strategies.clock import Clock
 from paceline.strategies.engine import ModuleEngine, Wrapping, inner_optimizer
 from paceline.strategies.gather import global_norm, whole
 from paceline.strategies.pipeline.by_torch import TorchRunner
@@ -26,7 +27,6 @@ from paceline.strategies.pipeline.recorder import Recorder
 from paceline.strategies.pipeline.relay import Relay
 from paceline.strategies.pipeline.stage import Stage
 from paceline.strategies.stored import load_module, load_optimizer, load_scale
-from paceline.train.timing import Clock
 
 Shapes = tuple[torch.Size, ...]
 

@@ -11,7 +11,7 @@ import torch
 
 from paceline.schedules.actions import Action, Kind
 from paceline.schedules.passes import Pass, Timed
-from paceline.train.timing import Clock
+from paceline.strategies.clock import Clock
 
 KEPT_PASSES = 24
 PHASES = {Kind.FORWARD: "forward"}  # all others are backward

@@ -18,6 +18,7 @@ from paceline.strategies.compose import compose
 from paceline.strategies.ddp import DDP
 from paceline.strategies.engine import Wrapping
 from paceline.strategies.mesh import build_mesh
+from paceline.strategies.optim import build_optimizer
 from paceline.strategies.pipeline.cut import cut_model, enter_at
 from paceline.strategies.pipeline.dualpipe import LANES, Lane
 from paceline.strategies.pipeline.engine import Line, PipelineEngine
@@ -26,7 +27,6 @@ from paceline.strategies.pipeline.holdings import Stages, gather_holdings
 from paceline.strategies.pipeline.stage import Stage
 from paceline.strategies.shape import ModelShape, sum_bytes
 from paceline.strategies.zero import ZERO2, ZERO3, Sharded, reshard, shard_problems
-from paceline.train.optim import build_optimizer
 
 INNER: dict[str, Sharded] = {"zero2": ZERO2, "zero3": ZERO3}
 
