@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from paceline.cluster.answers import ALL_GATHER
-from paceline.cluster.bandwidth import measure_collectives
-from paceline.cluster.measures import Speed
+from paceline.check.answers import ALL_GATHER
+from paceline.check.bandwidth import measure_collectives
+from paceline.check.measures import Speed
 
 CPU = torch.device("cpu")
 WORLD_SIZE, LOOPS, GOAL = 2, 5, 0.05

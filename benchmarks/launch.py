@@ -26,14 +26,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 from torch.distributed.launcher.api import elastic_launch
 
-from paceline.cluster.facts import probe
-from paceline.cluster.group import join_group
-from paceline.cluster.rendezvous import Topology
 from paceline.config.schema import LaunchConfig
 from paceline.errors import Outcome
 from paceline.launch.base import Order
 from paceline.launch.local import LocalLauncher, run_local
 from paceline.launch.rank import Post
+from paceline.machine.facts import probe
+from paceline.machine.group import join_group
+from paceline.machine.topology import Topology
 from paceline.plan.crew import choose_crew
 from paceline.records import RankVerdict
 from paceline.records.rundir import RunDir

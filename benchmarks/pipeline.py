@@ -44,8 +44,8 @@ import torch.distributed as dist
 from pipeline_contenders import CONTENDERS, Setup, load_bench, set_turns
 from step_overhead import Turns, median_interval
 
-from paceline.cluster.facts import probe
-from paceline.cluster.group import Place, join_group
+from paceline.machine.facts import probe
+from paceline.machine.group import Place, join_group
 from paceline.plan.planner import make_plan
 from paceline.records import PipelineFacts
 from paceline.records.rundir import RunDir

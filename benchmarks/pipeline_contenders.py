@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from paceline import Workload
-from paceline.cluster.facts import probe
-from paceline.cluster.group import Place
 from paceline.config.load import dump_config
 from paceline.config.schema import Positive, Section
 from paceline.data.cursor import Order, StepSlice
 from paceline.job import Job, load_job
+from paceline.machine.facts import probe
+from paceline.machine.group import Place
 from paceline.plan.planner import make_plan
 from paceline.records.rundir import RunDir
 from paceline.records.tables import read_training

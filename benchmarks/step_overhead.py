@@ -37,13 +37,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import Workload
-from paceline.cluster.facts import probe
-from paceline.cluster.group import Place, join_group
 from paceline.config.lm import LMModel
 from paceline.config.load import dump_config
 from paceline.config.schema import Positive, Section
 from paceline.data.cursor import Order
 from paceline.job import Job, load_job
+from paceline.machine.facts import probe
+from paceline.machine.group import Place, join_group
 from paceline.models.lm import LM
 from paceline.plan.planner import make_plan
 from paceline.records.rundir import RunDir

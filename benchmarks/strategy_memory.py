@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.cluster.facts import probe
-from paceline.cluster.group import Place, join_group
 from paceline.job import load_job
+from paceline.machine.facts import probe
+from paceline.machine.group import Place, join_group
 from paceline.plan.planner import estimate_rank, make_plan, measure_model
 from paceline.plan.policy import effective_config
 from paceline.records import Plan, StateBytes

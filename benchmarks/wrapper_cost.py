@@ -34,11 +34,11 @@ import torch.distributed as dist
 from step_overhead import CLIP, LR, SEED, Tokens, Turns, build_model, build_optimizer, mean_loss
 from torch import nn
 
-from paceline.cluster.facts import probe
-from paceline.cluster.group import Place, join_group
 from paceline.config.load import dump_config
 from paceline.data.cursor import Order, StepSlice
 from paceline.job import load_job
+from paceline.machine.facts import probe
+from paceline.machine.group import Place, join_group
 from paceline.plan.planner import make_plan
 from paceline.records.rundir import RunDir
 from paceline.records.tables import read_training

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.checkpoint.folder import CheckpointFolder
-from paceline.cluster.facts import probe
-from paceline.cluster.rendezvous import Topology
 from paceline.conclude import Circumstances, conclude
 from paceline.config.load import dump_config
 from paceline.errors import (
@@ -38,6 +36,8 @@ from paceline.launch.follow import Follower
 from paceline.launch.member import MemberLauncher
 from paceline.launch.muster import RollCall
 from paceline.launch.signals import Notes, noted_signals
+from paceline.machine.facts import probe
+from paceline.machine.topology import Topology
 from paceline.plan.planner import make_plan
 from paceline.records import Crew, Env, LaunchPlan, Plan, Result
 from paceline.records.files import write_atomic

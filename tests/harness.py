@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.pieces import Piece, Section, moment_name
-from paceline.cluster.facts import probe
-from paceline.cluster.group import Place, claim_device, join_group
 from paceline.config.load import dump_config
 from paceline.data.loader import collate
 from paceline.flow import require_feasible
 from paceline.job import Job, load_job
+from paceline.machine.facts import probe
+from paceline.machine.group import Place, claim_device, join_group
 from paceline.plan.planner import make_plan
 from paceline.records import BestMetric, DataPosition, Kept, Plan, RankVerdict
 from paceline.records.rundir import RunDir

@@ -16,9 +16,9 @@ from paceline.bench.pairs import Pair, plan_pair
 from paceline.bench.records import BenchReport, GateRow, PairResult
 from paceline.bench.target import load_targets
 from paceline.bench.words import summarise
-from paceline.cluster.facts import probe
 from paceline.config.overrides import parse_override
 from paceline.errors import EXIT_CODES, ConfigError, Outcome, PacelineError
+from paceline.machine.facts import probe
 from paceline.records import Env
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir

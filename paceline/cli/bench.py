@@ -38,7 +38,7 @@ def list_targets(as_json: JsonFlag = False) -> None:
     from paceline.bench.pairs import plan_pair  # imports torch
     from paceline.bench.target import load_targets
     from paceline.cli.talk import print_json
-    from paceline.cluster.facts import probe
+    from paceline.machine.facts import probe
 
     env = probe()
     pairs = [plan_pair(target, env) for target in load_targets().values()]

@@ -10,8 +10,8 @@ from paceline.cli.arguments import JsonFlag, OutOption, Overrides
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.cluster.checkup_records import CheckReport
-    from paceline.cluster.measures import Speed
+    from paceline.check.measures import Speed
+    from paceline.check.records import CheckReport
 
 LARGE_BYTES = 1 << 20
 
@@ -35,11 +35,11 @@ def check(
 
     talk = ConsoleTalk()
     with among_ranks() as call, refusals_on_stdout(as_json):
-        from paceline.check import load_settings, run_check, save_snapshot  # imports torch
+        from paceline.check.flow import load_settings, run_check, save_snapshot  # imports torch
 
         report = run_check(load_settings(overrides or []), out, talk.say, call)
         if snapshot is not None:
-            from paceline.cluster.facts import probe
+            from paceline.machine.facts import probe
 
             talk.say(f"snapshot: {snapshot}: {', '.join(save_snapshot(probe(), snapshot))}")
     if as_json:
@@ -73,8 +73,8 @@ def _print(report: "CheckReport") -> None:
 def _print_ranks(console: "Console", report: "CheckReport") -> None:
     from rich.table import Table
 
-    from paceline.cluster.judge import expect_copy
-    from paceline.cluster.measures import MatmulRate
+    from paceline.check.judge import expect_copy
+    from paceline.check.measures import MatmulRate
     from paceline.plan.peaks import peak_flops
 
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -103,8 +103,8 @@ def _print_ranks(console: "Console", report: "CheckReport") -> None:
 def _print_group(console: "Console", report: "CheckReport") -> None:
     from rich.table import Table
 
-    from paceline.cluster.facts import probe
-    from paceline.cluster.judge import expect_link
+    from paceline.check.judge import expect_link
+    from paceline.machine.facts import probe
 
     group = report.group
     if group is None:

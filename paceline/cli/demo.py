@@ -14,7 +14,7 @@ def demo(overrides: Overrides = None, out: OutOption = None, as_json: JsonFlag =
     Example: paceline demo
     """
     from paceline.cli.train import finish
-    from paceline.cluster.gpus import Nvml
+    from paceline.machine.gpus import Nvml
 
     nvml = Nvml.open()
     ranks = [] if nvml and nvml.handles else [f"launch.nproc={CPU_RANKS}"]

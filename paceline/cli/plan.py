@@ -68,8 +68,8 @@ def show_plan(
 ) -> None:
     """Also what `paceline train --dry-run` does."""
     from paceline.cli.talk import print_json, refusals_on_stdout
-    from paceline.cluster import resolve_topology
     from paceline.job import load_job
+    from paceline.machine import resolve_topology
 
     with refusals_on_stdout(as_json):
         job = load_job(source, overrides)

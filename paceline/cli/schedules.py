@@ -29,8 +29,8 @@ def show_schedules(
 
     with refusals_on_stdout(as_json):
         job = load_job(source, overrides)
-        from paceline.cluster import resolve_topology
-        from paceline.cluster.facts import probe
+        from paceline.machine import resolve_topology
+        from paceline.machine.facts import probe
         from paceline.plan.schedules import Question, compare_for, read_names  # imports torch
 
         question = Question(read_names(names), times, bubble)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cluster import resolve_topology
 from paceline.errors import ConfigError
+from paceline.machine import resolve_topology
 
 if TYPE_CHECKING:
     from paceline.launch.muster import RollCall

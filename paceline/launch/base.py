@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from paceline.cluster.fabric import choose_fabric
 from paceline.config.schema import LaunchConfig
+from paceline.machine.fabric import choose_fabric
 from paceline.plan.crew import visible_devices
 from paceline.records import Crew, Env, Finding, LaunchPlan, Limits, RankEnd, RankPlace
 from paceline.records.rundir import RunDir

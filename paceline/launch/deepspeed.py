@@ -2,10 +2,10 @@
 
 import socket
 
-from paceline.cluster.hosts import read_hostfile
 from paceline.errors import ConfigError
 from paceline.launch.base import MEMBER, LaunchEnd, Order, device_names, draw_plan
 from paceline.launch.command import require_program, run_command
+from paceline.machine.hosts import read_hostfile
 from paceline.plan.crew import visible_devices
 from paceline.records import LaunchPlan
 from paceline.records.rundir import RunDir

@@ -8,11 +8,11 @@ from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.util import get_temp_dir
 
-from paceline.cluster.group import Meeting, Place, serve_store
 from paceline.launch.attempts import Start, run_attempts
 from paceline.launch.base import LaunchEnd, Order, draw_plan
 from paceline.launch.rank import TASKS, RankTicket, Task
 from paceline.launch.supervisor import PRELOADED, Supervisor
+from paceline.machine.group import Meeting, Place, serve_store
 from paceline.records import LaunchPlan
 from paceline.records.rundir import RunDir
 

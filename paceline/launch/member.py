@@ -14,8 +14,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cluster.group import Place
-from paceline.cluster.rendezvous import Topology, resolve_topology
 from paceline.errors import ClusterError, PacelineError
 from paceline.launch.archive import archive_rank
 from paceline.launch.attempts import Start, run_attempts
@@ -26,6 +24,8 @@ from paceline.launch.process import wait_for_any
 from paceline.launch.rank import TASKS, save_failure
 from paceline.launch.signals import Notes, noted_signals
 from paceline.launch.supervisor import Supervisor
+from paceline.machine.group import Place
+from paceline.machine.topology import Topology, resolve_topology
 from paceline.records import LaunchPlan, RankEnd, RankPlace
 from paceline.records.rundir import RunDir
 

@@ -4,10 +4,10 @@ import signal
 import socket
 import subprocess
 
-from paceline.cluster.hosts import read_hostfile
 from paceline.errors import ClusterError
 from paceline.launch.base import LaunchEnd, Order, draw_plan
 from paceline.launch.command import member_argv, require_program, run_command
+from paceline.machine.hosts import read_hostfile
 from paceline.records import LaunchPlan
 from paceline.records.rundir import RunDir
 

@@ -17,9 +17,9 @@ import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from paceline.cluster.group import Meeting, serve_store
-from paceline.cluster.rendezvous import LOOPBACK, Topology
 from paceline.errors import EXIT_CODES, ClusterError, LaunchError, Outcome, PacelineError
+from paceline.machine.group import Meeting, serve_store
+from paceline.machine.topology import LOOPBACK, Topology
 from paceline.records import RankPlace
 
 CONNECT_S = 300.0

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.cluster.group import Meeting, Place
 from paceline.errors import EXIT_CODES
 from paceline.job import reload_job
+from paceline.machine.group import Meeting, Place
 from paceline.observe.control import Ask, Requests
 from paceline.records import LaunchPlan, Plan, RankVerdict
 from paceline.records.rundir import RunDir
@@ -134,7 +134,7 @@ def train_rank(post: Post) -> None:
 
 def check_rank(post: Post) -> None:
     """The task of `paceline check`."""
-    from paceline.cluster.checkup import examine_rank  # a page of measuring that no run needs
+    from paceline.check.rank import examine_rank  # a page of measuring that no run needs
 
     launch = LaunchPlan.load(post.run.launch)
     torch.set_num_threads(launch.threads)

@@ -6,10 +6,10 @@ import shutil
 import signal
 from collections.abc import Sequence
 
-from paceline.cluster.rendezvous import expand_nodes
 from paceline.errors import ClusterError, ConfigError
 from paceline.launch.base import LaunchEnd, Order, draw_plan
 from paceline.launch.command import member_argv, require_program, run_command
+from paceline.machine.topology import expand_nodes
 from paceline.records import Crew, LaunchPlan
 from paceline.records.rundir import RunDir
 

@@ -8,9 +8,9 @@ import socket
 import sys
 import uuid
 
-from paceline.cluster.hosts import read_hostfile
 from paceline.launch.base import MEMBER, LaunchEnd, Order, draw_plan
 from paceline.launch.command import run_command
+from paceline.machine.hosts import read_hostfile
 from paceline.records import Finding, LaunchPlan
 from paceline.records.rundir import RunDir
 

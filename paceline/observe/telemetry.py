@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from paceline.cluster.gpus import Nvml
+from paceline.machine.gpus import Nvml
 from paceline.observe.heartbeat import Ticker
 
 COLUMNS = (

@@ -5,9 +5,9 @@ In a process that a launcher started, the launcher has decided; alone, the setti
 
 from collections.abc import Iterator
 
-from paceline.cluster.hosts import read_hostfile
-from paceline.cluster.rendezvous import Topology
 from paceline.config.schema import LaunchConfig
+from paceline.machine.hosts import read_hostfile
+from paceline.machine.topology import Topology
 from paceline.records import Choice, Crew, Env, Finding
 
 LOCAL_ONLY = ("local",)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from paceline.cluster.rendezvous import Topology
 from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.job import Job
+from paceline.machine.topology import Topology
 from paceline.plan.constraints import check
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
 from paceline.plan.peaks import peak_flops

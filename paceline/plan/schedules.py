@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from paceline.cluster.rendezvous import Topology
 from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError
 from paceline.job import Job
+from paceline.machine.topology import Topology
 from paceline.plan.counting import CountedBlock, count_blocks
 from paceline.plan.crew import choose_crew, choose_threads
 from paceline.plan.pipelines import MICROBATCHES_A_RANK

@@ -3,8 +3,8 @@ assumed. For plans; each choice with its reason."""
 
 from dataclasses import dataclass
 
-from paceline.cluster.expectations import expected_link_gb_per_s
-from paceline.cluster.kept_rates import load_link, load_matmul_tflops
+from paceline.machine.expectations import expected_link_gb_per_s
+from paceline.machine.kept_rates import load_link, load_matmul_tflops
 from paceline.plan.peaks import peak_flops
 from paceline.records import Crew, Env, Sourced
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cluster.facts import probe
 from paceline.errors import ConfigError
 from paceline.launch.signals import noted_signals
+from paceline.machine.facts import probe
 from paceline.records.rundir import RunDir, RunLock
 from paceline.records.swept import Metric, SweepRecord, SweptCell, SweptPhase
 from paceline.sweep.cells import draw_cells, find_cell

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from paceline.cluster.facts import hardware_fingerprint, probe
 from paceline.errors import Outcome
 from paceline.flow import Decided, Talk, run_decided
 from paceline.launch.signals import Notes
+from paceline.machine.facts import hardware_fingerprint, probe
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase

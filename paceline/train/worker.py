@@ -19,12 +19,12 @@ from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.restore import Found, choose_checkpoint, require_never_saved
 from paceline.checkpoint.saver import Saver, Writer
 from paceline.checkpoint.tensors import TensorFiles
-from paceline.cluster.group import Meeting, Place, claim_device, join_group
 from paceline.data.cursor import Order, StepSlice
 from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource
 from paceline.data.rng import capture_rng, restore_rng, seed_rng
 from paceline.errors import DataError, Outcome
 from paceline.job import Job
+from paceline.machine.group import Meeting, Place, claim_device, join_group
 from paceline.observe.audit import Auditor
 from paceline.observe.control import ControlFiles, Requests
 from paceline.observe.heartbeat import ActionMark, Heartbeat, StepMark, Ticker

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.cluster.facts import probe
 from paceline.errors import EXIT_CODES, ConfigError, LaunchError, Outcome, PacelineError
+from paceline.machine.facts import probe
 from paceline.plan.pipelines import ranks_of_pipeline
 from paceline.plan.planner import ALIASES, make_plan
 from paceline.records import Env

@@ -17,9 +17,9 @@ from torch import Tensor
 from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.pieces import Piece
 from paceline.checkpoint.restore import choose_checkpoint
-from paceline.cluster.group import Meeting, Place
 from paceline.errors import Outcome
 from paceline.job import reload_job
+from paceline.machine.group import Meeting, Place
 from paceline.plan.policy import effective_config
 from paceline.records import LaunchPlan, Plan
 from paceline.records.rundir import RunDir

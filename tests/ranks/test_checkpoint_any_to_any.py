@@ -20,9 +20,9 @@ from paceline.checkpoint.pieces import SECTIONS, moment_name
 from paceline.checkpoint.restore import choose_checkpoint
 from paceline.checkpoint.saver import Saver, Writer
 from paceline.checkpoint.tensors import TensorFiles
-from paceline.cluster.group import Place
 from paceline.config.schema import CheckpointConfig
 from paceline.data.rng import capture_rng
+from paceline.machine.group import Place
 from paceline.records import Plan
 from paceline.records.rundir import RunDir
 from paceline.strategies.base import Engine

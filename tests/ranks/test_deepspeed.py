@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.cluster.group import Place
 from paceline.config.schema import RunConfig
 from paceline.errors import Outcome
 from paceline.job import load_job
+from paceline.machine.group import Place
 from paceline.plan.planner import measure_model
 from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy

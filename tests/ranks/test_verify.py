@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.cluster.facts import probe
 from paceline.data.cursor import Order as SampleOrder
 from paceline.errors import ConfigError
 from paceline.job import reload_job
+from paceline.machine.facts import probe
 from paceline.plan.policy import effective_config
 from paceline.records.rundir import RunDir
 from paceline.records.tables import read_training

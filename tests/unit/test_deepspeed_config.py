@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.facts import probe
 from paceline.job import load_job
+from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.records import Finding, Plan
 from paceline.strategies.deepspeed_config import FIXED, OURS, merge

@@ -14,8 +14,8 @@ from paceline.bench.expectations import Expectations, hardware_of, key_of
 from paceline.bench.records import BenchReport
 from paceline.bench.runner import BenchSettings, PairRunner, Ran, run_bench
 from paceline.bench.words import headline
-from paceline.cluster.facts import probe
 from paceline.errors import ConfigError, LaunchError, Outcome
+from paceline.machine.facts import probe
 from paceline.records.swept import SweepRecord
 from tests.measured import NUM_STEPS, make_row, make_run
 from tests.unit.test_plan import env as machine

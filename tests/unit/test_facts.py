@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.facts import allowed_variables, hardware_fingerprint, probe, probe_git
-from paceline.cluster.gpus import visible_indices
+from paceline.machine.facts import allowed_variables, hardware_fingerprint, probe, probe_git
+from paceline.machine.gpus import visible_indices
 
 
 def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ LAYERS = [
     ["paceline.records", "paceline.records.rundir", "paceline.records.tables"],
     ["paceline.config"],
     ["paceline.stats", "paceline.schedules"],
-    ["paceline.report", "paceline.cluster", "paceline.models"],
+    ["paceline.report", "paceline.machine", "paceline.models"],
     ["paceline.workloads", "paceline.job"],
     ["paceline.data"],
     ["paceline.observe"],
@@ -29,7 +29,7 @@ LAYERS = [
     ["paceline.launch"],
     ["paceline.conclude", "paceline.resume"],
     ["paceline.flow"],
-    ["paceline.check", "paceline.verify", "paceline.sweep"],
+    ["paceline.check.flow", "paceline.verify", "paceline.sweep"],
     ["paceline.bench", "paceline.compare"],
     ["paceline.cli", "paceline.__main__"],
 ]

@@ -6,11 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.fabric import choose_fabric
-from paceline.cluster.facts import allowed_variables
-from paceline.cluster.hosts import read_hostfile
-from paceline.cluster.rendezvous import Topology
-from paceline.cluster.rocm import rocm_gpus
 from paceline.errors import ConfigError
 from paceline.flow import order_for
 from paceline.job import load_job
@@ -20,6 +15,11 @@ from paceline.launch.blame import explain_stall
 from paceline.launch.cause import judge_end
 from paceline.launch.pulse import Pulse
 from paceline.launch.slurm import batch_script
+from paceline.machine.fabric import choose_fabric
+from paceline.machine.facts import allowed_variables
+from paceline.machine.hosts import read_hostfile
+from paceline.machine.rocm import rocm_gpus
+from paceline.machine.topology import Topology
 from paceline.observe.heartbeat import ActionMark
 from paceline.plan.crew import check_crew, choose_crew
 from paceline.plan.planner import make_plan

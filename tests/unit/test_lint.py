@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.lint import Situation, lint, one_edit_apart, probe_situation, resolve_host
-from paceline.cluster.values import Values, leading_number, nccl_interfaces, unknown_parts
-from paceline.cluster.variables import (
+from paceline.check.lint import Situation, lint, one_edit_apart, probe_situation, resolve_host
+from paceline.check.values import Values, leading_number, nccl_interfaces, unknown_parts
+from paceline.check.variables import (
     COSTLY,
     INSTEAD,
     KNOWN,
@@ -474,5 +474,5 @@ def test_costly_values_are_values() -> None:
 
 
 def test_runs_without_torch() -> None:
-    code = "import sys, paceline.cluster.lint; sys.exit('torch' in sys.modules)"
+    code = "import sys, paceline.check.lint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

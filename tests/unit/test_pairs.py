@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.cluster.links import plan_pairs, plan_rounds
-from paceline.cluster.measures import PairSpeed
-from paceline.cluster.slow_links import slow_pairs, usual_gb_per_s
+from paceline.check.links import plan_pairs, plan_rounds
+from paceline.check.measures import PairSpeed
+from paceline.check.slow_links import slow_pairs, usual_gb_per_s
 from paceline.records import Finding
 
 GOOD, BAD = 10.0, 1.0

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.group import Place
 from paceline.conclude import Circumstances, conclude
 from paceline.job import load_job
 from paceline.launch.archive import archive_rank, begin_attempt
 from paceline.launch.base import LaunchEnd
+from paceline.machine.group import Place
 from paceline.observe.heartbeat import read_action
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from paceline.cluster import rates
-from paceline.cluster.expectations import expected_copy_gb_per_s, expected_link_gb_per_s
-from paceline.cluster.measures import CopyRate, MatmulRate
-from paceline.cluster.timer import Batches, plan_batches
+from paceline.check import rates
+from paceline.check.measures import CopyRate, MatmulRate
+from paceline.check.timer import Batches, plan_batches
+from paceline.machine.expectations import expected_copy_gb_per_s, expected_link_gb_per_s
 
 
 def test_a_cpu_is_measured_in_fp32_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from paceline.cluster import Topology, resolve_topology
-from paceline.cluster.rendezvous import expand_nodes
 from paceline.errors import ConfigError
+from paceline.machine import Topology, resolve_topology
+from paceline.machine.topology import expand_nodes
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.kept_rates import keep_rates
-from paceline.cluster.measures import MatmulRate, PairSpeed
-from paceline.cluster.rendezvous import Topology
+from paceline.check.measures import MatmulRate, PairSpeed
 from paceline.errors import ConfigError, DataError
 from paceline.job import load_job
+from paceline.machine.kept_rates import keep_rates
+from paceline.machine.topology import Topology
 from paceline.plan.counting import block_width, count_blocks
 from paceline.plan.crew import choose_crew
 from paceline.plan.planner import make_plan, measure_model

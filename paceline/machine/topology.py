@@ -1,6 +1,6 @@
 """Who am I among the ranks? A launcher's variables in, a `Topology` out. No torch, no mpi4py.
 
-    from paceline.cluster import resolve_topology
+    from paceline.machine import resolve_topology
     topology = resolve_topology()          # topology.rank, .world_size, .master_addr, ...
 
 The innermost launcher wins: torchrun's variables (DeepSpeed's launcher sets the same), then SLURM,

@@ -2,7 +2,7 @@
 
 The data are small integers, exact in every dtype and for any number of ranks, so that "equal"
 means equal: a sum has at most `WINDOW` terms that are not zero, whichever order it is added in.
-`paceline.cluster.collectives` asks them over dtypes and sizes.
+`paceline.check.collectives` asks them over dtypes and sizes.
 """
 
 import math

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster.gpus import Nvml
-from paceline.cluster.rocm import rocm_gpus
 from paceline.config.schema import SECRET_NAME
+from paceline.machine.gpus import Nvml
+from paceline.machine.rocm import rocm_gpus
 from paceline.records import Env, Git
 from paceline.records.files import fingerprint
 

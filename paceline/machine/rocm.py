@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from paceline.cluster.gpus import visible_indices
+from paceline.machine.gpus import visible_indices
 from paceline.records import Gpu
 
 NODES = Path("/sys/class/kfd/kfd/topology/nodes")

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from paceline.cluster.bandwidth import line_up
-from paceline.cluster.collectives import why_no_send_recv
-from paceline.cluster.measures import ClockOffset, PairSpeed
-from paceline.cluster.roll_call import gather_texts
-from paceline.cluster.timer import Batches, plan_batches, time_batch
+from paceline.check.bandwidth import line_up
+from paceline.check.collectives import why_no_send_recv
+from paceline.check.measures import ClockOffset, PairSpeed
+from paceline.check.roll_call import gather_texts
+from paceline.check.timer import Batches, plan_batches, time_batch
 
 Pair = tuple[int, int]
 EVERY_PAIR_UP_TO = 16

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster.values import gloo_interfaces, nccl_interfaces, split_functions, unknown_parts
-from paceline.cluster.variables import (
+from paceline.check.values import gloo_interfaces, nccl_interfaces, split_functions, unknown_parts
+from paceline.check.variables import (
     ALGO,
     ALIASES,
     COSTLY,

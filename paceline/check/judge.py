@@ -5,10 +5,10 @@ Pure: no torch, no machine.
 
 from collections.abc import Iterator, Sequence
 
-from paceline.cluster.checkup_records import GroupCheckup, RankCheckup
-from paceline.cluster.expectations import expected_copy_gb_per_s, expected_link_gb_per_s
-from paceline.cluster.measures import Speed
-from paceline.cluster.slow_links import slow_pairs
+from paceline.check.measures import Speed
+from paceline.check.records import GroupCheckup, RankCheckup
+from paceline.check.slow_links import slow_pairs
+from paceline.machine.expectations import expected_copy_gb_per_s, expected_link_gb_per_s
 from paceline.records import Env, Finding, Part
 
 FAIR_SHARE = 0.6  # of a link's stated rate: below it something is usually wrong

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.cluster.answers import ALL_GATHER, REDUCE_SCATTER, exchange
-from paceline.cluster.collectives import why_no_send_recv
-from paceline.cluster.measures import Speed
-from paceline.cluster.timer import plan_batches, synchronise, time_batch
+from paceline.check.answers import ALL_GATHER, REDUCE_SCATTER, exchange
+from paceline.check.collectives import why_no_send_recv
+from paceline.check.measures import Speed
+from paceline.check.timer import plan_batches, synchronise, time_batch
 
 SIZES = (8, 2**10, 2**20, 2**22, 2**24)
 BUDGET_S = 3.0

@@ -10,16 +10,16 @@ import time
 import torch
 import torch.distributed as dist
 
-from paceline.cluster.bandwidth import measure_collectives
-from paceline.cluster.checkup_records import GroupCheckup, RankCheckup, checkup_path, group_path
-from paceline.cluster.collectives import verify_collectives
-from paceline.cluster.facts import probe_network_gb_per_s
-from paceline.cluster.group import Meeting, Place, claim_device, join_group
-from paceline.cluster.links import measure_clock_offsets, measure_pairs
-from paceline.cluster.lint import lint, probe_situation
-from paceline.cluster.rates import measure_rates
-from paceline.cluster.roll_call import find_missing_ranks
+from paceline.check.bandwidth import measure_collectives
+from paceline.check.collectives import verify_collectives
+from paceline.check.links import measure_clock_offsets, measure_pairs
+from paceline.check.lint import lint, probe_situation
+from paceline.check.rates import measure_rates
+from paceline.check.records import GroupCheckup, RankCheckup, checkup_path, group_path
+from paceline.check.roll_call import find_missing_ranks
 from paceline.errors import ClusterError, Outcome
+from paceline.machine.facts import probe_network_gb_per_s
+from paceline.machine.group import Meeting, Place, claim_device, join_group
 from paceline.records import Env, Finding, LaunchPlan, RankVerdict
 from paceline.records.rundir import RunDir
 

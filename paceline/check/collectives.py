@@ -11,9 +11,9 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from paceline.cluster.answers import BLANK, CHECKS, WINDOW, Case, Check, Question
-from paceline.cluster.measures import Correctness, Lacking, Wrong
-from paceline.cluster.roll_call import default_store, gather_texts, turn_key
+from paceline.check.answers import BLANK, CHECKS, WINDOW, Case, Check, Question
+from paceline.check.measures import Correctness, Lacking, Wrong
+from paceline.check.roll_call import default_store, gather_texts, turn_key
 from paceline.errors import ClusterError
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

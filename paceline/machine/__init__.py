@@ -1,5 +1,5 @@
 """The machines: what is there (facts), who am I (rendezvous), is it fit (lint, collectives)."""
 
-from paceline.cluster.rendezvous import Topology, resolve_topology
+from paceline.machine.topology import Topology, resolve_topology
 
 __all__ = ["Topology", "resolve_topology"]

@@ -6,7 +6,7 @@ Checked against NCCL's guide and sources up to 2.31, and against torch 2.13.
 
 from dataclasses import dataclass, field
 
-from paceline.cluster.values import Values
+from paceline.check.values import Values
 
 Row = tuple[str, str] | tuple[str, str, Values]
 

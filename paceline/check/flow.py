@@ -5,18 +5,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline.cluster.checkup_records import (
+from paceline.check.judge import judge
+from paceline.check.lint import lint, probe_situation
+from paceline.check.records import (
     CheckReport,
     GroupCheckup,
     RankCheckup,
     checkup_path,
     group_path,
 )
-from paceline.cluster.facts import probe
-from paceline.cluster.judge import judge
-from paceline.cluster.kept_rates import keep_rates
-from paceline.cluster.lint import lint, probe_situation
-from paceline.cluster.rendezvous import Topology
 from paceline.config.load import dump_config, read_draft, validate
 from paceline.config.schema import CheckConfig
 from paceline.errors import EXIT_CODES, ClusterError, Outcome
@@ -24,6 +21,9 @@ from paceline.flow import choose_launcher, in_peace
 from paceline.launch.base import LaunchEnd, Order
 from paceline.launch.blame import explain_stall, missed_deadline
 from paceline.launch.muster import RollCall
+from paceline.machine.facts import probe
+from paceline.machine.kept_rates import keep_rates
+from paceline.machine.topology import Topology
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks, shares_gpus
 from paceline.records import Crew, Env, Finding, LaunchPlan, RankVerdict
 from paceline.records.files import write_atomic

@@ -1,0 +1,1 @@
+"""Are these machines fit? `paceline check`: flow asks, rank measures, judge decides."""
