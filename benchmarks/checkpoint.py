@@ -55,13 +55,13 @@ from paceline.checkpoint.pieces import Piece, moment_name
 from paceline.checkpoint.restore import choose_checkpoint
 from paceline.checkpoint.saver import Saver, Writer
 from paceline.checkpoint.tensors import TensorFiles
-from paceline.config.lm import LMModel
 from paceline.config.schema import CheckpointConfig
 from paceline.data.cursor import Order, StepSlice
 from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource
 from paceline.data.rng import capture_rng
-from paceline.models.lm import LM
 from paceline.records import DataPosition, Kept
+from paceline.workloads.lm.config import LMModel
+from paceline.workloads.lm.model import LM
 
 GOALS = {"save": 1.25, "stall": 0.35, "load": 1.35, "ettr": 0.75, "resume": 1.0}
 CPU, SOAK = torch.device("cpu"), Path(__file__).parents[1] / "scripts" / "soak"

@@ -37,19 +37,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import Workload
-from paceline.config.lm import LMModel
 from paceline.config.load import dump_config
 from paceline.config.schema import Positive, Section
 from paceline.data.cursor import Order
 from paceline.job import Job, load_job
 from paceline.machine.facts import probe
 from paceline.machine.group import Place, join_group
-from paceline.models.lm import LM
 from paceline.plan.planner import make_plan
 from paceline.records.rundir import RunDir
 from paceline.records.tables import read_training
 from paceline.strategies.weights import fill_weights
 from paceline.train.worker import RankRun
+from paceline.workloads.lm.config import LMModel
+from paceline.workloads.lm.model import LM
 
 SEED, LR, CLIP, COMPARED, WARMUP_SEGMENTS = 0, 1e-3, 1.0, 20, 2
 SIZES = {

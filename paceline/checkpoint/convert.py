@@ -25,11 +25,11 @@ from paceline.checkpoint.tensors import TensorFiles
 from paceline.config.load import check_plain, read_plain
 from paceline.config.schema import run_schema
 from paceline.errors import ConfigError, DataError, RestoreError, SaveError
-from paceline.models.saved import load_layout, save_layout
 from paceline.records.base import Part
 from paceline.records.files import sync_directory, write_atomic
 from paceline.records.rundir import RunDir, slug
 from paceline.workloads.base import find_workload
+from paceline.workloads.hf.saved import load_layout, save_layout
 
 Say = Callable[[str], None]
 

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from paceline.config.lm import LMModel
 from paceline.config.schema import DataConfig, Positive
+from paceline.workloads.lm.config import LMModel
 
 
 class UnevenModel(LMModel):

@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config.lm import LMData
 from paceline.errors import DataError
 from paceline.records import Part, Record
 from paceline.records.files import fingerprint, sync_directory
+from paceline.workloads.lm.config import LMData
 
 DOCUMENT_END = 256
 DTYPE = np.dtype("<u2")

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from paceline.errors import Outcome
 from paceline.launch.cause import completed_steps
-from paceline.observe.heartbeat import read_mark
 from paceline.records import Attempt, AttemptSummary, LaunchPlan
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
 from paceline.records.tables import TrainingRow, read_training
+from paceline.train.heartbeat import read_mark
 
 CUT_OFF = "cut off: its supervisor was killed, or the machine went down"
 HALT_NOTE = (

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.launch.pulse import Beat, last_beat
-from paceline.observe.heartbeat import read_action
 from paceline.records import LaunchPlan, RankEnd
 from paceline.records.rundir import RunDir
+from paceline.train.heartbeat import read_action
 
 # The order in which a step goes through them; the rank that is furthest behind is waited for.
 PHASES = ("start", "data", "forward", "backward", "comm", "optimizer", "other", "eval")

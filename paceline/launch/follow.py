@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import DataError
-from paceline.observe.heartbeat import Ticker
 from paceline.records import Attempt
 from paceline.records.rundir import RunDir
+from paceline.train.heartbeat import Ticker
 
 INTERVAL_S = 0.2
 

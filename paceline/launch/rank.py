@@ -28,9 +28,9 @@ import torch.distributed as dist
 from paceline.errors import EXIT_CODES
 from paceline.job import reload_job
 from paceline.machine.group import Meeting, Place
-from paceline.observe.control import Ask, Requests
 from paceline.records import LaunchPlan, Plan, RankVerdict
 from paceline.records.rundir import RunDir
+from paceline.train.control import Ask, Requests
 from paceline.train.verdict import explain, outcome_of
 from paceline.train.worker import RankRun
 

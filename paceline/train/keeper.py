@@ -17,9 +17,9 @@ from paceline.checkpoint.saver import Saver
 from paceline.config.schema import CheckpointConfig
 from paceline.data.rng import capture_rng
 from paceline.errors import Outcome
-from paceline.observe.control import Ask, Requests
 from paceline.records import BestMetric, Kept
 from paceline.strategies.base import Engine
+from paceline.train.control import Ask, Requests
 from paceline.train.readback import Readback
 
 STOPS = {Ask.PREEMPT: Outcome.PREEMPTED, Ask.INTERRUPT: Outcome.INTERRUPTED}

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from paceline.config.schema import RunConfig
 from paceline.data.cursor import Indices
 from paceline.errors import Outcome
-from paceline.observe.audit import Auditor
 from paceline.records import Plan
 from paceline.strategies.base import Engine
 from paceline.strategies.clock import Clock
 from paceline.strategies.optim import learning_rate
+from paceline.train.audit import Auditor
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
 from paceline.train.keeper import Keeper

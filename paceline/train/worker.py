@@ -25,10 +25,6 @@ from paceline.data.rng import capture_rng, restore_rng, seed_rng
 from paceline.errors import DataError, Outcome
 from paceline.job import Job
 from paceline.machine.group import Meeting, Place, claim_device, join_group
-from paceline.observe.audit import Auditor
-from paceline.observe.control import ControlFiles, Requests
-from paceline.observe.heartbeat import ActionMark, Heartbeat, StepMark, Ticker
-from paceline.observe.telemetry import Telemetry
 from paceline.plan.policy import effective_config
 from paceline.records import Plan, RankVerdict
 from paceline.records.rundir import RunDir
@@ -36,14 +32,18 @@ from paceline.schedules.passes import write_passes
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts, Recorded
 from paceline.strategies.clock import Clock, HostClock, build_clock
+from paceline.train.audit import Auditor
+from paceline.train.control import ControlFiles, Requests
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
 from paceline.train.flops import flops_per_sample
+from paceline.train.heartbeat import ActionMark, Heartbeat, StepMark, Ticker
 from paceline.train.history import History, load_attempt
 from paceline.train.keeper import Keeper, KeeperParts
 from paceline.train.loop import LoopEnd, LoopParts, train
 from paceline.train.metrics import Ledger, LedgerFiles, cut_absent_ranks
 from paceline.train.policy import apply_policy
+from paceline.train.telemetry import Telemetry
 from paceline.train.verdict import explain, outcome_of, peak_memory
 from paceline.workloads.base import Dataset
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 Split = Literal["train", "val"]
 # Ours; other packages register theirs as entry points of GROUP.
 REGISTRY = {
-    "lm": "paceline.workloads.lm:LanguageModel",
-    "causal_lm": "paceline.workloads.causal_lm:CausalLM",
-    "mae": "paceline.workloads.mae:MaskedAutoencoder",
+    "lm": "paceline.workloads.lm.workload:LanguageModel",
+    "causal_lm": "paceline.workloads.causal_lm.workload:CausalLM",
+    "mae": "paceline.workloads.mae.workload:MaskedAutoencoder",
     "uneven": "paceline.workloads.uneven:Uneven",
 }
 GROUP = "paceline.workloads"

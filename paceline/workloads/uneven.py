@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.uneven import UnevenData, UnevenModel
 from paceline.workloads.base import Dataset, Split
-from paceline.workloads.lm import LanguageModel
+from paceline.workloads.lm.workload import LanguageModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

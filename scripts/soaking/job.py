@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.workloads.lm import LanguageModel
+from paceline.workloads.lm.workload import LanguageModel
 
 PACE_S = float(os.environ.get("SOAK_PACE_S", "0"))
 

@@ -15,9 +15,9 @@ import psutil
 
 from paceline.checkpoint.folder import CheckpointFolder
 from paceline.errors import DataError
-from paceline.observe.heartbeat import read_mark
 from paceline.records import Attempt
 from paceline.records.rundir import RunDir
+from paceline.train.heartbeat import read_mark
 
 MARK = "PACELINE_SOAK_MARK"
 POLL_S = 0.02

@@ -23,10 +23,10 @@ from paceline.launch.cause import judge_end
 from paceline.launch.local import run_local
 from paceline.launch.rank import Post, answering
 from paceline.launch.signals import Heard, kill_time
-from paceline.observe.control import Ask
-from paceline.observe.heartbeat import StepMark
 from paceline.records import Attempt, RankVerdict
 from paceline.records.rundir import RunDir
+from paceline.train.control import Ask
+from paceline.train.heartbeat import StepMark
 from tests.unit.test_launch import draw
 
 RECOVERY_S = 5.0

@@ -12,12 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.errors import ConfigError, DataError
 from paceline.flow import require_feasible
 from paceline.job import load_job
-from paceline.models import pretrained
-from paceline.models.causal_lm import build_causal_lm, flops_per_token, loss_sum
-from paceline.models.hf import init_module
-from paceline.models.pretrained import check_weights, choose_weights, load_config, load_module
 from paceline.strategies.weights import fill_weights
-from paceline.workloads.causal_lm import CausalLM
+from paceline.workloads.causal_lm.model import build_causal_lm, flops_per_token, loss_sum
+from paceline.workloads.causal_lm.workload import CausalLM
+from paceline.workloads.hf import pretrained
+from paceline.workloads.hf.model import init_module
+from paceline.workloads.hf.pretrained import check_weights, choose_weights, load_config, load_module
 from tests.unit.test_plan import plan
 
 pytest.importorskip("transformers")

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from paceline.config.describe import iter_keys
-from paceline.config.lm import LMData, LMModel
 from paceline.config.load import (
     dump_config,
     load_config,
@@ -16,6 +15,7 @@ from paceline.config.load import (
 from paceline.config.schema import RunConfig, run_schema
 from paceline.errors import ConfigError
 from paceline.job import load_job
+from paceline.workloads.lm.config import LMData, LMModel
 
 SCHEMA = run_schema(LMModel, LMData)
 

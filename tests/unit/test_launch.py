@@ -20,12 +20,12 @@ from paceline.machine.facts import allowed_variables
 from paceline.machine.hosts import read_hostfile
 from paceline.machine.rocm import rocm_gpus
 from paceline.machine.topology import Topology
-from paceline.observe.heartbeat import ActionMark
 from paceline.plan.crew import check_crew, choose_crew
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Gpu, LaunchPlan, Limits, Link, RankEnd
 from paceline.records.rundir import RunDir
 from paceline.schedules.actions import Action, Kind
+from paceline.train.heartbeat import ActionMark
 from tests.unit.test_plan import env as machine
 
 

@@ -5,10 +5,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.config.lm import LMModel
-from paceline.models.lm import LM, flops_per_token
 from paceline.strategies.weights import fill_weights
-from paceline.workloads.lm import LanguageModel
+from paceline.workloads.lm.config import LMModel
+from paceline.workloads.lm.model import LM, flops_per_token
+from paceline.workloads.lm.workload import LanguageModel
 
 SHAPES = {
     "plain": LMModel(dim=64, num_layers=2, num_heads=4, num_kv_heads=4, vocab_size=320),

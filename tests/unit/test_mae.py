@@ -8,13 +8,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.data.images import RandomImages
 from paceline.errors import ConfigError
 from paceline.job import load_job
-from paceline.models.mae import build_mae, flops_per_sample, init_mae_module, mae_config
 from paceline.plan.policy import effective_config
 from paceline.strategies.weights import fill_weights
-from paceline.workloads.mae import MaskedAutoencoder
+from paceline.workloads.mae.data import RandomImages
+from paceline.workloads.mae.model import build_mae, flops_per_sample, init_mae_module, mae_config
+from paceline.workloads.mae.workload import MaskedAutoencoder
 from tests.unit.test_plan import plan
 
 pytest.importorskip("transformers")

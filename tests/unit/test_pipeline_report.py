@@ -11,7 +11,6 @@ from paceline.job import load_job
 from paceline.launch.archive import archive_rank, begin_attempt
 from paceline.launch.base import LaunchEnd
 from paceline.machine.group import Place
-from paceline.observe.heartbeat import read_action
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
@@ -19,6 +18,7 @@ from paceline.schedules.actions import Action, Kind
 from paceline.schedules.orders import draw_schedule
 from paceline.schedules.requirements import AUTO_STAGES
 from paceline.schedules.times import Times
+from paceline.train.heartbeat import read_action
 from paceline.train.worker import RankRun
 from tests.pipelined import plan_of, write_run
 from tests.unit.test_plan import env as machine

@@ -11,13 +11,13 @@ from paceline.conclude import Circumstances, conclude
 from paceline.config.schema import LaunchConfig
 from paceline.errors import Outcome
 from paceline.launch.base import LaunchEnd, Order, draw_plan
-from paceline.observe.heartbeat import ActionMark, StepMark, read_action
 from paceline.plan.planner import make_plan
 from paceline.records import RankEnd, RankError, RankVerdict, Result
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
 from paceline.report.plots import Axes, Series, line_chart, thin, ticks
 from paceline.schedules.actions import Action, Kind
+from paceline.train.heartbeat import ActionMark, StepMark, read_action
 from tests.unit.test_plan import env as machine
 from tests.unit.test_plan import plan as make_test_plan
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.config.lm import LMData
 from paceline.data.text import (
     DOCUMENT_END,
     list_files,
@@ -15,6 +14,7 @@ from paceline.data.text import (
     unigram_entropy,
 )
 from paceline.errors import DataError
+from paceline.workloads.lm.config import LMData
 
 
 def data(source: Path | str, tmp_path: Path, **more: object) -> LMData:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
-from paceline.models.hf import (
+from paceline.records import Finding
+from paceline.workloads.hf.model import (
     WHERE,
     build_config,
     build_from_config,
@@ -20,7 +21,6 @@ from paceline.models.hf import (
     init_module,
     require_extra,
 )
-from paceline.records import Finding
 
 TINY = 1e-6  # as in the paper's code
 WAVELENGTH = 10000.0

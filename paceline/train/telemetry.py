@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from paceline.machine.gpus import Nvml
-from paceline.observe.heartbeat import Ticker
+from paceline.train.heartbeat import Ticker
 
 COLUMNS = (
     "time", "source", "utilisation_percent", "memory_bytes", "clock_mhz", "power_w",

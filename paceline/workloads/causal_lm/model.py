@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.hf import WHERE, build_from_config
 from paceline.records import Finding
+from paceline.workloads.hf.model import WHERE, build_from_config
 
 # Keys that say a model is no plain decoder: experts, compressed attention, state spaces.
 NOT_PLAIN = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")

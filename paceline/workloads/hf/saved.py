@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import ConfigError, SaveError
-from paceline.models.hf import require_extra
+from paceline.workloads.hf.model import require_extra
 
 
 def save_layout(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from paceline.config.schema import RunConfig
 from paceline.errors import AuditError
-from paceline.observe.profile import Op, StepProfile, compile_counts, group_timeouts_s
 from paceline.records import Audit, Choice, Plan, Proof
+from paceline.train.profile import Op, StepProfile, compile_counts, group_timeouts_s
 
 AUDITED_STEP = 3
 # How torch names the kernels that SDPA chooses from, and where each takes a mask.

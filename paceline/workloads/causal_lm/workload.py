@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.causal_lm import CausalLMModel
 from paceline.records import Finding
 from paceline.workloads.base import Dataset, Split
-from paceline.workloads.lm import BYTE_VOCABULARY, LanguageModel
+from paceline.workloads.causal_lm.config import CausalLMModel
+from paceline.workloads.lm.workload import BYTE_VOCABULARY, LanguageModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,13 +26,13 @@ class CausalLM(LanguageModel):
     from_transformers = True
 
     def build_model(self, config: Any) -> nn.Module:
-        from paceline.models.causal_lm import build_causal_lm
+        from paceline.workloads.causal_lm.model import build_causal_lm
 
         return build_causal_lm(self._hf_config(config), config.attention.impl)
 
     def init_weights(self, model: nn.Module, name: str, module: nn.Module) -> None:
-        from paceline.models.hf import init_module
-        from paceline.models.pretrained import load_module
+        from paceline.workloads.hf.model import init_module
+        from paceline.workloads.hf.pretrained import load_module
 
         if self.prepared.get("hf_weights") == "load":
             load_module(model, name, module, Path(self.prepared["hf_folder"]))
@@ -40,7 +40,7 @@ class CausalLM(LanguageModel):
             init_module(model, name, module)
 
     def head_dim(self, config: Any) -> int | None:  # type: ignore[override]
-        from paceline.models.causal_lm import head_width
+        from paceline.workloads.causal_lm.model import head_width
 
         return head_width(self._hf_config(config))
 
@@ -56,13 +56,13 @@ class CausalLM(LanguageModel):
         return SyntheticTokens(data.synthetic_samples, data.seq_len, vocab_size, config.train.seed)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-        from paceline.models.causal_lm import loss_sum
+        from paceline.workloads.causal_lm.model import loss_sum
 
         tokens_BT1 = batch["tokens"]
         return loss_sum(model, tokens_BT1), tokens_BT1[:, 1:].numel()
 
     def flops(self, config: Any) -> float | None:  # type: ignore[override]
-        from paceline.models.causal_lm import flops_per_token
+        from paceline.workloads.causal_lm.model import flops_per_token
 
         seq_len: int = config.data.seq_len
         counted = flops_per_token(self._hf_config(config), seq_len)
@@ -72,7 +72,7 @@ class CausalLM(LanguageModel):
         """Fetch the model's files once, and check the weights before any rank needs them."""
         import torch
 
-        from paceline.models.pretrained import check_weights, choose_weights, find_folder
+        from paceline.workloads.hf.pretrained import check_weights, choose_weights, find_folder
 
         settings = config.model
         prepared = super().prepare(config, say)
@@ -85,8 +85,8 @@ class CausalLM(LanguageModel):
         return {**prepared, **place, "hf_weights": source}
 
     def problems(self, config: Any) -> Sequence[Finding]:
-        from paceline.models.causal_lm import check_shape
-        from paceline.models.hf import check_keys
+        from paceline.workloads.causal_lm.model import check_shape
+        from paceline.workloads.hf.model import check_keys
 
         known, settings = self._hf_config(config), config.model
         num_tokens = 0 if config.data.source == "synthetic" else BYTE_VOCABULARY
@@ -114,7 +114,7 @@ class CausalLM(LanguageModel):
         import torch
 
         from paceline.errors import DataError
-        from paceline.models.pretrained import check_weights, choose_weights
+        from paceline.workloads.hf.pretrained import check_weights, choose_weights
 
         settings = config.model
         if settings.weights == "random" or not Path(settings.hf).expanduser().is_dir():
@@ -134,14 +134,14 @@ class CausalLM(LanguageModel):
         return ()
 
     def _hf_config(self, config: Any) -> Any:
-        from paceline.models.pretrained import load_config
+        from paceline.workloads.hf.pretrained import load_config
 
         settings = config.model
         return load_config(settings.hf, settings.hf_config, self._folder(settings.hf))
 
     def _folder(self, name: str) -> Path | None:
         """Known on ranks; found again wherever a plan is made before anything is prepared."""
-        from paceline.models.pretrained import find_folder
+        from paceline.workloads.hf.pretrained import find_folder
 
         if "hf_weights" in self.prepared:
             place = self.prepared.get("hf_folder")

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.lm import LMData, LMModel
 from paceline.records import Finding
 from paceline.workloads.base import Dataset, Split, Workload
+from paceline.workloads.lm.config import LMData, LMModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,7 +27,7 @@ class LanguageModel(Workload):
     own_attention = frozenset({"eager", "flex"})
 
     def build_model(self, config: Any) -> nn.Module:
-        from paceline.models.lm import LM
+        from paceline.workloads.lm.model import LM
 
         return LM(config.model, config.data.seq_len, config.attention.impl)
 
@@ -61,7 +61,7 @@ class LanguageModel(Workload):
         return int(config.data.seq_len)
 
     def flops(self, config: Any) -> float:
-        from paceline.models.lm import flops_per_token
+        from paceline.workloads.lm.model import flops_per_token
 
         seq_len: int = config.data.seq_len
         return flops_per_token(config.model, seq_len) * seq_len

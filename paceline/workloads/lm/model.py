@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.config.lm import LMModel
-from paceline.models.attention import attend
+from paceline.workloads.lm.attention import attend
+from paceline.workloads.lm.config import LMModel
 
 INIT_STD = 0.02
 

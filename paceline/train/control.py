@@ -7,8 +7,8 @@ largest number of any of them, at the same step.
 from enum import IntEnum
 from pathlib import Path
 
-from paceline.observe.heartbeat import Ticker
 from paceline.records.rundir import RunDir
+from paceline.train.heartbeat import Ticker
 
 POLL_S = 0.25
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError, DataError
-from paceline.models.hf import build_config, init_module, require_extra
+from paceline.workloads.hf.model import build_config, init_module, require_extra
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")

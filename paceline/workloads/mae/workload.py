@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.mae import MAEData, MAEModel
 from paceline.records import Finding
 from paceline.workloads.base import Dataset, Split, Workload
+from paceline.workloads.mae.config import MAEData, MAEModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,18 +25,18 @@ class MaskedAutoencoder(Workload):
     own_attention = frozenset({"eager"})
 
     def build_model(self, config: Any) -> nn.Module:
-        from paceline.models.mae import build_mae
+        from paceline.workloads.mae.model import build_mae
 
         return build_mae(config.model.hf_config, config.attention.impl)
 
     def init_weights(self, model: nn.Module, name: str, module: nn.Module) -> None:
-        from paceline.models.mae import init_mae_module
+        from paceline.workloads.mae.model import init_mae_module
 
         init_mae_module(model, name, module)
 
     def head_dim(self, config: Any) -> int:
         """Of encoder or decoder: the one that kernels find harder."""
-        from paceline.models.mae import mae_config
+        from paceline.workloads.mae.model import mae_config
 
         known = mae_config(config.model.hf_config)
         widths = (
@@ -46,8 +46,8 @@ class MaskedAutoencoder(Workload):
         return next((width for width in widths if width % 8), max(widths))
 
     def build_data(self, config: Any, split: Split) -> Dataset | None:
-        from paceline.data.images import RandomImages
-        from paceline.models.mae import mae_config, num_patches
+        from paceline.workloads.mae.data import RandomImages
+        from paceline.workloads.mae.model import mae_config, num_patches
 
         if split == "val":
             return None
@@ -58,7 +58,7 @@ class MaskedAutoencoder(Workload):
         )
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-        from paceline.models.mae import loss_sum
+        from paceline.workloads.mae.model import loss_sum
 
         pixels = batch["pixels"]
         outputs = model(pixels, batch["order"])
@@ -66,16 +66,16 @@ class MaskedAutoencoder(Workload):
         return loss_sum(known, pixels, outputs), len(pixels)
 
     def flops(self, config: Any) -> float:
-        from paceline.models.mae import flops_per_sample, mae_config
+        from paceline.workloads.mae.model import flops_per_sample, mae_config
 
         return flops_per_sample(mae_config(config.model.hf_config))
 
     def block_positions(self, config: Any) -> Sequence[int]:
-        from paceline.models.mae import block_positions, mae_config
+        from paceline.workloads.mae.model import block_positions, mae_config
 
         return block_positions(mae_config(config.model.hf_config))
 
     def problems(self, config: Any) -> Sequence[Finding]:
-        from paceline.models.mae import check_mae
+        from paceline.workloads.mae.model import check_mae
 
         return tuple(check_mae(config.model.hf_config))

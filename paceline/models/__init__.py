@@ -1,1 +1,0 @@
-"""Models as plain torch modules: no ranks, no process groups, no config loading."""

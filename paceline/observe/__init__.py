@@ -1,1 +1,0 @@
-"""Watching a rank from a thread of its own: heartbeat and telemetry. Training never waits."""
