@@ -1,6 +1,6 @@
 """Paceline: a PyTorch training job from bare machines to a finished, explained run.
 
-Start at `paceline/flow.py`: it calls the stages in order, and each stage is one folder.
+Start at `paceline/run/flow.py`: it calls the stages in order, and each stage is one folder.
 `from paceline import Workload` is all that a job of your own needs.
 """
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from paceline.checkpoint.pieces import Piece, Section, moment_name
 from paceline.config.load import dump_config
 from paceline.data.loader import collate
-from paceline.flow import require_feasible
 from paceline.job import Job, load_job
 from paceline.machine.facts import probe
 from paceline.machine.group import Place, claim_device, join_group
@@ -30,6 +29,7 @@ from paceline.plan.planner import make_plan
 from paceline.records import BestMetric, DataPosition, Kept, Plan, RankVerdict
 from paceline.records.rundir import RunDir
 from paceline.records.tables import TrainingRow, read_training
+from paceline.run.flow import require_feasible
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts
 from paceline.strategies.stored import SCALER

@@ -17,7 +17,6 @@ from paceline.check.records import (
 from paceline.config.load import dump_config, read_draft, validate
 from paceline.config.schema import CheckConfig
 from paceline.errors import EXIT_CODES, ClusterError, Outcome
-from paceline.flow import choose_launcher, in_peace
 from paceline.launch.base import LaunchEnd, Order
 from paceline.launch.blame import explain_stall, missed_deadline
 from paceline.launch.muster import RollCall
@@ -28,6 +27,7 @@ from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ra
 from paceline.records import Crew, Env, Finding, LaunchPlan, RankVerdict
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
+from paceline.run.flow import choose_launcher, in_peace
 
 TOTAL_S = 180.0  # a check that takes longer has hung
 COLLECTIVE_S = 30.0  # none that it starts takes a second

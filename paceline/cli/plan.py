@@ -73,7 +73,7 @@ def show_plan(
 
     with refusals_on_stdout(as_json):
         job = load_job(source, overrides)
-        from paceline.flow import decide, order_for, require_feasible  # imports torch
+        from paceline.run.flow import decide, order_for, require_feasible  # imports torch
 
         env, made = decide(job, resolve_topology())
     if launch:

@@ -64,7 +64,7 @@ def finish(source: str, overrides: list[str], out: Path | None, as_json: bool) -
     def run(talk: ConsoleTalk, call: RollCall | None) -> Result:
         job = load_job(source, overrides)
         talk.say("checking the machine and planning")
-        from paceline.flow import run_job  # imports torch: only once the config is right
+        from paceline.run.flow import run_job  # imports torch: only once the config is right
 
         return run_job(job, out, talk, call)
 
@@ -79,8 +79,8 @@ def go_on(
         raise ConfigError("--resume goes on in the run's own directory; it takes no --out")
 
     def run(talk: ConsoleTalk, call: RollCall | None) -> Result:
-        from paceline.flow import resume_job
-        from paceline.resume import load_resumption
+        from paceline.run.flow import resume_job
+        from paceline.run.resume import load_resumption
 
         resumption = load_resumption(resume, overrides, allow_change)
         talk.say("checking the machine and planning")

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError, PacelineError
-from paceline.flow import Decided, Talk, prepare, require_feasible
 from paceline.job import Job, load_job
 from paceline.plan.planner import make_plan
 from paceline.records import Env
 from paceline.records.swept import SweptCell
+from paceline.run.flow import Decided, Talk, prepare, require_feasible
 
 # What a run does only to be kept or judged later costs time that is not compared. The user's own
 # overrides stand behind these.

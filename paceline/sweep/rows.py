@@ -5,11 +5,11 @@ from pathlib import Path
 
 from paceline.config.schema import RunConfig
 from paceline.errors import Outcome
-from paceline.flow import Decided
 from paceline.records import Result
 from paceline.records.rundir import RunDir
 from paceline.records.swept import SweptCell
 from paceline.records.tables import read_steps
+from paceline.run.flow import Decided
 from paceline.stats.timing_points import list_points
 from paceline.sweep.manifest import COLUMNS, FAILED, NOT_THERE, SUCCESS, Row
 

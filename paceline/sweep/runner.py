@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from paceline.errors import Outcome
-from paceline.flow import Decided, Talk, run_decided
 from paceline.launch.signals import Notes
 from paceline.machine.facts import hardware_fingerprint, probe
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
+from paceline.run.flow import Decided, Talk, run_decided
 from paceline.stats.figures import measure_run
 from paceline.sweep.board import Board
 from paceline.sweep.folder import SweepDir

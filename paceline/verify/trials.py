@@ -8,7 +8,6 @@ from pathlib import Path
 from paceline.config.load import dump_config, read_draft, validate
 from paceline.config.schema import run_schema
 from paceline.data.cursor import Order, StepSlice
-from paceline.flow import in_peace, order_for, require_feasible
 from paceline.job import Job
 from paceline.launch import find_launcher
 from paceline.launch.base import LaunchEnd
@@ -19,6 +18,7 @@ from paceline.plan.policy import effective_config
 from paceline.records import Env, Plan, StateBytes
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
+from paceline.run.flow import in_peace, order_for, require_feasible
 from paceline.verify.trial import AFTER, BEFORE, BROKEN, BYTES, EQUAL, POISONED, trial_dir
 from paceline.workloads.base import find_workload
 

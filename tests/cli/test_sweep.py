@@ -169,7 +169,7 @@ def test_a_stop_leaves_a_partial_summary_and_nothing_running(
 
 LATE = """
 import os, signal, sys
-from paceline import flow
+from paceline.run import flow
 plain, calls = flow.write_report, []
 def write_report(run):
     calls.append(run)

@@ -12,7 +12,7 @@ from tests.cli.program import environment
 PROGRAM = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
-from paceline.flow import run_job
+from paceline.run.flow import run_job
 from paceline.job import load_job
 
 class Talk:

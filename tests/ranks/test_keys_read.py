@@ -11,12 +11,12 @@ import pytest
 from paceline.config.describe import iter_keys
 from paceline.config.load import recipe_names
 from paceline.config.schema import Section
-from paceline.flow import order_for
 from paceline.job import load_job
 from paceline.launch import find_launcher
 from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.records.rundir import RunDir
+from paceline.run.flow import order_for
 from tests.harness import run_here
 
 # The recipe at a size that a test can afford. The keys are the recipe's own.

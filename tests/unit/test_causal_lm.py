@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.errors import ConfigError, DataError
-from paceline.flow import require_feasible
 from paceline.job import load_job
+from paceline.run.flow import require_feasible
 from paceline.strategies.weights import fill_weights
 from paceline.workloads.causal_lm.model import build_causal_lm, flops_per_token, loss_sum
 from paceline.workloads.causal_lm.workload import CausalLM

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.flow import order_for
 from paceline.job import load_job
 from paceline.launch import REGISTRY, find_launcher
 from paceline.launch.base import LaunchEnd
@@ -24,6 +23,7 @@ from paceline.plan.crew import check_crew, choose_crew
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Gpu, LaunchPlan, Limits, Link, RankEnd
 from paceline.records.rundir import RunDir
+from paceline.run.flow import order_for
 from paceline.schedules.actions import Action, Kind
 from paceline.train.heartbeat import ActionMark
 from tests.unit.test_plan import env as machine

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline.conclude import Circumstances, conclude
 from paceline.job import load_job
 from paceline.launch.archive import archive_rank, begin_attempt
 from paceline.launch.base import LaunchEnd
@@ -14,6 +13,7 @@ from paceline.machine.group import Place
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
+from paceline.run.conclude import Circumstances, conclude
 from paceline.schedules.actions import Action, Kind
 from paceline.schedules.orders import draw_schedule
 from paceline.schedules.requirements import AUTO_STAGES

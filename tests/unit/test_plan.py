@@ -4,11 +4,11 @@ import pytest
 
 from paceline.config.load import recipe_names
 from paceline.errors import ClusterError, ConfigError
-from paceline.flow import require_feasible
 from paceline.job import load_job
 from paceline.plan.peaks import peak_flops
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Gpu, Plan
+from paceline.run.flow import require_feasible
 
 GIB = 2**30
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline.conclude import Circumstances, conclude
 from paceline.config.schema import LaunchConfig
 from paceline.errors import Outcome
 from paceline.launch.base import LaunchEnd, Order, draw_plan
@@ -16,6 +15,7 @@ from paceline.records import RankEnd, RankError, RankVerdict, Result
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
 from paceline.report.plots import Axes, Series, line_chart, thin, ticks
+from paceline.run.conclude import Circumstances, conclude
 from paceline.schedules.actions import Action, Kind
 from paceline.train.heartbeat import ActionMark, StepMark, read_action
 from tests.unit.test_plan import env as machine

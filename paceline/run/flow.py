@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.checkpoint.folder import CheckpointFolder
-from paceline.conclude import Circumstances, conclude
 from paceline.config.load import dump_config
 from paceline.errors import (
     ClusterError,
@@ -43,7 +42,8 @@ from paceline.records import Crew, Env, LaunchPlan, Plan, Result
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
-from paceline.resume import Resumption
+from paceline.run.conclude import Circumstances, conclude
+from paceline.run.resume import Resumption
 from paceline.workloads.base import code_fingerprint
 
 REFUSALS: dict[str, type[PacelineError]] = {
