@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from paceline.check.answers import ALL_GATHER
 from paceline.check.bandwidth import measure_collectives
-from paceline.check.measures import Speed
+from paceline.machine.measures import Speed
 
 CPU = torch.device("cpu")
 WORLD_SIZE, LOOPS, GOAL = 2, 5, 0.05

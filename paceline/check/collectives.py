@@ -12,9 +12,9 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from paceline.check.answers import BLANK, CHECKS, WINDOW, Case, Check, Question
-from paceline.check.measures import Correctness, Lacking, Wrong
 from paceline.check.roll_call import default_store, gather_texts, turn_key
 from paceline.errors import ClusterError
+from paceline.machine.measures import Correctness, Lacking, Wrong
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64, torch.uint8)

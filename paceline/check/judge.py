@@ -5,10 +5,10 @@ Pure: no torch, no machine.
 
 from collections.abc import Iterator, Sequence
 
-from paceline.check.measures import Speed
 from paceline.check.records import GroupCheckup, RankCheckup
 from paceline.check.slow_links import slow_pairs
 from paceline.machine.expectations import expected_copy_gb_per_s, expected_link_gb_per_s
+from paceline.machine.measures import Speed
 from paceline.records import Env, Finding, Part
 
 FAIR_SHARE = 0.6  # of a link's stated rate: below it something is usually wrong

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from paceline.check.bandwidth import line_up
 from paceline.check.collectives import why_no_send_recv
-from paceline.check.measures import ClockOffset, PairSpeed
 from paceline.check.roll_call import gather_texts
 from paceline.check.timer import Batches, plan_batches, time_batch
+from paceline.machine.measures import ClockOffset, PairSpeed
 
 Pair = tuple[int, int]
 EVERY_PAIR_UP_TO = 16

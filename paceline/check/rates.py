@@ -12,8 +12,8 @@ from typing import Literal
 import psutil
 import torch
 
-from paceline.check.measures import CopyRate, MatmulRate, Rate
 from paceline.check.timer import plan_batches, time_batch
+from paceline.machine.measures import CopyRate, MatmulRate, Rate
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 CPU_SIDE, GPU_SIDES = 1024, (8192, 4096, 2048, 1024)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from paceline.check.measures import ClockOffset, Correctness, PairSpeed, Rate, Speed
+from paceline.machine.measures import ClockOffset, Correctness, PairSpeed, Rate, Speed
 from paceline.records import Crew, Finding, Record
 from paceline.records.rundir import RunDir
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from paceline.check.measures import PairSpeed
+from paceline.machine.measures import PairSpeed
 from paceline.records import Finding
 
 SLOW_SHARE = 0.5

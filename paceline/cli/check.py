@@ -10,8 +10,8 @@ from paceline.cli.arguments import JsonFlag, OutOption, Overrides
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.check.measures import Speed
     from paceline.check.records import CheckReport
+    from paceline.machine.measures import Speed
 
 LARGE_BYTES = 1 << 20
 
@@ -74,7 +74,7 @@ def _print_ranks(console: "Console", report: "CheckReport") -> None:
     from rich.table import Table
 
     from paceline.check.judge import expect_copy
-    from paceline.check.measures import MatmulRate
+    from paceline.machine.measures import MatmulRate
     from paceline.plan.peaks import peak_flops
 
     table = Table(box=None, padding=(0, 2, 0, 0))

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
+from paceline.data.base import CountsUnits, Dataset
 from paceline.data.cursor import Indices, Order, StepSlice
 from paceline.data.rng import seed_rng
 from paceline.errors import DataError, LoaderError
-from paceline.workloads.base import Dataset, Workload
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_NAMED = 8
@@ -50,7 +50,7 @@ class MicrobatchSource(TorchDataset[Microbatch]):
         data: Dataset,
         order: Order,
         step_slice: StepSlice,
-        workload: Workload,
+        workload: CountsUnits,
         units_per_sample: int | None,
     ) -> None:
         self.data, self.order, self.step_slice = data, order, step_slice

@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.data.settings import TextData
 from paceline.errors import DataError
 from paceline.records import Part, Record
 from paceline.records.files import fingerprint, sync_directory
-from paceline.workloads.lm.config import LMData
 
 DOCUMENT_END = 256
 DTYPE = np.dtype("<u2")
@@ -58,7 +58,7 @@ class Manifest(Record):
         return fingerprint(*(shard.sha256 for shard in self.shards))
 
 
-def prepare_tokens(data: LMData, say: Callable[[str], None]) -> tuple[Path, Manifest]:
+def prepare_tokens(data: TextData, say: Callable[[str], None]) -> tuple[Path, Manifest]:
     """Tokenise the source unless its shards are there already; safe to call from any process."""
     files = list_files(data)
     home = _home(data, files)
@@ -86,7 +86,7 @@ def open_tokens(home: Path, seq_len: int, split: str) -> "PackedTokens | None":
     return tokens if len(tokens) else None
 
 
-def list_files(data: LMData) -> list[Path]:
+def list_files(data: TextData) -> list[Path]:
     """The text files of a source, in a fixed order, at most `max_files` of them."""
     root = Path(sysconfig.get_paths()["stdlib"] if data.source == "stdlib" else data.source)
     root = root.expanduser()
@@ -161,7 +161,7 @@ def _jsonl_documents(path: Path, text_field: str) -> Iterator[bytes]:
                 ) from error
 
 
-def _build(data: LMData, files: Sequence[Path], home: Path, say: Callable[[str], None]) -> None:
+def _build(data: TextData, files: Sequence[Path], home: Path, say: Callable[[str], None]) -> None:
     """Write shards and manifest aside, then rename: a kill leaves nothing half done."""
     aside = Path(tempfile.mkdtemp(dir=home.parent, prefix=f".{home.name}."))
     try:
@@ -245,7 +245,7 @@ def _split_of(document: bytes, val_fraction: float) -> str:
     return "val" if draw < val_fraction else "train"
 
 
-def _home(data: LMData, files: Sequence[Path]) -> Path:
+def _home(data: TextData, files: Sequence[Path]) -> Path:
     """Where this source's shards lie: another name when a file, or how it is read, changes."""
     state = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files]
     how = f"{Manifest.SCHEMA}:{data.text_field}:{data.val_fraction!r}"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from paceline.check.measures import PairSpeed, Rate
 from paceline.errors import DataError
 from paceline.machine.facts import hardware_fingerprint
+from paceline.machine.measures import PairSpeed, Rate
 from paceline.records import Crew, Env, Record
 
 

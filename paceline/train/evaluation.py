@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from paceline.config.schema import RunConfig
+from paceline.data.base import Dataset
 from paceline.data.loader import collate, eval_ids, to_device
 from paceline.records import Plan
 from paceline.strategies.base import Engine
 from paceline.strategies.clock import Clock
-from paceline.workloads.base import Dataset
 
 
 class Evaluation:

@@ -19,6 +19,7 @@ from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.restore import Found, choose_checkpoint, require_never_saved
 from paceline.checkpoint.saver import Saver, Writer
 from paceline.checkpoint.tensors import TensorFiles
+from paceline.data.base import Dataset
 from paceline.data.cursor import Order, StepSlice
 from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource
 from paceline.data.rng import capture_rng, restore_rng, seed_rng
@@ -45,7 +46,6 @@ from paceline.train.metrics import Ledger, LedgerFiles, cut_absent_ranks
 from paceline.train.policy import apply_policy
 from paceline.train.telemetry import Telemetry
 from paceline.train.verdict import explain, outcome_of, peak_memory
-from paceline.workloads.base import Dataset
 
 LOG = logging.getLogger("paceline")
 

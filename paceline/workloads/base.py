@@ -19,9 +19,10 @@ from functools import cache
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from paceline.config.schema import DataConfig, Section
+from paceline.data.base import Dataset
 from paceline.errors import ConfigError
 from paceline.records import Finding
 from paceline.records.files import fingerprint
@@ -38,15 +39,6 @@ REGISTRY = {
     "uneven": "paceline.workloads.uneven:Uneven",
 }
 GROUP = "paceline.workloads"
-
-
-class Dataset(Protocol):
-    """Samples by index. `batch(indices)`, if there is one, builds a whole batch at once from a
-    numpy array of indices."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
 
 
 class Workload:

@@ -5,14 +5,36 @@ Microbatches hold different numbers of tokens, so that a mean of means is wrong 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from paceline.config.uneven import UnevenData, UnevenModel
-from paceline.workloads.base import Dataset, Split
+from pydantic import Field
+
+from paceline.config.schema import DataConfig, Positive
+from paceline.data.base import Dataset
+from paceline.workloads.base import Split
+from paceline.workloads.lm.config import LMModel
 from paceline.workloads.lm.workload import LanguageModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+class UnevenModel(LMModel):
+    """Sizes that two and four ranks cannot share evenly: padding is part of the proof."""
+
+    vocab_size: Positive = Field(67, description="Rows of the embedding.")
+    dim: Positive = Field(24, description="Width of the residual stream.")
+    num_layers: Positive = Field(3, description="Transformer blocks.")
+    num_heads: Positive = Field(2, description="Query heads.")
+    num_kv_heads: Positive = Field(1, description="Key and value heads; divides num_heads.")
+
+
+class UnevenData(DataConfig):
+    seq_len: Positive = Field(16, description="Tokens of the longest sample.")
+    num_samples: Positive = Field(4096, description="Length of the data set.")
+    poison: Annotated[int, Field(ge=-1)] = Field(
+        -1, description="The sample whose loss is NaN; -1: none."
+    )
 
 
 class Uneven(LanguageModel):

@@ -13,11 +13,12 @@ from paceline.config.load import (
     validate,
 )
 from paceline.config.schema import RunConfig, run_schema
+from paceline.data.settings import TextData
 from paceline.errors import ConfigError
 from paceline.job import load_job
-from paceline.workloads.lm.config import LMData, LMModel
+from paceline.workloads.lm.config import LMModel
 
-SCHEMA = run_schema(LMModel, LMData)
+SCHEMA = run_schema(LMModel, TextData)
 
 
 def load(*overrides: str, source: str = "lm_tiny") -> RunConfig:

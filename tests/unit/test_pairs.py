@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from paceline.check.links import plan_pairs, plan_rounds
-from paceline.check.measures import PairSpeed
 from paceline.check.slow_links import slow_pairs, usual_gb_per_s
+from paceline.machine.measures import PairSpeed
 from paceline.records import Finding
 
 GOOD, BAD = 10.0, 1.0

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from paceline.check import rates
-from paceline.check.measures import CopyRate, MatmulRate
 from paceline.check.timer import Batches, plan_batches
 from paceline.machine.expectations import expected_copy_gb_per_s, expected_link_gb_per_s
+from paceline.machine.measures import CopyRate, MatmulRate
 
 
 def test_a_cpu_is_measured_in_fp32_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.check.measures import MatmulRate, PairSpeed
 from paceline.errors import ConfigError, DataError
 from paceline.job import load_job
 from paceline.machine.kept_rates import keep_rates
+from paceline.machine.measures import MatmulRate, PairSpeed
 from paceline.machine.topology import Topology
 from paceline.plan.counting import block_width, count_blocks
 from paceline.plan.crew import choose_crew

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline.data.settings import TextData
 from paceline.data.text import (
     DOCUMENT_END,
     list_files,
@@ -14,12 +15,11 @@ from paceline.data.text import (
     unigram_entropy,
 )
 from paceline.errors import DataError
-from paceline.workloads.lm.config import LMData
 
 
-def data(source: Path | str, tmp_path: Path, **more: object) -> LMData:
+def data(source: Path | str, tmp_path: Path, **more: object) -> TextData:
     settings = {"source": str(source), "cache_dir": str(tmp_path / "cache"), "seq_len": 32}
-    return LMData.model_validate(settings | more)
+    return TextData.model_validate(settings | more)
 
 
 def quiet(text: str) -> None:
@@ -118,7 +118,7 @@ def test_our_own_run_records_are_no_text(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_named(corpus: Path) -> None:
-    settings = LMData(source=str(corpus), cache_dir="/proc/nope")
+    settings = TextData(source=str(corpus), cache_dir="/proc/nope")
     with pytest.raises(DataError, match="data.cache_dir=/proc/nope"):
         prepare_tokens(settings, quiet)
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.data.base import Dataset
 from paceline.records import Finding
-from paceline.workloads.base import Dataset, Split
+from paceline.workloads.base import Split
 from paceline.workloads.causal_lm.config import CausalLMModel
 from paceline.workloads.lm.workload import BYTE_VOCABULARY, LanguageModel
 

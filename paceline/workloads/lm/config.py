@@ -1,10 +1,10 @@
-"""The `model` and `data` sections of the language-model workload."""
+"""The `model` section of the language-model workload. Its `data` section is data/settings.py."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from paceline.config.schema import DataConfig, Positive, Section
+from paceline.config.schema import Positive, Section
 
 
 class LMModel(Section):
@@ -41,25 +41,3 @@ class LMModel(Section):
         if self.ffn_dim != "auto":
             return self.ffn_dim
         return -(-8 * self.dim // 3 // 64) * 64
-
-
-class LMData(DataConfig):
-    source: str = Field(
-        "stdlib",
-        description="synthetic, stdlib (Python's own sources), or a file or folder of text or"
-        " JSONL.",
-    )
-    seq_len: Positive = Field(256, description="Tokens per sample.")
-    max_files: Literal["all"] | Positive = Field(
-        "all", description="Read only this many files of the source."
-    )
-    text_field: str = Field("text", description="The field of a JSONL row that holds the text.")
-    val_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.02, description="Share of the documents kept apart for validation."
-    )
-    cache_dir: str = Field(
-        "~/.cache/paceline", description="Where token shards are kept between runs."
-    )
-    synthetic_samples: Positive = Field(
-        1_000_000, description="Length of the synthetic data set, in samples."
-    )

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.data.base import Dataset
+from paceline.data.settings import TextData
 from paceline.records import Finding
-from paceline.workloads.base import Dataset, Split, Workload
-from paceline.workloads.lm.config import LMData, LMModel
+from paceline.workloads.base import Split, Workload
+from paceline.workloads.lm.config import LMModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -21,7 +23,7 @@ BYTE_VOCABULARY = 257  # 256 bytes and the mark between documents
 
 class LanguageModel(Workload):
     Model = LMModel
-    Data = LMData
+    Data = TextData
     unit = "tokens"
     meta_init = True
     own_attention = frozenset({"eager", "flex"})

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.data.base import Dataset
 from paceline.records import Finding
-from paceline.workloads.base import Dataset, Split, Workload
+from paceline.workloads.base import Split, Workload
 from paceline.workloads.mae.config import MAEData, MAEModel
 
 if TYPE_CHECKING:

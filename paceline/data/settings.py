@@ -1,0 +1,29 @@
+"""The `data` section of workloads that read text. No torch, so that a config is read quickly."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from paceline.config.schema import DataConfig, Positive
+
+
+class TextData(DataConfig):
+    source: str = Field(
+        "stdlib",
+        description="synthetic, stdlib (Python's own sources), or a file or folder of text or"
+        " JSONL.",
+    )
+    seq_len: Positive = Field(256, description="Tokens per sample.")
+    max_files: Literal["all"] | Positive = Field(
+        "all", description="Read only this many files of the source."
+    )
+    text_field: str = Field("text", description="The field of a JSONL row that holds the text.")
+    val_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.02, description="Share of the documents kept apart for validation."
+    )
+    cache_dir: str = Field(
+        "~/.cache/paceline", description="Where token shards are kept between runs."
+    )
+    synthetic_samples: Positive = Field(
+        1_000_000, description="Length of the synthetic data set, in samples."
+    )
