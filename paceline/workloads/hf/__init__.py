@@ -1,0 +1,1 @@
+"""What the workloads with models of transformers share: building, loading and saving them."""

@@ -1,0 +1,1 @@
+"""The language model that most recipes train: config, model, workload."""

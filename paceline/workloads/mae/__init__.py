@@ -1,0 +1,1 @@
+"""Masked autoencoder of transformers: config, model, data, workload."""
