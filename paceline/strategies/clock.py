@@ -2,10 +2,12 @@
 
 The loop and the engine call `clock.enter("forward")` when a phase begins; the phase before it
 ends there. `marks` counts them: it grows in a long evaluation and stands still in a hang. On CPU a
-phase is host time. On GPU it is the time between two CUDA events on the stream, read only once the
-device has passed them.
+phase is host time. On GPU phases and the step itself are times between CUDA events on the stream,
+read only once the device has passed them: the host runs ahead, so its own clock would show when work
+was handed over, not how long it took.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,21 +36,18 @@ class StepTimes:
 
     @property
     def unaccounted_s(self) -> float:
-        """Wall time that no phase saw; negative while the device is busy with a step before."""
+        """Wall time that no phase saw."""
         return self.wall_s - sum(self.phases_s.values())
 
 
-class HostClock:
-    """Phases by the host's clock: right where the host does the work itself."""
+class _BaseClock(ABC):
+    """What both clocks tell their listeners: the step, the phase, and that something moves."""
 
     def __init__(self) -> None:
         self.step, self.phase, self.marks = 0, "start", 0
         self.on_step: Callable[[int], None] = lambda step: None
         self.on_action: OnAction = lambda action: None
-        self._times: dict[str, float] = {}
-        self._started_at = self._entered_at = perf_counter()
         self._is_open = False
-        self._done: list[StepTimes] = []
 
     def begin(self, step: int) -> None:
         """End the step before, if there is one, and start `step` in phase data."""
@@ -56,22 +55,38 @@ class HostClock:
         self.step, self._is_open = step, True
         self.on_step(step)
 
+    @abstractmethod
     def pause(self, phase: str) -> None:
         """End the step before, if there is one; what follows belongs to no step."""
+
+    def _turn_to(self, phase: str) -> None:
+        self.phase = phase
+        self.marks += 1
+
+
+class HostClock(_BaseClock):
+    """Phases by the host's clock: right where the host does the work itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._times: dict[str, float] = {}
+        self._started_at = self._entered_at = perf_counter()
+        self._done: list[StepTimes] = []
+
+    def pause(self, phase: str) -> None:
         now = perf_counter()
         if self._is_open:
             self._times[self.phase] = self._times.get(self.phase, 0.0) + now - self._entered_at
             self._done.append(StepTimes(self.step, now - self._started_at, self._times))
         self._times, self._is_open = {}, False
-        self.phase = phase
-        self.marks += 1
         self._started_at = self._entered_at = now
+        self._turn_to(phase)
 
     def enter(self, phase: str) -> None:
         now = perf_counter()
         self._times[self.phase] = self._times.get(self.phase, 0.0) + now - self._entered_at
-        self.phase, self._entered_at = phase, now
-        self.marks += 1
+        self._entered_at = now
+        self._turn_to(phase)
 
     def finished(self, wait: bool = False) -> list[StepTimes]:
         """Steps whose times are known since the last call."""
@@ -79,49 +94,38 @@ class HostClock:
         return done
 
 
-class DeviceClock:
-    """Phases by CUDA events on the current stream. Wall time stays the host's."""
+class DeviceClock(_BaseClock):
+    """Steps and phases by CUDA events on the current stream."""
 
     def __init__(self) -> None:
-        self.step, self.phase, self.marks = 0, "start", 0
-        self.on_step: Callable[[int], None] = lambda step: None
-        self.on_action: OnAction = lambda action: None
+        super().__init__()
         self._free: list[torch.cuda.Event] = []
         self._marks: list[tuple[str, torch.cuda.Event]] = []
-        self._open: deque[tuple[int, float, list[tuple[str, torch.cuda.Event]]]] = deque()
-        self._started_at = perf_counter()
-        self._is_open = False
-
-    def begin(self, step: int) -> None:
-        self.pause("data")
-        self.step, self._is_open = step, True
-        self.on_step(step)
+        self._open: deque[tuple[int, list[tuple[str, torch.cuda.Event]]]] = deque()
 
     def pause(self, phase: str) -> None:
-        now = perf_counter()
+        # One event ends a step and starts the next, so that steps add up to the time of all.
         end = self._record()
         if self._is_open:
-            self._open.append((self.step, now - self._started_at, [*self._marks, ("end", end)]))
+            self._open.append((self.step, [*self._marks, ("end", end)]))
         self._marks, self._is_open = [(phase, end)], False
-        self.phase = phase
-        self.marks += 1
-        self._started_at = now
+        self._turn_to(phase)
 
     def enter(self, phase: str) -> None:
         self._marks.append((phase, self._record()))
-        self.phase = phase
-        self.marks += 1
+        self._turn_to(phase)
 
     def finished(self, wait: bool = False) -> list[StepTimes]:
         return list(self._iter_finished(wait))
 
     def _iter_finished(self, wait: bool) -> Iterator[StepTimes]:
-        while self._open and (wait or self._open[0][2][-1][1].query()):
-            step, wall_s, marks = self._open.popleft()
+        while self._open and (wait or self._open[0][1][-1][1].query()):
+            step, marks = self._open.popleft()
             marks[-1][1].synchronize()
             phases: dict[str, float] = {}
             for (phase, start), (_, end) in zip(marks, marks[1:], strict=False):
                 phases[phase] = phases.get(phase, 0.0) + start.elapsed_time(end) / 1000
+            wall_s = marks[0][1].elapsed_time(marks[-1][1]) / 1000
             self._free += [event for _, event in marks[:-1]]  # the last one starts the next step
             yield StepTimes(step, wall_s, phases)
 
