@@ -3,8 +3,8 @@
 The loop and the engine call `clock.enter("forward")` when a phase begins; the phase before it
 ends there. `marks` counts them: it grows in a long evaluation and stands still in a hang. On CPU a
 phase is host time. On GPU phases and the step itself are times between CUDA events on the stream,
-read only once the device has passed them: the host runs ahead, so its own clock would show when work
-was handed over, not how long it took.
+read only once the device has passed them: the host runs ahead, so its own clock would show when
+work was handed over, not how long it took.
 """
 
 from abc import ABC, abstractmethod

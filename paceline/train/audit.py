@@ -116,6 +116,11 @@ def _attention(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
         yield _proof("attention", said, ", ".join(kernels) or "none", PROFILE, bool(kernels))
     elif asked == "eager":
         yield _proof("attention", said, "no fused kernel", PROFILE, True)
+    elif asked == "math" and plan.compile.value != "off":
+        # The compiler takes it apart into products and a softmax of its own.
+        products = seen.names["aten::bmm"]
+        effective = f"math, as {products} batched products in compiled graphs"
+        yield _proof("attention", said, effective, f"{PROFILE}: no fused kernel", products > 0)
     else:
         yield _proof("attention", said, "no attention of SDPA's", PROFILE, False)
 

@@ -42,13 +42,12 @@ class TimedStage(PipelineStage):
     microbatches: Sequence[Any] = ()
 
     def __init__(self, stage: Stage, group: dist.ProcessGroup, recorder: Recorder) -> None:
-        device = stage.parts.device
         super().__init__(
             stage,
             stage.index,
             stage.num_stages,
-            device,
-            input_args=_example(stage.takes) or (torch.zeros(1, device=device),),
+            stage.wire,  # torch makes its receive buffers there
+            input_args=_example(stage.takes) or (torch.zeros(1, device=stage.wire),),
             output_args=_example(stage.gives),
             group=group,
         )
@@ -128,7 +127,7 @@ class TorchRunner:
 
 
 def _example(sent: Sent | None) -> tuple[Tensor, ...] | None:
-    """What torch makes its buffers by."""
+    """Return example tensors from which torch sizes its receive buffers."""
     if sent is None:
         return None
     return (torch.empty(sent.shape, dtype=sent.dtype, device="meta", requires_grad=True),)

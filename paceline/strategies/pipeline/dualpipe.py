@@ -50,7 +50,7 @@ class DualPipeRunner:
         self.schedule, self.stages, self.groups = schedule, stages, groups
         self.recorder, self.objective = recorder, objective
         self.here = dist.get_rank(groups[LANES[0]])
-        self.device = stages[0].parts.device
+        self.wire = stages[0].wire
         self.hands = [TimedStage(stage, groups[LANES[0]], recorder) for stage in stages]
         self.flying: dict[Action, _Flying] = {}
         self.posted: dict[Action, _Post] = {}
@@ -139,7 +139,7 @@ class DualPipeRunner:
         is_back = lane[1]
         form = self.forms[action.direction][is_back]
         assert form is not None, "shapes are learnt before the first pass"
-        buffer = form.empty(self.device)
+        buffer = form.empty(self.wire)
         source = self._home(action, action.stage + 1 if is_back else action.stage - 1)
         work = dist.irecv(buffer, group_src=source, group=self.groups[lane])
         assert work is not None

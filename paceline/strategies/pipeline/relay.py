@@ -52,14 +52,15 @@ class Relay:
         header = torch.zeros(2 + MAX_AXES, dtype=torch.int64)
         header[:2] = torch.tensor([DTYPES.index(value.dtype), value.dim()])
         header[2 : 2 + value.dim()] = torch.tensor(value.shape)
-        dist.send(header.to(self.device), group_dst=target, group=self.group)
+        dist.send(header.to(value.device), group_dst=target, group=self.group)
         dist.send(value.contiguous(), group_dst=target, group=self.group)
 
     def _receive(self, source: int) -> Tensor:
-        header = torch.zeros(2 + MAX_AXES, dtype=torch.int64, device=self.device)
+        wire = next(iter(self.stages.values())).wire
+        header = torch.zeros(2 + MAX_AXES, dtype=torch.int64, device=wire)
         dist.recv(header, group_src=source, group=self.group)
         kind, axes, *sizes = header.tolist()
-        value = torch.empty(sizes[:axes], dtype=DTYPES[kind], device=self.device)
+        value = torch.empty(sizes[:axes], dtype=DTYPES[kind], device=wire)
         dist.recv(value, group_src=source, group=self.group)
         return value
 

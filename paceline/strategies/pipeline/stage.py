@@ -23,7 +23,12 @@ class Sent(NamedTuple):
 
 
 class Stage(nn.Module):
-    """`batch` is the microbatch to run; `done` collects the losses, where this stage has one."""
+    """`batch` is the microbatch to run; `done` collects the losses, where this stage has one.
+
+    `wire` is where tensors lie that travel between ranks. gloo cannot read a GPU's memory from
+    peer to peer ("writev: Bad address"), so under it they pass through the host: the two copies are
+    part of the graph, and gradients take the same way back.
+    """
 
     def __init__(
         self, parts: EngineParts, model: nn.Module, region: Region, index: int, num_stages: int
@@ -33,6 +38,8 @@ class Stage(nn.Module):
         self.index, self.num_stages = index, num_stages
         self.batch: Any = None
         self.done: list[tuple[Tensor, int | Tensor]] = []
+        on_gloo = parts.plan.backend.value == "gloo"
+        self.wire = torch.device("cpu") if on_gloo else parts.device
         self.takes: Sent | None = None
         self.gives: Sent | None = None
 
@@ -46,11 +53,12 @@ class Stage(nn.Module):
 
     def forward(self, received: Tensor | None = None) -> Tensor:
         """The first stage may be given anything: it reads its batch."""
-        self.region.begin(None if self.is_first else received)
+        handed = None if self.is_first or received is None else received.to(self.parts.device)
+        self.region.begin(handed)
         try:
             loss, units = compute_loss(self.parts, self.model, self.batch)
         except Reached as reached:
-            return _ownable(reached.hidden)
+            return _ownable(reached.hidden.to(self.wire))
         finally:
             self.region.end()
         if not self.is_last:
