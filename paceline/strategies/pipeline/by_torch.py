@@ -53,6 +53,12 @@ class TimedStage(PipelineStage):
         )
         self.stage, self.recorder = stage, recorder
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Greet the neighbours on other ranks only: in a V the next stage may be on this one, and
+        gloo has no connection to itself (torch 2.11; later versions ask otherwise)."""
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.stage.batch = self.microbatches[fwd_chunk_id]
         with self.recorder.timed(Action(Kind.FORWARD, self.stage_index, fwd_chunk_id)):
