@@ -8,8 +8,7 @@ from paceline.schedules.actions import Schedule
 from paceline.schedules.orders import draw_schedule
 from paceline.schedules.passes import Pass, Timed, write_passes
 from paceline.schedules.simulate import pairing_of, simulate
-from paceline.schedules.timeline import Timeline
-from paceline.schedules.times import Times
+from paceline.schedules.timeline import Timeline, Times
 
 EPOCH = 1.7e9
 

@@ -35,12 +35,12 @@ from paceline.schedules.choose import (
     compare_schedules,
     find_microbatches,
 )
-from paceline.schedules.draw import draw_text
 from paceline.schedules.formulas import EQUAL
 from paceline.schedules.orders import NAMES, draw_schedule, require_name
 from paceline.schedules.requirements import AUTO_STAGES, SPLIT_BACKWARDS
 from paceline.schedules.simulate import simulate
 from paceline.schedules.sources import BlockTimes, load_measured_times, load_times_file
+from paceline.schedules.timeline import draw_text
 from paceline.strategies.base import Share
 
 MAX_DRAWN_RANKS, MAX_DRAWN_MICROBATCHES = 8, 16

@@ -10,8 +10,7 @@ from paceline.schedules.actions import Kind, Schedule
 from paceline.schedules.formulas import Formula, bubble_formula
 from paceline.schedules.measured import Measured, MeasuredPass, waits
 from paceline.schedules.simulate import pairing_of, simulate
-from paceline.schedules.timeline import Timeline
-from paceline.schedules.times import Times
+from paceline.schedules.timeline import Timeline, Times
 
 
 def account(

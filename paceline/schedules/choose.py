@@ -24,8 +24,7 @@ from paceline.schedules.requirements import (
 )
 from paceline.schedules.simulate import pairing_of, simulate
 from paceline.schedules.split import split_blocks
-from paceline.schedules.timeline import Timeline
-from paceline.schedules.times import Times
+from paceline.schedules.timeline import Timeline, Times
 
 MAX_MICROBATCHES = 2000  # where a search ends
 MAX_SEARCHED = 4096  # ranks times microbatches: above it a forecast that holds is taken

@@ -17,7 +17,7 @@ from paceline.schedules.actions import Kind
 from paceline.schedules.orders import require_shape
 from paceline.schedules.requirements import next_microbatches
 from paceline.schedules.simulate import Pairing
-from paceline.schedules.times import StageTimes, Times
+from paceline.schedules.timeline import StageTimes, Times
 
 GPIPE = "https://arxiv.org/abs/1811.06965, section 2.3"
 MEGATRON = "https://arxiv.org/abs/2104.04473, section 2.2"

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.schedules.actions import Action, Kind, Schedule, Slot
-from paceline.schedules.timeline import Interval, RankTimeline, Timeline, Transfer
-from paceline.schedules.times import Times
+from paceline.schedules.timeline import Interval, RankTimeline, Timeline, Times, Transfer
 
 
 class Pairing(StrEnum):

@@ -1,14 +1,81 @@
 """When every action of every rank ran: what the simulator predicts, and what a run measured.
 
-From the intervals alone follow busy and idle time, activations in flight and queues.
+`Times` says how long each stage takes for a microbatch: given, counted or measured. From the
+intervals of a `Timeline` alone follow busy and idle time, activations in flight and queues.
+`draw_text` shows one in a terminal, a row per rank and a column per slot:
+
+    rank 0  F0 F1 .  .  B0--- .  B1---
+    rank 1  .  F0 B0--- F1 B1--- .  .
+
+Small letters are a rank's later stages, or DualPipe's second direction.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from paceline.errors import ConfigError
 from paceline.schedules.actions import Action, Kind, Schedule
-from paceline.schedules.times import PerStage, spread
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds: one number for all stages, or one for each. `transfer_s` is between a stage and the
+    next, either way (one fewer than stages); it is 0 where both are on one rank."""
+
+    forward_s: PerStage
+    input_s: PerStage
+    weight_s: PerStage
+    transfer_s: PerStage = 0.0
+    backward_s: PerStage | None = None  # a whole backward, where it is not the sum of its halves
+    overhead_s: float = 0.0  # of the host, for every action
+    overlap: float = 1.0  # what a fused pair takes, as a share of its two actions' sum
+
+    def of_stages(self, num_stages: int) -> "StageTimes":
+        """One number a stage, checked."""
+        inputs = spread("input_s", self.input_s, num_stages)
+        weights = spread("weight_s", self.weight_s, num_stages)
+        whole = [i + w for i, w in zip(inputs, weights, strict=True)]
+        if self.backward_s is not None:
+            whole = spread("backward_s", self.backward_s, num_stages)
+        seconds = {
+            Kind.FORWARD: spread("forward_s", self.forward_s, num_stages),
+            Kind.BACKWARD: whole,
+            Kind.INPUT: inputs,
+            Kind.WEIGHT: weights,
+        }
+        transfer_s = spread("transfer_s", self.transfer_s, num_stages - 1)
+        return StageTimes(seconds, transfer_s, self.overhead_s, self.overlap)
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """`Times` with one number a stage; `transfer_s[s]` is between stage s and s + 1."""
+
+    seconds: dict[Kind, list[float]]
+    transfer_s: list[float]
+    overhead_s: float
+    overlap: float
+
+    def of(self, action: Action) -> float:
+        return self.seconds[action.kind][action.stage] + self.overhead_s
+
+    def of_fused(self, actions: Sequence[Action]) -> float:
+        return sum(self.of(action) for action in actions) * self.overlap
+
+
+def spread(name: str, value: PerStage, length: int) -> list[float]:
+    """One number for each of `length`; raises if they are too few, too many, or no durations."""
+    values = [float(value)] * length if isinstance(value, int | float) else list(map(float, value))
+    if len(values) != length:
+        raise ConfigError(f"{name} has {len(values)} values\nhint: give one number, or {length}")
+    if not all(math.isfinite(v) and v >= 0 for v in values):
+        raise ConfigError(f"{name} has a value that is negative or not a number: {values}")
+    return values
+
 
 Level = tuple[float, float]  # a moment, and the level from then on
 
@@ -138,3 +205,29 @@ def levels(changes: Iterable[tuple[float, float]]) -> list[Level]:
 
 def peak(over_time: Sequence[Level]) -> float:
     return max((level for _, level in over_time), default=0.0)
+
+
+def draw_text(timeline: Timeline, slot_s: float = 1.0) -> str:
+    """Made for times that are whole slots: an action starts in the column its start falls into."""
+    num_slots = round(timeline.total_s / slot_s)
+    cell = len(str(timeline.schedule.num_microbatches - 1)) + 2
+    lines = [_row(timeline, rank, slot_s, num_slots, cell) for rank in timeline.ranks]
+    return "\n".join(lines) + "\n"
+
+
+def _row(timeline: Timeline, rank: RankTimeline, slot_s: float, num_slots: int, cell: int) -> str:
+    columns = [".".ljust(cell)] * num_slots
+    for interval in rank.intervals:
+        start = round(interval.started_s / slot_s)
+        length = max(1, round((interval.ended_s - interval.started_s) / slot_s))
+        text = _label(timeline, interval).ljust(length * cell - 1, "-" if length > 1 else " ") + " "
+        for number in range(length):
+            columns[start + number] = text[number * cell : (number + 1) * cell]
+    return f"rank {rank.rank}  {''.join(columns)}".rstrip()
+
+
+def _label(timeline: Timeline, interval: Interval) -> str:
+    action = interval.action
+    is_second = action.direction == 1 or action.stage >= timeline.schedule.num_ranks
+    text = f"{action.kind}{action.microbatch}"
+    return text.lower() if is_second else text

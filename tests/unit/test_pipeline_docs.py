@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.schedules.draw import draw_text
 from paceline.schedules.formulas import EQUAL, bubble_formula
 from paceline.schedules.orders import NAMES, draw_schedule
 from paceline.schedules.simulate import pairing_of, simulate
-from paceline.schedules.times import Times
+from paceline.schedules.timeline import Times, draw_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"
 # schedule -> ranks, microbatches: small enough to read, large enough to see the idea

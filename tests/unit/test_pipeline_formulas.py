@@ -9,7 +9,7 @@ from paceline.schedules.formulas import EQUAL, bubble_formula, microbatches_for
 from paceline.schedules.orders import NAMES, draw_schedule
 from paceline.schedules.requirements import takes_microbatches, takes_ranks
 from paceline.schedules.simulate import Pairing, simulate
-from paceline.schedules.times import Times
+from paceline.schedules.timeline import Times
 
 UNEQUAL = [EQUAL, Times(2.0, 2.0, 1.0), Times(4.0, 5.0, 3.0), Times(2.0, 1.0, 2.0)]
 STAGES = {"interleaved_1f1b": (2, 3), "looped_bfs": (2, 3), "interleaved_zb": (1, 2, 3)}

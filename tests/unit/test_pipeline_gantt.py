@@ -8,8 +8,7 @@ import pytest
 from paceline.report.gantt import BAR, LEFT, RIGHT, WIDTH, Chart, gantt
 from paceline.schedules.orders import NAMES, draw_schedule
 from paceline.schedules.simulate import Pairing, simulate
-from paceline.schedules.timeline import Timeline
-from paceline.schedules.times import Times
+from paceline.schedules.timeline import Timeline, Times
 
 
 def timeline(name: str, pairing: Pairing = Pairing.IN_TURN) -> Timeline:

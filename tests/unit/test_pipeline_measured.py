@@ -14,7 +14,7 @@ from paceline.schedules.orders import NAMES, draw_schedule
 from paceline.schedules.passes import Pass, Timed
 from paceline.schedules.requirements import AUTO_STAGES
 from paceline.schedules.simulate import pairing_of, simulate
-from paceline.schedules.times import Times
+from paceline.schedules.timeline import Times
 from paceline.schedules.trace import render_trace
 from tests.pipelined import EPOCH, jittered, passes_of, plan_of
 

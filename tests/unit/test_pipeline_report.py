@@ -17,7 +17,7 @@ from paceline.run.conclude import Circumstances, conclude
 from paceline.schedules.actions import Action, Kind
 from paceline.schedules.orders import draw_schedule
 from paceline.schedules.requirements import AUTO_STAGES
-from paceline.schedules.times import Times
+from paceline.schedules.timeline import Times
 from paceline.train.heartbeat import read_action
 from paceline.train.worker import RankRun
 from tests.pipelined import plan_of, write_run

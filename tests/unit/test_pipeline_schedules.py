@@ -6,7 +6,6 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.schedules.actions import Kind, Schedule
-from paceline.schedules.dualpipe import PHASES
 from paceline.schedules.orders import NAMES, draw_schedule
 from paceline.schedules.requirements import (
     nearest_microbatches,
@@ -14,6 +13,7 @@ from paceline.schedules.requirements import (
     next_microbatches,
     takes_microbatches,
 )
+from paceline.schedules.two_lanes import PHASES
 
 
 def all_shapes() -> list[tuple[str, int, int]]:

@@ -6,7 +6,7 @@ from paceline.errors import ConfigError
 from paceline.schedules.actions import Action, Kind, Schedule, Slot
 from paceline.schedules.orders import NAMES, draw_schedule
 from paceline.schedules.simulate import DeadlockError, Pairing, simulate
-from paceline.schedules.times import Times
+from paceline.schedules.timeline import Times
 
 EQUAL = Times(1.0, 1.0, 1.0)
 

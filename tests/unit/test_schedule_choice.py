@@ -21,7 +21,7 @@ from paceline.schedules.orders import NAMES, draw_schedule
 from paceline.schedules.requirements import AUTO_STAGES
 from paceline.schedules.simulate import pairing_of
 from paceline.schedules.sources import load_measured_times, load_times_file
-from paceline.schedules.times import Times
+from paceline.schedules.timeline import Times
 from paceline.strategies.base import Share
 from tests.pipelined import plan_of, write_run
 from tests.unit.test_plan import env
