@@ -18,7 +18,7 @@ from paceline.machine.topology import Topology
 from paceline.plan.constraints import check
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
 from paceline.plan.peaks import peak_flops
-from paceline.plan.pipelines import choose_pipeline
+from paceline.strategies.pipeline.plan import choose_pipeline
 from paceline.plan.policy import (
     check_policy,
     choose_attention,

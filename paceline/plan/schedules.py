@@ -15,7 +15,7 @@ from paceline.job import Job
 from paceline.machine.topology import Topology
 from paceline.plan.counting import CountedBlock, count_blocks
 from paceline.plan.crew import choose_crew, choose_threads
-from paceline.plan.pipelines import MICROBATCHES_A_RANK
+from paceline.strategies.pipeline.plan import MICROBATCHES_A_RANK
 from paceline.plan.planner import measure_model, split_batch
 from paceline.plan.policy import choose_attention, choose_precision, effective_config
 from paceline.plan.speeds import Speed, choose_link, choose_rate

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.errors import EXIT_CODES, ConfigError, LaunchError, Outcome, PacelineError
 from paceline.machine.facts import probe
-from paceline.plan.pipelines import ranks_of_pipeline
+from paceline.strategies.pipeline.plan import ranks_of_pipeline
 from paceline.plan.planner import ALIASES, make_plan
 from paceline.records import Env
 from paceline.records.rundir import RunDir
