@@ -16,7 +16,7 @@ from paceline.config.schema import RunConfig, run_schema
 from paceline.errors import ConfigError
 from paceline.records.files import fingerprint
 from paceline.records.rundir import RunDir
-from paceline.strategies import strategy_section
+from paceline.strategies import find_strategy, strategy_section
 from paceline.workloads.base import Workload, find_workload
 
 EXPERIMENT = "+experiment="
@@ -32,8 +32,12 @@ class Job:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for runs that ask for the same thing under another name."""
-        return fingerprint(self.config.model_copy(update={"name": ""}).model_dump_json())
+        """Equal for runs that ask for the same thing under another name: keys that only other
+        strategies read are not asked."""
+        config = self.config.model_copy(update={"name": ""})
+        used = find_strategy(config.strategy.name).name
+        unread = {key for key, by in type(config.strategy).readers.items() if used not in by}
+        return fingerprint(config.model_dump_json(exclude={"strategy": unread}))
 
 
 def load_job(source: str, overrides: Sequence[str]) -> Job:
