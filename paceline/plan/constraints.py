@@ -143,7 +143,7 @@ def _strategy_rules(config: RunConfig, plan: Plan) -> Iterator[Idle]:
             verb = "reads" if len(readers) == 1 else "read"
             because = f"{', '.join(readers)} {verb} it, and strategy.name is {asked.name}"
         yield Idle("strategy", (key,), True, because)
-    for keys, because in used.idle(config, plan):
+    for keys, because in used.unread(config, plan):
         yield Idle("strategy", keys, True, because)
 
 

@@ -79,15 +79,19 @@ def strategy_section() -> type[StrategyConfig]:
     about = "\n  ".join(("How ranks share the work.", *lines))
     default = StrategyConfig.model_fields["name"].default
     fields: dict[str, Any] = {"name": (names, Field(default, description=about))}
-    section: type[StrategyConfig] = create_model(  # type: ignore[assignment]
-        "StrategyConfig", __base__=tuple(reversed(last)), **fields
-    )
+    section = _extend(tuple(reversed(last)), fields)
     section.readers = {
         key: tuple(name for name, known in found.items() if key in known.Settings.model_fields)
         for key in section.model_fields
         if key not in StrategyConfig.model_fields
     }
     return section
+
+
+def _extend(
+    bases: tuple[type[StrategyConfig], ...], fields: dict[str, Any]
+) -> type[StrategyConfig]:
+    return create_model("StrategyConfig", __base__=bases, **fields)
 
 
 def _load(place: str) -> Strategy:

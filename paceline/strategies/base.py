@@ -99,7 +99,7 @@ class Collective(NamedTuple):
     dtype: str
 
 
-class Idle(NamedTuple):
+class Unread(NamedTuple):
     """Keys of a strategy's own section that it does not read in this plan, and why."""
 
     keys: tuple[str, ...]
@@ -186,7 +186,7 @@ class Strategy(ABC):
         """Return what is wrong with asking for this strategy here; empty when nothing is."""
         return []
 
-    def idle(self, config: RunConfig, plan: Plan) -> Iterator[Idle]:
+    def unread(self, config: RunConfig, plan: Plan) -> Iterator[Unread]:
         """Yield the keys of its own section that have no effect in this plan."""
         yield from ()
 

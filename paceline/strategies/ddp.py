@@ -7,7 +7,7 @@ from pydantic import Field
 
 from paceline.config.schema import Positive, RunConfig, StrategyConfig
 from paceline.records import Crew, Exchange, Finding, Plan, StateBytes
-from paceline.strategies.base import Case, Engine, EngineParts, Idle, Share, Strategy
+from paceline.strategies.base import Case, Engine, EngineParts, Share, Strategy, Unread
 from paceline.strategies.shape import ModelShape, ParameterShape, sum_bytes
 
 CASTS = ("fp16", "bf16")
@@ -87,9 +87,9 @@ class Replicated(Strategy):
     def problems(self, config: RunConfig, crew: Crew, model: ModelShape) -> list[Finding]:
         return ddp_problems(config, model)
 
-    def idle(self, config: RunConfig, plan: Plan) -> Iterator[Idle]:
+    def unread(self, config: RunConfig, plan: Plan) -> Iterator[Unread]:
         if DDPSettings.of(config).comm_hook != "powersgd":
-            yield Idle(("powersgd_rank", "powersgd_start"), "strategy.comm_hook is another")
+            yield Unread(("powersgd_rank", "powersgd_start"), "strategy.comm_hook is another")
 
     def zero_stage(self, config: RunConfig) -> int | None:
         return 0

@@ -18,10 +18,10 @@ from paceline.strategies.base import (
     Collective,
     Engine,
     EngineParts,
-    Idle,
     Layout,
     Share,
     Strategy,
+    Unread,
 )
 from paceline.strategies.ddp import Replicated, optimizer_bytes
 from paceline.strategies.shape import ModelShape, ParameterShape, decay_groups, sum_bytes
@@ -130,11 +130,11 @@ class Sharded(Strategy):
             )
         return found
 
-    def idle(self, config: RunConfig, plan: Plan) -> Iterator[Idle]:
+    def unread(self, config: RunConfig, plan: Plan) -> Iterator[Unread]:
         if plan.batch.grad_accum == 1:
-            yield Idle(("accumulate",), "a step has one microbatch")
+            yield Unread(("accumulate",), "a step has one microbatch")
         if plan.device.value == "cpu":
-            yield Idle(("offload",), "the ranks are on CPU already")
+            yield Unread(("offload",), "the ranks are on CPU already")
 
     def shards(self, config: RunConfig) -> bool:
         return True

@@ -12,10 +12,10 @@ from paceline.strategies.base import (
     Collective,
     Engine,
     EngineParts,
-    Idle,
     Layout,
     Share,
     Strategy,
+    Unread,
 )
 from paceline.strategies.ddp import DDP
 from paceline.strategies.pipeline.plan import (
@@ -46,14 +46,14 @@ class Pipeline(Strategy):
         dp = world // pipeline.num_ranks
         return Layout({"pp": pipeline.num_ranks, "dp": dp}, dp, pipeline)
 
-    def idle(self, config: RunConfig, plan: Plan) -> Iterator[Idle]:
+    def unread(self, config: RunConfig, plan: Plan) -> Iterator[Unread]:
         if plan.batch.dp == 1:
-            yield Idle(("inner",), "one pipeline has all ranks")
+            yield Unread(("inner",), "one pipeline has all ranks")
         if self.shards(config):
-            yield Idle(("bucket_mb",), f"strategy.inner is {_inner(config)}")
+            yield Unread(("bucket_mb",), f"strategy.inner is {_inner(config)}")
         else:
             keys = tuple(set(Gathering.model_fields) - {"name"})
-            yield Idle(keys, f"strategy.inner is {_inner(config)}")
+            yield Unread(keys, f"strategy.inner is {_inner(config)}")
 
     def shards(self, config: RunConfig) -> bool:
         return _inner(config) in INNER
