@@ -114,7 +114,7 @@ def _require_known(names: Sequence[str], overrides: Sequence[str]) -> None:
         elif not key.startswith(ALLOWED):
             problems.append(f"{text}: a proof fixes this\nhint: it takes {', '.join(ALLOWED)}")
         elif key in lossy_keys():
-            problems.append(f"{text}: a hook changes the numbers\nhint: see its row in the audit")
+            problems.append(f"{text}: this changes the gradients\nhint: prove without it; the audit shows what it sends")
         elif (key, value) == ("launch.nproc", "1"):
             problems.append(f"{text}: one rank proves nothing\nhint: launch.nproc=2 or more")
     if problems:
@@ -149,14 +149,16 @@ def _choose_cases(
     override that chooses among them leaves only those."""
     every = _all_cases(build_job(overrides).config, world)
     said = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
-    found = []
+    found, problems = [], dict[str, None]()
     for asked in dict.fromkeys(aliases().get(name, name) for name in names or all_strategies()):
         for name, case in every:
             fits = all(said.get(key, value) == value for key, value in case.chosen.items())
             if asked == case.label or (asked == name and fits):
                 found.append((name, case))
                 if case.skipped and names:
-                    raise ConfigError(f"{case.label}: {case.skipped}\nhint: {case.hint}")
+                    problems[f"{asked}: {case.skipped}\nhint: {case.hint}"] = None
+    if problems:
+        raise ConfigError(list(problems))
     return found
 
 
