@@ -114,7 +114,7 @@ def _require_known(names: Sequence[str], overrides: Sequence[str]) -> None:
         elif not key.startswith(ALLOWED):
             problems.append(f"{text}: a proof fixes this\nhint: it takes {', '.join(ALLOWED)}")
         elif key in lossy_keys():
-            problems.append(f"{text}: this changes the gradients\nhint: prove without it; the audit shows what it sends")
+            problems.append(f"{text}: this changes the gradients\nhint: prove without it")
         elif (key, value) == ("launch.nproc", "1"):
             problems.append(f"{text}: one rank proves nothing\nhint: launch.nproc=2 or more")
     if problems:

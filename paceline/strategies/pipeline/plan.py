@@ -3,7 +3,7 @@ through them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from paceline.records import Finding, PipelinePlan, StagePlan
 from paceline.schedules.orders import place_stages
 from paceline.schedules.requirements import (
     AUTO_STAGES,
+    REQUIREMENTS,
     check_shape,
     nearest_microbatches,
     nearest_ranks,
@@ -24,13 +25,14 @@ from paceline.strategies.shape import ModelShape
 from paceline.strategies.zero import Gathering
 
 MICROBATCHES_A_RANK = 4  # 1f1b then idles for less than a fifth of a step
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[tuple(REQUIREMENTS)]
 
 
 class PipelineSettings(Buckets, Gathering):
-    schedule: Literal[
-        "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev",
-        "dualpipe",
-    ] = Field("1f1b", description="The order of forwards and backwards.")  # fmt: skip
+    schedule: ScheduleName = Field("1f1b", description="The order of forwards and backwards.")
     stages: Literal["auto"] | Positive = Field(
         "auto", description="Parts of the model. auto: as many as all ranks can hold."
     )
