@@ -16,6 +16,7 @@ from paceline.config.schema import RunConfig, run_schema
 from paceline.errors import ConfigError
 from paceline.records.files import fingerprint
 from paceline.records.rundir import RunDir
+from paceline.strategies import find_strategy, strategy_section
 from paceline.workloads.base import Workload, find_workload
 
 EXPERIMENT = "+experiment="
@@ -31,8 +32,12 @@ class Job:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for runs that ask for the same thing under another name."""
-        return fingerprint(self.config.model_copy(update={"name": ""}).model_dump_json())
+        """Equal for runs that ask for the same thing under another name: keys that only other
+        strategies read are not asked."""
+        config = self.config.model_copy(update={"name": ""})
+        used = find_strategy(config.strategy.name).name
+        unread = {key for key, by in type(config.strategy).readers.items() if used not in by}
+        return fingerprint(config.model_dump_json(exclude={"strategy": unread}))
 
 
 def load_job(source: str, overrides: Sequence[str]) -> Job:
@@ -53,14 +58,19 @@ def load_job(source: str, overrides: Sequence[str]) -> Job:
     if not isinstance(chosen, str) or "${" in chosen:
         raise ConfigError([*draft.problems, f"{draft.place} must set workload to a plain name"])
     workload = find_workload(chosen, typed=typed is not None)
-    config = validate(draft, run_schema(workload.Model, workload.Data))
+    config = validate(draft, job_schema(workload))
     return Job(config, workload(), (source, *overrides))
+
+
+def job_schema(workload: type[Workload]) -> type[RunConfig]:
+    """Return every key of a run of `workload`, those of all strategies included."""
+    return run_schema(workload.Model, workload.Data, strategy_section())
 
 
 def reload_job(run: RunDir, workload: str) -> Job:
     """The job of a run directory; `workload` is what was typed, from launch.json, not the YAML."""
     kind = find_workload(workload, typed=True)
-    job = Job(load_config(run.config, run_schema(kind.Model, kind.Data)), kind())
+    job = Job(load_config(run.config, job_schema(kind)), kind())
     job.workload.prepared = json.loads(run.data.read_text())
     return job
 

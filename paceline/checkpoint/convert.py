@@ -144,7 +144,9 @@ def _transformers_model(run: RunDir, tree: dict[str, Any], say: Say) -> Any:
         return None
     if not kind.from_transformers:
         return None
-    config = check_plain(tree, run_schema(kind.Model, kind.Data), str(run.config))
+    # How ranks shared the work is no part of the model.
+    rest = {key: value for key, value in tree.items() if key != "strategy"}
+    config = check_plain(rest, run_schema(kind.Model, kind.Data), str(run.config))
     workload = kind()
     workload.prepared = _prepared(run)
     with torch.device("meta"):

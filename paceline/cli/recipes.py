@@ -61,11 +61,12 @@ def _keys_of(source: str) -> list[dict[str, Any]]:
 
 
 def _print_keys(keys: list[dict[str, Any]]) -> None:
-    """Two lines a key, never folded: what can be searched, and pasted behind a command."""
+    """What can be searched, and pasted behind a command: never folded."""
     for key in keys:
         default = "" if key["value"] == key["default"] else f"; default {key['default']}"
         print(f"{key['path']}={key['value']}   ({key['type']}{default})")
-        print(f"    {key['meaning']}")
+        readers = f" (read by {', '.join(key['read_by'])})" if key["read_by"] else ""
+        print(f"    {key['meaning']}{readers}".replace("\n", "\n    "))
 
 
 def _copy(name: str, target: Path) -> None:

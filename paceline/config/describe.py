@@ -2,11 +2,11 @@
 
 import difflib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
 from paceline.records import Part
@@ -27,9 +27,11 @@ class Key(Part):
     type: str
     default: Any
     meaning: str
+    read_by: tuple[str, ...] = Field((), description="Strategies that read it; empty: any run.")
 
 
 def iter_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[Key]:
+    readers: Mapping[str, tuple[str, ...]] = getattr(schema, "readers", {})
     for name, field in schema.model_fields.items():
         path = f"{prefix}{name}"
         if is_section(field.annotation):
@@ -41,6 +43,7 @@ def iter_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[Key]:
                 type=wants(field),
                 default="(required)" if field.is_required() else field.get_default(),
                 meaning=field.description or "",
+                read_by=readers.get(name, ()),
             )
 
 
@@ -74,6 +77,14 @@ def wants(field: FieldInfo) -> str:
     """What a value must be, in words: `auto, or whole number >= 1`."""
     bounds = "".join(_bound(item) for item in field.metadata)
     return _words(field.annotation) + bounds
+
+
+def nearest_word(field: FieldInfo, value: Any) -> str | None:
+    """The word that a misspelt one most likely meant, among those that a field's type allows."""
+    parts = [field.annotation, *get_args(field.annotation)]
+    words = [str(w) for part in parts if get_origin(part) is Literal for w in get_args(part)]
+    close = difflib.get_close_matches(str(value), words, n=1)
+    return close[0] if close else None
 
 
 def nearest(path: str, schema: type[BaseModel]) -> str | None:

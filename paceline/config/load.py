@@ -18,7 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from paceline.config.describe import allows_word, field_at, is_open_map, is_section, wants
+from paceline.config.describe import (
+    allows_word,
+    field_at,
+    is_open_map,
+    is_section,
+    nearest_word,
+    wants,
+)
 from paceline.config.overrides import Override, apply_override, parse_override, unknown_key
 from paceline.config.schema import SECRET_NAME, RunConfig, Section
 from paceline.errors import ConfigError
@@ -255,7 +262,9 @@ def _explain(error: ValidationError, draft: Draft, schema: type[BaseModel]) -> I
         elif item["type"] == "value_error":
             yield f"{key} in {place}: {item['msg'].removeprefix('Value error, ')}"
         elif known is not None:
-            yield f"{key}={item['input']} in {place}; it wants {wants(known)}"
+            close = nearest_word(known, item["input"])
+            hint = f"\nhint: did you mean {close}?" if close else ""
+            yield f"{key}={item['input']} in {place}; it wants {wants(known)}{hint}"
         else:
             yield f"{key} in {place}: {item['msg']}"
 

@@ -1,12 +1,13 @@
 """Every key of a run, with its type, default and meaning. Unknown keys are refused.
 
-A workload brings the schema of its own `model` and `data` sections (`run_schema`); all other
-sections are here. `paceline recipes --keys` prints this file for people.
+A workload brings the schema of its own `model` and `data` sections, the strategies bring the keys
+of `strategy` (`run_schema`); all other sections are here. `paceline recipes --keys` prints all.
 """
 
 import re
+from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
@@ -30,6 +31,8 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+    # Who reads a key, where not everybody who could does: strategies by their names.
+    readers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
 
 class TrainConfig(Section):
@@ -126,84 +129,18 @@ class AttentionConfig(Section):
     )
 
 
-StrategyName = Literal[
-    "single", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp", "zero2_hybrid", "zero3_hybrid",
-    "pipeline", "deepspeed",
-]  # fmt: skip
-
-
 class StrategyConfig(Section):
-    name: StrategyName = Field(
-        "ddp", description="How ranks share the work. zero0 is ddp, fsdp is zero3."
-    )
-    stage: Annotated[int, Field(ge=0, le=3)] = Field(1, description="deepspeed: its ZeRO stage.")
-    schedule: Literal[
-        "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev",
-        "dualpipe",
-    ] = Field("1f1b", description="pipeline: the order of forwards and backwards.")  # fmt: skip
-    stages: Literal["auto"] | Positive = Field(
-        "auto", description="pipeline: parts of the model. auto: as many as all ranks can hold."
-    )
-    stages_per_rank: Literal["auto"] | Positive = Field(
-        "auto", description="pipeline: stages on each rank. auto: the fewest of the schedule."
-    )
-    microbatches: Literal["auto"] | Positive = Field(
-        "auto",
-        description="pipeline: parts of train.micro_batch_size that go through it one by one. auto:"
-        " four for each rank, or what divides and the schedule takes.",
-    )
-    split: Literal["auto", "layers"] | list[Positive] = Field(
-        "auto",
-        description="pipeline: blocks of each stage. auto: by counted cost, head included; layers:"
-        " equally many; or a list.",
-    )
-    inner: Literal["ddp", "zero2", "zero3"] = Field(
-        "ddp", description="pipeline: how ranks with the same stages share the batch."
-    )
-    shard_size: Literal["auto"] | Positive = Field(
-        "auto", description="Hybrids: ranks that shard together. auto: those of one machine."
-    )
-    reshard_after_forward: Literal["auto"] | bool = Field(
-        "auto",
-        description="zero2, zero3: free gathered weights after forward. auto: zero3 does.",
-    )
-    forward_prefetch: Count = Field(
-        0, description="zero2, zero3: blocks to gather ahead in forward; 0: torch's own order."
-    )
-    backward_prefetch: Count = Field(
-        0, description="zero2, zero3: blocks to gather ahead in backward; 0: torch's own order."
-    )
-    accumulate: Literal["reduce", "defer"] = Field(
-        "reduce",
-        description="zero2, zero3: exchange gradients after every microbatch, or keep whole ones"
-        " until the last.",
-    )
-    offload: bool = Field(
-        False,
-        description="zero2, zero3: weights, gradients and optimizer rest on the CPU; deepspeed:"
-        " its optimizer does.",
-    )
-    bucket_mb: Annotated[float, Field(gt=0)] = Field(
-        25.0, description="DDP: MiB of gradients per all-reduce."
-    )
-    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = Field(
-        "none", description="DDP: what gradients are sent as."
-    )
-    powersgd_rank: Positive = Field(
-        1, description="powersgd: rank of the matrices that stand for a gradient."
-    )
-    powersgd_start: Annotated[int, Field(ge=2)] = Field(
-        10, description="powersgd: steps that send whole gradients before it begins."
-    )
-    static_graph: bool = Field(
-        False, description="DDP: the same parameters are used, in the same order, every step."
-    )
-    find_unused_parameters: bool = Field(
-        False, description="DDP: look for parameters that got no gradient; costs a walk each step."
-    )
-    deepspeed_config: dict[str, Any] = Field(
-        {}, description="More of DeepSpeed's own config: +strategy.deepspeed_config.KEY=value."
-    )
+    """What all strategies have in common. Each extends it by its own keys, in its own file under
+    `strategies/`; `strategies.strategy_section` puts them side by side."""
+
+    name: str = Field("ddp", description="How ranks share the work.")
+
+    @classmethod
+    def of(cls, config: "RunConfig") -> Self:
+        """Return the strategy section of `config`, seen as this one, which is a part of it."""
+        section = config.strategy
+        assert isinstance(section, cls), f"the schema of this config lacks {cls.__name__}"
+        return section
 
 
 class LaunchConfig(Section):
@@ -336,7 +273,8 @@ class AuditConfig(Section):
 
 
 class RunConfig(Section):
-    """One run, as asked. `model` and `data` get their types from the workload."""
+    """One run, as asked. `model` and `data` get their types from the workload, `strategy` from the
+    strategies."""
 
     name: str = Field("run", min_length=1, max_length=200, description="Names the run directory.")
     workload: str = Field(
@@ -364,10 +302,16 @@ class CheckConfig(Section):
 
 
 @cache
-def run_schema(model: type[Section], data: type[DataConfig]) -> type[RunConfig]:
-    """`RunConfig` with a workload's own `model` and `data` sections in place."""
+def run_schema(
+    model: type[Section],
+    data: type[DataConfig],
+    strategy: type[StrategyConfig] = StrategyConfig,
+) -> type[RunConfig]:
+    """Return `RunConfig` with a workload's own `model` and `data`, and with the strategies' keys:
+    `job.py` passes them in. Without those only the name of a strategy can be set."""
     sections: dict[str, Any] = {
         "model": (model, Field(default_factory=model, description="The workload's model.")),
         "data": (data, Field(default_factory=data, description="The workload's data.")),
+        "strategy": (strategy, Field(default_factory=strategy, description="Parallelism.")),
     }
     return create_model("RunConfig", __base__=RunConfig, **sections)

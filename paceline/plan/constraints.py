@@ -5,18 +5,12 @@ from dataclasses import dataclass
 
 from paceline.config.schema import RunConfig, Section
 from paceline.records import Env, Finding, Plan
+from paceline.strategies import all_strategies, find_strategy
 
 
 def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
     """Everything wrong with, or idle in, what was asked for here."""
     yield from _memory_problems(config, plan, env)
-    if plan.strategy.value == "single" and plan.world_size > 1:
-        yield Finding(
-            severity="error",
-            where="strategy.name",
-            what=f"single trains on one rank, and {plan.world_size} were asked for",
-            hint="set strategy.name=ddp, or launch.nproc=1",
-        )
     if config.optim.schedule.warmup_steps > config.train.steps:
         yield Finding(
             severity="warning",
@@ -43,14 +37,6 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             where="observe.warmup_steps",
             what=f"all {config.train.steps} steps count as warm-up: no throughput is reported",
         )
-    if plan.compile_scope.value == "model" and plan.strategy.value.startswith(("zero2", "zero3")):
-        yield Finding(
-            severity="error",
-            where="train.compile_scope",
-            what=f"{plan.strategy.value} gathers weights block by block, which one graph of the"
-            " whole model leaves no room for",
-            hint="set train.compile_scope=blocks, or auto",
-        )
     yield from check_idle_settings(config, plan)
 
 
@@ -71,21 +57,23 @@ def _memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Findin
 
 def _gpu_memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Finding]:
     smallest = min((gpu.memory_bytes for gpu in env.gpus), default=0)
-    state = plan.state_bytes
-    needed = state.peak
-    if config.strategy.offload and plan.strategy.value == "deepspeed":
-        needed -= state.optimizer
-    elif config.strategy.offload and plan.strategy.value.startswith(("zero2", "zero3")):
-        needed -= state.total
+    needed = find_strategy(plan.strategy.value).device_bytes(config, plan.state_bytes)
     if smallest and needed > smallest:
         yield Finding(
             severity="error",
             where="strategy.name",
             what=f"{plan.strategy.value} holds {needed / 2**30:.1f} GiB of state on every rank;"
             f" the smallest GPU has {smallest / 2**30:.1f} GiB",
-            hint="use a smaller model, strategy.name=zero3 on more ranks, or strategy.offload=true",
+            hint=f"use a smaller model, {_sharding(config)} on more ranks, or"
+            " strategy.offload=true",
             cause="cluster",
         )
+
+
+def _sharding(config: RunConfig) -> str:
+    """Return `strategy.name=...` with the first that holds least: it shards weights too."""
+    most = max(all_strategies().values(), key=lambda known: known.zero_stage(config) or 0)
+    return f"strategy.name={most.name}"
 
 
 @dataclass(frozen=True)
@@ -143,37 +131,20 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
     )
 
 
-def _strategy_rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
-    name, strategy = plan.strategy.value, config.strategy
-    why = plan.strategy.because if name == "single" else f"strategy.name is {name}"
-    is_pipeline, is_deepspeed = name == "pipeline", name == "deepspeed"
-    is_sharded = name.startswith(("zero2", "zero3"))
-    has_sharded_stages = is_pipeline and strategy.inner != "ddp"
-    has_buckets = name in ("ddp", "zero1") or (is_pipeline and strategy.inner == "ddp")
-    pipeline_keys = ("schedule", "stages", "stages_per_rank", "microbatches", "split", "inner")
-    ddp_keys = ("static_graph", "find_unused_parameters", "comm_hook")
-    fsdp_keys = ("reshard_after_forward", "forward_prefetch", "backward_prefetch")
-    no_power = strategy.comm_hook != "powersgd"
-    alone = plan.batch.grad_accum == 1
-    return (
-        Idle("strategy", ddp_keys, name not in ("ddp", "zero1"), why),
-        Idle("strategy", ("bucket_mb",), not has_buckets, why),
-        Idle("strategy", pipeline_keys, not is_pipeline, why),
-        Idle("strategy", ("inner",), is_pipeline and plan.batch.dp == 1, "one pipeline has all"),
-        Idle("strategy", fsdp_keys, not (is_sharded or has_sharded_stages), why),
-        Idle("strategy", ("accumulate",), not is_sharded, why),
-        Idle("strategy", ("accumulate",), is_sharded and alone, "a step has one microbatch"),
-        Idle("strategy", ("shard_size",), not name.endswith("_hybrid"), why),
-        Idle(
-            "strategy",
-            ("offload",),
-            not (is_sharded or is_deepspeed or has_sharded_stages),
-            why,
-        ),
-        Idle("strategy", ("offload",), plan.device.value == "cpu", "the ranks are on CPU already"),
-        Idle("strategy", ("stage", "deepspeed_config"), not is_deepspeed, why),
-        Idle("strategy", ("powersgd_rank", "powersgd_start"), no_power, "comm_hook is another"),
-    )
+def _strategy_rules(config: RunConfig, plan: Plan) -> Iterator[Idle]:
+    """Keys of other strategies, by their sections; and keys of its own that it does not read."""
+    used, asked = find_strategy(plan.strategy.value), find_strategy(config.strategy.name)
+    for key, readers in type(config.strategy).readers.items():
+        if key in used.Settings.model_fields:
+            continue
+        if key in asked.Settings.model_fields:  # one rank: another takes its place
+            because = plan.strategy.because
+        else:
+            verb = "reads" if len(readers) == 1 else "read"
+            because = f"{', '.join(readers)} {verb} it, and strategy.name is {asked.name}"
+        yield Idle("strategy", (key,), True, because)
+    for keys, because in used.unread(config, plan):
+        yield Idle("strategy", keys, True, because)
 
 
 def _launch_rules(plan: Plan) -> tuple[Idle, ...]:

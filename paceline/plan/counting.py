@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from math import prod
 
 from paceline.config.schema import RunConfig
-from paceline.strategies import find_strategy
 from paceline.strategies.base import Share
+from paceline.strategies.pipeline.strategy import PIPELINE
 from paceline.strategies.shape import ModelShape, ParameterShape
 from paceline.workloads.base import Workload
 
@@ -82,7 +82,7 @@ def _count(
         weight_flops=2 * passing * trained,
         activation_bytes=passing * share.compute_bytes * kept,
         sent_bytes=passing * share.compute_bytes * width,
-        state_bytes=find_strategy("pipeline").estimate(held, config, share).total,
+        state_bytes=PIPELINE.estimate(held, config, share).total,
     )
 
 

@@ -6,7 +6,6 @@ Needs no GPU and no process group: `paceline plan lm_1b launch.nproc=64` runs on
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from paceline.machine.topology import Topology
 from paceline.plan.constraints import check
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
 from paceline.plan.peaks import peak_flops
-from paceline.plan.pipelines import choose_pipeline
 from paceline.plan.policy import (
     check_policy,
     choose_attention,
@@ -37,14 +35,12 @@ from paceline.records import (
     StateBytes,
 )
 from paceline.strategies import find_strategy
-from paceline.strategies.base import Configured, Share, Strategy
-from paceline.strategies.shape import ModelShape, measure_shape
+from paceline.strategies.base import Share, Strategy
+from paceline.strategies.blocks import measure_shape
+from paceline.strategies.shape import ModelShape
 from paceline.workloads.base import Workload
 
 MAX_LOADER_WORKERS = 4
-SHARDED = ("zero2", "zero3", "zero2_hybrid", "zero3_hybrid")
-SHARDED_STAGES = (("pipeline", "zero2"), ("pipeline", "zero3"))
-ALIASES = {"zero0": "ddp", "fsdp": "zero3"}
 
 
 def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
@@ -58,20 +54,17 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     attention = choose_attention(config, env, device, workload)
     workers = _choose_workers(config, env, crew)
     model = measure_model(workload, effective_config(config, attention.value))
-    pipeline, problems = None, list[Finding]()
-    if strategy.value == "pipeline":
-        pipeline, problems = choose_pipeline(config, world, model)
-    batch, batch_problems = split_batch(config, world // (pipeline.num_ranks if pipeline else 1))
-    mesh, mesh_problem = _choose_mesh(config, strategy.value, crew, pipeline)
-    share = _share(mesh, precision.value, batch)
     sharing = find_strategy(strategy.value)
-    held = fullest(sharing, model, config, share, pipeline)
+    layout = sharing.lay_out(config, crew, model)
+    batch, batch_problems = split_batch(config, layout.dp)
+    share = _share(layout.mesh, precision.value, batch)
+    held = fullest(sharing, model, config, share, layout.pipeline)
     plan = Plan(
         name=config.name,
         workload=config.workload,
         unit=workload.unit,
         world_size=world,
-        mesh=mesh,
+        mesh=layout.mesh,
         batch=batch,
         units_per_sample=workload.units_per_sample(config),
         steps=config.train.steps,
@@ -83,31 +76,29 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         matmul=choose_matmul(config),
         attention=attention,
         compile=_as_asked(config.train.compile),
-        compile_scope=_choose_scope(config, strategy.value),
+        compile_scope=_choose_scope(config, sharing),
         recompute=_as_asked(config.train.activation_checkpointing),
-        fused_optimizer=_choose_fused(config, strategy.value),
+        fused_optimizer=_choose_fused(config, sharing),
         threads=choose_threads(config.launch, env, crew, workers.value),
         loader_workers=workers,
         model=model.size(),
         state_bytes=sharing.estimate(held, config, share),
         exchange=sharing.exchange(held, config, share),
-        pipeline=pipeline,
+        pipeline=layout.pipeline,
         flops_per_sample=_choose_flops(workload, config),
         peak_flops=peak_flops(
             env.gpus[0].name if device.value == "cuda" and env.gpus else None, precision.value
         ),
         findings=[],
     )
-    if isinstance(sharing, Configured):
-        plan = plan.model_copy(update={"engine_config": sharing.settings(config, plan)})
+    plan = plan.model_copy(update={"engine_config": sharing.engine_config(config, plan)})
     findings = [
         *check_crew(config.launch, env, crew, topology),
-        *problems,
+        *layout.problems,
         *batch_problems,
-        *([mesh_problem] if mesh_problem else []),
         *workload.problems(config),
         *check_policy(config, env, plan, workload),
-        *sharing.problems(config, env, model),
+        *sharing.problems(config, crew, model),
         *_recompute_problems(config, model),
         *check(config, env, plan),
     ]
@@ -149,7 +140,7 @@ def fullest(
 def _share(
     mesh: dict[str, int], precision: str, batch: BatchSplit, rank: int | None = None
 ) -> Share:
-    size = mesh.get("shard", mesh["dp"] if "pp" in mesh else prod(mesh.values()))
+    size = list(mesh.values())[-1]  # the ranks of the last axis hold one state together
     compute_bytes = 4 if precision == "fp32" else 2
     return Share(size, None if rank is None else rank % size, compute_bytes, batch.grad_accum)
 
@@ -231,61 +222,33 @@ def _accumulation(config: RunConfig, asked: int, dp: int) -> tuple[int, Finding 
 
 def _choose_strategy(config: RunConfig, world: int) -> Choice:
     asked = config.strategy.name
-    meant = ALIASES.get(asked, asked)
-    if meant == "ddp" and world == 1:
-        return Choice(requested=asked, value="single", because="one rank has nobody to reduce with")
-    because = "as asked" if meant == asked else f"{asked} is another name for it"
-    if world == 1 and meant.startswith("zero"):
+    meant = find_strategy(asked)
+    if world == 1 and meant.alone:
+        because = "one rank has nobody to reduce with"
+        return Choice(requested=asked, value=meant.alone, because=because)
+    because = "as asked" if meant.name == asked else f"{asked} is another name for it"
+    if world == 1 and meant.zero_stage(config):
         because += ", though one rank has nobody to share with"
-    return Choice(requested=asked, value=meant, because=because)
-
-
-def _choose_mesh(
-    config: RunConfig, strategy: str, crew: Crew, pipeline: PipelinePlan | None
-) -> tuple[dict[str, int], Finding | None]:
-    """One axis of all ranks; two for a hybrid: copies across, shards inside; two for a pipeline:
-    stages across, and ranks with the same stages inside, for they exchange more."""
-    world = crew.world_size
-    if pipeline is not None:
-        return {"pp": pipeline.num_ranks, "dp": world // pipeline.num_ranks}, None
-    if not strategy.endswith("_hybrid"):
-        return {"dp": world}, None
-    size = config.strategy.shard_size
-    size = crew.per_node if size == "auto" else size
-    if size > world or world % size or size in (1, world):
-        return {"replicate": 1, "shard": world}, Finding(
-            severity="error",
-            where="strategy.shard_size",
-            what=f"a hybrid of {world} ranks in groups of {size} is no grid of copies and shards",
-            hint=_hybrid_hint(world, strategy),
-        )
-    return {"replicate": world // size, "shard": size}, None
-
-
-def _hybrid_hint(world: int, strategy: str) -> str:
-    fitting = [size for size in range(world // 2, 1, -1) if world % size == 0]
-    if not fitting:
-        return f"use {strategy.removesuffix('_hybrid')}: {world} ranks are no grid"
-    return f"set strategy.shard_size={fitting[0]}"
+    return Choice(requested=asked, value=meant.name, because=because)
 
 
 def _as_asked(value: str) -> Choice:
     return Choice(requested=value, value=value, because="as asked")
 
 
-def _choose_scope(config: RunConfig, strategy: str) -> Choice:
+def _choose_scope(config: RunConfig, strategy: Strategy) -> Choice:
     asked = config.train.compile_scope
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
-    if strategy == "single":
+    if strategy.compiles_whole:
         return Choice(requested=asked, value="model", because="nothing is exchanged inside it")
-    return Choice(requested=asked, value="blocks", because=f"{strategy} works between the blocks")
+    because = f"{strategy.name} works between the blocks"
+    return Choice(requested=asked, value="blocks", because=because)
 
 
-def _choose_fused(config: RunConfig, strategy: str) -> Choice:
+def _choose_fused(config: RunConfig, strategy: Strategy) -> Choice:
     asked = config.optim.fused
-    is_sharded = strategy in SHARDED or (strategy, config.strategy.inner) in SHARDED_STAGES
-    if config.optim.name == "sgd" and is_sharded:
+    if config.optim.name == "sgd" and strategy.shards(config):
         because = "torch's fused SGD does not know sharded tensors"
         return Choice(requested=asked, value=False, because=because)
     if config.optim.name == "sgd" and config.optim.momentum:

@@ -15,7 +15,6 @@ from paceline.job import Job
 from paceline.machine.topology import Topology
 from paceline.plan.counting import CountedBlock, count_blocks
 from paceline.plan.crew import choose_crew, choose_threads
-from paceline.plan.pipelines import MICROBATCHES_A_RANK
 from paceline.plan.planner import measure_model, split_batch
 from paceline.plan.policy import choose_attention, choose_precision, effective_config
 from paceline.plan.speeds import Speed, choose_link, choose_rate
@@ -42,6 +41,7 @@ from paceline.schedules.simulate import simulate
 from paceline.schedules.sources import BlockTimes, load_measured_times, load_times_file
 from paceline.schedules.timeline import draw_text
 from paceline.strategies.base import Share
+from paceline.strategies.pipeline.plan import MICROBATCHES_A_RANK, PipelineSettings
 
 MAX_DRAWN_RANKS, MAX_DRAWN_MICROBATCHES = 8, 16
 SLOW = 2048  # ranks times microbatches from which simulating takes a person's time
@@ -139,7 +139,7 @@ def _require_sound(job: Job) -> None:
 
 def _count_ranks(config: RunConfig, world: int) -> int:
     """Ranks of one pipeline: all, or as many as `strategy.stages` asks for."""
-    strategy = config.strategy
+    strategy = PipelineSettings.of(config)
     ranks = world
     if strategy.stages != "auto":
         per_rank = strategy.stages_per_rank
@@ -169,7 +169,7 @@ class Cut:
 
 def cut_batch(config: RunConfig, num_ranks: int) -> tuple[Cut, list[Finding]]:
     """`strategy.microbatches` of equal size; auto: four a rank, or the next that divides."""
-    micro, asked = config.train.micro_batch_size, config.strategy.microbatches
+    micro, asked = config.train.micro_batch_size, PipelineSettings.of(config).microbatches
     wanted = MICROBATCHES_A_RANK * num_ranks if asked == "auto" else asked
     if asked == "auto":
         wanted = next((m for m in range(wanted, micro + 1) if micro % m == 0), wanted)
@@ -346,7 +346,7 @@ def _draw(setup: Setup, rows: Sequence[ScheduleRow]) -> str:
 
 def _idle_settings(config: RunConfig) -> list[Finding]:
     """Keys of the pipeline that one schedule has and a comparison of all does not read."""
-    strategy, found = config.strategy, []
+    strategy, found = PipelineSettings.of(config), []
     why = {
         "stages_per_rank": "each schedule is compared with the stages that it has by itself",
         "split": "each schedule is compared with stages split by cost",

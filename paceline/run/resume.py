@@ -13,19 +13,19 @@ from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.tensors import TensorFiles
 from paceline.config.differences import differing
 from paceline.config.load import load_config, read_draft, validate
-from paceline.config.schema import RunConfig, run_schema
+from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError, RestoreError
-from paceline.job import Job
+from paceline.job import Job, job_schema
 from paceline.plan.planner import sketch_model
 from paceline.records import LaunchPlan, Plan
 from paceline.records.rundir import RunDir
+from paceline.strategies import lossy_keys
 from paceline.strategies.stored import named_tensors, require_same_shapes
 from paceline.workloads.base import find_workload
 
 # Where ranks run, what is watched, how the work is shared: the same thing is computed.
 FREE = ("name", "launch.", "observe.", "audit.", "checkpoint.", "strategy.")
 FREE_KEYS = ("data.num_workers", "data.prefetch", "data.timeout_s", "train.log_every")
-NOT_FREE = ("strategy.comm_hook", "strategy.powersgd")  # these change the gradients
 BATCH = ("train.micro_batch_size", "train.grad_accum", "train.global_batch_size")
 
 
@@ -37,7 +37,7 @@ class Change:
 
     @property
     def is_free(self) -> bool:
-        if self.key.startswith(NOT_FREE):
+        if self.key in lossy_keys():
             return False
         return self.key.startswith(FREE) or self.key in FREE_KEYS
 
@@ -72,7 +72,7 @@ def load_resumption(path: Path, overrides: Sequence[str], allow_change: bool) ->
     launch = LaunchPlan.load(run.launch)
     _require_outside(run, launch.workload)
     kind = find_workload(launch.workload, typed=True)
-    schema = run_schema(kind.Model, kind.Data)
+    schema = job_schema(kind)
     draft = read_draft(str(run.config), overrides)
     if draft.typed("workload") is not None:
         raise ConfigError("a run goes on with its own workload; --resume cannot change it")

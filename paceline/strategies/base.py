@@ -1,24 +1,33 @@
 """The seam between the one loop and every way of sharing its work.
 
-A `Strategy` says what it cannot do, what it would cost, and builds an `Engine`. The loop drives
-an engine without knowing which one it is: it hands over microbatches and one scale, so that
-whatever the strategy, the gradient is that of  sum of losses / units in the global step.
+A `Strategy` says what it is: its keys, what it cannot do, how it lays the ranks out, what it costs,
+which cases prove it. Its `build` makes an `Engine`. The loop drives an engine without knowing which
+one it is: it hands over microbatches and one scale, so that whatever the strategy, the gradient is
+that of  sum of losses / units in the global step.
+
+Nothing here loads torch: `strategies/__init__.py` reads the keys of every strategy wherever a
+config is read. So a strategy's file imports torch inside `build`, or leaves that to another file.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from paceline.checkpoint.pieces import Piece, Source
-from paceline.config.schema import RunConfig
-from paceline.records import Env, Exchange, Finding, Plan, Proof, StateBytes
-from paceline.schedules.passes import Pass
-from paceline.strategies.clock import Clock
+from paceline.config.schema import RunConfig, StrategyConfig
+from paceline.records import Crew, Exchange, Finding, PipelinePlan, Plan, Proof, StateBytes
 from paceline.strategies.shape import ModelShape
 from paceline.workloads.base import Workload
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from paceline.checkpoint.pieces import Piece, Source
+    from paceline.schedules.passes import Pass
+    from paceline.strategies.clock import Clock
 
 
 class Totals(NamedTuple):
@@ -55,6 +64,46 @@ class Share:
     index: int | None
     compute_bytes: int = 4  # of one number in the compute type
     num_microbatches: int = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks as a grid. The last axis of `mesh` varies fastest, so it stays inside a node: its
+    ranks hold one state together. `dp` is in how many shares a batch is cut."""
+
+    mesh: dict[str, int]
+    dp: int
+    pipeline: PipelinePlan | None = None
+    problems: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of `paceline verify`. `chosen` makes it this case and no other; `defaults` are what
+    a small proof needs, and the user's own overrides win over them. `num_blocks`: the fewest that
+    its model must have. `skipped` says why it cannot be tried here, `hint` what would help."""
+
+    label: str
+    chosen: Mapping[str, str] = field(default_factory=dict)
+    defaults: tuple[str, ...] = ()
+    num_blocks: int = 0
+    skipped: str = ""
+    hint: str = ""
+
+
+class Collective(NamedTuple):
+    """What the profile of a step must show: `op` as torch names it, on numbers of type `dtype`."""
+
+    what: str
+    op: str
+    dtype: str
+
+
+class Unread(NamedTuple):
+    """Keys of a strategy's own section that it does not read in this plan, and why."""
+
+    keys: tuple[str, ...]
+    because: str
 
 
 class Engine(Protocol):
@@ -100,29 +149,76 @@ class Engine(Protocol):
         ...
 
 
-class Strategy(Protocol):
-    def problems(self, config: RunConfig, env: Env, model: ModelShape) -> list[Finding]:
-        """What is wrong with asking for this strategy here; empty when nothing is."""
-        ...
+class Strategy(ABC):
+    """Base of every strategy. `estimate`, `exchange` and `build` are required; override of the rest
+    what differs from one replica per rank."""
 
+    name: str
+    summary: str = ""  # what it really is, in a line: `paceline recipes --keys` shows it
+    aliases: tuple[str, ...] = ()
+    # Its keys, in a section of their own. On the command line all sections are one: strategy.KEY.
+    Settings: ClassVar[type[StrategyConfig]] = StrategyConfig
+    # Keys of Settings that change the gradients, not only how they are summed.
+    lossy: ClassVar[tuple[str, ...]] = ()
+    alone: ClassVar[str] = ""  # the strategy that takes its place on one rank
+    # True: one graph may hold the whole model, for nothing is exchanged inside it.
+    compiles_whole: ClassVar[bool] = False
+    # True: a library updates the weights, and the audit looks for no optimizer of ours.
+    updates_itself: ClassVar[bool] = False
+
+    @abstractmethod
     def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
-        """Bytes one rank will hold."""
-        ...
+        """Return the bytes that one rank will hold."""
 
+    @abstractmethod
     def exchange(self, model: ModelShape, config: RunConfig, share: Share) -> Exchange:
-        """Bytes of gradients a rank gives to its collectives for one step."""
-        ...
+        """Return the bytes of gradients that a rank gives to its collectives in one step."""
 
-    def build(self, parts: EngineParts) -> Engine: ...
+    @abstractmethod
+    def build(self, parts: EngineParts) -> Engine:
+        """Build the engine, on every rank together."""
 
+    def lay_out(self, config: RunConfig, crew: Crew, model: ModelShape) -> Layout:
+        """Return the mesh. By default one axis of all ranks, each with its share of a batch."""
+        return Layout({"dp": crew.world_size}, crew.world_size)
 
-@runtime_checkable
-class Configured(Protocol):
-    """A strategy that drives a library with a config of its own."""
+    def problems(self, config: RunConfig, crew: Crew, model: ModelShape) -> list[Finding]:
+        """Return what is wrong with asking for this strategy here; empty when nothing is."""
+        return []
 
-    def settings(self, config: RunConfig, plan: Plan) -> dict[str, Any]:
-        """That config, whole: it stands in the plan, and is what runs."""
-        ...
+    def unread(self, config: RunConfig, plan: Plan) -> Iterator[Unread]:
+        """Yield the keys of its own section that have no effect in this plan."""
+        yield from ()
+
+    def shards(self, config: RunConfig) -> bool:
+        """Return True where a weight is a DTensor, of which each rank holds a piece."""
+        return False
+
+    def zero_stage(self, config: RunConfig) -> int | None:
+        """Return the stage of ZeRO that this corresponds to; None where it is none of them."""
+        return None
+
+    def device_bytes(self, config: RunConfig, state: StateBytes) -> int:
+        """Return what of `state` lies on the device at its peak: less where some is offloaded."""
+        return state.peak
+
+    def collectives(self, config: RunConfig, plan: Plan) -> list[Collective]:
+        """Return the collectives that the audit must find in the profile of a step."""
+        return []
+
+    def engine_config(self, config: RunConfig, plan: Plan) -> dict[str, Any]:
+        """Return the whole config of the library that it drives: it stands in the plan, and is what
+        runs. Empty where there is no such library."""
+        return {}
+
+    def lost_on_resume(self, config: RunConfig) -> list[str]:
+        """Return what its engine remembers and no checkpoint holds, a sentence each."""
+        return []
+
+    def cases(self, config: RunConfig, world: int, micro: int) -> list[Case]:
+        """Return what `paceline verify` tries on `world` ranks with `micro` samples a rank in each
+        pass; `config` has the user's overrides."""
+        return [Case(self.name)]
 
 
 @runtime_checkable

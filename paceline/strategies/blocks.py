@@ -1,6 +1,8 @@
-"""The repeated parts of a model: what is sharded, recomputed or compiled one by one."""
+"""The repeated parts of a model: what is sharded, recomputed or compiled one by one. Its sizes."""
 
 from torch import nn
+
+from paceline.strategies.shape import ModelShape, ParameterShape
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -59,3 +61,29 @@ def place_modules(model: nn.Module) -> dict[str, tuple[int, ...]]:
         for name in names:
             places[name] = tuple(together)
     return places
+
+
+def measure_shape(model: nn.Module) -> ModelShape:
+    """The sizes of a model, which may lie on meta."""
+    blocks = find_blocks(model)
+    unit_of: dict[int, int] = {}
+    is_shared = False
+    for number, block in enumerate(blocks):
+        for parameter in block.parameters():
+            is_shared |= unit_of.setdefault(id(parameter), number) != number
+    places = place_modules(model)
+    seen: set[int] = set()
+    parameters = []
+    for name, module in model.named_modules():
+        for p in module.parameters(recurse=False):
+            if id(p) in seen:
+                continue
+            seen.add(id(p))
+            unit, at = unit_of.get(id(p), len(blocks)), places[name]
+            is_table = isinstance(module, nn.Embedding) and len(at) == 1
+            is_matrix = p.dim() >= 2 and not is_table
+            shape = tuple(p.shape)
+            parameters.append(
+                ParameterShape(shape, p.element_size(), p.requires_grad, unit, at, is_matrix)
+            )
+    return ModelShape(parameters, len(blocks) + 1, is_shared)

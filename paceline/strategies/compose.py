@@ -2,15 +2,30 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from paceline.strategies.base import EngineParts
 from paceline.strategies.blocks import find_blocks, find_tail
-from paceline.strategies.recompute import recompute_block
 from paceline.strategies.weights import fill_weights
+
+# What `selective` keeps: the products that cost most to repeat. All else is cheap to redo.
+KEPT_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
 
 
 def compose(
@@ -66,3 +81,24 @@ def compile_in_place(module: nn.Module, parts: EngineParts) -> None:
     mode = parts.plan.compile.value
     dynamic = {"auto": None, "off": False, "on": True}[parts.config.train.compile_dynamic]
     module.compile(mode=None if mode == "default" else mode, dynamic=dynamic)
+
+
+def recompute_block(block: nn.Module, kind: str) -> None:
+    """Make `block` forget its activations after forward. Its weights keep their names."""
+    assert kind in ("full", "selective"), kind
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kind == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    block.forward = _checkpointed(block.forward, options)
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return run
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = op in KEPT_OPS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,51 +1,124 @@
-"""One replica a rank: DistributedDataParallel, and the plain model where there is one rank."""
+"""One replica per rank: DistributedDataParallel, and the plain model where there is one rank."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Literal
 
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from pydantic import Field
 
-from paceline.config.schema import RunConfig
-from paceline.records import Env, Exchange, Finding, Proof, StateBytes
-from paceline.strategies.base import Engine, EngineParts, Share
-from paceline.strategies.compose import compose
-from paceline.strategies.engine import ModuleEngine, Wrapping
-from paceline.strategies.hooks import CAST_TYPES, Traffic, plan_exchange, register_hook
-from paceline.strategies.optim import build_optimizer
-from paceline.strategies.shape import ModelShape, sum_bytes
+from paceline.config.schema import Positive, RunConfig, StrategyConfig
+from paceline.records import Crew, Exchange, Finding, Plan, StateBytes
+from paceline.strategies.base import Case, Engine, EngineParts, Share, Strategy, Unread
+from paceline.strategies.shape import ModelShape, ParameterShape, sum_bytes
 
-MIB = 2**20
+CASTS = ("fp16", "bf16")
+MIN_RATE = 2.0  # torch's default for PowerSGD: a matrix that shrinks less is sent whole
 
 
-class Replicated:
-    """`wrap=False` is `single`: the same engine without anyone to talk to."""
+class Buckets(StrategyConfig):
+    bucket_mb: Annotated[float, Field(gt=0)] = Field(
+        25.0, description="MiB of gradients per all-reduce."
+    )
 
-    def __init__(self, wrap: bool) -> None:
-        self.wrap = wrap
 
-    def problems(self, config: RunConfig, env: Env, model: ModelShape) -> list[Finding]:
-        return ddp_problems(config, model) if self.wrap else []
+class DDPSettings(Buckets):
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = Field(
+        "none", description="What gradients are sent as."
+    )
+    powersgd_rank: Positive = Field(
+        1, description="powersgd: rank of the matrices that stand for a gradient."
+    )
+    powersgd_start: Annotated[int, Field(ge=2)] = Field(
+        10, description="powersgd: steps that send whole gradients before it begins."
+    )
+    static_graph: bool = Field(
+        False, description="The same parameters are used, in the same order, every step."
+    )
+    find_unused_parameters: bool = Field(
+        False, description="Look for parameters that got no gradient; costs a walk each step."
+    )
+
+
+class Single(Strategy):
+    """The engine of DDP without anyone to talk to."""
+
+    name = "single"
+    summary = "the plain model on one rank"
+    compiles_whole = True
+
+    def problems(self, config: RunConfig, crew: Crew, model: ModelShape) -> list[Finding]:
+        if crew.world_size == 1:
+            return []
+        return [
+            Finding(
+                severity="error",
+                where="strategy.name",
+                what=f"single trains on one rank, and {crew.world_size} were asked for",
+                hint="set strategy.name=ddp, or launch.nproc=1",
+            )
+        ]
+
+    def zero_stage(self, config: RunConfig) -> int | None:
+        return 0
 
     def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
-        """Everything whole on every rank: 16 bytes a parameter with AdamW on fp32 weights."""
-        trainable = sum_bytes(model.trainable)
-        return StateBytes(
-            parameters=trainable + sum_bytes(model.frozen),
-            gradients=trainable,
-            optimizer=optimizer_bytes(config, trainable, len(model.trainable)),
-        )
+        return replica_bytes(model, config)
 
     def exchange(self, model: ModelShape, config: RunConfig, share: Share) -> Exchange:
-        if not self.wrap:
-            return Exchange(plain=0, sent=0, because="one rank has nobody to reduce with")
-        return plan_exchange(model.trainable, config.strategy)
+        return Exchange(plain=0, sent=0, because="one rank has nobody to reduce with")
 
     def build(self, parts: EngineParts) -> Engine:
-        module = compose(parts)
-        wrapping = wrap_ddp(parts, module) if self.wrap else Wrapping(module)
-        fused = parts.plan.fused_optimizer.value
-        optimizer = build_optimizer(module.parameters(), parts.config.optim, fused)
-        return ModuleEngine(parts, module, optimizer, wrapping)
+        from paceline.strategies.ddp_engine import build_single
+
+        return build_single(parts)
+
+    def cases(self, config: RunConfig, world: int, micro: int) -> list[Case]:
+        """It is what all others are held against."""
+        return []
+
+
+class Replicated(Strategy):
+    name = "ddp"
+    summary = "DistributedDataParallel: everything whole on every rank, gradients all-reduced"
+    aliases: tuple[str, ...] = ("zero0",)
+    Settings = DDPSettings
+    lossy = ("comm_hook", "powersgd_rank", "powersgd_start")
+    alone = "single"
+
+    def problems(self, config: RunConfig, crew: Crew, model: ModelShape) -> list[Finding]:
+        return ddp_problems(config, model)
+
+    def unread(self, config: RunConfig, plan: Plan) -> Iterator[Unread]:
+        if DDPSettings.of(config).comm_hook != "powersgd":
+            yield Unread(("powersgd_rank", "powersgd_start"), "strategy.comm_hook is another")
+
+    def zero_stage(self, config: RunConfig) -> int | None:
+        return 0
+
+    def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
+        return replica_bytes(model, config)
+
+    def exchange(self, model: ModelShape, config: RunConfig, share: Share) -> Exchange:
+        return plan_exchange(model.trainable, DDPSettings.of(config))
+
+    def lost_on_resume(self, config: RunConfig) -> list[str]:
+        if DDPSettings.of(config).comm_hook != "powersgd":
+            return []
+        return ["PowerSGD's memory of errors is in no checkpoint: it began anew"]
+
+    def build(self, parts: EngineParts) -> Engine:
+        from paceline.strategies.ddp_engine import build_ddp
+
+        return build_ddp(parts)
+
+
+def replica_bytes(model: ModelShape, config: RunConfig) -> StateBytes:
+    """Return the bytes of everything whole: 16 per parameter with AdamW on fp32 weights."""
+    trainable = sum_bytes(model.trainable)
+    return StateBytes(
+        parameters=trainable + sum_bytes(model.frozen),
+        gradients=trainable,
+        optimizer=optimizer_bytes(config, trainable, len(model.trainable)),
+    )
 
 
 def optimizer_bytes(config: RunConfig, num_bytes: int, num_parameters: int) -> int:
@@ -56,8 +129,8 @@ def optimizer_bytes(config: RunConfig, num_bytes: int, num_parameters: int) -> i
 
 
 def ddp_problems(config: RunConfig, model: ModelShape) -> list[Finding]:
-    strategy, found = config.strategy, []
-    if strategy.static_graph and strategy.find_unused_parameters:
+    settings, found = DDPSettings.of(config), list[Finding]()
+    if settings.static_graph and settings.find_unused_parameters:
         found.append(
             Finding(
                 severity="warning",
@@ -66,18 +139,18 @@ def ddp_problems(config: RunConfig, model: ModelShape) -> list[Finding]:
                 hint="set one of the two",
             )
         )
-    exchange = plan_exchange(model.trainable, strategy)
-    if strategy.comm_hook != "none" and exchange.sent >= exchange.plain:
+    exchange = plan_exchange(model.trainable, settings)
+    if settings.comm_hook != "none" and exchange.sent >= exchange.plain:
         found.append(
             Finding(
                 severity="warning",
                 where="strategy.comm_hook",
-                what=f"{strategy.comm_hook} saves nothing: {exchange.plain:,} bytes of gradients a"
+                what=f"{settings.comm_hook} saves nothing: {exchange.plain:,} bytes of gradients a"
                 f" step are {exchange.sent:,} with it",
                 hint="set strategy.comm_hook=none",
             )
         )
-    elif strategy.comm_hook != "none":
+    elif settings.comm_hook != "none":
         found.append(
             Finding(
                 severity="note",
@@ -86,89 +159,42 @@ def ddp_problems(config: RunConfig, model: ModelShape) -> list[Finding]:
                 f" ({exchange.because})",
             )
         )
-    if strategy.comm_hook == "powersgd" and config.train.steps <= strategy.powersgd_start:
+    if settings.comm_hook == "powersgd" and config.train.steps <= settings.powersgd_start:
         found.append(
             Finding(
                 severity="warning",
                 where="strategy.powersgd_start",
-                what=f"powersgd begins after step {strategy.powersgd_start}, and the run ends at"
+                what=f"powersgd begins after step {settings.powersgd_start}, and the run ends at"
                 f" {config.train.steps}: every gradient is sent whole",
             )
         )
     return found
 
 
-def wrap_ddp(parts: EngineParts, module: nn.Module) -> Wrapping:
-    strategy = parts.config.strategy
-    wrapped = DistributedDataParallel(
-        module,
-        bucket_cap_mb=strategy.bucket_mb,
-        # Gradients live inside the buckets: no copy after the all-reduce, no second set.
-        gradient_as_bucket_view=True,
-        static_graph=strategy.static_graph,
-        find_unused_parameters=strategy.find_unused_parameters,
-    )
-    traffic = register_hook(wrapped, strategy)
-    is_static = strategy.static_graph
-    unsynced = _Unsynced(wrapped, parts.plan.batch.grad_accum - 1, is_static)
-    return Wrapping(
-        wrapped,
-        unsynced,
-        proofs=lambda: _proofs(parts, wrapped, traffic),
-        forget=traffic.forget if traffic.power is not None else None,
-        # It sorts its buckets by the order in which the first gradients came; PowerSGD, which
-        # counts passes, must not see one more.
-        rehearsed=unsynced.has_learnt if traffic.power is None else None,
-    )
+def plan_exchange(parameters: Iterable[ParameterShape], settings: DDPSettings) -> Exchange:
+    """Bytes a step before and after the hook."""
+    kept = list(parameters)
+    plain, hook = sum_bytes(kept), settings.comm_hook
+    if hook == "none":
+        return Exchange(plain=plain, sent=plain, because="all gradients are reduced as they are")
+    if hook in CASTS:
+        sent = sum(p.numel * min(2, p.itemsize) for p in kept)
+        why = f"sent as {hook}" if sent < plain else f"{hook} saves nothing: already 16 bits"
+        return Exchange(plain=plain, sent=sent, because=why)
+    sent = sum(_powersgd_numel(p, settings.powersgd_rank) * p.itemsize for p in kept)
+    why = f"powersgd of rank {settings.powersgd_rank} after step {settings.powersgd_start}"
+    return Exchange(plain=plain, sent=sent, because=why)
 
 
-class _Unsynced:
-    """no_sync for all but the last microbatch of a step, so that each step exchanges once.
-
-    A static graph learns the order of the gradients in its very first backward pass and asserts
-    if that was not exchanged: the first step exchanges every time. The sum stays right, as the
-    mean of what all ranks hold already is what they hold.
-    """
-
-    def __init__(self, model: DistributedDataParallel, per_step: int, static: bool) -> None:
-        self.model = model
-        self.num_exchanged = per_step if static else 0
-
-    def __call__(self) -> AbstractContextManager[None]:
-        if self.num_exchanged:
-            self.num_exchanged -= 1
-            return nullcontext()
-        return self.model.no_sync()
-
-    def has_learnt(self) -> None:
-        self.num_exchanged = 0
+def _powersgd_numel(parameter: ParameterShape, rank: int) -> int:
+    """torch sees every tensor as a matrix of its first axis by all others."""
+    if len(parameter.shape) < 2:
+        return parameter.numel
+    rows = parameter.shape[0]
+    columns = parameter.numel // rows
+    thin = (rows + columns) * min(rows, columns, rank)
+    return thin if thin * MIN_RATE < parameter.numel else parameter.numel
 
 
-def _proofs(parts: EngineParts, wrapped: DistributedDataParallel, traffic: Traffic) -> list[Proof]:
-    """Buckets as DDP logs them, and the bytes that went through the hook."""
-    strategy, told = parts.config.strategy, wrapped._get_ddp_logging_data()
-    sizes = str(told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes", ""))
-    largest = max((int(size) for size in sizes.replace(" ", "").split(",") if size), default=0)
-    buckets = Proof(
-        what="DDP buckets",
-        requested=f"{strategy.bucket_mb:g} MiB each",
-        effective=f"{sizes.count(',') + 1} of up to {largest / MIB:.3g} MiB",
-        proof="DDP's logging data",
-        ok=int(told.get("bucket_cap_bytes", 0)) == int(strategy.bucket_mb * MIB),
-    )
-    if strategy.comm_hook == "none":
-        return [buckets]
-    ratio = traffic.sent / traffic.plain if traffic.plain else 1.0
-    expected = 0.5 if strategy.comm_hook in CAST_TYPES else 1.0
-    hook = Proof(
-        what="DDP hook",
-        requested=strategy.comm_hook,
-        effective=f"{traffic.sent:,} of {traffic.plain:,} bytes of gradients sent so far",
-        proof="counted in the hook, bucket by bucket",
-        ok=traffic.plain > 0 and ratio <= expected,
-    )
-    return [buckets, hook]
-
-
-SINGLE = Replicated(wrap=False)
-DDP = Replicated(wrap=True)
+SINGLE = Single()
+DDP = Replicated()

@@ -6,10 +6,13 @@ with the key to use instead. Nothing here imports deepspeed: a laptop without it
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from paceline.config.schema import RunConfig
 from paceline.records import Finding, Plan
+from paceline.strategies.zero import Offloading
 
 ZERO = "zero_optimization"
 AUTOCAST_TYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -62,6 +65,13 @@ KNOWN = frozenset(
 )
 
 
+class DeepSpeedSettings(Offloading):
+    stage: Annotated[int, Field(ge=0, le=3)] = Field(1, description="DeepSpeed's ZeRO stage.")
+    deepspeed_config: dict[str, Any] = Field(
+        {}, description="More of DeepSpeed's own config: +strategy.deepspeed_config.KEY=value."
+    )
+
+
 def generate(config: RunConfig, plan: Plan) -> dict[str, Any]:
     """The config that DeepSpeed is started with, the user's part merged in."""
     clip, batch = config.optim.clip, plan.batch
@@ -78,17 +88,17 @@ def generate(config: RunConfig, plan: Plan) -> dict[str, Any]:
         # Its stopwatch would wait for the device at every microbatch.
         "timers": {"throughput": {"enabled": False}},
     }
-    if config.strategy.offload and plan.device.value != "cpu":
+    if DeepSpeedSettings.of(config).offload and plan.device.value != "cpu":
         offload = {"device": "cpu", "pin_memory": True}
         settings[ZERO]["offload_optimizer"] = offload
     if plan.precision.value in AUTOCAST_TYPES:
         settings["torch_autocast"] = _autocast(plan.precision.value)
-    return merge(settings, config.strategy.deepspeed_config)
+    return merge(settings, DeepSpeedSettings.of(config).deepspeed_config)
 
 
 def zero_section(config: RunConfig, num_trainable: int) -> dict[str, Any]:
     """Its part on sharding, as it will run: what memory is estimated from."""
-    over = config.strategy.deepspeed_config.get(ZERO, {})
+    over = DeepSpeedSettings.of(config).deepspeed_config.get(ZERO, {})
     own = _zero(config, num_trainable)
     return merge(own, over) if isinstance(over, Mapping) else own
 
@@ -131,7 +141,7 @@ def check_overrides(overrides: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _zero(config: RunConfig, num_trainable: int) -> dict[str, Any]:
-    stage = config.strategy.stage
+    stage = DeepSpeedSettings.of(config).stage
     section: dict[str, Any] = {"stage": stage}
     if stage > 0:
         section["reduce_bucket_size"] = min(num_trainable, MAX_BUCKET)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.pieces import Piece, Section, Source, moment_name, own_pieces
-from paceline.strategies.deepspeed_bytes import flat_parts
 from paceline.strategies.stored import named_tensors, piece_of, require_same_shapes, slots_of
 
 
@@ -208,3 +207,11 @@ def _gather_again(parameters: list[Any], optimizer: Any) -> None:
     small = optimizer.persistent_parameters
     if small:
         small[0].all_gather(small)
+
+
+def flat_parts(optimizer: Any) -> list[Tensor]:
+    """This rank's fp32 weights as the optimizer sees them: a flat tensor a group."""
+    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    return []

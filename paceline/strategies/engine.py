@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from paceline.checkpoint.pieces import Piece, Source
@@ -40,7 +39,8 @@ class Wrapping:
     `model` is called; `unsynced` holds back the exchange of gradients; `settle` frees what a
     forward pass without a backward leaves; `forget` drops what the exchange remembers of a step
     that was vetoed; `shards` are the ranks that each hold a piece of every gradient; `rehearsed`
-    is told after a rehearsal, by a wrapper that changes its ways after its first pass.
+    is told after a rehearsal, by a wrapper that changes its ways after its first pass; `dealt` is
+    the optimizer that does the arithmetic, inside one that deals its state out by whole parameters.
     """
 
     model: nn.Module
@@ -50,6 +50,7 @@ class Wrapping:
     forget: Callable[[], None] | None = None
     shards: ProcessGroup | None = None
     rehearsed: Callable[[], None] | None = None
+    dealt: Optimizer | None = None
 
 
 class ModuleEngine:
@@ -59,7 +60,7 @@ class ModuleEngine:
         self, parts: EngineParts, module: nn.Module, optimizer: Optimizer, wrapping: Wrapping
     ) -> None:
         self.parts, self.module, self.wrapping = parts, module, wrapping
-        self.optimizer = optimizer
+        self.optimizer, self.inner = optimizer, wrapping.dealt or optimizer
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.clip = parts.config.optim.clip
         self.precision = parts.plan.precision.value
@@ -75,18 +76,24 @@ class ModuleEngine:
     ) -> Totals:
         loss_sums: list[Tensor] = []
         count: int | Tensor = 0
-        if self.scaler is not None:
-            scale = scale * self.scaler.value
+        scale = self.scaled(scale)
         for number, batch in enumerate(batches, 1):
             with self.wrapping.unsynced() if number < len(batches) else nullcontext():
                 clock.enter("forward")
                 loss, units = compute_loss(self.parts, self.wrapping.model, batch)
                 objective = normalise(loss, scale)
                 clock.enter("backward")
-                objective.backward()
+                self.backward(objective)
             loss_sums.append(loss.detach())
             count = count + units
         return Totals(loss_sums[0] if len(loss_sums) == 1 else torch.stack(loss_sums).sum(), count)
+
+    def scaled(self, scale: float | Tensor) -> float | Tensor:
+        """With fp16's loss scale, where there is one."""
+        return scale if self.scaler is None else scale * self.scaler.value
+
+    def backward(self, objective: Tensor) -> None:
+        objective.backward()
 
     def step(self, lr: float, clock: Clock) -> StepInfo:
         clock.enter("optimizer")
@@ -118,8 +125,7 @@ class ModuleEngine:
             group["lr"] = lr
         if self.veto_on_device:
             skipped = (norm - norm).isnan().float()  # 1 where the norm is inf or NaN
-            inner = inner_optimizer(self.optimizer)
-            inner.found_inf, inner.grad_scale = skipped, divisor  # type: ignore[attr-defined]
+            self.inner.found_inf, self.inner.grad_scale = skipped, divisor  # type: ignore[attr-defined]
             self.optimizer.step()
             return skipped
         if math.isfinite(norm.item()):
@@ -144,10 +150,9 @@ class ModuleEngine:
         return {name: whole(value) for name, value in self.module.state_dict().items()}
 
     def pieces(self) -> list[Piece]:
-        # zero1 deals its state out by whole parameters: what is here is nowhere else.
-        is_dealt = isinstance(self.optimizer, ZeroRedundancyOptimizer)
-        holders = (dist.get_rank(),) if is_dealt else None
-        moments = moment_pieces(self.module, inner_optimizer(self.optimizer), holders)
+        # State that is dealt out by whole parameters: what is here is nowhere else.
+        holders = (dist.get_rank(),) if self.wrapping.dealt is not None else None
+        moments = moment_pieces(self.module, self.inner, holders)
         scale = scale_pieces(self.scaler) if self.scaler is not None else []
         return [*module_pieces(self.module), *moments, *scale]
 
@@ -163,12 +168,12 @@ class ModuleEngine:
     def load(self, source: Source) -> None:
         """All that this rank holds, from whatever ranks it was written by."""
         load_module(source, self.module)
-        load_optimizer(source, self.module, inner_optimizer(self.optimizer))
+        load_optimizer(source, self.module, self.inner)
         if self.scaler is not None:
             load_scale(self.scaler, source)
 
     def held(self) -> StateBytes:
-        entries = inner_optimizer(self.optimizer).state.values()
+        entries = self.inner.state.values()
         return StateBytes(
             parameters=storage_bytes(self.module.parameters()),
             gradients=storage_bytes(p.grad for p in self.parameters if p.grad is not None),
@@ -199,8 +204,3 @@ def compute_loss(parts: EngineParts, model: nn.Module, batch: Any) -> tuple[Tens
             'hint: return cross_entropy(..., reduction="sum"), len(targets)'
         )
     return result
-
-
-def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The one that does the arithmetic: zero1 wraps it."""
-    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from paceline.config.schema import OptimConfig, ScheduleConfig
+from paceline.strategies.shape import decay_groups
 
 
 def build_optimizer(
@@ -28,12 +29,11 @@ def parameter_groups(
     parameters: Iterable[nn.Parameter], optim: OptimConfig
 ) -> list[dict[str, Any]]:
     """Weight decay on matrices only, for it shrinks norms and biases for nothing."""
-    kept = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in kept if p.dim() >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in kept if p.dim() < 2], "weight_decay": 0.0},
+    kept = decay_groups(parameter for parameter in parameters if parameter.requires_grad)
+    decays = [optim.weight_decay if group[0].dim() >= 2 else 0.0 for group in kept]
+    return [
+        {"params": group, "weight_decay": decay} for group, decay in zip(kept, decays, strict=True)
     ]
-    return [group for group in groups if group["params"]]
 
 
 def learning_rate(step: int, num_steps: int, optim: OptimConfig) -> float:

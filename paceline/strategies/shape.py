@@ -1,13 +1,14 @@
-"""A model as sizes: what is needed to say, without its weights, how many bytes each rank holds."""
+"""A model as sizes: what is needed to say, without its weights, how many bytes each rank holds.
+
+`blocks.measure_shape` makes one of a model; this file loads no torch.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-
-from torch import nn
+from typing import Protocol, TypeVar
 
 from paceline.records import ModelSize
-from paceline.strategies.blocks import find_blocks, place_modules
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,6 @@ class ModelShape:
         return [p for p in self.parameters if not p.is_trainable]
 
     @property
-    def unit_numels(self) -> list[int]:
-        """Elements of each unit, the rest of the model last."""
-        numels = [0] * self.num_units
-        for parameter in self.parameters:
-            numels[parameter.unit] += parameter.numel
-        return numels
-
-    @property
     def num_blocks(self) -> int:
         return self.num_units - 1
 
@@ -96,27 +89,20 @@ def sum_bytes(parameters: Iterable[ParameterShape]) -> int:
     return sum(parameter.num_bytes for parameter in parameters)
 
 
-def measure_shape(model: nn.Module) -> ModelShape:
-    """The sizes of a model, which may lie on meta."""
-    blocks = find_blocks(model)
-    unit_of: dict[int, int] = {}
-    is_shared = False
-    for number, block in enumerate(blocks):
-        for parameter in block.parameters():
-            is_shared |= unit_of.setdefault(id(parameter), number) != number
-    places = place_modules(model)
-    seen: set[int] = set()
-    parameters = []
-    for name, module in model.named_modules():
-        for p in module.parameters(recurse=False):
-            if id(p) in seen:
-                continue
-            seen.add(id(p))
-            unit, at = unit_of.get(id(p), len(blocks)), places[name]
-            is_table = isinstance(module, nn.Embedding) and len(at) == 1
-            is_matrix = p.dim() >= 2 and not is_table
-            shape = tuple(p.shape)
-            parameters.append(
-                ParameterShape(shape, p.element_size(), p.requires_grad, unit, at, is_matrix)
-            )
-    return ModelShape(parameters, len(blocks) + 1, is_shared)
+class Shaped(Protocol):
+    """A parameter, or what stands for one."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+P = TypeVar("P", bound=Shaped)
+
+
+def decay_groups(parameters: Iterable[P]) -> list[list[P]]:
+    """Return matrices, then all else: the groups of the optimizer, of which the first is decayed.
+    An empty one is left out. zero1 deals state out group by group, DeepSpeed flattens each."""
+    kept = list(parameters)
+    matrices = [p for p in kept if len(p.shape) >= 2]
+    vectors = [p for p in kept if len(p.shape) < 2]
+    return [group for group in (matrices, vectors) if group]

@@ -2,42 +2,78 @@
 
 zero1 is DistributedDataParallel with an optimizer that deals its state out by whole parameters.
 zero2 and zero3 are FSDP2; zero2 keeps the gathered weights from forward to backward. A hybrid
-shards inside a node and replicates across nodes.
+shards inside a node and replicates across nodes. `fsdp` builds what is planned here.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Literal
 
-import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from pydantic import Field
 
-from paceline.config.schema import RunConfig
-from paceline.records import Env, Exchange, Finding, Proof, StateBytes
-from paceline.strategies.base import Engine, EngineParts, Share
-from paceline.strategies.blocks import find_blocks
-from paceline.strategies.compose import compose
-from paceline.strategies.ddp import ddp_problems, optimizer_bytes, wrap_ddp
-from paceline.strategies.engine import ModuleEngine, Wrapping
-from paceline.strategies.hooks import plan_exchange
-from paceline.strategies.mesh import build_mesh
-from paceline.strategies.optim import build_optimizer, optimizer_kind, parameter_groups
-from paceline.strategies.precision import COMPUTE_TYPES
-from paceline.strategies.shape import ModelShape, ParameterShape, sum_bytes
+from paceline.config.schema import Count, Positive, RunConfig, StrategyConfig
+from paceline.records import Crew, Exchange, Finding, Plan, StateBytes
+from paceline.strategies.base import (
+    Case,
+    Collective,
+    Engine,
+    EngineParts,
+    Layout,
+    Share,
+    Strategy,
+    Unread,
+)
+from paceline.strategies.ddp import Replicated, optimizer_bytes
+from paceline.strategies.shape import ModelShape, ParameterShape, decay_groups, sum_bytes
 
 REDUCE_BYTES = 4  # gradients are summed in fp32
 
 
-class Zero1:
+class Offloading(StrategyConfig):
+    offload: bool = Field(
+        False,
+        description="Keep state on the CPU: FSDP weights, gradients and optimizer; DeepSpeed its"
+        " optimizer.",
+    )
+
+
+class Gathering(Offloading):
+    """What every use of FSDP2 reads, that of a pipeline's stages too."""
+
+    reshard_after_forward: Literal["auto"] | bool = Field(
+        "auto", description="Free gathered weights after forward. auto: zero3 does."
+    )
+    forward_prefetch: Count = Field(
+        0, description="Blocks to gather ahead in forward; 0: torch's own order."
+    )
+    backward_prefetch: Count = Field(
+        0, description="Blocks to gather ahead in backward; 0: torch's own order."
+    )
+
+
+class ShardedSettings(Gathering):
+    accumulate: Literal["reduce", "defer"] = Field(
+        "reduce",
+        description="Exchange gradients after every microbatch, or keep whole ones until the last.",
+    )
+
+
+class HybridSettings(ShardedSettings):
+    shard_size: Literal["auto"] | Positive = Field(
+        "auto", description="Ranks that shard together. auto: those of one machine."
+    )
+
+
+class Zero1(Replicated):
     """The state of each parameter lives on one rank, which updates it and sends it to all."""
 
-    def problems(self, config: RunConfig, env: Env, model: ModelShape) -> list[Finding]:
-        return ddp_problems(config, model)
+    name = "zero1"
+    summary = "DDP with the optimizer's state dealt out by whole parameters"
+    aliases = ()
+    alone = ""
+
+    def zero_stage(self, config: RunConfig) -> int | None:
+        return 1
 
     def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
         """Whole parameters cannot be dealt out evenly: ranks differ by up to the largest one."""
@@ -50,18 +86,10 @@ class Zero1:
             optimizer=optimizer_bytes(config, sum_bytes(own), len(own)),
         )
 
-    def exchange(self, model: ModelShape, config: RunConfig, share: Share) -> Exchange:
-        return plan_exchange(model.trainable, config.strategy)
-
     def build(self, parts: EngineParts) -> Engine:
-        module = compose(parts)
-        wrapping = wrap_ddp(parts, module)
-        optim = parts.config.optim
-        kind, settings = optimizer_kind(optim, parts.plan.fused_optimizer.value)
-        optimizer = ZeroRedundancyOptimizer(
-            parameter_groups(module.parameters(), optim), optimizer_class=kind, **settings
-        )
-        return ModuleEngine(parts, module, optimizer, wrapping)
+        from paceline.strategies.ddp_engine import build_zero1
+
+        return build_zero1(parts)
 
 
 def deal(parameters: Sequence[ParameterShape], num_ranks: int) -> list[list[ParameterShape]]:
@@ -69,9 +97,7 @@ def deal(parameters: Sequence[ParameterShape], num_ranks: int) -> list[list[Para
     plan is right to the byte: group by group, the largest first, to the rank that has least."""
     hands: list[list[ParameterShape]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    matrices = [p for p in parameters if len(p.shape) >= 2]
-    vectors = [p for p in parameters if len(p.shape) < 2]
-    for group in (matrices, vectors):  # the groups of train/optim.py, in its order
+    for group in decay_groups(parameters):
         for parameter in sorted(group, key=lambda p: p.numel, reverse=True):
             rank = loads.index(min(loads))
             loads[rank] += parameter.numel
@@ -79,21 +105,55 @@ def deal(parameters: Sequence[ParameterShape], num_ranks: int) -> list[list[Para
     return hands
 
 
-@dataclass(frozen=True)
-class Sharded:
-    """FSDP2. `reshard`: free a block's gathered weights after its forward pass (zero3)."""
+class Sharded(Strategy):
+    """FSDP2. Stage 3 frees a block's gathered weights after its forward pass, stage 2 does not."""
 
-    reshard: bool
+    Settings = ShardedSettings
 
-    def problems(self, config: RunConfig, env: Env, model: ModelShape) -> list[Finding]:
-        return shard_problems(config.strategy.name, model)
+    def __init__(self, stage: Literal[2, 3], aliases: tuple[str, ...] = ()) -> None:
+        self.stage, self.aliases = stage, aliases
+        self.name = f"zero{stage}"
+        when = "block by block" if stage == 3 else "once per step"
+        self.summary = f"FSDP2: everything sharded, weights gathered {when}"
+
+    def problems(self, config: RunConfig, crew: Crew, model: ModelShape) -> list[Finding]:
+        found = shard_problems(self.name, model)
+        if config.train.compile_scope == "model":
+            found.append(
+                Finding(
+                    severity="error",
+                    where="train.compile_scope",
+                    what=f"{self.name} gathers weights block by block, which one graph of the"
+                    " whole model leaves no room for",
+                    hint="set train.compile_scope=blocks, or auto",
+                )
+            )
+        return found
+
+    def unread(self, config: RunConfig, plan: Plan) -> Iterator[Unread]:
+        if plan.batch.grad_accum == 1:
+            yield Unread(("accumulate",), "a step has one microbatch")
+        if plan.device.value == "cpu":
+            yield Unread(("offload",), "the ranks are on CPU already")
+
+    def shards(self, config: RunConfig) -> bool:
+        return True
+
+    def zero_stage(self, config: RunConfig) -> int | None:
+        return self.stage
+
+    def device_bytes(self, config: RunConfig, state: StateBytes) -> int:
+        return state.peak - (state.total if Offloading.of(config).offload else 0)
+
+    def collectives(self, config: RunConfig, plan: Plan) -> list[Collective]:
+        return wire(plan)
 
     def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
         """Weights and gradients are padded to equal pieces; the optimizer's state is not."""
         padded = sum(padded_numel(p, share.size) * p.itemsize for p in model.trainable)
         frozen = sum(padded_numel(p, share.size) * p.itemsize for p in model.frozen)
         own = sum(own_numel(p, share) * p.itemsize for p in model.trainable)
-        waits = config.strategy.accumulate == "defer" and share.num_microbatches > 1
+        waits = _defers(config) and share.num_microbatches > 1
         return StateBytes(
             parameters=padded + frozen,
             gradients=padded,
@@ -105,57 +165,76 @@ class Sharded:
     def _gathered(self, model: ModelShape, config: RunConfig, share: Share) -> int:
         """The rest of the model all the time; of the blocks all, or this one and the next."""
         *blocks, rest = _gathered_numels(model, share)
-        if self._reshards(config):
-            ahead = max(1, config.strategy.forward_prefetch, config.strategy.backward_prefetch)
+        if self.reshards(config):
+            settings = Gathering.of(config)
+            ahead = max(1, settings.forward_prefetch, settings.backward_prefetch)
             blocks = sorted(blocks, reverse=True)[: 1 + ahead]
         return (rest + sum(blocks)) * share.compute_bytes
 
     def exchange(self, model: ModelShape, config: RunConfig, share: Share) -> Exchange:
         once = sum(padded_numel(p, share.size) * share.size for p in model.trainable) * REDUCE_BYTES
-        if config.strategy.accumulate == "defer" or share.num_microbatches == 1:
+        if _defers(config) or share.num_microbatches == 1:
             return Exchange(plain=once, sent=once, because="scattered once a step, in fp32")
         total = once * share.num_microbatches
         because = f"scattered for each of {share.num_microbatches} microbatches, in fp32"
         return Exchange(plain=total, sent=total, because=because)
 
+    def reshards(self, config: RunConfig) -> bool:
+        asked = Gathering.of(config).reshard_after_forward
+        return self.stage == 3 if asked == "auto" else asked
+
     def build(self, parts: EngineParts) -> Engine:
-        timeout_s = parts.config.launch.collective_timeout_s
-        mesh = build_mesh(parts.plan, parts.device, timeout_s)
-        rest = torch.device("cpu") if _offloads(parts) else None
-        module = compose(parts, lambda model: self.shard(model, parts, mesh), rest)
-        # Optimizer last: fully_shard replaces every parameter, an earlier one would step orphans.
-        fused = parts.plan.fused_optimizer.value
-        optimizer = build_optimizer(module.parameters(), parts.config.optim, fused)
-        defers = parts.config.strategy.accumulate == "defer"
-        wrapping = Wrapping(
-            module,
-            unsynced=(lambda: _deferred(module)) if defers else nullcontext,
-            proofs=lambda: _proofs(parts, module),
-            settle=lambda: reshard(module),
-            shards=mesh.get_group(mesh.ndim - 1),
-        )
-        return ModuleEngine(parts, module, optimizer, wrapping)
+        from paceline.strategies.fsdp import build_sharded
 
-    def _reshards(self, config: RunConfig) -> bool:
-        asked = config.strategy.reshard_after_forward
-        return self.reshard if asked == "auto" else asked
+        return build_sharded(parts, self.reshards(parts.config))
 
-    def shard(self, model: nn.Module, parts: EngineParts, mesh: DeviceMesh) -> None:
-        strategy = parts.config.strategy
-        settings: dict[str, Any] = {
-            "mesh": mesh,
-            "reshard_after_forward": self._reshards(parts.config),
-            "mp_policy": _precision_policy(parts.plan.precision.value),
-        }
-        if _offloads(parts):
-            settings["offload_policy"] = CPUOffloadPolicy()
-        # Blocks before the root: what is left over, embeddings and head, is the root's own.
-        blocks = find_blocks(model)
-        for block in blocks:
-            fully_shard(block, **settings)
-        # The root's weights are needed first in backward: freeing them would gather them again.
-        fully_shard(model, **(settings | {"reshard_after_forward": False}))
-        _prefetch(blocks, strategy.forward_prefetch, strategy.backward_prefetch)
+
+class Hybrid(Sharded):
+    """Copies across nodes, shards inside each."""
+
+    Settings = HybridSettings
+
+    def __init__(self, stage: Literal[2, 3]) -> None:
+        super().__init__(stage)
+        self.whole = self.name
+        self.name = f"{self.whole}_hybrid"
+        self.summary = f"{self.whole} inside a node, copies across nodes"
+
+    def lay_out(self, config: RunConfig, crew: Crew, model: ModelShape) -> Layout:
+        world, size = crew.world_size, HybridSettings.of(config).shard_size
+        size = crew.per_node if size == "auto" else size
+        if size > world or world % size or size in (1, world):
+            problem = Finding(
+                severity="error",
+                where="strategy.shard_size",
+                what=f"a hybrid of {world} ranks in groups of {size} is no grid of copies and"
+                " shards",
+                hint=self._hint(world),
+            )
+            return Layout({"replicate": 1, "shard": world}, world, problems=(problem,))
+        return Layout({"replicate": world // size, "shard": size}, world)
+
+    def _hint(self, world: int) -> str:
+        fitting = [size for size in range(world // 2, 1, -1) if world % size == 0]
+        if not fitting:
+            return f"use {self.whole}: {world} ranks are no grid"
+        return f"set strategy.shard_size={fitting[0]}"
+
+    def cases(self, config: RunConfig, world: int, micro: int) -> list[Case]:
+        few = "" if world >= 4 and world % 2 == 0 else "a hybrid needs 4 ranks or more, even"
+        halves = (f"strategy.shard_size={world // 2}",)
+        return [Case(self.name, defaults=halves, skipped=few, hint="launch.nproc=4")]
+
+
+def wire(plan: Plan) -> list[Collective]:
+    """Return what FSDP sends: weights gathered to compute with, gradients summed in fp32. Nothing
+    where the last axis of the mesh has one rank, which holds every piece."""
+    if list(plan.mesh.values())[-1] == 1:
+        return []
+    return [
+        Collective("FSDP gather", "c10d::_allgather_base_", plan.precision.value),
+        Collective("FSDP reduce", "c10d::_reduce_scatter_base_", "fp32"),
+    ]
 
 
 def shard_problems(name: str, model: ModelShape) -> list[Finding]:
@@ -193,8 +272,8 @@ def shard_problems(name: str, model: ModelShape) -> list[Finding]:
     return found
 
 
-def _offloads(parts: EngineParts) -> bool:
-    return parts.config.strategy.offload and parts.device.type != "cpu"
+def _defers(config: RunConfig) -> bool:
+    return ShardedSettings.of(config).accumulate == "defer"
 
 
 def padded_numel(parameter: ParameterShape, size: int) -> int:
@@ -222,59 +301,8 @@ def _gathered_numels(model: ModelShape, share: Share) -> list[int]:
     return numels
 
 
-def _precision_policy(precision: str) -> MixedPrecisionPolicy:
-    """Weights are gathered in the compute type; gradients are summed in fp32."""
-    compute = None if precision == "fp32" else COMPUTE_TYPES[precision]
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-
-
-def _prefetch(blocks: Sequence[nn.Module], num_forward: int, num_backward: int) -> None:
-    """Gather the next blocks while this one computes, in each direction."""
-    for number, block in enumerate(blocks):
-        assert isinstance(block, FSDPModule), "fully_shard has been applied"
-        if num_forward:
-            block.set_modules_to_forward_prefetch(_fsdp(blocks[number + 1 :][:num_forward]))
-        if num_backward:
-            block.set_modules_to_backward_prefetch(_fsdp(blocks[:number][::-1][:num_backward]))
-
-
-def _fsdp(modules: Sequence[nn.Module]) -> list[FSDPModule]:
-    return [module for module in modules if isinstance(module, FSDPModule)]
-
-
-@contextmanager
-def _deferred(module: nn.Module) -> Iterator[None]:
-    """Whole gradients stay here until the last microbatch; without it each one's are scattered."""
-    assert isinstance(module, FSDPModule), "fully_shard has been applied"
-    module.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        module.set_requires_gradient_sync(True)
-
-
-def reshard(module: nn.Module) -> None:
-    """Backward would have done it."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
-def _proofs(parts: EngineParts, module: nn.Module) -> list[Proof]:
-    """How many units FSDP really made: one a block, and the rest of the model."""
-    made = sum(isinstance(part, FSDPModule) for part in module.modules())
-    blocks = len(find_blocks(module))
-    return [
-        Proof(
-            what="FSDP units",
-            requested=f"{blocks} blocks and the rest",
-            effective=f"{made} units",
-            proof="modules that fully_shard changed",
-            ok=made == blocks + 1,
-        )
-    ]
-
-
 ZERO1 = Zero1()
-ZERO2 = Sharded(reshard=False)
-ZERO3 = Sharded(reshard=True)
+ZERO2 = Sharded(2)
+ZERO3 = Sharded(3, aliases=("fsdp",))
+ZERO2_HYBRID = Hybrid(2)
+ZERO3_HYBRID = Hybrid(3)

@@ -11,9 +11,8 @@ from paceline.records.swept import SweptCell
 from paceline.records.tables import read_steps
 from paceline.run.flow import Decided
 from paceline.stats.timing_points import list_points
+from paceline.strategies import find_strategy
 from paceline.sweep.manifest import COLUMNS, FAILED, NOT_THERE, SUCCESS, Row
-
-STAGES = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def describe_run(
@@ -56,10 +55,9 @@ def _settings(config: RunConfig, decided: Decided) -> dict[str, object]:
     cudnn_benchmark, are none of ours and stay n/a."""
     plan, gpus = decided.plan, decided.env.gpus
     on_gpu = plan.device.value == "cuda" and bool(gpus)
-    strategy = plan.strategy.value
-    stage = config.strategy.stage if strategy == "deepspeed" else STAGES.get(strategy, NOT_THERE)
+    stage = find_strategy(plan.strategy.value).zero_stage(config)
     return {
-        "zero_stage": stage,
+        "zero_stage": NOT_THERE if stage is None else stage,
         "micro_batch": plan.batch.micro,
         "world_size": plan.world_size,
         "global_batch": plan.batch.global_size,

@@ -5,7 +5,7 @@ early enough that a mismatch costs minutes and not days.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +13,8 @@ import torch
 from paceline.config.schema import RunConfig
 from paceline.errors import AuditError
 from paceline.records import Audit, Choice, Plan, Proof
+from paceline.strategies import find_strategy
+from paceline.strategies.base import Collective
 from paceline.train.profile import Op, StepProfile, compile_counts, group_timeouts_s
 
 AUDITED_STEP = 3
@@ -25,7 +27,6 @@ KERNELS = {
     "aten::_scaled_dot_product_attention_math": ("math", 3),
     "aten::_scaled_dot_product_fused_attention_overrideable": ("overrideable", 3),
 }
-SDPA = ("sdpa", "flash", "cudnn", "efficient", "math")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 FUSED = ("aten::_fused_adamw_", "aten::_fused_sgd_")
 PROFILE = "profile of the step"
@@ -82,8 +83,10 @@ class Auditor:
         yield _matmul(plan)
         yield self._compilation()
         yield from _recompute(plan, seen)
-        yield from _optimizer(plan, seen)
-        yield from _collectives(plan, seen)
+        strategy = find_strategy(plan.strategy.value)
+        if not strategy.updates_itself:  # else its engine says what updates
+            yield _optimizer(plan, seen)
+        yield from _collectives(strategy.collectives(self.config, plan), seen)
         yield from self.engine_proofs()
         yield _timeouts(self.config.launch.collective_timeout_s, self.device)
 
@@ -163,24 +166,17 @@ def _recompute(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
     yield _proof("activation checkpointing", asked, effective, PROFILE, forward == expected)
 
 
-def _optimizer(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
-    if plan.strategy.value == "deepspeed":
-        return  # it brings its own, and its engine says which
+def _optimizer(plan: Plan, seen: StepProfile) -> Proof:
     found = [name for name in FUSED if seen.names[name]]
     asked = "fused" if plan.fused_optimizer.value else "not fused"
     ok = bool(found) == plan.fused_optimizer.value
-    yield _proof("optimizer", asked, found[0] if found else "not fused", PROFILE, ok)
+    return _proof("optimizer", asked, found[0] if found else "not fused", PROFILE, ok)
 
 
-def _collectives(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
-    """Types on the wire of a sharded run: weights gathered to compute with, gradients in fp32."""
-    if not plan.strategy.value.startswith(("zero2", "zero3")) or plan.world_size == 1:
-        return
-    for what, name, asked in (
-        ("FSDP gather", "c10d::_allgather_base_", plan.precision.value),
-        ("FSDP reduce", "c10d::_reduce_scatter_base_", "fp32"),
-    ):
-        types = seen.types_of(name)
+def _collectives(expected: Sequence[Collective], seen: StepProfile) -> Iterator[Proof]:
+    """Types on the wire, against those that the strategy says it sends."""
+    for what, op, asked in expected:
+        types = seen.types_of(op)
         effective = ", ".join(f"{kind} x {count}" for kind, count in types.items()) or "none seen"
         yield _proof(what, asked, effective, PROFILE, set(types) == {asked})
 

@@ -206,8 +206,7 @@ class RankRun:
         """Say where this attempt goes on, and put away what lies beyond."""
         step = found.kept.step
         self.notes += [f"{damage}; step_{step} was used instead" for damage in found.damages]
-        if self.job.config.strategy.comm_hook == "powersgd":
-            self.notes.append("PowerSGD's memory of errors is in no checkpoint: it began anew")
+        self.notes += find_strategy(self.plan.strategy.value).lost_on_resume(self.job.config)
         LOG.info("goes on from the checkpoint of step %d", step)
         if self.place.rank == 0:
             known = {"first_step": step + 1, "notes": self.notes}

@@ -1,33 +1,24 @@
 """`paceline verify` from names to a report: for each strategy plan, launch, judge."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
+from paceline.config.schema import RunConfig
 from paceline.errors import EXIT_CODES, ConfigError, LaunchError, Outcome, PacelineError
 from paceline.machine.facts import probe
-from paceline.plan.pipelines import ranks_of_pipeline
-from paceline.plan.planner import ALIASES, make_plan
+from paceline.plan.planner import make_plan
 from paceline.records import Env
 from paceline.records.rundir import RunDir
-from paceline.schedules.orders import NAMES as SCHEDULES
+from paceline.strategies import aliases, all_strategies, lossy_keys
+from paceline.strategies.base import Case
 from paceline.verify.judge import judge
 from paceline.verify.records import StrategyProof, VerifyReport
-from paceline.verify.trials import (
-    Trials,
-    build_job,
-    deep_enough,
-    expected_bytes,
-    pipeline_batch,
-)
+from paceline.verify.trials import MICRO, Trials, build_job, expected_bytes
 
-ALL = ("ddp", "zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid", "pipeline", "deepspeed")
 # What a proof may be asked under. Other keys would change what is proven.
 ALLOWED = ("launch.", "strategy.", "attention.", "train.compile", "train.activation_checkpointing")
-PIPELINES = tuple(f"pipeline_{schedule}" for schedule in SCHEDULES)
-DEEPSPEED = tuple(f"deepspeed_{stage}" for stage in range(4))
 VERIFY_FILE = "verify.json"
 
 Say = Callable[[str], None]
@@ -35,7 +26,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One row of the table: a strategy, what it is said with, why it cannot be tried here."""
+    """One row of the table: a case, what it is said with, why it cannot be tried here."""
 
     label: str
     settings: tuple[str, ...]
@@ -49,10 +40,11 @@ def run_verify(
     _require_known(names, overrides)
     env = probe()
     overrides, world, device = _choose_ranks(env, overrides)
-    candidates = list(_candidates(names, overrides, world))
-    if any(candidate.label in PIPELINES for candidate in candidates):
-        overrides = [*overrides, deep_enough(world)]
-        candidates = list(_candidates(names, overrides, world))
+    cases = _choose_cases(names, overrides, world)
+    num_blocks = max((case.num_blocks for _, case in cases), default=0)
+    if num_blocks:  # of all models, as all are held against one reference
+        overrides = [*overrides, f"model.num_layers={num_blocks}"]
+    candidates = [_candidate(name, case, overrides) for name, case in cases]
     run = RunDir.create("verify", out, is_run=False)
     tried = [candidate.label for candidate in candidates if not candidate.skipped]
     say(f"on {world} ranks: {', '.join(tried)}; 10 s or so each, in {run.root}")
@@ -107,7 +99,9 @@ def _word(proof: StrategyProof) -> str:
 
 
 def _require_known(names: Sequence[str], overrides: Sequence[str]) -> None:
-    known = (*ALL, *ALIASES, *PIPELINES, *DEEPSPEED)
+    cases = _all_cases(build_job([]).config, world=2)
+    known = {name: None for strategy, case in cases for name in (strategy, case.label)}
+    known |= {other: None for other, name in aliases().items() if name in known}
     problems = [
         f"there is no strategy '{name}'\nhint: {', '.join(known)}"
         for name in names
@@ -119,8 +113,8 @@ def _require_known(names: Sequence[str], overrides: Sequence[str]) -> None:
             problems.append(f"{text}: strategies are named\nhint: paceline verify {value}")
         elif not key.startswith(ALLOWED):
             problems.append(f"{text}: a proof fixes this\nhint: it takes {', '.join(ALLOWED)}")
-        elif key == "strategy.comm_hook":
-            problems.append(f"{text}: a hook changes the numbers\nhint: see its row in the audit")
+        elif key in lossy_keys():
+            problems.append(f"{text}: this changes the gradients\nhint: prove without it")
         elif (key, value) == ("launch.nproc", "1"):
             problems.append(f"{text}: one rank proves nothing\nhint: launch.nproc=2 or more")
     if problems:
@@ -130,55 +124,48 @@ def _require_known(names: Sequence[str], overrides: Sequence[str]) -> None:
 def _choose_ranks(env: Env, overrides: Sequence[str]) -> tuple[list[str], int, str]:
     """As asked; where that is one rank, two: alone there is nothing to prove."""
     chosen = list(overrides)
-    plan = make_plan(build_job([*chosen, "strategy.name=ddp"]), env)
+    plan = make_plan(build_job(chosen), env)
     if plan.world_size == 1:
         shared = ["launch.devices=[0,0]"] if plan.device.value == "cuda" else ["launch.nproc=2"]
         chosen = [t for t in chosen if not t.startswith(("launch.nproc", "launch.devices"))]
         chosen += shared
-        plan = make_plan(build_job([*chosen, "strategy.name=ddp"]), env)
+        plan = make_plan(build_job(chosen), env)
     return chosen, plan.world_size, plan.device.value
 
 
-def _candidates(names: Sequence[str], overrides: Sequence[str], world: int) -> Iterator[Candidate]:
-    for asked in dict.fromkeys(ALIASES.get(name, name) for name in names or ALL):
-        if asked.startswith("deepspeed"):
-            yield from _deepspeed_candidates(asked, overrides, is_asked=bool(names))
-        elif asked.startswith("pipeline"):
-            yield from _pipeline_candidates(asked, overrides, world)
-        elif asked.endswith("_hybrid"):
-            few = "" if world >= 4 and world % 2 == 0 else "a hybrid needs 4 ranks or more, even"
-            if few and names:
-                raise ConfigError(f"{asked}: {few}\nhint: launch.nproc=4")
-            size = f"strategy.shard_size={world // 2}"
-            yield Candidate(asked, (size, *overrides, f"strategy.name={asked}"), few)
-        else:
-            yield Candidate(asked, (*overrides, f"strategy.name={asked}"))
+def _all_cases(config: RunConfig, world: int) -> list[tuple[str, Case]]:
+    """Every case of every strategy, with the strategy's name."""
+    return [
+        (name, case)
+        for name, strategy in all_strategies().items()
+        for case in strategy.cases(config, world, MICRO)
+    ]
 
 
-def _pipeline_candidates(asked: str, overrides: Sequence[str], world: int) -> Iterator[Candidate]:
-    """The schedules that are named, or that strategy.schedule names, or all."""
-    named = [t.partition("=")[2] for t in overrides if t.startswith("strategy.schedule=")]
-    for label in PIPELINES:
-        schedule = label.removeprefix("pipeline_")
-        if asked == label or (asked == "pipeline" and schedule in (named or [schedule])):
-            told = (*overrides, f"strategy.schedule={schedule}", "strategy.name=pipeline")
-            num_ranks = ranks_of_pipeline(build_job(told).config, world)
-            yield Candidate(label, (*pipeline_batch(num_ranks), *told))
+def _choose_cases(
+    names: Sequence[str], overrides: Sequence[str], world: int
+) -> list[tuple[str, Case]]:
+    """The cases that are named, by strategy or one by one, or all. Of a strategy with several, an
+    override that chooses among them leaves only those."""
+    every = _all_cases(build_job(overrides).config, world)
+    said = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
+    found, problems = [], dict[str, None]()
+    for asked in dict.fromkeys(aliases().get(name, name) for name in names or all_strategies()):
+        for name, case in every:
+            fits = all(said.get(key, value) == value for key, value in case.chosen.items())
+            if asked == case.label or (asked == name and fits):
+                found.append((name, case))
+                if case.skipped and names:
+                    problems[f"{asked}: {case.skipped}\nhint: {case.hint}"] = None
+    if problems:
+        raise ConfigError(list(problems))
+    return found
 
 
-def _deepspeed_candidates(
-    asked: str, overrides: Sequence[str], is_asked: bool
-) -> Iterator[Candidate]:
-    """The stages that are named, or that strategy.stage names, or all."""
-    missing = "" if find_spec("deepspeed") else "deepspeed is not installed"
-    if missing and is_asked:
-        raise ConfigError(f"{missing}\nhint: pip install 'paceline[deepspeed]'")
-    stages = [t.partition("=")[2] for t in overrides if t.startswith("strategy.stage=")]
-    for label in DEEPSPEED:
-        stage = label.rpartition("_")[2]
-        if asked == label or (asked == "deepspeed" and stage in (stages or [stage])):
-            name = ("strategy.name=deepspeed", f"strategy.stage={stage}")
-            yield Candidate(label, (*overrides, *name), missing)
+def _candidate(name: str, case: Case, overrides: Sequence[str]) -> Candidate:
+    chosen = [f"{key}={value}" for key, value in case.chosen.items()]
+    settings = (*case.defaults, *overrides, *chosen, f"strategy.name={name}")
+    return Candidate(case.label, settings, case.skipped)
 
 
 def _reference_settings(overrides: Sequence[str]) -> list[str]:
@@ -187,4 +174,4 @@ def _reference_settings(overrides: Sequence[str]) -> list[str]:
     kept = [text for text in overrides if text.startswith(same)]
     devices = build_job(overrides).config.launch.devices
     place = "launch.nproc=1" if devices == "auto" else f"launch.devices=[{devices[0]}]"
-    return [*kept, place, "strategy.name=single"]
+    return [*kept, place]

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.config.load import dump_config, read_draft, validate
-from paceline.config.schema import run_schema
 from paceline.data.cursor import Order, StepSlice
-from paceline.job import Job
+from paceline.job import Job, job_schema
 from paceline.launch import find_launcher
 from paceline.launch.base import LaunchEnd
 from paceline.launch.blame import explain_stall, missed_deadline
@@ -36,18 +35,6 @@ CHANGING = ("optim.schedule.name=cosine", "optim.schedule.warmup_steps=2")
 CONSTANT = ("optim.schedule.name=constant",)
 EVALUATED = ("train.eval_every=4", "train.eval_samples=9")
 RECOMPUTED = ("train.activation_checkpointing=full",)
-
-
-def deep_enough(world: int) -> str:
-    """A model that can be cut into two stages a rank, unevenly."""
-    return f"model.num_layers={2 * world + 1}"
-
-
-def pipeline_batch(num_ranks: int) -> list[str]:
-    """A pipeline takes in one pass what as many ranks with replicas take in one; sample by sample,
-    which is at least twice as many microbatches as ranks."""
-    size = MICRO * num_ranks
-    return [f"train.micro_batch_size={size}", f"strategy.microbatches={size}"]
 
 
 @dataclass(frozen=True)
@@ -125,7 +112,7 @@ class Trials:
 def build_job(settings: Sequence[str]) -> Job:
     kind = find_workload(WORKLOAD, typed=True)
     draft = read_draft(None, [f"workload={WORKLOAD}", *settings])
-    return Job(validate(draft, run_schema(kind.Model, kind.Data)), kind(), tuple(settings))
+    return Job(validate(draft, job_schema(kind)), kind(), tuple(settings))
 
 
 def expected_bytes(settings: Sequence[str], env: Env) -> Callable[[int], StateBytes]:

@@ -86,6 +86,18 @@ def test_types_on_the_wire_of_a_sharded_run(tmp_path: Path) -> None:
     assert found["FSDP units"].effective == "3 units"
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_types_on_the_wire_of_sharded_stages(schedule: str, tmp_path: Path) -> None:
+    four = ["launch.nproc=4", "strategy.name=pipeline", f"strategy.schedule={schedule}"]
+    stages = 2 if schedule == "1f1b" else 4
+    sharded = [f"strategy.stages={stages}", "strategy.inner=zero3", "precision.mode=bf16"]
+    words = [*SHORT, *four, *sharded, "model.num_layers=4", "model.tied=false"]
+    ends = run_ranks(tmp_path / "run", "lm_tiny", words)
+    found = {proof.what: proof for proof in Audit.load(ends.run.audit).proofs}
+    assert found["FSDP gather"].ok and found["FSDP gather"].effective.startswith("bf16")
+    assert found["FSDP reduce"].ok and found["FSDP reduce"].effective.startswith("fp32")
+
+
 def test_buckets_are_what_ddp_made(tmp_path: Path) -> None:
     two = ["launch.nproc=2", "strategy.bucket_mb=0.02"]
     ends = run_ranks(tmp_path / "run", "lm_tiny", [*SHORT, *two])

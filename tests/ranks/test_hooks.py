@@ -6,7 +6,7 @@ import pytest
 
 from paceline.errors import Outcome
 from paceline.records import Audit, Plan
-from paceline.strategies.hooks import plan_exchange
+from paceline.strategies.ddp import plan_exchange
 from paceline.strategies.shape import ParameterShape
 from tests.harness import run_here, run_ranks
 from tests.ranks.test_nan import COMMON, JOB, poisoned_sample
@@ -65,17 +65,17 @@ def test_powersgd_keeps_its_buckets_in_order(tmp_path: Path) -> None:
 
 def test_powersgd_bytes_are_worked_out() -> None:
     """64 x 32 at rank 2: (64 + 32) x 2 = 192 numbers for 2048; a vector of 10 goes whole."""
-    from paceline.config.schema import StrategyConfig
+    from paceline.strategies.ddp import DDPSettings
 
     parameters = [ParameterShape((64, 32), 4, True, 0), ParameterShape((10,), 4, True, 0)]
-    config = StrategyConfig(comm_hook="powersgd", powersgd_rank=2)
+    config = DDPSettings(comm_hook="powersgd", powersgd_rank=2)
     exchange = plan_exchange(parameters, config)
     assert (exchange.plain, exchange.sent) == (4 * 2058, 4 * (192 + 10))
 
 
 def test_a_hook_that_saves_nothing_says_so() -> None:
-    from paceline.config.schema import StrategyConfig
+    from paceline.strategies.ddp import DDPSettings
 
     parameters = [ParameterShape((64, 32), 2, True, 0)]
-    exchange = plan_exchange(parameters, StrategyConfig(comm_hook="fp16"))
+    exchange = plan_exchange(parameters, DDPSettings(comm_hook="fp16"))
     assert exchange.sent == exchange.plain and "saves nothing" in exchange.because

@@ -16,9 +16,10 @@ from paceline.config.schema import RunConfig, run_schema
 from paceline.data.settings import TextData
 from paceline.errors import ConfigError
 from paceline.job import load_job
+from paceline.strategies import strategy_section
 from paceline.workloads.lm.config import LMModel
 
-SCHEMA = run_schema(LMModel, TextData)
+SCHEMA = run_schema(LMModel, TextData, strategy_section())
 
 
 def load(*overrides: str, source: str = "lm_tiny") -> RunConfig:

@@ -1,5 +1,6 @@
-"""One process a stage, real sends and receives. Read `strategy`, then `engine`.
+"""One process a stage, real sends and receives. Read `strategy`, then `build` and `engine`.
 
+plan      its keys; which rank holds which blocks, in how many parts a batch goes through them
 ghosts    what stands in a stage's model for what other stages hold
 cut       a model in place to one stage of it
 stage     a part of the workload's own forward pass, as a module

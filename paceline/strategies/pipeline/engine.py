@@ -18,7 +18,8 @@ from paceline.schedules.actions import Schedule
 from paceline.schedules.passes import Pass
 from paceline.strategies.base import EngineParts, Totals, normalise
 from paceline.strategies.clock import Clock
-from paceline.strategies.engine import ModuleEngine, Wrapping, inner_optimizer
+from paceline.strategies.ddp import Buckets
+from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.gather import global_norm, whole
 from paceline.strategies.pipeline.by_torch import TorchRunner
 from paceline.strategies.pipeline.dualpipe import DualPipeRunner, Lane
@@ -75,7 +76,7 @@ class PipelineEngine(ModuleEngine):
     def forward_backward(
         self, batches: Sequence[Any], scale: float | Tensor, clock: Clock
     ) -> Totals:
-        self.scale = scale if self.scaler is None else scale * self.scaler.value
+        self.scale = self.scaled(scale)
         cut = [cut_batch(batch, self.num_microbatches) for batch in batches]
         runners = [self._runner(microbatches[0]) for microbatches in cut]
         self._clear()
@@ -94,7 +95,7 @@ class PipelineEngine(ModuleEngine):
         self.line.holdings.spread_buffers()
         if not self.line.is_sharded and self.line.mesh.size(1) > 1:
             group, size = self.line.mesh.get_group("dp"), self.line.mesh.size(1)
-            bucket_mb = self.parts.config.strategy.bucket_mb
+            bucket_mb = Buckets.of(self.parts.config).bucket_mb
             all_reduce_gradients(self.parameters, group, bucket_mb, divisor=size)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -144,7 +145,7 @@ class PipelineEngine(ModuleEngine):
     def load(self, source: Source) -> None:
         load_module(source, self.module, self.line.holdings.kept)
         self.line.stages.spread_buffers()
-        load_optimizer(source, self.module, inner_optimizer(self.optimizer))
+        load_optimizer(source, self.module, self.inner)
         if self.scaler is not None:
             load_scale(self.scaler, source)
 

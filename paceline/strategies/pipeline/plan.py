@@ -1,14 +1,18 @@
-"""Which rank holds which blocks, and in how many parts a batch goes through them."""
+"""A pipeline on paper: its keys, which rank holds which blocks, in how many parts a batch goes
+through them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.config.schema import RunConfig
+from pydantic import Field
+
+from paceline.config.schema import Positive, RunConfig
 from paceline.records import Finding, PipelinePlan, StagePlan
 from paceline.schedules.orders import place_stages
 from paceline.schedules.requirements import (
     AUTO_STAGES,
+    REQUIREMENTS,
     check_shape,
     nearest_microbatches,
     nearest_ranks,
@@ -16,9 +20,38 @@ from paceline.schedules.requirements import (
     takes_ranks,
 )
 from paceline.schedules.split import split_blocks
+from paceline.strategies.ddp import Buckets
 from paceline.strategies.shape import ModelShape
+from paceline.strategies.zero import Gathering
 
 MICROBATCHES_A_RANK = 4  # 1f1b then idles for less than a fifth of a step
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[tuple(REQUIREMENTS)]
+
+
+class PipelineSettings(Buckets, Gathering):
+    schedule: ScheduleName = Field("1f1b", description="The order of forwards and backwards.")
+    stages: Literal["auto"] | Positive = Field(
+        "auto", description="Parts of the model. auto: as many as all ranks can hold."
+    )
+    stages_per_rank: Literal["auto"] | Positive = Field(
+        "auto", description="Stages on each rank. auto: the fewest of the schedule."
+    )
+    microbatches: Literal["auto"] | Positive = Field(
+        "auto",
+        description="Parts of train.micro_batch_size that go through the stages one by one. auto:"
+        " four for each rank, or what divides and the schedule takes.",
+    )
+    split: Literal["auto", "layers"] | list[Positive] = Field(
+        "auto",
+        description="Blocks of each stage. auto: by counted cost, head included; layers: equally"
+        " many; or a list.",
+    )
+    inner: Literal["ddp", "zero2", "zero3"] = Field(
+        "ddp", description="How ranks with the same stages share the batch."
+    )
 
 
 @dataclass(frozen=True)
@@ -62,12 +95,12 @@ def choose_pipeline(
 
 
 def ranks_of_pipeline(config: RunConfig, world: int) -> int:
-    """Of `world`: how many hold one copy of the model."""
+    """Return how many of `world` ranks hold one copy of the model."""
     return _read(config, world).num_ranks
 
 
 def _read(config: RunConfig, world: int) -> Asked:
-    strategy = config.strategy
+    strategy = PipelineSettings.of(config)
     per_rank: Any = strategy.stages_per_rank
     if per_rank == "auto":
         per_rank = AUTO_STAGES[strategy.schedule]
@@ -159,7 +192,7 @@ def _shape_problems(asked: Asked, config: RunConfig, world: int) -> Iterator[Fin
 
 
 def _split_problems(asked: Asked, config: RunConfig, model: ModelShape) -> Iterator[Finding]:
-    split = config.strategy.split
+    split = PipelineSettings.of(config).split
     if not isinstance(split, list):
         return
     if len(split) != asked.num_stages or sum(split) != model.num_blocks:
@@ -173,7 +206,7 @@ def _split_problems(asked: Asked, config: RunConfig, model: ModelShape) -> Itera
 
 
 def _plan_stages(asked: Asked, config: RunConfig, model: ModelShape) -> Iterator[StagePlan]:
-    costs, split = model.block_costs, config.strategy.split
+    costs, split = model.block_costs, PipelineSettings.of(config).split
     homes = place_stages(asked.schedule, asked.num_ranks, asked.stages_per_rank)
     if isinstance(split, list):
         ends = [sum(split[: number + 1]) for number in range(len(split))]

@@ -1,0 +1,193 @@
+"""One replica per rank, built: DistributedDataParallel, and what it sends in place of gradients.
+
+fp16 and bf16 halve them. PowerSGD sends two thin matrices for each large one and keeps the error
+for the next step (https://arxiv.org/abs/1905.13727).
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from paceline.records import Proof
+from paceline.strategies.base import Engine, EngineParts
+from paceline.strategies.compose import compose
+from paceline.strategies.ddp import MIN_RATE, DDPSettings
+from paceline.strategies.engine import ModuleEngine, Wrapping
+from paceline.strategies.optim import build_optimizer, optimizer_kind, parameter_groups
+
+MIB = 2**20
+CAST_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Traffic:
+    """Bytes of gradients that went through the hook, as they came and as they left."""
+
+    plain: int = 0
+    sent: int = 0
+    power: PowerSGDState | None = field(default=None, repr=False)
+
+    def forget(self) -> None:
+        """After a vetoed step: its NaN must not come back as the error of the next one."""
+        if self.power is not None:
+            for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
+                getattr(self.power, memory).clear()
+
+
+def build_single(parts: EngineParts) -> Engine:
+    """Build the plain model, without anyone to talk to."""
+    module = compose(parts)
+    return ModuleEngine(parts, module, _optimizer(parts, module), Wrapping(module))
+
+
+def build_ddp(parts: EngineParts) -> Engine:
+    module = compose(parts)
+    wrapping = wrap_ddp(parts, module)
+    return ModuleEngine(parts, module, _optimizer(parts, module), wrapping)
+
+
+def build_zero1(parts: EngineParts) -> Engine:
+    """Build DDP with an optimizer that deals its state out by whole parameters."""
+    module = compose(parts)
+    wrapping, optim = wrap_ddp(parts, module), parts.config.optim
+    kind, settings = optimizer_kind(optim, parts.plan.fused_optimizer.value)
+    groups = parameter_groups(module.parameters(), optim)
+    optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=kind, **settings)
+    return ModuleEngine(parts, module, optimizer, replace(wrapping, dealt=optimizer.optim))
+
+
+def _optimizer(parts: EngineParts, module: nn.Module) -> Optimizer:
+    fused = parts.plan.fused_optimizer.value
+    return build_optimizer(module.parameters(), parts.config.optim, fused)
+
+
+def wrap_ddp(parts: EngineParts, module: nn.Module) -> Wrapping:
+    settings = DDPSettings.of(parts.config)
+    wrapped = DistributedDataParallel(
+        module,
+        bucket_cap_mb=settings.bucket_mb,
+        # Gradients live inside the buckets: no copy after the all-reduce, no second set.
+        gradient_as_bucket_view=True,
+        static_graph=settings.static_graph,
+        find_unused_parameters=settings.find_unused_parameters,
+    )
+    traffic = register_hook(wrapped, settings)
+    unsynced = _Unsynced(wrapped, parts.plan.batch.grad_accum - 1, settings.static_graph)
+    return Wrapping(
+        wrapped,
+        unsynced,
+        proofs=lambda: _proofs(parts, wrapped, traffic),
+        forget=traffic.forget if traffic.power is not None else None,
+        # It sorts its buckets by the order in which the first gradients came; PowerSGD, which
+        # counts passes, must not see one more.
+        rehearsed=unsynced.has_learnt if traffic.power is None else None,
+    )
+
+
+class _Unsynced:
+    """no_sync for all but the last microbatch of a step, so that each step exchanges once.
+
+    A static graph learns the order of the gradients in its very first backward pass and asserts
+    if that was not exchanged: the first step exchanges every time. The sum stays right, as the
+    mean of what all ranks hold already is what they hold.
+    """
+
+    def __init__(self, model: DistributedDataParallel, per_step: int, static: bool) -> None:
+        self.model = model
+        self.num_exchanged = per_step if static else 0
+
+    def __call__(self) -> AbstractContextManager[None]:
+        if self.num_exchanged:
+            self.num_exchanged -= 1
+            return nullcontext()
+        return self.model.no_sync()
+
+    def has_learnt(self) -> None:
+        self.num_exchanged = 0
+
+
+def _proofs(parts: EngineParts, wrapped: DistributedDataParallel, traffic: Traffic) -> list[Proof]:
+    """Buckets as DDP logs them, and the bytes that went through the hook."""
+    settings, told = DDPSettings.of(parts.config), wrapped._get_ddp_logging_data()
+    sizes = str(told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes", ""))
+    largest = max((int(size) for size in sizes.replace(" ", "").split(",") if size), default=0)
+    buckets = Proof(
+        what="DDP buckets",
+        requested=f"{settings.bucket_mb:g} MiB each",
+        effective=f"{sizes.count(',') + 1} of up to {largest / MIB:.3g} MiB",
+        proof="DDP's logging data",
+        ok=int(told.get("bucket_cap_bytes", 0)) == int(settings.bucket_mb * MIB),
+    )
+    if settings.comm_hook == "none":
+        return [buckets]
+    ratio = traffic.sent / traffic.plain if traffic.plain else 1.0
+    expected = 0.5 if settings.comm_hook in CAST_TYPES else 1.0
+    hook = Proof(
+        what="DDP hook",
+        requested=settings.comm_hook,
+        effective=f"{traffic.sent:,} of {traffic.plain:,} bytes of gradients sent so far",
+        proof="counted in the hook, bucket by bucket",
+        ok=traffic.plain > 0 and ratio <= expected,
+    )
+    return [buckets, hook]
+
+
+def register_hook(wrapped: DistributedDataParallel, settings: DDPSettings) -> Traffic:
+    """Install `strategy.comm_hook`; the traffic counts up with every bucket."""
+    traffic = Traffic()
+    if settings.comm_hook in CAST_TYPES:
+        dtype = CAST_TYPES[settings.comm_hook]
+        wrapped.register_comm_hook(traffic, _cast_hook(dtype))
+    elif settings.comm_hook == "powersgd":
+        traffic.power = PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=settings.powersgd_rank,
+            start_powerSGD_iter=settings.powersgd_start,
+            min_compression_rate=MIN_RATE,
+        )
+        wrapped.register_comm_hook(traffic, _power_hook)
+    return traffic
+
+
+def _cast_hook(dtype: torch.dtype) -> Any:
+    """Sum in `dtype`. torch's own bf16 hook is the same, but refuses every backend except NCCL."""
+
+    def hook(traffic: Traffic, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        gradients = bucket.buffer()
+        # Divided before the sum: a sum over many ranks could leave fp16's range.
+        small = (gradients / dist.get_world_size()).to(dtype)
+        traffic.plain += gradients.nbytes
+        traffic.sent += small.nbytes
+        done = dist.all_reduce(small, async_op=True).get_future()
+
+        def widen(future: Any) -> torch.Tensor:
+            return gradients.copy_(future.value()[0])
+
+        return done.then(widen)
+
+    return hook
+
+
+def _power_hook(traffic: Traffic, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    state, gradients = traffic.power, bucket.buffer()
+    assert state is not None, "registered with its state"
+    traffic.plain += gradients.nbytes
+    has_begun = state.iter >= state.start_powerSGD_iter
+    before = state.total_numel_after_compression
+    future = powerSGD_hook(state, bucket)
+    if dist.get_backend() == "gloo":
+        # Its later collectives start in callbacks, which gloo runs as they come: two buckets at
+        # once would meet in another order on another rank. NCCL keeps the order of its stream.
+        future.wait()
+    numel = state.total_numel_after_compression - before if has_begun else gradients.numel()
+    traffic.sent += numel * gradients.element_size()
+    return future

@@ -1,0 +1,126 @@
+"""FSDP2 around a model: the mesh, the units, and the engine of every sharded strategy."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from paceline.records import Plan, Proof
+from paceline.strategies.base import Engine, EngineParts
+from paceline.strategies.blocks import find_blocks
+from paceline.strategies.compose import compose
+from paceline.strategies.engine import ModuleEngine, Wrapping
+from paceline.strategies.optim import build_optimizer
+from paceline.strategies.precision import COMPUTE_TYPES
+from paceline.strategies.zero import Gathering, ShardedSettings
+
+
+def build_sharded(parts: EngineParts, reshards: bool) -> Engine:
+    mesh = build_mesh(parts.plan, parts.device, parts.config.launch.collective_timeout_s)
+    rest = torch.device("cpu") if _offloads(parts) else None
+    module = compose(parts, lambda model: shard_model(model, parts, mesh, reshards), rest)
+    # Optimizer last: fully_shard replaces every parameter, an earlier one would step orphans.
+    fused = parts.plan.fused_optimizer.value
+    optimizer = build_optimizer(module.parameters(), parts.config.optim, fused)
+    defers = ShardedSettings.of(parts.config).accumulate == "defer"
+    wrapping = Wrapping(
+        module,
+        unsynced=(lambda: _deferred(module)) if defers else nullcontext,
+        proofs=lambda: _proofs(parts, module),
+        settle=lambda: reshard(module),
+        shards=mesh.get_group(mesh.ndim - 1),
+    )
+    return ModuleEngine(parts, module, optimizer, wrapping)
+
+
+def build_mesh(plan: Plan, device: torch.device, timeout_s: float) -> DeviceMesh:
+    """The plan's mesh over all ranks; the last axis varies fastest, so it stays inside a node."""
+    mesh = init_device_mesh(device.type, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
+    for group in mesh.get_all_groups():
+        # Groups of a mesh start with torch's default of half an hour, not with the world's.
+        if dist.get_backend(group) in ("nccl", "gloo"):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return mesh
+
+
+def shard_model(model: nn.Module, parts: EngineParts, mesh: DeviceMesh, reshards: bool) -> None:
+    """Cut every weight over the last axis of `mesh`, in place; `reshards`: free what a block has
+    gathered after its forward pass."""
+    asked = Gathering.of(parts.config)
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": reshards,
+        "mp_policy": _precision_policy(parts.plan.precision.value),
+    }
+    if _offloads(parts):
+        settings["offload_policy"] = CPUOffloadPolicy()
+    # Blocks before the root: what is left over, embeddings and head, is the root's own.
+    blocks = find_blocks(model)
+    for block in blocks:
+        fully_shard(block, **settings)
+    # The root's weights are needed first in backward: freeing them would gather them again.
+    fully_shard(model, **(settings | {"reshard_after_forward": False}))
+    _prefetch(blocks, asked.forward_prefetch, asked.backward_prefetch)
+
+
+def _offloads(parts: EngineParts) -> bool:
+    return Gathering.of(parts.config).offload and parts.device.type != "cpu"
+
+
+def _precision_policy(precision: str) -> MixedPrecisionPolicy:
+    """Weights are gathered in the compute type; gradients are summed in fp32."""
+    compute = None if precision == "fp32" else COMPUTE_TYPES[precision]
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+
+
+def _prefetch(blocks: Sequence[nn.Module], num_forward: int, num_backward: int) -> None:
+    """Gather the next blocks while this one computes, in each direction."""
+    for number, block in enumerate(blocks):
+        assert isinstance(block, FSDPModule), "fully_shard has been applied"
+        if num_forward:
+            block.set_modules_to_forward_prefetch(_fsdp(blocks[number + 1 :][:num_forward]))
+        if num_backward:
+            block.set_modules_to_backward_prefetch(_fsdp(blocks[:number][::-1][:num_backward]))
+
+
+def _fsdp(modules: Sequence[nn.Module]) -> list[FSDPModule]:
+    return [module for module in modules if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def _deferred(module: nn.Module) -> Iterator[None]:
+    """Whole gradients stay here until the last microbatch; without it each one's are scattered."""
+    assert isinstance(module, FSDPModule), "fully_shard has been applied"
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
+
+
+def reshard(module: nn.Module) -> None:
+    """Free gathered weights after a forward pass without a backward, which would have done it."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def _proofs(parts: EngineParts, module: nn.Module) -> list[Proof]:
+    """How many units FSDP really made: one a block, and the rest of the model."""
+    made = sum(isinstance(part, FSDPModule) for part in module.modules())
+    blocks = len(find_blocks(module))
+    return [
+        Proof(
+            what="FSDP units",
+            requested=f"{blocks} blocks and the rest",
+            effective=f"{made} units",
+            proof="modules that fully_shard changed",
+            ok=made == blocks + 1,
+        )
+    ]

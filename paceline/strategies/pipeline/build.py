@@ -1,0 +1,90 @@
+"""A pipeline put together: its stages on this rank, its groups, its engine."""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.schedules.orders import draw_schedule
+from paceline.schedules.requirements import SPLIT_BACKWARDS
+from paceline.strategies.base import Engine, EngineParts
+from paceline.strategies.blocks import find_blocks
+from paceline.strategies.compose import compose
+from paceline.strategies.engine import Wrapping
+from paceline.strategies.fsdp import build_mesh, reshard, shard_model
+from paceline.strategies.optim import build_optimizer
+from paceline.strategies.pipeline.cut import cut_model, enter_at
+from paceline.strategies.pipeline.dualpipe import LANES, Lane
+from paceline.strategies.pipeline.engine import Line, PipelineEngine
+from paceline.strategies.pipeline.ghosts import Region
+from paceline.strategies.pipeline.holdings import Stages, gather_holdings
+from paceline.strategies.pipeline.stage import Stage
+from paceline.strategies.zero import Sharded
+
+
+def build_pipeline(parts: EngineParts, inner: Sharded | None) -> Engine:
+    """Build this rank's stages; `inner` shards them among the ranks that have the same ones."""
+    config, plan = parts.config, parts.plan.pipeline
+    assert plan is not None, "the plan has a pipeline"
+    timeout_s = config.launch.collective_timeout_s
+    mesh = build_mesh(parts.plan, parts.device, timeout_s)
+    schedule = draw_schedule(
+        plan.schedule, plan.num_ranks, plan.num_microbatches, plan.stages_per_rank
+    )
+    here = mesh.get_local_rank("pp")
+    stages = Stages()
+    for homes in schedule.homes:
+        for index in [number for number, home in enumerate(homes) if home == here]:
+            stages.append(_build_stage(parts, inner, index, mesh["dp"]))
+    if inner is None:
+        stages.tie()
+    optimizer = build_optimizer(stages.parameters(), config.optim, parts.plan.fused_optimizer.value)
+    timeout = timedelta(seconds=timeout_s)
+    line = Line(
+        schedule,
+        stages,
+        mesh,
+        gather_holdings(stages, mesh, timeout),
+        _make_lanes(mesh, timeout) if schedule.num_copies > 1 else {},
+        is_sharded=inner is not None,
+    )
+    wrapping = Wrapping(stages, settle=(lambda: reshard(stages)) if inner else lambda: None)
+    return PipelineEngine(parts, optimizer, line, wrapping)
+
+
+def _build_stage(parts: EngineParts, inner: Sharded | None, index: int, mesh: DeviceMesh) -> Stage:
+    plan = parts.plan.pipeline
+    assert plan is not None, "the plan has a pipeline"
+    held = range(plan.stages[index].first_block, plan.stages[index].end_block)
+    region = Region()
+    made: list[Stage] = []
+
+    def cut(model: nn.Module) -> None:
+        cut_model(model, held, region, parts.device)
+        made.append(Stage(parts, model, region, index, len(plan.stages)))
+
+    def shard(model: nn.Module) -> None:
+        if inner is None:
+            return
+        # The backward of the weights, where it runs apart, looks for those that the forward has
+        # used: once freed, their pieces stand in their place, and get no gradient.
+        keeps = plan.schedule in SPLIT_BACKWARDS
+        shard_model(made[0], parts, mesh, not keeps and inner.reshards(parts.config))
+
+    model = compose(parts, shard, cut=cut)
+    if held.start > 0:
+        enter_at(find_blocks(model)[0], region)
+    return made[0]
+
+
+def _make_lanes(mesh: DeviceMesh, timeout: timedelta) -> dict[Lane, dist.ProcessGroup]:
+    """All ranks make the groups of all pipelines, in one order; each keeps its own."""
+    own = {}
+    for lane in LANES:
+        for dp_rank in range(mesh.size(1)):
+            members = mesh.mesh[:, dp_rank].tolist()
+            group = dist.new_group(members, timeout=timeout)
+            if dp_rank == mesh.get_local_rank("dp"):
+                own[lane] = group
+    return own
