@@ -13,12 +13,11 @@ from paceline.cli.talk import ConsoleTalk, say_failure, shown
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
 from paceline.records.swept import SweepRecord
-from paceline.report.story import duration
+from paceline.records.words import duration, elapsed, number
 from paceline.report.sweep_story import (
     UNITS,
     SweepStory,
     answer,
-    number,
     rate_cell,
     reference,
     speedup_cell,
@@ -81,7 +80,7 @@ class SweepConsole(ConsoleTalk):
     def _heartbeat(self, row: dict[str, str], plan: Plan) -> None:
         step, step_s = int(row["step"]), float(row["step_s"])
         left_s = (plan.steps - step) * step_s
-        self._now = f"step {step}/{plan.steps}  {step_s * 1000:.1f} ms  {left_s:.0f} s left"
+        self._now = f"step {step}/{plan.steps}  {duration(step_s)}  {elapsed(left_s)} left"
         if self._live is not None:
             self._redraw()
         elif time.monotonic() - self._last_line_at >= PLAIN_INTERVAL_S:
@@ -147,7 +146,7 @@ def _status(board: Board) -> str:
     if best is not None and best.value is not None:
         parts.append(f"best so far {best.name} ({number(best.value)} {unit})")
     if left_s is not None and left_s >= 1:
-        parts.append(f"about {duration(left_s)} left")
+        parts.append(f"about {elapsed(left_s)} left")
     return ", ".join(parts)
 
 

@@ -8,6 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from paceline import __version__
+from paceline.records.words import duration, elapsed, shown, size
 from paceline.report.pipeline import (
     Table,
     describe_source,
@@ -17,7 +18,7 @@ from paceline.report.pipeline import (
     stage_table,
 )
 from paceline.report.plots import Axes, Series, line_chart, stacked_bars
-from paceline.report.story import Story, asked, duration, headline, shown, size, started
+from paceline.report.story import Story, asked, headline, started
 
 MAX_SAMPLE_IDS = 64
 
@@ -46,7 +47,7 @@ def environment() -> Environment:
     made = Environment(
         loader=PackageLoader("paceline.report", "."), autoescape=True, undefined=StrictUndefined
     )
-    made.filters.update(size=size, duration=duration, shown=shown)
+    made.filters.update(size=size, duration=duration, elapsed=elapsed, shown=shown)
     return made
 
 

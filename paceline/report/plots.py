@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from paceline.records.words import short
+
 WIDTH, HEIGHT = 520, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 24, 38
 MAX_POINTS = 400
@@ -121,7 +123,7 @@ def stacked_bars(rows: dict[str, dict[str, float]], unit: str, scale: float) -> 
     widest = max(sum(max(0.0, v) for v in phases.values()) for phases in rows.values()) or 1.0
     x_scale = _Scale(0.0, widest * scale, LEFT, WIDTH - RIGHT)
     bottom = height - BOTTOM
-    parts = [_text("tick", x_scale(t), bottom + 16, _short(t)) for t in ticks(0.0, widest * scale)]
+    parts = [_text("tick", x_scale(t), bottom + 16, short(t)) for t in ticks(0.0, widest * scale)]
     for number, (name, phases) in enumerate(rows.items()):
         y = TOP + number * step + (step - bar) / 2
         parts.append(_text("label", LEFT - 8, y + bar * 0.7, name))
@@ -194,9 +196,9 @@ def _grid(x_scale: _Scale, y_scale: _Scale, axes: Axes) -> list[str]:
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
-        parts.append(_text("label", LEFT - 8, y + 4, _short(value)))
+        parts.append(_text("label", LEFT - 8, y + 4, short(value)))
     parts += [
-        _text("tick", x_scale(value), bottom + 16, _short(value))
+        _text("tick", x_scale(value), bottom + 16, short(value))
         for value in ticks(x_scale.low, x_scale.high, whole=axes.x_label == "step")
     ]
     parts.append(_axis_label(HEIGHT, axes.x_label))
@@ -229,7 +231,7 @@ def _hover(series: Series, x_scale: _Scale, y_scale: _Scale, axes: Axes) -> str:
     """Invisible targets with the exact value as their tooltip."""
     return "".join(
         f'<circle class="target" cx="{x_scale(x):.1f}" cy="{y_scale(y):.1f}" r="7">'
-        f"<title>{escape(axes.x_label)} {_short(x)}: {escape(series.name)} {y:.5g}</title></circle>"
+        f"<title>{escape(axes.x_label)} {short(x)}: {escape(series.name)} {y:.5g}</title></circle>"
         for x, y in series.points
         if math.isfinite(y)
     )
@@ -257,11 +259,3 @@ def _svg(title: str, height: float, parts: Sequence[str]) -> str:
         + "".join(parts)
         + "</svg>"
     )
-
-
-def _short(value: float) -> str:
-    """1500 -> 1.5k: tick labels that fit."""
-    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= scale:
-            return f"{value / scale:.4g}{unit}"
-    return f"{value:.4g}"

@@ -15,6 +15,7 @@ from paceline.records.tables import (
     read_telemetry,
     read_training,
 )
+from paceline.records.words import duration, flop_rate, size
 from paceline.schedules.measured import Measured, load_measured
 
 UNACCOUNTED = "unaccounted"
@@ -163,27 +164,3 @@ def started(story: Story) -> str:
     if story.result is None:
         return ""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(story.result.started_at))
-
-
-def size(num_bytes: float) -> str:
-    """Bytes for people: `812 MiB`, `1.30 GiB`."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            value = num_bytes / scale
-            return f"{value:.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def shown(value: object) -> str:
-    """A value of the plan for people; None is something not known yet."""
-    if value is None:
-        return "unknown"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def flop_rate(tflops: float) -> str:
-    return f"{tflops:.3g} TFLOP/s" if tflops >= 0.1 else f"{tflops * 1000:.3g} GFLOP/s"
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -8,8 +8,9 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from paceline import __version__
+from paceline.records.words import number, size
 from paceline.report.html import environment
-from paceline.report.story import Figure, size
+from paceline.report.story import Figure
 from paceline.report.sweep_plots import breakable, grids, intervals, pareto
 from paceline.report.sweep_remarks import asked, remarks
 from paceline.report.sweep_story import (
@@ -17,7 +18,6 @@ from paceline.report.sweep_story import (
     SweepStory,
     answer,
     command,
-    number,
     rate_cell,
     reference,
     speedup_cell,

@@ -1,7 +1,6 @@
 """summary.md of a sweep: the answer first, then what it rests on."""
 
-from paceline.report.markdown import plain, table
-from paceline.report.story import size
+from paceline.records.words import plain, size, table
 from paceline.report.sweep_remarks import VERDICTS, asked, remarks
 from paceline.report.sweep_story import (
     CellLine,

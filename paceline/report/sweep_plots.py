@@ -8,9 +8,9 @@ from itertools import product
 
 from markupsafe import Markup
 
+from paceline.records.words import interval, number, size
 from paceline.report.plots import Axes, Point, Spot, scatter, ticks
-from paceline.report.story import size
-from paceline.report.sweep_story import CellLine, SweepStory, number, value_of
+from paceline.report.sweep_story import CellLine, SweepStory, value_of
 from paceline.stats.standings import Standings
 
 MARKS = {"refused": "R", "failed": "F", "nothing to measure": "N", "not run": "–"}
@@ -114,7 +114,7 @@ def _strip(line: CellLine, place: int, ruler: _Ruler, reference: float) -> str:
     parts = [_upright("mark", ruler(reference), 0, 28)]
     said = f"{number(value)}, no interval"
     if rate is not None:
-        said = f"{number(value)} ({number(rate.low)} to {number(rate.high)})"
+        said = interval(*rate)
         left, right = ruler(rate.low), ruler(rate.high)
         parts.append(
             f'<line class="span {kind}" x1="{left:.2f}%" x2="{right:.2f}%" y1="14" y2="14"/>'

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from paceline.records.swept import SweepRecord, SweptCell
+from paceline.records.words import count, interval, number, ratio
 from paceline.stats.figures import RunFigures
-from paceline.stats.intervals import Interval
 from paceline.stats.standings import Standing, Standings
 
 UNITS = {
@@ -165,7 +165,7 @@ def _against_baseline(story: SweepStory, standing: Standing) -> str:
         return ""
     if standing.group.name == story.standings.reference:
         return ", which is the baseline"
-    return f", {times(standing.speedup)} the baseline {story.standings.reference}"
+    return f", {ratio(*standing.speedup)} times the baseline {story.standings.reference}"
 
 
 def _tied(story: SweepStory) -> list[str]:
@@ -204,20 +204,10 @@ def command(story: SweepStory) -> str:
 
 def rate_text(standing: Standing, unit: str) -> str:
     if standing.rate is None:
-        count = len(standing.group.values)
-        runs = "one run" if count == 1 else f"{count} runs"
+        runs = count(len(standing.group.values), "run")
         return f"{number(value_of(standing))} {unit} (no interval from {runs})"
     low, high = number(standing.rate.low), number(standing.rate.high)
     return f"{number(standing.rate.value)} {unit} (95% interval {low} to {high})"
-
-
-def times(speedup: Interval) -> str:
-    return f"{speedup.value:.3f} times ({speedup.low:.3f} to {speedup.high:.3f})"
-
-
-def number(value: float) -> str:
-    """Four digits, or all of those before the point."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def reference(story: SweepStory) -> str:
@@ -233,15 +223,13 @@ def rate_cell(line: CellLine) -> str:
     """`123.4 (120 to 126)`."""
     if line.standing is None:
         return ""
-    value, rate = number(value_of(line.standing)), line.standing.rate
-    return f"{value} ({number(rate.low)} to {number(rate.high)})" if rate else value
+    rate = line.standing.rate
+    return interval(*rate) if rate else number(value_of(line.standing))
 
 
 def speedup_cell(line: CellLine) -> str:
     speedup = line.standing.speedup if line.standing else None
-    if speedup is None:
-        return ""
-    return f"{speedup.value:.3f} ({speedup.low:.3f} to {speedup.high:.3f})"
+    return ratio(*speedup) if speedup else ""
 
 
 def variation_cell(line: CellLine) -> str:

@@ -5,10 +5,10 @@ order is torch's own (tests/unit/test_pipeline_torch.py), for that is what the e
 """
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Literal
 
 from paceline.errors import ConfigError
+from paceline.records.words import did_you_mean
 from paceline.schedules.actions import Schedule, Slot
 from paceline.schedules.alternating import order_1f1b, order_interleaved_1f1b, order_interleaved_zb
 from paceline.schedules.dualpipe import order_dualpipe, order_dualpipev
@@ -49,8 +49,7 @@ def draw_schedule(
 
 def require_name(name: str) -> None:
     if name not in REQUIREMENTS:
-        close = get_close_matches(name, NAMES, n=1)
-        guess = f"did you mean {close[0]}? " if close else ""
+        guess = did_you_mean(name, NAMES)
         raise ConfigError(
             f"there is no schedule {name}\nhint: {guess}the schedules are {', '.join(NAMES)}"
         )

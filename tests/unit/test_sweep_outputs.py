@@ -11,7 +11,7 @@ import pytest
 
 from paceline.config.load import read_draft
 from paceline.records.swept import SweepRecord, SweptPhase
-from paceline.report.story import size
+from paceline.records.words import size
 from paceline.report.sweep_plots import front, staircase
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.judge import SweepJudgement
@@ -197,7 +197,7 @@ def test_what_is_no_number_is_null_in_json_and_n_a_in_tables(folder: SweepDir) -
     assert read_table(folder.per_run)[0]["tail_loss"] == "n/a"
     best = best_of(folder)
     assert best["low"] is None and best["runs"] == 1, "one run has no interval"
-    assert "no interval from one run" in folder.summary.read_text()
+    assert "no interval from 1 run" in folder.summary.read_text()
 
 
 def test_the_summary_answers_first_and_explains(sweep: Sweep) -> None:
@@ -300,7 +300,7 @@ def test_the_front_is_what_nothing_beats() -> None:
 
 
 def test_sizes_have_no_exponent() -> None:
-    assert (size(1020 * 2**20), size(1.5 * 2**30)) == ("1020 MiB", "1.5 GiB")
+    assert (size(1020 * 2**20), size(1.5 * 2**30)) == ("1,020 MiB", "1.5 GiB")
 
 
 def test_by_iteration_time_less_is_better_and_the_page_still_shows_rates(folder: SweepDir) -> None:
