@@ -26,9 +26,9 @@ from paceline.sweep.board import Board
 from paceline.sweep.flow import SweepEnd
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.manifest import load_manifest
+from paceline.sweep.outputs import tell
 from paceline.sweep.phases import describe_schedule
 from paceline.sweep.spec import SweepSpec
-from paceline.sweep.story import tell
 
 PLAIN_INTERVAL_S = 5.0
 FEW_STEPS = 20

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from paceline.records.words import interval, number, size
 from paceline.report.plots import Axes, Point, Spot, scatter, ticks
-from paceline.report.sweep_story import CellLine, SweepStory, value_of
+from paceline.report.sweep_story import CellLine, SweepStory
 from paceline.stats.standings import Standings
 
 MARKS = {"refused": "R", "failed": "F", "nothing to measure": "N", "not run": "–"}
@@ -80,7 +80,7 @@ def _round(story: SweepStory, standings: Standings) -> str:
     names = {row.group.name for row in standings.rows}
     lines = [line for line in story.measured if line.name in names]
     ruler = _ruler(lines)
-    at = value_of(standings.of(standings.reference))
+    at = standings.of(standings.reference).value
     places = _places(story)
     rows = [_strip(line, places[line.name], ruler, at) for line in lines]
     marks = "".join(
@@ -99,7 +99,7 @@ def _places(story: SweepStory) -> dict[str, int]:
 
 def _ruler(lines: Sequence[CellLine]) -> _Ruler:
     standings = [line.standing for line in lines if line.standing is not None]
-    values = [value_of(standing) for standing in standings]
+    values = [standing.value for standing in standings]
     rates = [standing.rate for standing in standings if standing.rate is not None]
     low = max(min([*values, *(rate.low for rate in rates)]), SHOWN_FROM * min(values))
     high = min(max([*values, *(rate.high for rate in rates)]), SHOWN_TO * max(values))
@@ -109,7 +109,7 @@ def _ruler(lines: Sequence[CellLine]) -> _Ruler:
 
 def _strip(line: CellLine, place: int, ruler: _Ruler, reference: float) -> str:
     assert line.standing is not None, "only cells with figures have a strip"
-    value, rate = value_of(line.standing), line.standing.rate
+    value, rate = line.standing.value, line.standing.rate
     kind = "c2" if line.flag else "c6" if line.is_winner else "c1"
     parts = [_upright("mark", ruler(reference), 0, 28)]
     said = f"{number(value)}, no interval"
