@@ -108,7 +108,8 @@ class RunDir:
         return self.root / "telemetry.csv"
 
     def telemetry_of(self, rank: int) -> Path:
-        """Each machine's first rank samples it; rank 0's file is the one with the plain name."""
+        """Each rank samples its memory, a machine's first rank the machine too. Rank 0's file is
+        the one with the plain name."""
         return self.telemetry if rank == 0 else self.root / f"telemetry_rank{rank}.csv"
 
     @property

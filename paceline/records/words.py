@@ -6,6 +6,7 @@ from difflib import get_close_matches
 
 SIZES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 TIMES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+RATES = (("TFLOP/s", 1.0), ("GFLOP/s", 1e-3), ("MFLOP/s", 1e-6))
 SHORT = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 MINUTE, HOUR, DAY = 60, 3600, 86400
 # What Markdown, or the HTML that it becomes, would act on.
@@ -54,10 +55,9 @@ def elapsed(seconds: float) -> str:
 
 
 def flop_rate(tflop_per_s: float) -> str:
-    """Write a rate of computing: `412 TFLOP/s`, `3.5 GFLOP/s`."""
-    if tflop_per_s >= 0.1:
-        return f"{number(tflop_per_s, 3)} TFLOP/s"
-    return f"{number(tflop_per_s * 1000, 3)} GFLOP/s"
+    """Write a rate of computing: `412 TFLOP/s`, `0.3 TFLOP/s`, `3.5 GFLOP/s`."""
+    unit, scale = next(((u, s) for u, s in RATES if tflop_per_s >= 0.1 * s), RATES[-1])
+    return f"{number(tflop_per_s / scale, 3)} {unit}"
 
 
 def count(how_many: int, noun: str, several: str = "") -> str:

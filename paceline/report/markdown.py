@@ -5,16 +5,17 @@ import json
 from paceline.records import Env, Git
 from paceline.records.words import duration, plain, shown, size, table
 from paceline.report.pipeline import describe_source, explain_idle, rank_table
-from paceline.report.story import Story, headline
+from paceline.report.story import Story, basis, further, headline
 
 
 def render_markdown(story: Story) -> str:
     blocks = [
         f"# {plain(story.name)}",
         table(
-            ("figure", "value", "from"),
-            [(figure.label, figure.value, figure.source) for figure in headline(story)],
+            ("figure", "value", ""),
+            [(each.label, each.text, each.beside) for each in [*headline(story), *further(story)]],
         ),
+        basis(story),
         *_failure(story),
         "## Decided",
         table(

@@ -2,14 +2,26 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import product
 
 from markupsafe import Markup
 
 from paceline.records.words import interval, number, size
-from paceline.report.plots import Axes, Point, Spot, scatter, ticks
+from paceline.report.plots import (
+    EMPTY,
+    SIDE,
+    Axes,
+    Point,
+    Series,
+    draw_line,
+    frame,
+    grid_marks,
+    padded,
+    scale_y,
+    ticks,
+)
 from paceline.report.sweep_story import CellLine, SweepStory
 from paceline.stats.standings import Standings
 
@@ -18,6 +30,19 @@ STRONGEST = 48  # percent of the hue: text on it stays readable, light and dark
 # Bars are cut at these shares of the least and the largest value, or one cell of two runs that
 # disagree would push all others into one dot.
 SHOWN_FROM, SHOWN_TO = 0.7, 1.3
+WIDTH, HEIGHT = 440, 190  # pixels that the scatter has, about: to keep its labels apart
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A point of a scatter chart: a short label beside it, all of it in its tooltip."""
+
+    x: float
+    y: float
+    label: str
+    title: str
+    kind: str
+    is_marked: bool = False
 
 
 def pareto(story: SweepStory) -> str:
@@ -55,6 +80,50 @@ def staircase(points: Sequence[Point]) -> list[Point]:
     corners = [(after[0], before[1]) for before, after in zip(points, points[1:], strict=False)]
     mixed = [place for pair in zip(points, corners, strict=False) for place in pair]
     return [*mixed, *points[-1:]]
+
+
+def scatter(spots: Sequence[Spot], front: Sequence[Point], axes: Axes) -> str:
+    """Draw points with labels; `front` is a line through those that nothing beats."""
+    shown = [spot for spot in spots if math.isfinite(spot.x) and math.isfinite(spot.y)]
+    if not shown:
+        return EMPTY
+    xs = [spot.x for spot in shown]
+    x_scale = replace(padded(xs, 0.08), low=0.0 if axes.from_zero else padded(xs, 0.08).low)
+    y_scale = scale_y([Series("", [(spot.x, spot.y) for spot in shown], "")], axes)
+    parts = list(grid_marks(x_scale, y_scale, axes))
+    if len(front) > 1:
+        parts.append(draw_line(Series("front", front, "front"), x_scale, y_scale))
+    places = [(x_scale(spot.x), y_scale(spot.y)) for spot in shown]
+    taken, marks = list(places), []
+    for spot, place in zip(shown, places, strict=True):
+        ring = " ringed" if spot.is_marked else ""
+        marks.append(
+            f'<i class="dot {spot.kind}{ring}" style="{_at(*place)}"'
+            f' title="{escape(spot.title)}"></i>'
+        )
+        beside = _free_place(place, taken)
+        taken.append(beside)
+        marks.append(f'<b class="spot" style="{_at(*beside)}">{escape(spot.label)}</b>')
+    said = "; ".join(spot.title for spot in shown)
+    return frame(axes, x_scale, {"linear": y_scale}, {"linear": parts}, said, "".join(marks))
+
+
+def _free_place(point: Point, taken: Sequence[Point]) -> Point:
+    """The middle of a label beside a point that is not on another label or point."""
+    across, down = SIDE / WIDTH, SIDE / HEIGHT
+    around = [(0, -15), (16, 0), (-16, 0), (0, 15), (16, -14), (-16, -14), (16, 14), (-16, 14)]
+    places = [(point[0] + x * across, point[1] + y * down) for x, y in around]
+    places = [(x, y) for x, y in places if 0 < x < SIDE and 0 < y < SIDE] or places
+    free = (
+        p
+        for p in places
+        if all(abs(p[0] - a) > 13 * across or abs(p[1] - b) > 12 * down for a, b in taken)
+    )
+    return next(free, places[0])
+
+
+def _at(x: float, y: float) -> str:
+    return f"left: {x / 10:.2f}%; top: {y / 10:.2f}%"
 
 
 @dataclass(frozen=True)

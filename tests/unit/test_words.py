@@ -64,6 +64,7 @@ def test_beside_an_axis_a_number_is_short(value: float, said: str) -> None:
 
 def test_rates_counts_intervals_and_what_is_not_known() -> None:
     assert (words.flop_rate(412.3), words.flop_rate(0.0035)) == ("412 TFLOP/s", "3.5 GFLOP/s")
+    assert (words.flop_rate(0.3), words.flop_rate(2.3e-6)) == ("0.3 TFLOP/s", "2.3 MFLOP/s")
     assert (words.count(1, "rank"), words.count(1024, "rank")) == ("1 rank", "1,024 ranks")
     assert words.count(2, "repetition of it", "repetitions of it") == "2 repetitions of it"
     assert words.interval(123.44, 120, 9999.9) == "123.4 (120 to 10,000)"
