@@ -3,9 +3,11 @@
 from statistics import fmean, geometric_mean
 
 from paceline.bench.records import ArmResult, BenchReport, PairResult, Range
-from paceline.records.words import duration, interval, number, ratio, size, table
+from paceline.records.words import count, duration, interval, number, ratio, size, table
 
 COLUMNS = ("arm", "rate", "step p50/p90", "ratio", "memory", "saves", "start-up", "loss", "verdict")
+
+MIN_RUNS = 3  # an interval of two runs is honest, and so wide that it says nothing to a reader
 
 
 def rows_of(pair: PairResult) -> list[tuple[str, ...]]:
@@ -63,7 +65,7 @@ def _row(pair: PairResult, arm: ArmResult) -> tuple[str, ...]:
 
 
 def rate_of(arm: ArmResult) -> str:
-    if arm.rate is None:
+    if arm.rate is None or len(arm.rates) < MIN_RUNS:
         return number(geometric_mean(arm.rates))
     return interval(arm.rate.value, arm.rate.low, arm.rate.high)
 
@@ -111,10 +113,13 @@ def memory_ratio(pair: PairResult, arm: ArmResult) -> str:
 def _ratio(
     pair: PairResult, arm: ArmResult, found: Range | None, over: list[float], under: list[float]
 ) -> str:
-    """With its interval; where nothing was repeated the number alone."""
-    if found is not None or arm.name == pair.baseline or not (over and under):
+    """Return it with its interval; of too few runs the number alone."""
+    if arm.name == pair.baseline or not (over and under):
         return span(found)
-    return f"{fmean(over) / fmean(under):.3f} (no interval)"
+    if found is not None and min(len(over), len(under)) >= MIN_RUNS:
+        return span(found)
+    value = fmean(over) / fmean(under) if found is None else found.value
+    return f"{value:.3f} (no interval from {count(min(len(over), len(under)), 'run')})"
 
 
 def span(found: Range | None) -> str:

@@ -15,6 +15,7 @@ from paceline.records.rundir import RunDir
 from paceline.records.swept import SweepRecord
 from paceline.records.words import duration, elapsed, number
 from paceline.report.sweep_story import (
+    SIGNS,
     UNITS,
     SweepStory,
     answer,
@@ -33,7 +34,6 @@ from paceline.sweep.spec import SweepSpec
 PLAIN_INTERVAL_S = 5.0
 FEW_STEPS = 20
 MAX_CELLS = 40
-SIGNS = "★ chosen, ☆ not told apart from the best"
 BESIDE = 8  # lines of the screen that the live table leaves: it cannot be redrawn if higher
 
 
@@ -128,7 +128,9 @@ def _say_answer(end: SweepEnd, story: SweepStory) -> list[str]:
     for line in story.measured:
         speedup = f"{speedup_cell(line)} times" if speedup_cell(line) else ""
         cells = (f"{rate_cell(line)} {story.unit}", speedup, line.verdict)
-        lines.append(f" {line.sign or ' '} {line.name}: {', '.join(filter(None, cells))}")
+        chosen = " (chosen)" if line.is_chosen and line.is_tied else ""
+        said = ", ".join(filter(None, cells))
+        lines.append(f" {line.sign or ' '} {line.name}{chosen}: {said}")
     if story.measured:
         lines.append(f"{SIGNS}; a speedup is against {reference(story)}")
     lines += [f"not crowned: {name}: {why}" for name, why in judged.flagged.items()]
@@ -144,7 +146,8 @@ def _status(board: Board) -> str:
     if board.num_failed:
         parts.append(f"{board.num_failed} failed")
     if best is not None and best.value is not None:
-        parts.append(f"best so far {best.name} ({number(best.value)} {unit})")
+        apart = "" if board.is_told_apart else ", not yet told apart"
+        parts.append(f"so far fastest {best.name} ({number(best.value)} {unit}){apart}")
     if left_s is not None and left_s >= 1:
         parts.append(f"about {elapsed(left_s)} left")
     return ", ".join(parts)
@@ -159,7 +162,8 @@ def _table(board: Board, now: str, room: int) -> Group:
     lines = sorted(board.lines.values(), key=lambda line: line.name != board.running)
     best = board.best
     for line in lines[:room]:
-        value = "" if line.value is None else f"{number(line.value)}{' *' if line is best else ''}"
+        mark = " *" if line is best and board.is_told_apart else ""
+        value = "" if line.value is None else f"{number(line.value)}{mark}"
         running = (now or "starting ranks") if line.name == board.running else ""
         failed = str(line.num_failed) if line.num_failed else ""
         table.add_row(

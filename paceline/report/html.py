@@ -204,7 +204,7 @@ def _over_time(sampled: dict[str, list[Point]]) -> str:
     lines = {name: [(x, y / scale) for x, y in points] for name, points in sampled.items()}
     if len(lines) > MAX_MINIS:
         return _band(lines, Axes("seconds", unit, from_zero=True))
-    axes = Axes("seconds", unit, from_zero=True, top=most / scale * 1.06, size="mini")
+    axes = Axes("seconds", unit, from_zero=True, top=most / scale, size="mini")
     drawn = {
         name: (
             f"at most {size(max(y for _, y in sampled[name]))}",

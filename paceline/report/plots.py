@@ -38,12 +38,13 @@ class Series:
 
 @dataclass(frozen=True)
 class Axes:
-    """`top`: the least that the y axis reaches up to. `log`: a second drawing on a log axis, for
-    the page's switch."""
+    """`bottom`, `top`: what the y axis reaches down and up to at least. `log`: a second drawing on
+    a log axis, for the page's switch."""
 
     x_label: str
     y_label: str
     from_zero: bool = False
+    bottom: float | None = None
     top: float | None = None
     shaded_to: float | None = None
     line_at: float | None = None
@@ -187,10 +188,10 @@ def ticks(low: float, high: float, wanted: int = 5, whole: bool = False) -> list
 
 
 def scale_y(series: Sequence[Series], axes: Axes) -> Scale:
-    values = [*_values(series), *([axes.line_at] if axes.line_at is not None else [])]
+    wanted = (axes.line_at, axes.bottom, axes.top)
+    values = [*_values(series), *(value for value in wanted if value is not None)]
     found = replace(padded(values, 0.06), is_up=True)
-    low = 0.0 if axes.from_zero else found.low
-    return replace(found, low=low, high=max(found.high, axes.top or found.high))
+    return replace(found, low=0.0) if axes.from_zero else found
 
 
 def _log_scale(series: Sequence[Series], axes: Axes) -> Scale | None:

@@ -20,6 +20,7 @@ UNITS = {
 # first sweeps were held to.
 MAX_SPREAD, MAX_DRIFT, MAX_VARIATION = 1.5, 0.10, 0.05
 GATES = f"p90/p50 over {MAX_SPREAD}, drift over {MAX_DRIFT:.0%}, runs over {MAX_VARIATION:.0%}"
+SIGNS = "★ the fastest, told apart from all others; ≈ not told apart from the best"
 VERDICTS = (
     ("faster", "the whole interval of the speedup is above 1"),
     ("slower", "the whole interval of the speedup is below 1"),
@@ -49,7 +50,8 @@ class RunLine:
 @dataclass(frozen=True)
 class CellLine:
     """One cell. `throughput` is in the sweep's unit of work, whatever metric it is compared by.
-    `is_winner`: not told apart from the best; one of those is chosen."""
+    `is_fastest`: told apart from every other; `is_tied`: not told apart from the best, as others
+    are; one of the best is chosen, whether or not it is alone."""
 
     cell: SweptCell
     runs: Sequence[RunLine]
@@ -58,7 +60,8 @@ class CellLine:
     peak_bytes: float | None
     global_batch: str
     flag: str = ""
-    is_winner: bool = False
+    is_fastest: bool = False
+    is_tied: bool = False
     is_chosen: bool = False
     is_baseline: bool = False
 
@@ -81,8 +84,19 @@ class CellLine:
         return [run for run in self.runs if run.problem]
 
     @property
+    def is_winner(self) -> bool:
+        return self.is_fastest or self.is_tied or self.is_chosen
+
+    @property
     def sign(self) -> str:
-        return "★" if self.is_chosen else "☆" if self.is_winner else ""
+        """Return a star only for what is proven; nothing for a cell that had no rival."""
+        return "★" if self.is_fastest else "≈" if self.is_tied else ""
+
+    @property
+    def label(self) -> str:
+        """Return its name with all that is to be said of it in a table."""
+        taken = " (chosen)" if self.is_chosen and self.is_tied else ""
+        return f"{self.name} {self.sign}".rstrip() + taken + (" (baseline)" * self.is_baseline)
 
     @property
     def verdict(self) -> str:

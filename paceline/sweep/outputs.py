@@ -83,6 +83,10 @@ def _cell_line(
 ) -> CellLine:
     standing = judgement.standing_of(cell.name)
     flag = judgement.flagged.get(cell.name, "")
+    leads = judgement.is_winner(cell.name)
+    compared = judgement.standings.rows if judgement.standings else ()
+    num_leading = sum(judgement.is_winner(row.group.name) for row in compared)
+    num_compared = len([row for row in compared if row.group.name not in judgement.flagged])
     batches = sorted({row["global_batch"] for row in rows})
     return CellLine(
         cell=cell,
@@ -92,7 +96,8 @@ def _cell_line(
         peak_bytes=peak_bytes(standing, rows),
         global_batch=" or ".join(batches),
         flag=flag,
-        is_winner=judgement.is_winner(cell.name),
+        is_fastest=leads and num_leading == 1 and num_compared > 1,
+        is_tied=leads and num_leading > 1,
         is_chosen=cell.name == judgement.winner,
         is_baseline=plain_name(cell.name) == record.baseline,
     )

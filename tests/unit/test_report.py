@@ -87,7 +87,7 @@ def test_a_finished_run(run: RunDir) -> None:
     cards = page.partition("<h2>Plan</h2>")[0]
     assert cards.count("steps 6 to 20") == 1, "the window is said once, not on every card"
     assert "samples/s" not in cards, "a job in tokens has one rate"
-    assert page.count('class="card"') + page.count('class="card hero"') == 10
+    assert page.count('class="tile"') == 5
 
 
 def test_the_loss_is_one_chart_with_switches_that_need_no_script(run: RunDir) -> None:

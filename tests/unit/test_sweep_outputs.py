@@ -228,6 +228,48 @@ def test_a_tie_is_said(folder: SweepDir) -> None:
     assert [row["is_winner"] for row in read_table(folder.ranked)] == ["true", "true"]
 
 
+def test_what_cannot_be_told_apart_is_not_crowned(folder: SweepDir) -> None:
+    record = draw_record({"data.num_workers": ["0", "2"]})
+    rows = [draw_row(folder, cell.name, n) for cell in record.cells for n in (1, 2, 3)]
+    rates = [100.0, 108.0, 99.0]
+    figures = {r["run_dir"]: draw_figures(rates[n % 3] + n) for n, r in enumerate(rows)}
+    write_outputs(folder, record, rows, judge_rows(record, rows, figures))
+    page, summary = folder.report.read_text(), folder.summary.read_text()
+    assert re.findall(r'class="mark-sign">(.)<', page) == ["≈", "≈"]
+    levels = re.findall(r'style="--level: (\d+)"', page)
+    assert len(levels) == 2 and len(set(levels)) == 1, "nor by a stronger colour"
+    assert "not told apart from 1 other" in page and '<p class="soft">fastest</p>' not in page
+    rows_of_summary = [line for line in summary.splitlines() if line.startswith("| ")]
+    assert not any("★" in line for line in rows_of_summary)
+    assert sum("≈ (chosen)" in line for line in rows_of_summary) == 1
+
+
+def test_losses_of_cells_are_drawn_and_equal_ones_are_one_line(folder: SweepDir) -> None:
+    record = draw_record({"data.num_workers": ["0", "2"], "seed": ["1", "2"]})
+    rows = [draw_row(folder, cell.name, n) for cell in record.cells for n in (1, 2)]
+    figures = {
+        row["run_dir"]: draw_figures(
+            100.0 + n, losses=(5.0, 3.0, 2.0) if row["group"].endswith("1") else (5.0, 4.0, 3.9)
+        )
+        for n, row in enumerate(rows)
+    }
+    write_outputs(folder, record, rows, judge_rows(record, rows, figures))
+    page = folder.report.read_text()
+    losses = page[page.index("<h2>Losses</h2>") : page.index("<h2>All cells</h2>")]
+    assert len(re.findall(r'<path class="line c\d"', losses)) == 2
+    keys = re.findall(r"</i>([^<]+)</span>", losses)
+    assert sorted(sorted(key.split("; ")) for key in keys) == [
+        ["num_workers=0,seed=1", "num_workers=2,seed=1"],
+        ["num_workers=0,seed=2", "num_workers=2,seed=2"],
+    ]
+
+
+def test_throughput_in_the_scatter_begins_at_zero(sweep: Sweep) -> None:
+    page = sweep[0].report.read_text()
+    chart = page[page.index("<h2>Throughput against memory") : page.index("<h2>Cells by")]
+    assert '<span style="top: 100.00%">0</span>' in chart and "throughput from 0" in chart
+
+
 def test_a_flagged_cell_that_leads_is_not_called_fastest(folder: SweepDir) -> None:
     record = draw_record({"data.num_workers": ["0", "2"]})
     rows = [draw_row(folder, cell.name, n) for cell in record.cells for n in (1, 2, 3)]
