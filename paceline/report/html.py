@@ -1,5 +1,6 @@
 """report.html: one self-contained page, light and dark, readable on a phone."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
@@ -10,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from paceline import __version__
+from paceline.records.tables import TrainingRow
 from paceline.records.words import count, shown, size
 from paceline.report.pipeline import (
     Table,
@@ -35,8 +37,9 @@ MAX_SAMPLE_IDS = 64
 MAX_MINIS = 8  # small charts side by side; more ranks than these are drawn as a band
 
 
-def render_html(story: Story) -> str:
-    """The page; every name from outside is escaped by the template."""
+def render_html(story: Story, others: Mapping[str, Sequence[TrainingRow]] | None = None) -> str:
+    """Return the page; every name from outside is escaped, by the template or by the drawing.
+    `others`: rows of other runs by name, whose losses are drawn beside this one's."""
     pipeline = _pipeline(story)
     sheets = ["report.css", "gantt.css"] if pipeline else ["report.css"]
     style = "".join((resources.files("paceline.report") / name).read_text() for name in sheets)
@@ -45,7 +48,7 @@ def render_html(story: Story) -> str:
         figures=headline(story),
         further=further(story),
         basis=basis(story),
-        hero=_hero(story),
+        hero=_hero(story, others or {}),
         asked=asked(story),
         started=started(story),
         charts=_charts(story),
@@ -108,8 +111,8 @@ def _pipeline(story: Story) -> PipelineSection | None:
     )
 
 
-def _hero(story: Story) -> Hero:
-    """The loss of each step, pale where a smoothed line lies above it, with validation."""
+def _hero(story: Story, others: Mapping[str, Sequence[TrainingRow]]) -> Hero:
+    """Draw the loss of each step, pale where a smoothed line lies above it, with validation."""
     train = [(float(row.step), row.loss) for row in story.training]
     val = [(float(row.step), row.val_loss) for row in story.training if row.val_loss is not None]
     smoothed, num_steps = smooth(train)
@@ -123,6 +126,9 @@ def _hero(story: Story) -> Hero:
         Series(f"training, mean of {num_steps} steps", smoothed, "c1", layer="smooth"),
         Series("validation", val, "c2", marked=True),
     ]
+    for place, (name, rows) in enumerate(others.items()):
+        points = [(float(row.step), row.loss) for row in rows]
+        lines.append(Series(name, smooth(points)[0] or points, f"c{place % 4 + 3}"))
     drawing = line_chart(lines, axes)
     return Hero(Markup(drawing), bool(smoothed), has_log='class="ys log"' in drawing)
 
