@@ -1,6 +1,5 @@
 """The targets of `paceline bench`: pairs of configs in targets/*.yaml, and the names they go by."""
 
-import difflib
 import json
 from functools import cache
 from importlib import resources
@@ -12,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from paceline.config.overrides import parse_override
 from paceline.config.schema import Positive, Section
 from paceline.errors import ConfigError
+from paceline.records.words import did_you_mean
 
 Device = Literal["cpu", "cuda"]
 Goal = Literal["speed", "memory"]
@@ -118,8 +118,7 @@ def find_names(word: str) -> list[str]:
     aliases = {alias: target.name for target in targets.values() for alias in target.aliases}
     name = aliases.get(name, name)
     if name not in targets:
-        close = difflib.get_close_matches(name, [*targets, ALL, *CHAPTERS], n=1)
-        guess = f"did you mean {close[0]}? " if close else ""
+        guess = did_you_mean(name, [*targets, ALL, *CHAPTERS])
         raise ConfigError(
             f"there is no target '{word}'\nhint: {guess}the targets are {', '.join(targets)}"
         )

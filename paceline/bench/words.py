@@ -1,11 +1,13 @@
 """A bench in words: the table of a pair for the screen, and summary.md."""
 
-from collections.abc import Sequence
 from statistics import fmean, geometric_mean
 
 from paceline.bench.records import ArmResult, BenchReport, PairResult, Range
+from paceline.records.words import count, duration, interval, number, ratio, size, table
 
 COLUMNS = ("arm", "rate", "step p50/p90", "ratio", "memory", "saves", "start-up", "loss", "verdict")
+
+MIN_RUNS = 3  # an interval of two runs is honest, and so wide that it says nothing to a reader
 
 
 def rows_of(pair: PairResult) -> list[tuple[str, ...]]:
@@ -28,7 +30,7 @@ def summarise(report: BenchReport) -> str:
     for pair in report.pairs:
         lines += ["", f"## {pair.target}: {pair.title}", "", *_facts(pair)]
         if pair.arms:
-            lines += ["", *_markdown(COLUMNS, rows_of(pair))]
+            lines += ["", table(COLUMNS, rows_of(pair))]
     if report.gate:
         lines += ["", "## Against the stored expectations", ""]
         lines += [f"- {row}" for row in report.gate]
@@ -52,9 +54,9 @@ def _row(pair: PairResult, arm: ArmResult) -> tuple[str, ...]:
     return (
         arm.name,
         f"{rate_of(arm)} {_unit(pair)}",
-        f"{p50 * 1000:.1f} / {p90 * 1000:.1f} ms",
+        f"{duration(p50)} / {duration(p90)}",
         speed_ratio(pair, arm),
-        f"{max(arm.peak_bytes) / 2**20:,.0f} MiB" if arm.peak_bytes else "",
+        size(max(arm.peak_bytes)) if arm.peak_bytes else "",
         memory_ratio(pair, arm),
         _startup(arm),
         "" if arm.loss_difference is None else f"{arm.loss_difference:.1e}",
@@ -63,9 +65,9 @@ def _row(pair: PairResult, arm: ArmResult) -> tuple[str, ...]:
 
 
 def rate_of(arm: ArmResult) -> str:
-    if arm.rate is None:
-        return f"{geometric_mean(arm.rates):,.0f}"
-    return f"{arm.rate.value:,.0f} ({arm.rate.low:,.0f} to {arm.rate.high:,.0f})"
+    if arm.rate is None or len(arm.rates) < MIN_RUNS:
+        return number(geometric_mean(arm.rates))
+    return interval(arm.rate.value, arm.rate.low, arm.rate.high)
 
 
 def _verdict(pair: PairResult, arm: ArmResult) -> str:
@@ -77,10 +79,10 @@ def _verdict(pair: PairResult, arm: ArmResult) -> str:
 
 
 def _claim(pair: PairResult, arm: ArmResult) -> str:
-    ratio = speed_ratio(pair, arm)
-    speed = f"{ratio} of the rate, {arm.verdict}"
+    against = speed_ratio(pair, arm)
+    speed = f"{against} of the rate, {arm.verdict}"
     if pair.per_device:
-        speed = f"scaling efficiency {ratio}"
+        speed = f"scaling efficiency {against}"
     if pair.goal == "speed":
         return f"{arm.name} {speed}"
     if not arm.peak_bytes:
@@ -92,8 +94,9 @@ def _claim(pair: PairResult, arm: ArmResult) -> str:
 
 
 def _startup(arm: ArmResult) -> str:
-    parts = [f"{arm.startup_s:.1f} s"] if arm.startup_s is not None else []
-    parts += [f"compiling {arm.compile_s:.1f} s"] if arm.compile_s and arm.compile_s > 0.1 else []
+    parts = [duration(arm.startup_s)] if arm.startup_s is not None else []
+    if arm.compile_s and arm.compile_s > 0.1:
+        parts.append(f"compiling {duration(arm.compile_s)}")
     return ", ".join(parts)
 
 
@@ -110,21 +113,19 @@ def memory_ratio(pair: PairResult, arm: ArmResult) -> str:
 def _ratio(
     pair: PairResult, arm: ArmResult, found: Range | None, over: list[float], under: list[float]
 ) -> str:
-    """With its interval; where nothing was repeated the number alone."""
-    if found is not None or arm.name == pair.baseline or not (over and under):
+    """Return it with its interval; of too few runs the number alone."""
+    if arm.name == pair.baseline or not (over and under):
         return span(found)
-    return f"{fmean(over) / fmean(under):.3f} (no interval)"
+    if found is not None and min(len(over), len(under)) >= MIN_RUNS:
+        return span(found)
+    value = fmean(over) / fmean(under) if found is None else found.value
+    return f"{value:.3f} (no interval from {count(min(len(over), len(under)), 'run')})"
 
 
 def span(found: Range | None) -> str:
-    return "" if found is None else f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
+    return "" if found is None else ratio(found.value, found.low, found.high)
 
 
 def _unit(pair: PairResult) -> str:
     unit = pair.metric.replace("_per_s", "/s")
     return f"{unit} a device" if pair.per_device else unit
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]

@@ -154,7 +154,7 @@ def _verify(folder: CheckpointFolder, step: int, say: Callable[[str], None]) -> 
 
 def require_sound(folder: CheckpointFolder, step: int, say: Callable[[str], None]) -> Manifest:
     """Read every byte of one checkpoint, and say which large file is being read."""
-    from paceline.report.story import size
+    from paceline.records.words import size
 
     manifest, problems = folder.manifest(step), []
     for name, wanted in manifest.files.items():

@@ -53,14 +53,13 @@ def _print(report: "CheckReport") -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from paceline.plan.crew import count_ranks
+    from paceline.records.words import count
 
     console = Console(highlight=False, soft_wrap=True)
     crew = report.crew
-    machines = "1 machine" if crew.num_nodes == 1 else f"{crew.num_nodes} machines"
     console.print(
-        f"{count_ranks(crew.world_size)} on {machines}, {crew.device.value}, {crew.backend.value}"
-        f" ({escape(crew.backend.because)})"
+        f"{count(crew.world_size, 'rank')} on {count(crew.num_nodes, 'machine')},"
+        f" {crew.device.value}, {crew.backend.value} ({escape(crew.backend.because)})"
     )
     _print_ranks(console, report)
     _print_group(console, report)
@@ -76,6 +75,7 @@ def _print_ranks(console: "Console", report: "CheckReport") -> None:
     from paceline.check.judge import expect_copy
     from paceline.machine.measures import MatmulRate
     from paceline.plan.peaks import peak_flops
+    from paceline.records.words import number
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("rank", "host", "device", "cores", "matmul", "memory copy"):
@@ -87,11 +87,11 @@ def _print_ranks(console: "Console", report: "CheckReport") -> None:
                 on_gpu = rank.device_id != "cpu" and rate.precision in ("bf16", "fp32")
                 peak = peak_flops(rank.device, rate.precision).value if on_gpu else None
                 of = f" of {peak / 1e12:.0f}" if peak else ""
-                matmuls.append(f"{rate.precision} {_figure(rate.tflop_per_s)}{of} TFLOP/s")
+                matmuls.append(f"{rate.precision} {number(rate.tflop_per_s, 3)}{of} TFLOP/s")
             else:
                 expected = expect_copy(rank)
                 of = f" of about {expected:.0f}" if expected else ""
-                copies.append(f"{_figure(rate.gb_per_s)}{of} GB/s")
+                copies.append(f"{number(rate.gb_per_s, 3)}{of} GB/s")
         name = rank.device if rank.device_id == "cpu" else f"{rank.device} {rank.device_id[:12]}"
         table.add_row(
             str(rank.rank), rank.host, name, str(rank.cores), "\n".join(matmuls), "\n".join(copies)
@@ -105,6 +105,7 @@ def _print_group(console: "Console", report: "CheckReport") -> None:
 
     from paceline.check.judge import expect_link
     from paceline.machine.facts import probe
+    from paceline.records.words import duration, size
 
     group = report.group
     if group is None:
@@ -120,8 +121,8 @@ def _print_group(console: "Console", report: "CheckReport") -> None:
     for speed in group.speeds:
         table.add_row(
             speed.op,
-            _size(speed.num_bytes),
-            _time(speed.median_s),
+            size(speed.num_bytes),
+            duration(speed.median_s),
             *_bandwidths(speed),
         )
     console.print(table)
@@ -140,18 +141,3 @@ def _bandwidths(speed: "Speed") -> tuple[str, str]:
     if speed.num_bytes < LARGE_BYTES:
         return "", ""
     return f"{speed.algbw_gb_per_s:.3g} GB/s", f"{speed.busbw_gb_per_s:.3g} GB/s"
-
-
-def _figure(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:g} {unit}"
-    return f"{num_bytes} B"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

@@ -103,7 +103,7 @@ def convert(
     """
     from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout, shown
     from paceline.records.rundir import RunDir
-    from paceline.report.story import size
+    from paceline.records.words import size
 
     with refusals_on_stdout(as_json):
         run = RunDir.open(run_dir)
@@ -136,7 +136,7 @@ def _print_table(found: list["Listed"]) -> None:
 
 
 def _cells(listed: "Listed") -> tuple[str, ...]:
-    from paceline.report.story import size
+    from paceline.records.words import size
 
     marks = ("latest",) * listed.is_latest + ("best",) * listed.is_best
     best = f"{listed.val_loss:.4g} at {listed.val_loss_step}" if listed.val_loss is not None else ""
@@ -172,7 +172,7 @@ def _printable(text: str) -> str:
 
 
 def _print_verdicts(found: list["Verified"]) -> None:
-    from paceline.report.story import size
+    from paceline.records.words import size
 
     for verified in found:
         name = f"step_{verified.step}"

@@ -83,21 +83,23 @@ def _print_table(console: "Console", found: "Comparison") -> None:
 
 
 def _cells(side: "SideFigures") -> list[str]:
+    from paceline.records import words
+
     failed = f" ({len(side.failed)} failed)" if side.failed else ""
-    rate = "" if side.value is None else f"{side.value:,.1f}"
-    if side.low is not None and side.high is not None:
-        rate += f" ({side.low:,.1f} to {side.high:,.1f})"
+    rate = "" if side.value is None else words.number(side.value)
+    if side.value is not None and side.low is not None and side.high is not None:
+        rate = words.interval(side.value, side.low, side.high)
     steps = [side.step_s_p50, side.step_s_p90]
-    times = " / ".join(f"{1000 * each:.1f}" for each in steps if each is not None)
+    times = " / ".join(words.duration(each) for each in steps if each is not None)
     ratio = "" if side.ratio is None else f"{side.ratio:.3f}, no interval"
     if side.speedup:
-        ratio = "{:.3f} ({:.3f} to {:.3f})".format(*side.speedup)
+        ratio = words.ratio(*side.speedup)
     return [
         side.name,
         f"{side.num_runs}{failed}",
         rate,
-        f"{times} ms" if times else "",
-        f"{side.peak_bytes / 2**20:,.0f} MiB" if side.peak_bytes else "",
+        times,
+        words.size(side.peak_bytes) if side.peak_bytes else "",
         "" if side.tail_loss is None else f"{side.tail_loss:.4f}",
         ratio,
         side.verdict,

@@ -135,7 +135,7 @@ def _print(plan: "Plan") -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from paceline.report.story import shown, size
+    from paceline.records.words import shown, size
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{escape(plan.name)}[/]: {plan.steps} steps of {escape(plan.workload)}")

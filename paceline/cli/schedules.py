@@ -9,7 +9,7 @@ from rich.markup import escape
 from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout
 from paceline.errors import ConfigError
 from paceline.records import ScheduleComparison, ScheduleRow
-from paceline.report.story import size
+from paceline.records.words import duration, size
 
 COLUMNS = (
     "schedule", "step", "vs best", "bubble", "formula", "fullest rank", "in flight", "status",
@@ -93,7 +93,7 @@ def _cells(row: ScheduleRow) -> tuple[str, ...]:
     twice = "; parameters held twice" if row.parameter_copies > 1 else ""
     return (
         row.name,
-        seconds(row.step_s),
+        duration(row.step_s, digits=4),
         "" if row.against_best is None else f"{row.against_best:+.1%}",
         f"{row.bubble:.1%}",
         f"{'=' if row.is_exact else '~'} {row.formula_bubble:.1%} {row.formula}",
@@ -127,11 +127,3 @@ def _print_drawing(console: Console, made: ScheduleComparison) -> None:
         return
     console.print(f"the order of {made.best.name}, as if F = I = W and transfers were free:")
     console.print(escape(made.drawing), end="")
-
-
-def seconds(value: float) -> str:
-    """`1.23 s`, `45.6 ms`, `7.8 us`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if value >= scale:
-            return f"{value / scale:.4g} {unit}"
-    return f"{value / 1e-6:.4g} us"

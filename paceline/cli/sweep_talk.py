@@ -13,12 +13,12 @@ from paceline.cli.talk import ConsoleTalk, say_failure, shown
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
 from paceline.records.swept import SweepRecord
-from paceline.report.story import duration
+from paceline.records.words import duration, elapsed, number
 from paceline.report.sweep_story import (
+    SIGNS,
     UNITS,
     SweepStory,
     answer,
-    number,
     rate_cell,
     reference,
     speedup_cell,
@@ -27,14 +27,13 @@ from paceline.sweep.board import Board
 from paceline.sweep.flow import SweepEnd
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.manifest import load_manifest
+from paceline.sweep.outputs import tell
 from paceline.sweep.phases import describe_schedule
 from paceline.sweep.spec import SweepSpec
-from paceline.sweep.story import tell
 
 PLAIN_INTERVAL_S = 5.0
 FEW_STEPS = 20
 MAX_CELLS = 40
-SIGNS = "★ chosen, ☆ not told apart from the best"
 BESIDE = 8  # lines of the screen that the live table leaves: it cannot be redrawn if higher
 
 
@@ -81,7 +80,7 @@ class SweepConsole(ConsoleTalk):
     def _heartbeat(self, row: dict[str, str], plan: Plan) -> None:
         step, step_s = int(row["step"]), float(row["step_s"])
         left_s = (plan.steps - step) * step_s
-        self._now = f"step {step}/{plan.steps}  {step_s * 1000:.1f} ms  {left_s:.0f} s left"
+        self._now = f"step {step}/{plan.steps}  {duration(step_s)}  {elapsed(left_s)} left"
         if self._live is not None:
             self._redraw()
         elif time.monotonic() - self._last_line_at >= PLAIN_INTERVAL_S:
@@ -129,7 +128,9 @@ def _say_answer(end: SweepEnd, story: SweepStory) -> list[str]:
     for line in story.measured:
         speedup = f"{speedup_cell(line)} times" if speedup_cell(line) else ""
         cells = (f"{rate_cell(line)} {story.unit}", speedup, line.verdict)
-        lines.append(f" {line.sign or ' '} {line.name}: {', '.join(filter(None, cells))}")
+        chosen = " (chosen)" if line.is_chosen and line.is_tied else ""
+        said = ", ".join(filter(None, cells))
+        lines.append(f" {line.sign or ' '} {line.name}{chosen}: {said}")
     if story.measured:
         lines.append(f"{SIGNS}; a speedup is against {reference(story)}")
     lines += [f"not crowned: {name}: {why}" for name, why in judged.flagged.items()]
@@ -145,9 +146,10 @@ def _status(board: Board) -> str:
     if board.num_failed:
         parts.append(f"{board.num_failed} failed")
     if best is not None and best.value is not None:
-        parts.append(f"best so far {best.name} ({number(best.value)} {unit})")
+        apart = "" if board.is_told_apart else ", not yet told apart"
+        parts.append(f"so far fastest {best.name} ({number(best.value)} {unit}){apart}")
     if left_s is not None and left_s >= 1:
-        parts.append(f"about {duration(left_s)} left")
+        parts.append(f"about {elapsed(left_s)} left")
     return ", ".join(parts)
 
 
@@ -160,7 +162,8 @@ def _table(board: Board, now: str, room: int) -> Group:
     lines = sorted(board.lines.values(), key=lambda line: line.name != board.running)
     best = board.best
     for line in lines[:room]:
-        value = "" if line.value is None else f"{number(line.value)}{' *' if line is best else ''}"
+        mark = " *" if line is best and board.is_told_apart else ""
+        value = "" if line.value is None else f"{number(line.value)}{mark}"
         running = (now or "starting ranks") if line.name == board.running else ""
         failed = str(line.num_failed) if line.num_failed else ""
         table.add_row(

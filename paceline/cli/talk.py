@@ -14,8 +14,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from paceline.errors import Outcome, PacelineError
 from paceline.launch.cause import REFUSALS, STOPS
-from paceline.records import Plan, Result
+from paceline.records import Plan, Result, words
 from paceline.records.rundir import RunDir
+from paceline.records.words import count, duration, elapsed, number
 
 PLAIN_INTERVAL_S = 5.0
 MAX_SAMPLE_IDS = 8
@@ -33,7 +34,7 @@ class ConsoleTalk:
         self.console.print(escape(text))
 
     def training(self, run: RunDir, plan: Plan) -> Callable[[dict[str, str]], None]:
-        ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+        ranks = count(plan.world_size, "rank")
         self.say(
             f"training {plan.name} for {plan.steps} steps on {ranks} ({plan.device.value},"
             f" {plan.strategy.value}, {plan.precision.value}) in {shown(run.root)}"
@@ -71,16 +72,16 @@ class ConsoleTalk:
             left_s = (plan.steps - int(row["step"])) * float(row["step_s"])
             # The first steps are slow and say nothing of the rest.
             is_known = row["warmup"] == "0" and left_s >= 1
-            left = f"  about {left_s:.0f} s left" if is_known else ""
+            left = f"  about {elapsed(left_s)} left" if is_known else ""
             self.say(f"step {row['step']}/{plan.steps}  {_describe(row)}{left}")
 
 
 def _describe(row: dict[str, str]) -> str:
     rate = row["tokens_per_s"] or row["samples_per_s"]
     unit = "tokens/s" if row["tokens_per_s"] else "samples/s"
-    val = f"  validation {float(row['val_loss']):.4g}" if row["val_loss"] else ""
-    step_ms = float(row["step_s"]) * 1000
-    return f"loss {float(row['loss']):.4g}{val}  {step_ms:.1f} ms/step  {float(rate):,.0f} {unit}"
+    val = f"  validation {number(float(row['val_loss']))}" if row["val_loss"] else ""
+    step = duration(float(row["step_s"]), digits=4)
+    return f"loss {number(float(row['loss']))}{val}  {step}/step  {number(float(rate))} {unit}"
 
 
 def print_problems(error: PacelineError) -> None:
@@ -109,7 +110,9 @@ def refusals_on_stdout(as_json: bool) -> Iterator[None]:
 def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
     """The last lines of a run: how it ended, its figures with their window, its report."""
     if result.outcome is Outcome.OK:
-        talk.say(f"finished {result.steps} steps, loss {_number(result.final_loss)}{_val(result)}")
+        talk.say(
+            f"finished {result.steps} steps, loss {words.shown(result.final_loss)}{_val(result)}"
+        )
     elif result.outcome in STOPS:
         said = f"{result.outcome} after step {result.steps} (exit {result.exit_code})"
         talk.say(f"{said}{_way_on(result, run)}")
@@ -121,7 +124,7 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
         rate, unit = result.tokens_per_s or result.samples_per_s, "samples/s"
         unit = "tokens/s" if result.tokens_per_s else unit
         talk.say(
-            f"{rate:,.0f} {unit}, step p50 {result.step_s.p50 * 1000:.1f} ms"
+            f"{number(rate or 0.0)} {unit}, step p50 {duration(result.step_s.p50, digits=4)}"
             f" ({result.window.file}, steps {result.window.first_step}"
             f" to {result.window.last_step})"
         )
@@ -173,16 +176,12 @@ def _val(result: Result) -> str:
     """Validation loss, and beside it what knowing only the frequency of each byte would give."""
     if result.val_loss is None:
         return ""
-    text = f", validation loss {result.val_loss:.4g}"
+    text = f", validation loss {number(result.val_loss)}"
     entropy = result.data_facts.get("unigram_entropy")
     if entropy is None:
         return text
     side = "below" if result.val_loss < entropy else "not below"
-    return f"{text} nats a byte, {side} the corpus's byte-unigram entropy {entropy:.4g}"
-
-
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4g}"
+    return f"{text} nats a byte, {side} the corpus's byte-unigram entropy {number(entropy)}"
 
 
 def shown(path: Path) -> str:

@@ -1,6 +1,5 @@
 """The schema in words: every key with its type, default and meaning, and the nearest known key."""
 
-import difflib
 import types
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -10,6 +9,7 @@ from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
 from paceline.records import Part
+from paceline.records.words import nearest
 
 _SIGNS = {
     annotated_types.Ge: (">=", "ge"),
@@ -83,11 +83,10 @@ def nearest_word(field: FieldInfo, value: Any) -> str | None:
     """The word that a misspelt one most likely meant, among those that a field's type allows."""
     parts = [field.annotation, *get_args(field.annotation)]
     words = [str(w) for part in parts if get_origin(part) is Literal for w in get_args(part)]
-    close = difflib.get_close_matches(str(value), words, n=1)
-    return close[0] if close else None
+    return nearest(str(value), words)
 
 
-def nearest(path: str, schema: type[BaseModel]) -> str | None:
+def nearest_key(path: str, schema: type[BaseModel]) -> str | None:
     """The known key a misspelt one most likely meant."""
     known = {key.path: key.path.rpartition(".") for key in iter_keys(schema)}
     section, _, leaf = path.rpartition(".")
@@ -95,9 +94,9 @@ def nearest(path: str, schema: type[BaseModel]) -> str | None:
     anywhere = {parts[2]: key for key, parts in known.items()}
     # The last part decides: two keys of one section are alike in most of their letters.
     for leaves in (beside, anywhere):
-        close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.65)
-        if close:
-            return leaves[close[0]]
+        close = nearest(leaf, leaves, cutoff=0.65)
+        if close is not None:
+            return leaves[close]
     return None
 
 

@@ -4,7 +4,6 @@ draft = read_draft("lm_tiny", ["train.steps=50"])     YAML and overrides, nothin
 config = validate(draft, schema)                      all problems at once, or a config
 """
 
-import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from paceline.config.describe import (
 from paceline.config.overrides import Override, apply_override, parse_override, unknown_key
 from paceline.config.schema import SECRET_NAME, RunConfig, Section
 from paceline.errors import ConfigError
+from paceline.records.words import did_you_mean
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
@@ -62,8 +62,7 @@ def recipe_names() -> list[str]:
 
 def recipe_text(name: str) -> str:
     if name not in recipe_names():
-        close = difflib.get_close_matches(name, recipe_names(), n=1)
-        guess = f"did you mean {close[0]}? " if close else ""
+        guess = did_you_mean(name, recipe_names())
         raise ConfigError(
             f"there is no recipe or file '{name}'\n"
             f"hint: {guess}the recipes are {', '.join(recipe_names())}"

@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 from yaml import YAMLError
 
-from paceline.config.describe import field_at, is_open_map, nearest
+from paceline.config.describe import field_at, is_open_map, nearest_key
 
 _SHAPE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.\-]*)(?:=(?P<value>.*))?", re.DOTALL)
 
@@ -66,7 +66,7 @@ def apply_override(tree: DictConfig, override: Override, schema: type[BaseModel]
 
 
 def unknown_key(key: str, place: str, schema: type[BaseModel]) -> str:
-    close = nearest(key, schema)
+    close = nearest_key(key, schema)
     hint = f"did you mean {close}?" if close else "`paceline recipes --keys RECIPE` lists every key"
     return f"unknown key {key} in {place}\nhint: {hint}"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from paceline.config.schema import LaunchConfig
 from paceline.machine.hosts import read_hostfile
 from paceline.machine.topology import Topology
-from paceline.records import Choice, Crew, Env, Finding
+from paceline.records import Choice, Crew, Env, Finding, words
 
 LOCAL_ONLY = ("local",)
 READ_AT_START = {
@@ -262,4 +262,5 @@ def _choose_backend(launch: LaunchConfig, device: Choice, is_shared: bool) -> Ch
 
 
 def count_ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
+    """Return `1 rank`, `2 ranks`."""
+    return words.count(count, "rank")

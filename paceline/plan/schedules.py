@@ -27,6 +27,7 @@ from paceline.records import (
     ScheduleRow,
     Sourced,
 )
+from paceline.records.words import duration, size
 from paceline.schedules.choose import (
     Block,
     Candidate,
@@ -256,12 +257,12 @@ def _surroundings(
     sources = []
     if times.transfer_s is not None:
         transfer_s = times.transfer_s
-        because = f"{transfer_s * 1e3:.4g} ms a microbatch, from where the times are from"
+        because = f"{duration(transfer_s, 4)} a microbatch, from where the times are from"
         sources.append(Sourced(what="transfers", kind=kind, because=because))
     else:
         sent = max(block.sent_bytes for block in counted) * cut.samples
         transfer_s = sent / link.per_s
-        because = f"{sent / 2**20:.3g} MiB of activations from rank to rank over the link"
+        because = f"{size(sent)} of activations from rank to rank over the link"
         sources += [Sourced(what="transfers", kind="counted", because=because), link.source]
     if times.activation_bytes is None or times.state_bytes is None:
         sources.append(Sourced(what="memory", kind="counted", because=MEMORY_SOURCE))
@@ -276,7 +277,7 @@ def _memory(env: Env, crew: Crew) -> tuple[float, Sourced]:
     """What a rank has, where it has a device of its own."""
     if crew.device.value == "cuda" and env.gpus:
         smallest = min(gpu.memory_bytes for gpu in env.gpus)
-        because = f"{smallest / 2**30:.4g} GiB, the smallest GPU here"
+        because = f"{size(smallest)}, the smallest GPU here"
         return smallest, Sourced(what="memory of a rank", kind="measured", because=because)
     because = "not limited: no GPU is looked at; memory_bytes in a --times file states it"
     return float("inf"), Sourced(what="memory of a rank", kind="assumed", because=because)

@@ -7,6 +7,7 @@ from paceline.machine.expectations import expected_link_gb_per_s
 from paceline.machine.kept_rates import load_link, load_matmul_tflops
 from paceline.plan.peaks import peak_flops
 from paceline.records import Crew, Env, Sourced
+from paceline.records.words import size
 
 # GB/s one way. Two gloo ranks on one machine: 0.7 to 2.3 in benchmarks/results/check_bandwidth.txt;
 # PCIe 4.0 x16: 32 by its standard, less what its packets take; between machines: 100 Gbit/s.
@@ -50,7 +51,7 @@ def choose_link(env: Env, crew: Crew) -> Speed:
     if measured is not None:
         because = (
             f"{measured.gb_per_s:.3g} GB/s, the slowest link that `paceline check` measured here,"
-            f" with {measured.num_bytes / 2**20:.0f} MiB"
+            f" with {size(measured.num_bytes)}"
         )
         return _link(measured.gb_per_s, "measured", because)
     if crew.num_nodes > 1:

@@ -45,6 +45,22 @@ class RunDir:
         return run
 
     @classmethod
+    def require_creatable(cls, out: Path) -> None:
+        """Refuse, before anything takes time, what `create` would refuse of `--out`."""
+        place = next(path for path in (out, *out.absolute().parents) if path.exists())
+        if not place.is_dir():
+            raise ConfigError(
+                f"cannot make the directory {out}: {place} is a file\nhint: give another --out"
+            )
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"cannot make the directory {out}: {place} cannot be written\n"
+                "hint: give --out a directory that can be created and written"
+            )
+        if out.is_dir():
+            cls(out.resolve()).require_fresh()
+
+    @classmethod
     def open(cls, path: Path) -> Self:
         run = cls(path.resolve())
         if (path / "sweep.json").is_file():
@@ -108,7 +124,8 @@ class RunDir:
         return self.root / "telemetry.csv"
 
     def telemetry_of(self, rank: int) -> Path:
-        """Each machine's first rank samples it; rank 0's file is the one with the plain name."""
+        """Each rank samples its memory, a machine's first rank the machine too. Rank 0's file is
+        the one with the plain name."""
         return self.telemetry if rank == 0 else self.root / f"telemetry_rank{rank}.csv"
 
     @property

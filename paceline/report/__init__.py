@@ -1,18 +1,23 @@
 """summary.md and report.html from the files of a run, and timeline.json of one with a pipeline. A
 pure reader: no torch, no other stage."""
 
+from collections.abc import Sequence
+
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
+from paceline.records.tables import read_training
 from paceline.report.html import render_html
 from paceline.report.markdown import render_markdown
 from paceline.report.story import read_story
 from paceline.schedules.trace import render_trace
 
 
-def write_report(run: RunDir) -> None:
-    """Write them for a run, whatever state it is in."""
+def write_report(run: RunDir, beside: Sequence[RunDir] = ()) -> None:
+    """Write them for a run, whatever state it is in; the losses of the runs `beside` it are drawn
+    into its own."""
     story = read_story(run)
+    others = {other.root.name: read_training(other.training) for other in beside}
     write_atomic(run.summary, render_markdown(story))
-    write_atomic(run.report, render_html(story))
+    write_atomic(run.report, render_html(story, others))
     if story.measured is not None:
         write_atomic(run.timeline, render_trace(story.measured.median))

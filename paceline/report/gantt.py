@@ -8,14 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from paceline.records.words import duration, short, time_unit
 from paceline.report.plots import ticks
 from paceline.schedules.actions import Action
 from paceline.schedules.timeline import Interval, RankTimeline, Timeline
 
 WIDTH, LEFT, RIGHT = 1000, 62, 56
 HEADING, ROW, BAR, AXIS = 26, 26, 22, 36
+DIGITS = 4  # of a time: bars that follow each other differ in the last ones
 LETTER = 6.4  # px of a letter inside a bar
-UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 LEGEND = (
     ("F forward", "F"),
     ("B whole backward", "B"),
@@ -55,7 +56,7 @@ def gantt(charts: Sequence[Chart]) -> str:
 
 def _draw(chart: Chart, top: float, scale: float) -> Iterator[str]:
     timeline = chart.timeline
-    total = f"{_duration(timeline.total_s)}, idle {timeline.bubble:.1%}"
+    total = f"{duration(timeline.total_s, DIGITS)}, idle {timeline.bubble:.1%}"
     yield _text("heading", LEFT, top + 18, f"{chart.title}: {total}")
     for rank in timeline.ranks:
         y = top + HEADING + ROW * rank.rank
@@ -96,7 +97,7 @@ def _bar(interval: Interval, place: tuple[float, float], scale: float, is_second
     kind = f"pass {action.kind}" + (" second" if is_second else "")
     title = (
         f"{action}: stage {action.stage}, microbatch {action.microbatch},"
-        f" {_duration(interval.started_s)} to {_duration(interval.ended_s)}"
+        f" {duration(interval.started_s, DIGITS)} to {duration(interval.ended_s, DIGITS)}"
     )
     # A gap of half a pixel between bars, unless the bar would vanish.
     shown = max(width - 1, min(width, 0.8))
@@ -133,9 +134,9 @@ def _is_second(timeline: Timeline, interval: Interval) -> bool:
 
 
 def _axis(top: float, longest_s: float, scale: float) -> Iterator[str]:
-    unit, factor = _unit(longest_s)
-    for value in ticks(0.0, longest_s * factor, wanted=8):
-        yield _text("tick", LEFT + value / factor * scale, top + 12, f"{value:.4g}")
+    unit, unit_s = time_unit(longest_s)
+    for value in ticks(0.0, longest_s / unit_s, wanted=8):
+        yield _text("tick", LEFT + value * unit_s * scale, top + 12, short(value))
     yield _text("tick", (LEFT + WIDTH - RIGHT) / 2, top + 30, f"{unit} since the step began")
     yield _text("figure", WIDTH - 8, top + 12, "busy")
 
@@ -152,15 +153,6 @@ def _legend(charts: Sequence[Chart]) -> str:
         for name, kind in entries
     )
     return f'<div class="legend">{keys}</div>'
-
-
-def _unit(longest_s: float) -> tuple[str, float]:
-    return next((unit for unit in UNITS if longest_s * unit[1] >= 1), UNITS[-1])
-
-
-def _duration(seconds: float) -> str:
-    unit, factor = _unit(seconds) if seconds else UNITS[0]
-    return f"{seconds * factor:.4g} {unit}"
 
 
 def _text(kind: str, x: float, y: float, text: str) -> str:

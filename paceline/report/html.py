@@ -1,13 +1,18 @@
 """report.html: one self-contained page, light and dark, readable on a phone."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from html import escape
 from importlib import resources
+from statistics import median
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from paceline import __version__
+from paceline.records.tables import TrainingRow
+from paceline.records.words import count, shown, size
 from paceline.report.pipeline import (
     Table,
     describe_source,
@@ -16,20 +21,34 @@ from paceline.report.pipeline import (
     rank_table,
     stage_table,
 )
-from paceline.report.plots import Axes, Series, line_chart, stacked_bars
-from paceline.report.story import Story, asked, duration, headline, shown, size, started
+from paceline.report.plots import (
+    EMPTY,
+    MAX_BARS,
+    Axes,
+    Point,
+    Series,
+    line_chart,
+    smooth,
+    stacked_bars,
+)
+from paceline.report.story import Story, asked, basis, further, headline, started
 
 MAX_SAMPLE_IDS = 64
+MAX_MINIS = 8  # small charts side by side; more ranks than these are drawn as a band
 
 
-def render_html(story: Story) -> str:
-    """The page; every name from outside is escaped by the template."""
+def render_html(story: Story, others: Mapping[str, Sequence[TrainingRow]] | None = None) -> str:
+    """Return the page; every name from outside is escaped, by the template or by the drawing.
+    `others`: rows of other runs by name, whose losses are drawn beside this one's."""
     pipeline = _pipeline(story)
     sheets = ["report.css", "gantt.css"] if pipeline else ["report.css"]
     style = "".join((resources.files("paceline.report") / name).read_text() for name in sheets)
     return _template().render(
         story=story,
         figures=headline(story),
+        further=further(story),
+        basis=basis(story),
+        hero=_hero(story, others or {}),
         asked=asked(story),
         started=started(story),
         charts=_charts(story),
@@ -46,12 +65,28 @@ def environment() -> Environment:
     made = Environment(
         loader=PackageLoader("paceline.report", "."), autoescape=True, undefined=StrictUndefined
     )
-    made.filters.update(size=size, duration=duration, shown=shown)
+    made.filters.update(size=size, count=count, shown=shown)
     return made
 
 
 def _template() -> Template:
     return environment().get_template("report.html.jinja")
+
+
+@dataclass(frozen=True)
+class Hero:
+    """The chart above all others, and which of its switches do something."""
+
+    drawing: Markup
+    has_smooth: bool
+    has_log: bool
+
+
+class Chart:
+    """A drawing with its title and how to read it."""
+
+    def __init__(self, title: str, note: str, drawing: str) -> None:
+        self.title, self.note, self.drawing = title, note, Markup(drawing)
 
 
 @dataclass(frozen=True)
@@ -76,47 +111,65 @@ def _pipeline(story: Story) -> PipelineSection | None:
     )
 
 
-def _charts(story: Story) -> list[tuple[str, str, Markup]]:
-    """Title, how to read it, and the drawing."""
-    grad_norm = [(float(row.step), row.grad_norm) for row in story.training]
-    lr = [(float(row.step), row.lr) for row in story.training]
-    charts = [
-        ("Loss", "mean over all ranks of each step, from training.csv", _loss(story)),
-        (
-            "Throughput",
-            "work over the time of each step, evaluation apart, from training.csv; grey: warm-up,"
-            " outside the figures above",
-            _rate(story),
-        ),
-        (
-            "Where a step's time goes",
-            "median of the steps after warm-up, or of all if there are no others, from"
-            " ranks/rank<r>/steps.csv; unaccounted: wall time that no phase saw",
-            _phases(story),
-        ),
-        ("Memory", "over time, from telemetry.csv", _memory(story)),
-        (
-            "Gradient norm",
-            "over all ranks, before clipping, from training.csv",
-            line_chart([Series("gradient norm", grad_norm, "c3")], Axes("step", "norm")),
-        ),
-        (
-            "Learning rate",
-            "of each step, from training.csv",
-            line_chart([Series("learning rate", lr, "c4")], Axes("step", "lr", from_zero=True)),
-        ),
-    ]
-    return [(title, note, Markup(svg)) for title, note, svg in charts]
-
-
-def _loss(story: Story) -> str:
+def _hero(story: Story, others: Mapping[str, Sequence[TrainingRow]]) -> Hero:
+    """Draw the loss of each step, pale where a smoothed line lies above it, with validation."""
     train = [(float(row.step), row.loss) for row in story.training]
     val = [(float(row.step), row.val_loss) for row in story.training if row.val_loss is not None]
+    smoothed, num_steps = smooth(train)
     entropy = story.result.data_facts.get("unigram_entropy") if story.result else None
-    axes = Axes("step", "loss", line_at=entropy, line_label="byte-unigram entropy")
-    return line_chart(
-        [Series("training", train, "c1"), Series("validation", val, "c2", True)], axes
+    axes = Axes(
+        "step", "loss", log=True, size="tall",
+        line_at=entropy, line_label="byte-unigram entropy",
+    )  # fmt: skip
+    lines = [
+        Series("training", train, "c1", layer="raw"),
+        Series(f"training, mean of {num_steps} steps", smoothed, "c1", layer="smooth"),
+        Series("validation", val, "c2", marked=True),
+    ]
+    for place, (name, rows) in enumerate(others.items()):
+        points = [(float(row.step), row.loss) for row in rows]
+        lines.append(Series(name, smooth(points)[0] or points, f"c{place % 4 + 3}"))
+    drawing = line_chart(lines, axes)
+    return Hero(Markup(drawing), bool(smoothed), has_log='class="ys log"' in drawing)
+
+
+def _charts(story: Story) -> list[Chart]:
+    num_ranks = len(story.phases_s)
+    some = f"; the {MAX_BARS // 2} slowest and fastest of {num_ranks}"
+    return [
+        Chart("Throughput", "work over the time of each step; grey: warm-up", _rate(story)),
+        Chart(
+            "Where a step's time goes",
+            "median step of each rank; unaccounted: wall time that no phase saw"
+            + (some if num_ranks > MAX_BARS else ""),
+            stacked_bars({f"rank {rank}": phases for rank, phases in story.phases_s.items()}),
+        ),
+        _memory(story),
+        Chart("Optimizer", "gradient norm over all ranks before clipping", _optimizer(story)),
+    ]
+
+
+def _optimizer(story: Story) -> str:
+    norm = [(float(row.step), row.grad_norm) for row in story.training]
+    lr = [(float(row.step), row.lr) for row in story.training]
+    drawn = {
+        "gradient norm": line_chart(
+            [Series("gradient norm", norm, "c4")], Axes("step", "norm", size="mini")
+        ),
+        "learning rate": line_chart(
+            [Series("learning rate", lr, "c3")], Axes("step", "lr", from_zero=True, size="mini")
+        ),
+    }
+    return _minis({name: ("", drawing) for name, drawing in drawn.items()})
+
+
+def _minis(drawn: dict[str, tuple[str, str]]) -> str:
+    """Small charts side by side: by name, with what stands at the right of it."""
+    figures = "".join(
+        f"<figure><figcaption>{escape(name)}<span>{escape(said)}</span></figcaption>{chart}</figure>"
+        for name, (said, chart) in drawn.items()
     )
+    return f'<div class="minis">{figures}</div>'
 
 
 def _rate(story: Story) -> str:
@@ -136,29 +189,59 @@ def _rate(story: Story) -> str:
     return line_chart([Series(unit, points, "c1")], axes)
 
 
-def _phases(story: Story) -> str:
-    rows = {f"rank {rank}": phases for rank, phases in story.phases_s.items()}
-    used = [
-        name
-        for name in (next(iter(rows.values())) if rows else {})
-        if any(phases[name] > 0 for phases in rows.values())
-    ]
-    kept = {rank: {name: phases[name] for name in used} for rank, phases in rows.items()}
-    return stacked_bars(kept, "ms", 1000.0)
+def _memory(story: Story) -> Chart:
+    """Draw each rank, or each GPU and how busy it was, over time."""
+    on_gpu = story.plan.device.value != "cpu"
+    if not on_gpu:
+        drawing = _over_time(_sampled(story, "rss_bytes", on_gpu))
+        return Chart("Memory of each rank", "resident set, on one scale", drawing)
+    memory = _over_time(_sampled(story, "memory_bytes", on_gpu))
+    busy = _sampled(story, "utilisation_percent", on_gpu)
+    axes = Axes("seconds", "busy, %", from_zero=True, top=100.0)
+    lines = [Series(name, points, f"c{n % 6 + 1}") for n, (name, points) in enumerate(busy.items())]
+    drawn = _band(busy, axes) if len(busy) > MAX_MINIS else line_chart(lines, axes)
+    return Chart("GPUs", "memory in use; share of time in which a kernel ran", memory + drawn)
 
 
-def _memory(story: Story) -> str:
-    if not story.telemetry:
-        return line_chart([], Axes("", ""))
-    start = story.telemetry[0].time
-    series = []
-    for number, source in enumerate(sorted({row.source for row in story.telemetry}), 1):
-        name = "rss_bytes" if source == "host" else "memory_bytes"
-        label = "rank 0 resident set" if source == "host" else f"{source} memory"
-        points = [
-            (row.time - start, row.values[name] / 2**30)
-            for row in story.telemetry
-            if row.source == source and name in row.values
-        ]
-        series.append(Series(label, points, f"c{min(number, 6)}"))
-    return line_chart(series, Axes("seconds", "GiB", from_zero=True))
+def _over_time(sampled: dict[str, list[Point]]) -> str:
+    """Draw bytes as small charts on one scale; of more than MAX_MINIS least, median and most."""
+    most = max((y for points in sampled.values() for _, y in points), default=0.0)
+    unit, scale = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
+    lines = {name: [(x, y / scale) for x, y in points] for name, points in sampled.items()}
+    if len(lines) > MAX_MINIS:
+        return _band(lines, Axes("seconds", unit, from_zero=True))
+    axes = Axes("seconds", unit, from_zero=True, top=most / scale, size="mini")
+    drawn = {
+        name: (
+            f"at most {size(max(y for _, y in sampled[name]))}",
+            line_chart([Series(name, points, "c1")], axes),
+        )
+        for name, points in lines.items()
+    }
+    return _minis(drawn) if drawn else EMPTY
+
+
+def _sampled(story: Story, name: str, on_gpu: bool) -> dict[str, list[Point]]:
+    """Points (seconds since the first sample, value) by rank, or by GPU and machine."""
+    rows = [row for found in story.telemetry.values() for row in found]
+    start = min((row.time for row in rows), default=0.0)
+    machines = sum(any(r.source == "host" for r in found) for found in story.telemetry.values())
+    sampled: dict[str, list[Point]] = {}
+    for rank, found in story.telemetry.items():
+        for row in found:
+            if name not in row.values or on_gpu != row.source.startswith("gpu"):
+                continue
+            where = f" beside rank {rank}" if machines > 1 else ""
+            label = f"{row.source}{where}" if on_gpu else f"rank {rank}"
+            sampled.setdefault(label, []).append((row.time - start, row.values[name]))
+    return sampled
+
+
+def _band(lines: dict[str, list[Point]], axes: Axes) -> str:
+    """All lines as one: sample by sample, for they are taken at about the same moments."""
+    rounds = list(zip(*lines.values(), strict=False))
+    values = [(points[0][0], sorted(y for _, y in points)) for points in rounds]
+    middle = [(x, median(ys)) for x, ys in values]
+    band = [(x, ys[0], ys[-1]) for x, ys in values]
+    name = f"median of {len(lines)}, between the least and the most"
+    return line_chart([Series(name, middle, "c1", band=band)], axes)

@@ -1,22 +1,21 @@
 """summary.md: what a person pastes into an issue."""
 
 import json
-from collections.abc import Sequence
 
 from paceline.records import Env, Git
+from paceline.records.words import duration, plain, shown, size, table
 from paceline.report.pipeline import describe_source, explain_idle, rank_table
-from paceline.report.story import Story, duration, headline, shown, size
-
-SIGNS = (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("[", "\\["), ("`", "\\`"))
+from paceline.report.story import Story, basis, further, headline
 
 
 def render_markdown(story: Story) -> str:
     blocks = [
         f"# {plain(story.name)}",
         table(
-            ("figure", "value", "from"),
-            [(figure.label, figure.value, figure.source) for figure in headline(story)],
+            ("figure", "value", ""),
+            [(each.label, each.text, each.beside) for each in [*headline(story), *further(story)]],
         ),
+        basis(story),
         *_failure(story),
         "## Decided",
         table(
@@ -152,17 +151,3 @@ def _git(git: Git | None) -> str:
     if git is None:
         return "not a checkout"
     return f"{git.commit[:12]} ({git.branch}{', dirty' if git.dirty else ''})"
-
-
-def table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(plain(cell) for cell in row) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def plain(text: str) -> str:
-    """One line, with what Markdown or HTML would act on made plain."""
-    flat = " ".join(text.split())
-    for sign, harmless in SIGNS:
-        flat = flat.replace(sign, harmless)
-    return flat

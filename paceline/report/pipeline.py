@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.records import PipelineFacts, PipelineRank, PipelineStage
+from paceline.records.words import duration, size
 from paceline.report.gantt import Chart, gantt
-from paceline.report.story import duration, size
 from paceline.schedules.account import simulate_measured
 from paceline.schedules.measured import Measured
 

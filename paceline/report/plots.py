@@ -1,160 +1,180 @@
-"""Charts as inline SVG: no script, no network, colours from the page's style sheet."""
+"""Charts for the pages: inline SVG and a little HTML, no script, no network.
+
+The drawing area of a line chart is stretched to whatever room it has, and its labels are HTML
+beside it, so letters and lines have the same size on a phone as on a wide screen. Colours come
+from the page's style sheet: `kind` is one of its classes.
+"""
 
 import math
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from html import escape
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Literal
 
-WIDTH, HEIGHT = 520, 230
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 24, 38
+from paceline.records.words import duration, short
+
+SIDE = 1000  # of the drawing area, in its own units, both ways
 MAX_POINTS = 400
+MIN_TO_SMOOTH = 20
+MAX_BARS = 16
+EMPTY = '<p class="empty">Nothing was recorded for this chart.</p>'
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """`kind` picks the colour: one of the classes in report.css."""
+    """A line. `marked`: with a dot at each point. `layer`: a class by which the page's switches
+    show and hide it. `band`: x, low and high of an area behind it."""
 
     name: str
     points: Sequence[Point]
     kind: str
-    dots: bool = False
+    marked: bool = False
+    layer: str = ""
+    band: Sequence[tuple[float, float, float]] = ()
 
 
 @dataclass(frozen=True)
 class Axes:
+    """`bottom`, `top`: what the y axis reaches down and up to at least. `log`: a second drawing on
+    a log axis, for the page's switch."""
+
     x_label: str
     y_label: str
     from_zero: bool = False
+    bottom: float | None = None
+    top: float | None = None
     shaded_to: float | None = None
     line_at: float | None = None
     line_label: str = ""
+    log: bool = False
+    size: Literal["tall", "half", "mini"] = "half"
 
 
 @dataclass(frozen=True)
-class Spot:
-    """A point of a scatter chart: a short label beside it, all of it in its tooltip."""
+class Scale:
+    """Values to places between 0 and SIDE; `is_up` for a y axis."""
 
-    x: float
-    y: float
-    label: str
-    title: str
-    kind: str
-    is_marked: bool = False
-
-
-@dataclass(frozen=True)
-class _Scale:
     low: float
     high: float
-    start: float
-    end: float
+    is_up: bool = False
+    is_log: bool = False
 
     def __call__(self, value: float) -> float:
-        span = self.high - self.low or 1.0
-        return self.start + (value - self.low) / span * (self.end - self.start)
+        low, high, at = (math.log(v) if self.is_log else v for v in (self.low, self.high, value))
+        share = (at - low) / (high - low or 1.0)
+        return SIDE * (1 - share if self.is_up else share)
+
+    def ticks(self, wanted: int, whole: bool = False) -> list[float]:
+        if not self.is_log:
+            return ticks(self.low, self.high, wanted, whole)
+        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        for digits in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+            found = [digit * 10.0**decade for decade in decades for digit in digits]
+            found = [value for value in found if self.low <= value <= self.high]
+            if len(found) >= 3:
+                return found
+        return ticks(self.low, self.high, wanted)
 
 
 def line_chart(series: Sequence[Series], axes: Axes) -> str:
-    """Lines over a shared x axis; gaps where a value is not finite."""
-    thinned = [Series(s.name, thin(s.points), s.kind, s.dots) for s in series if s.points]
-    finite = [p for s in thinned for p in s.points if math.isfinite(p[1])]
+    """Draw lines over a shared x axis, with gaps where a value is not finite."""
+    drawn = [thin(each) for each in series if each.points]
+    finite = [p for each in drawn for p in each.points if math.isfinite(p[1])]
     if not finite:
-        return '<p class="empty">Nothing finite was recorded for this chart.</p>'
-    x_scale = _x_scale(finite)
-    y_scale = _y_scale(finite, axes)
-    parts = [
-        *_grid(x_scale, y_scale, axes),
-        *(_draw(s, x_scale, y_scale) for s in thinned),
-        *(_hover(s, x_scale, y_scale, axes) for s in thinned),
-    ]
-    legend = _legend([(s.name, s.kind) for s in thinned])
-    return f"{_svg(axes.y_label, HEIGHT, parts)}{legend}"
+        return EMPTY
+    x_scale = Scale(min(x for x, _ in finite), max(x for x, _ in finite))
+    layers = {"linear": scale_y(drawn, axes)}
+    if axes.log and (log := _log_scale(drawn, axes)) is not None:
+        layers["log"] = log
+    parts = {
+        name: [*grid_marks(x_scale, y, axes), *(draw_line(each, x_scale, y) for each in drawn)]
+        for name, y in layers.items()
+    }
+    needs_legend = len(drawn) > 1 or any(each.band for each in series)
+    legend = _legend([(s.name, s.kind, s.layer) for s in drawn]) if needs_legend else ""
+    seen = f'<svg class="seen" {_BOX} aria-hidden="true">{"".join(_slices(drawn, x_scale, axes))}'
+    return frame(axes, x_scale, layers, parts, _describe(drawn, axes), f"{seen}</svg>") + legend
 
 
-def scatter(spots: Sequence[Spot], front: Sequence[Point], axes: Axes) -> str:
-    """Points with labels; `front` is a line through those that nothing beats."""
-    shown = [spot for spot in spots if math.isfinite(spot.x) and math.isfinite(spot.y)]
-    if not shown:
-        return '<p class="empty">Nothing was recorded for this chart.</p>'
-    x_scale = _padded([spot.x for spot in shown], LEFT, WIDTH - RIGHT)
-    y_scale = _padded([spot.y for spot in shown], HEIGHT - BOTTOM, TOP)
-    parts = _grid(x_scale, y_scale, axes)
-    if len(front) > 1:
-        parts.append(_draw(Series("front", front, "front"), x_scale, y_scale))
-    places = [(x_scale(spot.x), y_scale(spot.y)) for spot in shown]
-    taken = list(places)
-    for spot, (x, y) in zip(shown, places, strict=True):
-        ring = f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="9"/>' if spot.is_marked else ""
-        parts.append(
-            f'<g>{ring}<circle class="dot {spot.kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
-            f"<title>{escape(spot.title)}</title></g>"
-        )
-        label_x, label_y = _free_place(x, y, taken)
-        taken.append((label_x, label_y))
-        parts.append(_text("tick spot", label_x, label_y + 5, spot.label))
-    return _svg(f"{axes.y_label} against {axes.x_label}", HEIGHT, parts)
-
-
-def _padded(values: Sequence[float], start: float, end: float) -> _Scale:
-    low, high = min(values), max(values)
-    margin = (high - low or abs(high) or 1.0) * 0.08
-    return _Scale(low - margin, high + margin, start, end)
-
-
-def _free_place(x: float, y: float, taken: Sequence[Point]) -> Point:
-    """The middle of a label beside (x, y) that is not on another label or point."""
-    around = [(0, -18), (19, 0), (-19, 0), (0, 18), (19, -17), (-19, -17), (19, 17), (-19, 17)]
-    places = [(x + right, y + down) for right, down in around if x + right > LEFT + 6]
-    free = (p for p in places if all(abs(p[0] - a) > 15 or abs(p[1] - b) > 13 for a, b in taken))
-    return next(free, places[0])
-
-
-def stacked_bars(rows: dict[str, dict[str, float]], unit: str, scale: float) -> str:
-    """One horizontal bar a row, split by phase; `scale` turns values into `unit`."""
+def stacked_bars(rows: dict[str, dict[str, float]]) -> str:
+    """Draw a horizontal bar a row, split by phase; values are seconds of a step. Of more rows than
+    MAX_BARS the longest and the shortest, sorted."""
     if not rows:
-        return '<p class="empty">Nothing was recorded for this chart.</p>'
-    names = list(next(iter(rows.values())))
-    step, bar = 34, 20
-    height = TOP + step * len(rows) + BOTTOM
-    widest = max(sum(max(0.0, v) for v in phases.values()) for phases in rows.values()) or 1.0
-    x_scale = _Scale(0.0, widest * scale, LEFT, WIDTH - RIGHT)
-    bottom = height - BOTTOM
-    parts = [_text("tick", x_scale(t), bottom + 16, _short(t)) for t in ticks(0.0, widest * scale)]
-    for number, (name, phases) in enumerate(rows.items()):
-        y = TOP + number * step + (step - bar) / 2
-        parts.append(_text("label", LEFT - 8, y + bar * 0.7, name))
-        x = 0.0
-        for phase, value in phases.items():
-            width = max(0.0, value) * scale
-            left, right = x_scale(x), x_scale(x + width)
+        return EMPTY
+    total = {name: sum(max(0.0, v) for v in phases.values()) for name, phases in rows.items()}
+    names = list(rows)
+    if len(names) > MAX_BARS:
+        by_length = sorted(names, key=lambda name: -total[name])
+        names = [*by_length[: MAX_BARS // 2], *by_length[-MAX_BARS // 2 :]]
+    kinds = {phase: f"p{place}" for place, phase in enumerate(next(iter(rows.values())), 1)}
+    kinds |= {phase: phase for phase in ("other", "unaccounted") if phase in kinds}
+    longest = max(total.values()) or 1.0
+    bars = "".join(_bar_row(name, rows[name], kinds, longest) for name in names)
+    middle = {phase: median(phases[phase] for phases in rows.values()) for phase in kinds}
+    whole = sum(max(0.0, value) for value in middle.values()) or 1.0
+    parts = "".join(
+        f'<i class="swatch {kinds[phase]}"></i><span>{escape(phase)}</span>'
+        f"<span>{duration(value)}</span><span>{value / whole:.1%}</span>"
+        for phase, value in middle.items()
+        if any(phases[phase] > 0 for phases in rows.values())
+    )
+    return f'<div class="bars">{bars}</div><div class="parts">{parts}</div>'
+
+
+def _bar_row(name: str, phases: dict[str, float], kinds: dict[str, str], longest: float) -> str:
+    x, parts = 0.0, []
+    for phase, value in phases.items():
+        width = 100 * max(0.0, value) / longest
+        if width > 0:
             parts.append(
-                f'<rect class="bar {escape(phase)}" x="{left:.1f}" y="{y:.1f}"'
-                f' width="{max(0.0, right - left - 1):.1f}" height="{bar}">'
-                f"<title>{escape(name)}, {escape(phase)}: {width:.3g} {unit}</title></rect>"
+                f'<rect class="bar {kinds[phase]}" x="{x:.2f}%" width="{width:.2f}%" height="100%">'
+                f"<title>{escape(f'{name}, {phase}: {duration(value)}')}</title></rect>"
             )
-            x += width
-    parts.append(_axis_label(height, f"{unit} a step"))
-    legend = [(f"{name} {_middle(rows, name) * scale:.3g} {unit}", name) for name in names]
-    return _svg("phases of a step by rank", height, parts) + _legend(legend)
+        x += width
+    said = ", ".join(f"{phase} {duration(value)}" for phase, value in phases.items() if value > 0)
+    whole = duration(sum(max(0.0, value) for value in phases.values()))
+    label = escape(f"{name}: {said}")
+    return (
+        f'<span>{escape(name)}</span><svg role="img" aria-label="{label}">{"".join(parts)}</svg>'
+        f"<span>{whole}</span>"
+    )
 
 
-def _middle(rows: dict[str, dict[str, float]], name: str) -> float:
-    return statistics.median(phases[name] for phases in rows.values())
-
-
-def thin(points: Sequence[Point]) -> list[Point]:
-    """At most MAX_POINTS points: the mean of each bin, not finite where any of the bin is not."""
+def thin(series: Series) -> Series:
+    """Return at most MAX_POINTS points: the mean of each bin, not finite where any of the bin is
+    not, with all that the bin holds as a band behind it."""
+    points = series.points
     if len(points) <= MAX_POINTS:
-        return list(points)
+        return series
     size = math.ceil(len(points) / MAX_POINTS)
     bins = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(part[-1][0], math.fsum(y for _, y in part) / len(part)) for part in bins]
+    means = [(part[-1][0], math.fsum(y for _, y in part) / len(part)) for part in bins]
+    band = [(part[-1][0], min(y for _, y in part), max(y for _, y in part)) for part in bins]
+    return replace(series, points=means, band=series.band or band)
+
+
+def smooth(points: Sequence[Point]) -> tuple[list[Point], int]:
+    """Return the mean of the steps around each point, those that there are near the ends, and how
+    many they are: a thirtieth of all, at least 7. Too few points, or one that is not finite: no
+    line."""
+    if len(points) < MIN_TO_SMOOTH or not all(math.isfinite(y) for _, y in points):
+        return [], 0
+    reach = max(3, len(points) // 60)
+    sums = [0.0]
+    for _, y in points:
+        sums.append(sums[-1] + y)
+    line = []
+    for place, (x, _) in enumerate(points):
+        start, end = max(0, place - reach), min(len(points), place + reach + 1)
+        line.append((x, (sums[end] - sums[start]) / (end - start)))
+    return line, 2 * reach + 1
 
 
 def ticks(low: float, high: float, wanted: int = 5, whole: bool = False) -> list[float]:
-    """About `wanted` round values inside [low, high]; only whole numbers if `whole`."""
+    """Return about `wanted` round values inside [low, high]; only whole numbers if `whole`."""
     span = high - low
     if not span > 0:
         return [low]
@@ -164,104 +184,146 @@ def ticks(low: float, high: float, wanted: int = 5, whole: bool = False) -> list
     step = max(1, round(step)) if whole else step
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    return [number * step for number in range(first, last + 1)]
+    return [place * step for place in range(first, last + 1)]
 
 
-def _x_scale(points: Sequence[Point]) -> _Scale:
-    xs = [x for x, _ in points]
-    return _Scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
+def scale_y(series: Sequence[Series], axes: Axes) -> Scale:
+    wanted = (axes.line_at, axes.bottom, axes.top)
+    values = [*_values(series), *(value for value in wanted if value is not None)]
+    found = replace(padded(values, 0.06), is_up=True)
+    return replace(found, low=0.0) if axes.from_zero else found
 
 
-def _y_scale(points: Sequence[Point], axes: Axes) -> _Scale:
-    ys = [y for _, y in points] + ([axes.line_at] if axes.line_at is not None else [])
-    low, high = min(ys), max(ys)
-    margin = (high - low or abs(high) or 1.0) * 0.06
-    low = 0.0 if axes.from_zero else low - margin
-    return _Scale(low, high + margin, HEIGHT - BOTTOM, TOP)
+def _log_scale(series: Sequence[Series], axes: Axes) -> Scale | None:
+    """None where a value has no logarithm."""
+    values = [*_values(series), *([axes.line_at] if axes.line_at is not None else [])]
+    if min(values) <= 0:
+        return None
+    margin = (max(values) / min(values)) ** 0.06 if max(values) > min(values) else 1.1
+    return Scale(min(values) / margin, max(values) * margin, is_up=True, is_log=True)
 
 
-def _grid(x_scale: _Scale, y_scale: _Scale, axes: Axes) -> list[str]:
-    parts = []
-    bottom = HEIGHT - BOTTOM
+def _values(series: Sequence[Series]) -> list[float]:
+    """All y values that will be drawn, those of bands too."""
+    found = [y for each in series for _, y in each.points]
+    found += [edge for each in series for _, *edges in each.band for edge in edges]
+    return [y for y in found if math.isfinite(y)]
+
+
+def padded(values: Sequence[float], share: float) -> Scale:
+    low, high = min(values), max(values)
+    margin = (high - low or abs(high) or 1.0) * share
+    return Scale(low - margin, high + margin)
+
+
+_BOX = f'viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none"'
+
+
+def frame(
+    axes: Axes, x_scale: Scale, layers: dict[str, Scale], parts: dict[str, list[str]],
+    description: str, above: str,
+) -> str:  # fmt: skip
+    """Put the drawings of all layers on top of each other, their labels around them."""
+    title = f"{axes.y_label} against {axes.x_label}"
+    whole = axes.x_label == "step"
+    num_y, num_x = (3, 4) if axes.size == "mini" else (5, 8 if axes.size == "tall" else 5)
+    body = ""
+    for name, y_scale in layers.items():
+        labels = "".join(
+            f'<span style="top: {y_scale(v) / 10:.2f}%">{short(v)}</span>'
+            for v in y_scale.ticks(num_y)
+        )
+        note = ""
+        if axes.line_at is not None:
+            top = f"top: {y_scale(axes.line_at) / 10:.2f}%"
+            note = f'<span class="note" style="{top}">{escape(axes.line_label)}</span>'
+        body += (
+            f'<div class="ys {name}">{labels}</div>'
+            f'<svg class="{name}" {_BOX} role="img" aria-label="{escape(title)}">'
+            f"<desc>{escape(description)}</desc>{''.join(parts[name])}</svg>"
+            f'<div class="notes {name}">{note}</div>'
+        )
+    marks = "".join(
+        f'<span style="left: {x_scale(v) / 10:.2f}%">{short(v)}</span>'
+        for v in x_scale.ticks(num_x, whole)
+    )
+    return (
+        f'<div class="plot {axes.size}"><div class="unit">{escape(axes.y_label)}</div>{body}'
+        f'<div class="above">{above}</div><div class="xs">{marks}</div>'
+        f'<div class="unit x">{escape(axes.x_label)}</div></div>'
+    )
+
+
+def grid_marks(x_scale: Scale, y_scale: Scale, axes: Axes) -> Iterator[str]:
+    """The warm-up's shade, the grid, and the line of something to compare with."""
     if axes.shaded_to is not None and axes.shaded_to > x_scale.low:
         right = x_scale(min(axes.shaded_to, x_scale.high))
-        parts.append(
-            f'<rect class="shade" x="{LEFT}" y="{TOP}" width="{right - LEFT:.1f}"'
-            f' height="{bottom - TOP}"/>'
-        )
-    for value in ticks(y_scale.low, y_scale.high):
-        y = y_scale(value)
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        )
-        parts.append(_text("label", LEFT - 8, y + 4, _short(value)))
-    parts += [
-        _text("tick", x_scale(value), bottom + 16, _short(value))
-        for value in ticks(x_scale.low, x_scale.high, whole=axes.x_label == "step")
-    ]
-    parts.append(_axis_label(HEIGHT, axes.x_label))
-    parts.append(_text("unit", 4, 14, axes.y_label))
+        yield f'<rect class="shade" width="{right:.1f}" height="{SIDE}"/>'
+    for value in y_scale.ticks(3 if axes.size == "mini" else 5):
+        yield f'<path class="grid" d="M0 {y_scale(value):.1f}H{SIDE}"/>'
     if axes.line_at is not None:
-        y = y_scale(axes.line_at)
-        parts.append(
-            f'<line class="mark" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        )
-        parts.append(_text("note", WIDTH - RIGHT - 4, y - 5, axes.line_label))
-    return parts
+        yield f'<path class="mark" d="M0 {y_scale(axes.line_at):.1f}H{SIDE}"/>'
 
 
-def _draw(series: Series, x_scale: _Scale, y_scale: _Scale) -> str:
-    if series.dots:
-        return "".join(
-            f'<circle class="dot {series.kind}" cx="{x_scale(x):.1f}" cy="{y_scale(y):.1f}" r="4"/>'
-            for x, y in series.points
-            if math.isfinite(y)
-        )
+def draw_line(series: Series, x_scale: Scale, y_scale: Scale) -> str:
     commands, pen_down = [], False
     for x, y in series.points:
         if math.isfinite(y):
             commands.append(f"{'L' if pen_down else 'M'}{x_scale(x):.1f} {y_scale(y):.1f}")
         pen_down = math.isfinite(y)
-    return f'<path class="line {series.kind}" d="{"".join(commands)}"/>'
+    line = f'<path class="line {series.kind}" d="{"".join(commands)}"/>'
+    dots = ""
+    if series.marked:  # a line without length has round ends: a dot that nothing stretches
+        at = (f"M{x_scale(x):.1f} {y_scale(y):.1f}h0" for x, y in series.points if math.isfinite(y))
+        dots = f'<path class="dots {series.kind}" d="{"".join(at)}"/>'
+    return f'<g class="{series.layer}">{_area(series, x_scale, y_scale)}{line}{dots}</g>'
 
 
-def _hover(series: Series, x_scale: _Scale, y_scale: _Scale, axes: Axes) -> str:
-    """Invisible targets with the exact value as their tooltip."""
-    return "".join(
-        f'<circle class="target" cx="{x_scale(x):.1f}" cy="{y_scale(y):.1f}" r="7">'
-        f"<title>{escape(axes.x_label)} {_short(x)}: {escape(series.name)} {y:.5g}</title></circle>"
-        for x, y in series.points
-        if math.isfinite(y)
-    )
+def _area(series: Series, x_scale: Scale, y_scale: Scale) -> str:
+    band = [(x, low, high) for x, low, high in series.band if math.isfinite(high - low)]
+    if not band:
+        return ""
+    there = [f"{x_scale(x):.1f} {y_scale(high):.1f}" for x, _, high in band]
+    back = [f"{x_scale(x):.1f} {y_scale(low):.1f}" for x, low, _ in reversed(band)]
+    return f'<path class="band {series.kind}" d="M{"L".join([*there, *back])}Z"/>'
 
 
-def _text(kind: str, x: float, y: float, text: str) -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+def _slices(series: Sequence[Series], x_scale: Scale, axes: Axes) -> Iterator[str]:
+    """Columns that nobody sees, each with the exact values above it as its tooltip."""
+    values: dict[float, list[str]] = {}
+    for each in series:
+        for x, y in each.points:
+            if math.isfinite(y):
+                values.setdefault(x, []).append(f"{each.name} {y:.5g}")
+    xs = sorted(values)
+    edges = [x_scale.low, *(fmean(pair) for pair in pairwise(xs)), x_scale.high]
+    for x, left, right in zip(xs, edges, edges[1:], strict=False):
+        said = ", ".join(values[x])
+        yield (
+            f'<rect x="{x_scale(left):.1f}" width="{x_scale(right) - x_scale(left):.1f}"'
+            f' height="{SIDE}"><title>{escape(axes.x_label)} {short(x)}: {escape(said)}</title>'
+            "</rect>"
+        )
 
 
-def _axis_label(height: float, text: str) -> str:
-    return _text("tick", (LEFT + WIDTH - RIGHT) / 2, height - 4, text)
+def _describe(series: Sequence[Series], axes: Axes) -> str:
+    """Say in words what the lines show, for those who do not see them."""
+    lines = []
+    for each in series:
+        points = [p for p in each.points if math.isfinite(p[1])]
+        if points:
+            (x0, y0), (x1, y1) = points[0], points[-1]
+            least, most = min(y for _, y in points), max(y for _, y in points)
+            lines.append(
+                f"{each.name}: from {y0:.4g} at {axes.x_label} {short(x0)} to {y1:.4g} at"
+                f" {short(x1)}, between {least:.4g} and {most:.4g}"
+            )
+    return "; ".join(lines)
 
 
-def _legend(entries: Sequence[tuple[str, str]]) -> str:
+def _legend(entries: Sequence[tuple[str, str, str]]) -> str:
     items = "".join(
-        f'<span class="key"><i class="swatch {escape(kind)}"></i>{escape(name)}</span>'
-        for name, kind in entries
+        f'<span class="key {layer}"><i class="swatch {escape(kind)}"></i>{escape(name)}</span>'
+        for name, kind, layer in entries
     )
     return f'<div class="legend">{items}</div>'
-
-
-def _svg(title: str, height: float, parts: Sequence[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">'
-        + "".join(parts)
-        + "</svg>"
-    )
-
-
-def _short(value: float) -> str:
-    """1500 -> 1.5k: tick labels that fit."""
-    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= scale:
-            return f"{value / scale:.4g}{unit}"
-    return f"{value:.4g}"

@@ -15,6 +15,7 @@ from paceline.records.tables import (
     read_telemetry,
     read_training,
 )
+from paceline.records.words import count, duration, elapsed, flop_rate, number, size
 from paceline.schedules.measured import Measured, load_measured
 
 UNACCOUNTED = "unaccounted"
@@ -22,7 +23,8 @@ UNACCOUNTED = "unaccounted"
 
 @dataclass(frozen=True)
 class Story:
-    """`result` is None while the run goes on, or when its supervisor was killed."""
+    """`result` is None while the run goes on, or when its supervisor was killed. `steps` and
+    `telemetry` are by rank."""
 
     name: str
     plan: Plan
@@ -31,7 +33,7 @@ class Story:
     audit: Audit | None
     training: list[TrainingRow]
     steps: dict[int, list[StepRow]]
-    telemetry: list[TelemetryRow]
+    telemetry: dict[int, list[TelemetryRow]]
     config: str
     measured: Measured | None = None
 
@@ -43,11 +45,16 @@ class Story:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of the headline, with what it was computed from."""
+    """One number of the headline, and what belongs to it in smaller letters."""
 
     label: str
     value: str
-    source: str = ""
+    unit: str = ""
+    beside: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.value} {self.unit}".rstrip()
 
 
 def read_story(run: RunDir) -> Story:
@@ -60,87 +67,101 @@ def read_story(run: RunDir) -> Story:
         audit=Audit.load(run.audit) if run.audit.is_file() else None,
         training=read_training(run.training),
         steps={rank: read_steps(run.steps(rank)) for rank in range(plan.world_size)},
-        telemetry=read_telemetry(run.telemetry),
+        telemetry={rank: read_telemetry(run.telemetry_of(rank)) for rank in range(plan.world_size)},
         config=run.config.read_text(),
         measured=load_measured(run, plan),
     )
 
 
 def headline(story: Story) -> list[Figure]:
-    """The figures a reader looks for first. Each names the file and steps it comes from."""
+    """Return the few figures that a reader looks for first: outcome, loss, speed, memory, time."""
     result = story.result
     if result is None:
-        return [Figure("state", "no result yet: running, or its supervisor was killed")]
+        return [Figure("state", "no result yet", beside="running, or its supervisor was killed")]
+    outcome = Figure("outcome", str(result.outcome), beside=f"exit code {result.exit_code}")
+    steps = f"{result.steps} of {count(story.plan.steps, 'step')}"
     figures = [
-        Figure("outcome", str(result.outcome), f"exit code {result.exit_code}"),
-        Figure("steps", f"{result.steps} of {story.plan.steps}"),
+        outcome,
+        *_loss_figures(result),
+        *_rate_figures(result),
+        *_memory_figures(story, result),
+        Figure("time", elapsed(result.elapsed_s), beside=steps),
     ]
-    figures += _attempt_figures(result)
-    figures += _loss_figures(result)
-    figures += _rate_figures(result)
-    memory = result.peak_bytes
-    if memory:
-        kind = "allocator, active" if result.peak_active_bytes else "resident set of the process"
-        figures.append(Figure("peak memory a rank", size(memory), kind))
-    return figures + _kept_figures(result)
+    return figures
 
 
-def _kept_figures(result: Result) -> list[Figure]:
-    """What was kept, and what it cost."""
+def further(story: Story) -> list[Figure]:
+    """Return what is worth a line below: checkpoints, attempts, skipped steps."""
+    result = story.result
+    if result is None:
+        return []
     figures, kept = [], result.checkpoints
     if kept is not None:
         failed = f", {kept.num_failed} failed" if kept.num_failed else ""
-        last = f", the last at step {kept.last_step} ({size(kept.num_bytes)})"
-        figures.append(
-            Figure(
-                "checkpoints",
-                f"{kept.num_written}{failed}{last if kept.last_step is not None else ''}",
-                f"checkpoints.csv; training waited {duration(kept.stall_s)} for them",
-            )
-        )
+        last = f"the last at step {kept.last_step}, {size(kept.num_bytes)}; "
+        beside = f"training waited {duration(kept.stall_s)} for them"
+        beside = f"{last if kept.last_step is not None else ''}{beside}"
+        figures.append(Figure("checkpoints", f"{kept.num_written}{failed}", beside=beside))
+    if len(result.attempts) > 1:
+        share = f"productive time {result.ettr:.0%}" if result.ettr is not None else ""
+        figures.append(Figure("attempts", str(len(result.attempts)), beside=share))
+    if result.skipped_steps:
+        why = "their gradients were not finite, or fp16 looked for its scale"
+        figures.append(Figure("steps without an update", str(result.skipped_steps), beside=why))
     return figures
 
 
-def _attempt_figures(result: Result) -> list[Figure]:
-    if len(result.attempts) < 2:
-        return []
-    share = f"productive time {result.ettr:.0%}" if result.ettr is not None else ""
-    return [Figure("attempts", str(len(result.attempts)), share)]
+def basis(story: Story) -> str:
+    """Say once which rows the figures of speed come from; empty where there are none."""
+    window = story.result.window if story.result else None
+    if window is None:
+        return ""
+    return (
+        f"Speed is of {window.file}, steps {window.first_step} to {window.last_step}, after the"
+        " warm-up and without evaluation; losses are of the last finite row."
+    )
 
 
 def _loss_figures(result: Result) -> list[Figure]:
-    figures = []
-    if result.final_loss is not None:
-        figures.append(Figure("loss", f"{result.final_loss:.4f}", "training.csv, last finite row"))
+    beside = []
     if result.val_loss is not None:
+        beside.append(f"validation {result.val_loss:.4f}")
         entropy = result.data_facts.get("unigram_entropy")
-        beside = f"byte-unigram entropy {entropy:.4f}" if entropy is not None else "training.csv"
-        figures.append(Figure("validation loss", f"{result.val_loss:.4f}", beside))
-    return figures
+        beside += [f"byte-unigram entropy {entropy:.4f}"] if entropy is not None else []
+    if result.final_loss is None:
+        return []
+    return [Figure("loss", f"{result.final_loss:.4f}", beside="; ".join(beside))]
 
 
 def _rate_figures(result: Result) -> list[Figure]:
     if result.window is None or result.step_s is None or result.samples_per_s is None:
         return []
-    window = result.window
-    source = f"{window.file}, steps {window.first_step} to {window.last_step}"
-    figures = []
-    if result.tokens_per_s is not None:
-        figures.append(Figure("tokens/s", f"{result.tokens_per_s:,.0f}", source))
-    figures += [
-        Figure("samples/s", f"{result.samples_per_s:,.4g}", source),
-        Figure("steps/s", f"{result.steps_per_s:,.3g}", source),
-        Figure("step p50", duration(result.step_s.p50), source),
-        Figure("step p90", duration(result.step_s.p90), source),
-    ]
-    if result.tflops_per_rank is not None:
-        figures.append(Figure("compute a rank", flop_rate(result.tflops_per_rank), source))
-    if result.mfu is not None:
-        figures.append(Figure("MFU", f"{result.mfu:.1%}", source))
+    unit = "samples/s" if result.tokens_per_s is None else "tokens/s"
+    rate = result.samples_per_s if result.tokens_per_s is None else result.tokens_per_s
+    times = f"step p50 {duration(result.step_s.p50)}; p90 {duration(result.step_s.p90)}"
+    figures = [Figure("throughput", number(rate), unit, times)]
+    if result.tflops_per_rank is None:
+        return figures
+    computed, _, unit = flop_rate(result.tflops_per_rank).partition(" ")
+    share = ""
     if result.matmul_share is not None:
-        share = f"{result.matmul_share:.1%}"
-        figures.append(Figure("of the matmul rate", share, "paceline check on this machine"))
-    return figures
+        share = f"{result.matmul_share:.1%} of the matmul rate of paceline check"
+    if result.mfu is None:
+        return [*figures, Figure("compute a rank", computed, unit, share)]
+    beside = "; ".join(filter(None, [f"{computed} {unit} a rank", share]))
+    return [*figures, Figure("MFU", f"{result.mfu:.1%}", beside=beside)]
+
+
+def _memory_figures(story: Story, result: Result) -> list[Figure]:
+    if not result.peak_bytes:
+        return []
+    on_gpu = bool(result.peak_active_bytes)
+    peaks = [item.peak_active_bytes or item.peak_reserved_bytes for item in result.rank_memory]
+    known = [peak for peak in peaks if peak]
+    spread = f"; {size(min(known))} on the least" if known and min(known) < max(known) else ""
+    value, _, unit = size(result.peak_bytes).partition(" ")
+    kind = "active in the allocator" if on_gpu else "resident set"
+    return [Figure("peak memory a rank", value, unit, f"{kind}{spread}")]
 
 
 def _median_phases(rows: Sequence[StepRow]) -> dict[str, float]:
@@ -163,27 +184,3 @@ def started(story: Story) -> str:
     if story.result is None:
         return ""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(story.result.started_at))
-
-
-def size(num_bytes: float) -> str:
-    """Bytes for people: `812 MiB`, `1.30 GiB`."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            value = num_bytes / scale
-            return f"{value:.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def shown(value: object) -> str:
-    """A value of the plan for people; None is something not known yet."""
-    if value is None:
-        return "unknown"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def flop_rate(tflops: float) -> str:
-    return f"{tflops:.3g} TFLOP/s" if tflops >= 0.1 else f"{tflops * 1000:.3g} GFLOP/s"
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,4 +1,5 @@
-"""report.html of a sweep: one self-contained page, light and dark, readable on a phone."""
+"""report.html of a sweep, one self-contained page, light and dark, readable on a phone; and its
+summary.md: the answer first, then what it rests on."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,23 +9,27 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from paceline import __version__
+from paceline.records.words import count, number, plain, size, table
 from paceline.report.html import environment
-from paceline.report.story import Figure, size
-from paceline.report.sweep_plots import breakable, grids, intervals, pareto
-from paceline.report.sweep_remarks import asked, remarks
+from paceline.report.story import Figure
+from paceline.report.sweep_plots import breakable, grids, intervals, loss_curves, pareto
 from paceline.report.sweep_story import (
+    SIGNS,
+    VERDICTS,
     CellLine,
     SweepStory,
     answer,
+    asked,
     command,
-    number,
     rate_cell,
     reference,
+    remarks,
     speedup_cell,
-    value_of,
     variation_cell,
     winners,
 )
+
+COLUMNS = ("speedup", "verdict", "memory a rank", "between runs", "runs")
 
 
 def render_sweep_page(story: SweepStory) -> str:
@@ -43,6 +48,8 @@ def render_sweep_page(story: SweepStory) -> str:
             grids=grids(story),
             reference=reference(story),
             remarks=remarks(story),
+            signs=SIGNS,
+            losses=_losses(story),
             asked=asked(story),
             style=Markup("".join(style.read_text() for style in styles)),
             version=__version__,
@@ -68,6 +75,12 @@ def _kept_together(text: str) -> str:
     return text.replace(" to ", "\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}")
 
 
+def _losses(story: SweepStory) -> tuple[Markup, str]:
+    """The drawing, and how to read it."""
+    drawing, note = loss_curves(story)
+    return Markup(drawing), note
+
+
 def _figures(story: SweepStory) -> list[Figure]:
     runs = [run for line in story.cells for run in line.runs]
     left_out = sum(bool(run.problem) for run in runs)
@@ -75,8 +88,8 @@ def _figures(story: SweepStory) -> list[Figure]:
     compared = len(story.standings.rows) if story.standings else 0
     return [
         *figures,
-        Figure("cells that lead", str(len(winners(story))), f"of {compared} compared"),
-        Figure("runs", str(len(runs)), f"{left_out} not in the comparison" if left_out else ""),
+        Figure("cells that lead", str(len(winners(story))), beside=f"of {compared} compared"),
+        Figure("runs", str(len(runs)), beside=f"{left_out} not in the comparison" * bool(left_out)),
     ]
 
 
@@ -85,10 +98,70 @@ def _best_figures(story: SweepStory, best: CellLine) -> list[Figure]:
     rate, speedup = best.standing.rate, best.standing.speedup
     has_baseline = story.standings is not None and story.standings.is_baseline
     beside = f"{number(rate.low)} to {number(rate.high)}" if rate else "no interval"
-    figures = [Figure(f"best, {story.unit}", number(value_of(best.standing)), beside)]
+    label = "fastest" if best.is_fastest else "chosen"
+    others = len(winners(story)) - 1
+    beside += f"; not told apart from {count(others, 'other')}" if best.is_tied else ""
+    figures = [Figure(label, number(best.standing.value), story.unit, beside)]
     if speedup is not None and has_baseline and not best.is_baseline:
-        said = f"{speedup.low:.3f} to {speedup.high:.3f}"
-        figures.append(Figure("speedup over the baseline", f"{speedup.value:.3f}", said))
+        said = f"{speedup.low:.3f} to {speedup.high:.3f}; over the baseline"
+        figures.append(Figure("speedup", f"{speedup.value:.3f}", beside=said))
     if best.peak_bytes:
-        figures.append(Figure("its peak memory a rank", size(best.peak_bytes)))
+        value, _, unit = size(best.peak_bytes).partition(" ")
+        figures.append(Figure("its peak memory", value, unit, "a rank"))
     return figures
+
+
+def render_sweep_summary(story: SweepStory) -> str:
+    blocks = [
+        f"# {plain(story.name)}: {story.record.mode} of {plain(story.record.recipe)}",
+        "## Answer",
+        *(plain(sentence) for sentence in answer(story)),
+        _indented(command(story)),
+        "## Standings",
+        _standings(story),
+        *_remarks(story),
+        "## What was asked",
+        table(("", ""), asked(story)),
+        "## What the verdicts mean",
+        _verdicts(story),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _indented(text: str) -> str:
+    """A code block that no text can end, as a fence could be."""
+    return "\n".join(f"    {line}" for line in text.split("\n")) if text else ""
+
+
+def _standings(story: SweepStory) -> str:
+    if not story.measured:
+        return "No cell has a figure."
+    rows = [_row(place, line) for place, line in enumerate(story.measured, 1)]
+    said = f"{SIGNS}. Intervals are 95%. A speedup is against {plain(reference(story))}."
+    return f"{table(('', 'cell', story.unit, *COLUMNS), rows)}\n\n{said}"
+
+
+def _row(place: int, line: CellLine) -> tuple[str, ...]:
+    return (
+        str(place),
+        line.label,
+        rate_cell(line),
+        speedup_cell(line),
+        f"{line.verdict}; its loss departs" if line.flag else line.verdict,
+        size(line.peak_bytes) if line.peak_bytes else "n/a",
+        variation_cell(line),
+        f"{len(line.runs) - len(line.failed)} of {len(line.runs)}",
+    )
+
+
+def _remarks(story: SweepStory) -> list[str]:
+    blocks = []
+    for title, lines in remarks(story):
+        blocks += [f"## {title}", "\n".join(f"- {plain(line)}" for line in lines)]
+    return blocks
+
+
+def _verdicts(story: SweepStory) -> str:
+    lines = [f"- {kind}: {meaning}." for kind, meaning in VERDICTS]
+    margin = f"The margin is {story.record.margin:.3g}. How this is computed: docs/statistics.md."
+    return "\n".join([*lines, "", margin])

@@ -5,19 +5,49 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import product
+from statistics import fmean
 
 from markupsafe import Markup
 
-from paceline.report.plots import Axes, Point, Spot, scatter, ticks
-from paceline.report.story import size
-from paceline.report.sweep_story import CellLine, SweepStory, number, value_of
+from paceline.records.words import interval, number, size
+from paceline.report.plots import (
+    EMPTY,
+    SIDE,
+    Axes,
+    Point,
+    Series,
+    draw_line,
+    frame,
+    grid_marks,
+    line_chart,
+    padded,
+    scale_y,
+    smooth,
+    ticks,
+)
+from paceline.report.sweep_story import CellLine, SweepStory
 from paceline.stats.standings import Standings
 
 MARKS = {"refused": "R", "failed": "F", "nothing to measure": "N", "not run": "–"}
-STRONGEST = 48  # percent of the hue: text on it stays readable, light and dark
+WEAKEST, STRONGEST = 4, 48  # percent of the hue: text on it stays readable, light and dark
 # Bars are cut at these shares of the least and the largest value, or one cell of two runs that
 # disagree would push all others into one dot.
 SHOWN_FROM, SHOWN_TO = 0.7, 1.3
+NUM_COLOURS, MAX_CURVES = 6, 24
+ALIKE = 1e-3  # losses this near are one line to the eye
+WIDTH, HEIGHT = 440, 190  # pixels that the scatter has, about: to keep its labels apart
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A point of a scatter chart: a short label beside it, all of it in its tooltip."""
+
+    x: float
+    y: float
+    label: str
+    title: str
+    kind: str
+    is_marked: bool = False
 
 
 def pareto(story: SweepStory) -> str:
@@ -33,11 +63,11 @@ def pareto(story: SweepStory) -> str:
             f"{place}: {line.name}, {number(line.throughput)} {story.work_unit},"
             f" {size(line.peak_bytes)}"
         )
-        kind = "c2" if line.flag else "c6" if line.is_winner else "c1"
+        kind = _kind(line)
         spots.append(Spot(*point, str(place), title, kind, line.is_winner))
         if not line.flag:  # it may be faster, and is no choice
             points.append(point)
-    axes = Axes("GiB a rank at its peak", story.work_unit)
+    axes = Axes("GiB a rank at its peak", story.work_unit, from_zero=True)
     return scatter(spots, staircase(front(points)), axes)
 
 
@@ -55,6 +85,113 @@ def staircase(points: Sequence[Point]) -> list[Point]:
     corners = [(after[0], before[1]) for before, after in zip(points, points[1:], strict=False)]
     mixed = [place for pair in zip(points, corners, strict=False) for place in pair]
     return [*mixed, *points[-1:]]
+
+
+def scatter(spots: Sequence[Spot], front: Sequence[Point], axes: Axes) -> str:
+    """Draw points with labels; `front` is a line through those that nothing beats."""
+    shown = [spot for spot in spots if math.isfinite(spot.x) and math.isfinite(spot.y)]
+    if not shown:
+        return EMPTY
+    x_scale = padded([spot.x for spot in shown], 0.08)
+    y_scale = scale_y([Series("", [(spot.x, spot.y) for spot in shown], "")], axes)
+    parts = list(grid_marks(x_scale, y_scale, axes))
+    if len(front) > 1:
+        parts.append(draw_line(Series("front", front, "front"), x_scale, y_scale))
+    places = [(x_scale(spot.x), y_scale(spot.y)) for spot in shown]
+    taken, marks = list(places), []
+    for spot, place in zip(shown, places, strict=True):
+        ring = " ringed" if spot.is_marked else ""
+        marks.append(
+            f'<i class="dot {spot.kind}{ring}" style="{_at(*place)}"'
+            f' title="{escape(spot.title)}"></i>'
+        )
+        beside = _free_place(place, taken)
+        taken.append(beside)
+        marks.append(f'<b class="spot" style="{_at(*beside)}">{escape(spot.label)}</b>')
+    said = "; ".join(spot.title for spot in shown)
+    return frame(axes, x_scale, {"linear": y_scale}, {"linear": parts}, said, "".join(marks))
+
+
+def _free_place(point: Point, taken: Sequence[Point]) -> Point:
+    """The middle of a label beside a point that is not on another label or point."""
+    across, down = SIDE / WIDTH, SIDE / HEIGHT
+    around = [(0, -15), (16, 0), (-16, 0), (0, 15), (16, -14), (-16, -14), (16, 14), (-16, 14)]
+    places = [(point[0] + x * across, point[1] + y * down) for x, y in around]
+    places = [(x, y) for x, y in places if 0 < x < SIDE and 0 < y < SIDE] or places
+    free = (
+        p
+        for p in places
+        if all(abs(p[0] - a) > 13 * across or abs(p[1] - b) > 12 * down for a, b in taken)
+    )
+    return next(free, places[0])
+
+
+def _at(x: float, y: float) -> str:
+    return f"left: {x / 10:.2f}%; top: {y / 10:.2f}%"
+
+
+def _kind(line: CellLine) -> str:
+    """Return the colour of a cell: its loss departs, proven fastest, or one of many."""
+    return "c2" if line.flag else "c3" if line.is_fastest else "c1"
+
+
+def loss_curves(story: SweepStory) -> tuple[str, str]:
+    """Draw the loss of each cell, the mean of its runs, and say how to read it: lines in one chart
+    while there are colours for them, small charts on one scale beyond that."""
+    by_samples = len({line.global_batch for line in story.latest}) > 1
+    curves = {line.name: _curve(line, by_samples) for line in story.latest}
+    curves = _together({name: points for name, points in curves.items() if points})
+    x_label = "samples" if by_samples else "step"
+    note = f"mean over the runs of each cell, by {x_label}"
+    if len(curves) <= NUM_COLOURS:
+        lines = [
+            Series(name, smooth(points)[0] or points, f"c{place}")
+            for place, (name, points) in enumerate(curves.items(), 1)
+        ]
+        is_smooth = any(smooth(points)[0] for points in curves.values())
+        note += ", smoothed" if is_smooth else ""
+        return line_chart(lines, Axes(x_label, "loss", size="tall")), note
+    shown = dict(list(curves.items())[:MAX_CURVES])
+    if len(curves) > len(shown):
+        note += f"; the first {len(shown)} of {len(curves)} in the order of the standings"
+    ends = [y for points in shown.values() for _, y in points if math.isfinite(y)]
+    axes = Axes(x_label, "loss", bottom=min(ends, default=0.0), top=max(ends, default=1.0),
+                size="mini")  # fmt: skip
+    small = "".join(
+        f"<figure><figcaption>{breakable(name)}</figcaption>"
+        f"{line_chart([Series(name, points, 'c1')], axes)}</figure>"
+        for name, points in shown.items()
+    )
+    return f'<div class="minis">{small}</div>', f"{note}, all on one scale"
+
+
+def _together(curves: dict[str, list[Point]]) -> dict[str, list[Point]]:
+    """Return cells that train alike, as they do when only speed differs, as one curve: drawn over
+    each other nobody would see but the last."""
+    found: list[tuple[str, list[Point]]] = []
+    for name, points in curves.items():
+        same = next((n for n, (_, other) in enumerate(found) if _alike(points, other)), None)
+        if same is None:
+            found.append((name, points))
+        else:
+            found[same] = (f"{found[same][0]}; {name}", found[same][1])
+    return dict(found)
+
+
+def _alike(ours: Sequence[Point], theirs: Sequence[Point]) -> bool:
+    return len(ours) == len(theirs) and all(
+        a[0] == b[0] and math.isclose(a[1], b[1], rel_tol=ALIKE)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _curve(line: CellLine, by_samples: bool) -> list[Point]:
+    runs = [run.figures.losses for run in line.runs if run.figures is not None]
+    if by_samples and not line.global_batch.isdigit():
+        return []
+    each = int(line.global_batch) if by_samples else 1
+    steps = zip(*runs, strict=False) if runs else []
+    return [(float(each * step), fmean(losses)) for step, losses in enumerate(steps, 1)]
 
 
 @dataclass(frozen=True)
@@ -80,7 +217,7 @@ def _round(story: SweepStory, standings: Standings) -> str:
     names = {row.group.name for row in standings.rows}
     lines = [line for line in story.measured if line.name in names]
     ruler = _ruler(lines)
-    at = value_of(standings.of(standings.reference))
+    at = standings.of(standings.reference).value
     places = _places(story)
     rows = [_strip(line, places[line.name], ruler, at) for line in lines]
     marks = "".join(
@@ -99,7 +236,7 @@ def _places(story: SweepStory) -> dict[str, int]:
 
 def _ruler(lines: Sequence[CellLine]) -> _Ruler:
     standings = [line.standing for line in lines if line.standing is not None]
-    values = [value_of(standing) for standing in standings]
+    values = [standing.value for standing in standings]
     rates = [standing.rate for standing in standings if standing.rate is not None]
     low = max(min([*values, *(rate.low for rate in rates)]), SHOWN_FROM * min(values))
     high = min(max([*values, *(rate.high for rate in rates)]), SHOWN_TO * max(values))
@@ -109,12 +246,12 @@ def _ruler(lines: Sequence[CellLine]) -> _Ruler:
 
 def _strip(line: CellLine, place: int, ruler: _Ruler, reference: float) -> str:
     assert line.standing is not None, "only cells with figures have a strip"
-    value, rate = value_of(line.standing), line.standing.rate
-    kind = "c2" if line.flag else "c6" if line.is_winner else "c1"
+    value, rate = line.standing.value, line.standing.rate
+    kind = _kind(line)
     parts = [_upright("mark", ruler(reference), 0, 28)]
     said = f"{number(value)}, no interval"
     if rate is not None:
-        said = f"{number(value)} ({number(rate.low)} to {number(rate.high)})"
+        said = interval(*rate)
         left, right = ruler(rate.low), ruler(rate.high)
         parts.append(
             f'<line class="span {kind}" x1="{left:.2f}%" x2="{right:.2f}%" y1="14" y2="14"/>'
@@ -200,11 +337,18 @@ def _grid_cell(story: SweepStory, settings: dict[str, str]) -> GridCell:
         return GridCell("", MARKS.get(line.state, "?"), f"{line.name}: {line.state}")
     mark = "!" if line.flag else line.sign or ("F" if line.failed else "")
     title = f"{line.name}: {line.throughput:.6g} {story.work_unit}; {line.verdict}"
-    return GridCell(number(line.throughput), mark, title, _level(story, line.throughput))
+    return GridCell(number(line.throughput), mark, title, _level(story, line))
 
 
-def _level(story: SweepStory, value: float) -> int:
-    known = [line.throughput for line in story.cells if line.throughput is not None]
-    low, high = min(known), max(known)
+def _level(story: SweepStory, line: CellLine) -> int:
+    """Return the strength of the hue. Cells that cannot be told apart from the best are as strong
+    as it, and where that is so of all, none stands out."""
+    known = [other for other in story.measured if other.throughput is not None]
+    if all(other.is_winner for other in known):
+        return WEAKEST
+    if line.is_winner:
+        return STRONGEST
+    values = [other.throughput for other in known if other.throughput is not None]
+    low, high, value = min(values), max(values), line.throughput or 0.0
     share = (value - low) / (high - low) if high > low and math.isfinite(value) else 0.0
-    return round(4 + share * (STRONGEST - 4))
+    return round(WEAKEST + share * (STRONGEST - WEAKEST))

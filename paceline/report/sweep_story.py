@@ -1,14 +1,14 @@
-"""What the summary and the page of a sweep tell, as plain data: the cells in the order of the
-standings, their runs, and the answer in words."""
+"""What the summary and the page of a sweep tell: plain data (the cells in the order of the
+standings, their runs), the answer in words, and the remarks beside it: what did not run, what is
+not to be trusted, where the metrics disagree, what was asked."""
 
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
-from paceline.records.swept import SweepRecord, SweptCell
+from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
+from paceline.records.words import count, interval, number, ratio
 from paceline.stats.figures import RunFigures
-from paceline.stats.intervals import Interval
 from paceline.stats.standings import Standing, Standings
 
 UNITS = {
@@ -16,6 +16,17 @@ UNITS = {
     "tokens_per_s": "tokens/s",
     "tail_mean_iter_p50_ms": "ms an iteration",
 }
+# Above these a run, or a cell, is called unsteady. The first and the last are the gates that the
+# first sweeps were held to.
+MAX_SPREAD, MAX_DRIFT, MAX_VARIATION = 1.5, 0.10, 0.05
+GATES = f"p90/p50 over {MAX_SPREAD}, drift over {MAX_DRIFT:.0%}, runs over {MAX_VARIATION:.0%}"
+SIGNS = "★ the fastest, told apart from all others; ≈ not told apart from the best"
+VERDICTS = (
+    ("faster", "the whole interval of the speedup is above 1"),
+    ("slower", "the whole interval of the speedup is below 1"),
+    ("no difference seen", "the whole interval is inside the margin: nothing that matters"),
+    ("not enough data", "the interval is too wide to tell; more repeats narrow it"),
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,8 @@ class RunLine:
 @dataclass(frozen=True)
 class CellLine:
     """One cell. `throughput` is in the sweep's unit of work, whatever metric it is compared by.
-    `is_winner`: not told apart from the best; one of those is chosen."""
+    `is_fastest`: told apart from every other; `is_tied`: not told apart from the best, as others
+    are; one of the best is chosen, whether or not it is alone."""
 
     cell: SweptCell
     runs: Sequence[RunLine]
@@ -48,7 +60,8 @@ class CellLine:
     peak_bytes: float | None
     global_batch: str
     flag: str = ""
-    is_winner: bool = False
+    is_fastest: bool = False
+    is_tied: bool = False
     is_chosen: bool = False
     is_baseline: bool = False
 
@@ -71,8 +84,19 @@ class CellLine:
         return [run for run in self.runs if run.problem]
 
     @property
+    def is_winner(self) -> bool:
+        return self.is_fastest or self.is_tied or self.is_chosen
+
+    @property
     def sign(self) -> str:
-        return "★" if self.is_chosen else "☆" if self.is_winner else ""
+        """Return a star only for what is proven; nothing for a cell that had no rival."""
+        return "★" if self.is_fastest else "≈" if self.is_tied else ""
+
+    @property
+    def label(self) -> str:
+        """Return its name with all that is to be said of it in a table."""
+        taken = " (chosen)" if self.is_chosen and self.is_tied else ""
+        return f"{self.name} {self.sign}".rstrip() + taken + (" (baseline)" * self.is_baseline)
 
     @property
     def verdict(self) -> str:
@@ -165,7 +189,7 @@ def _against_baseline(story: SweepStory, standing: Standing) -> str:
         return ""
     if standing.group.name == story.standings.reference:
         return ", which is the baseline"
-    return f", {times(standing.speedup)} the baseline {story.standings.reference}"
+    return f", {ratio(*standing.speedup)} times the baseline {story.standings.reference}"
 
 
 def _tied(story: SweepStory) -> list[str]:
@@ -181,10 +205,6 @@ def _tied(story: SweepStory) -> list[str]:
 
 def winners(story: SweepStory) -> list[CellLine]:
     return [line for line in story.cells if line.is_winner]
-
-
-def value_of(standing: Standing) -> float:
-    return standing.rate.value if standing.rate else fmean(standing.group.values)
 
 
 def pasteable(record: SweepRecord, cell: SweptCell) -> str:
@@ -204,20 +224,10 @@ def command(story: SweepStory) -> str:
 
 def rate_text(standing: Standing, unit: str) -> str:
     if standing.rate is None:
-        count = len(standing.group.values)
-        runs = "one run" if count == 1 else f"{count} runs"
-        return f"{number(value_of(standing))} {unit} (no interval from {runs})"
+        runs = count(len(standing.group.values), "run")
+        return f"{number(standing.value)} {unit} (no interval from {runs})"
     low, high = number(standing.rate.low), number(standing.rate.high)
     return f"{number(standing.rate.value)} {unit} (95% interval {low} to {high})"
-
-
-def times(speedup: Interval) -> str:
-    return f"{speedup.value:.3f} times ({speedup.low:.3f} to {speedup.high:.3f})"
-
-
-def number(value: float) -> str:
-    """Four digits, or all of those before the point."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def reference(story: SweepStory) -> str:
@@ -233,17 +243,127 @@ def rate_cell(line: CellLine) -> str:
     """`123.4 (120 to 126)`."""
     if line.standing is None:
         return ""
-    value, rate = number(value_of(line.standing)), line.standing.rate
-    return f"{value} ({number(rate.low)} to {number(rate.high)})" if rate else value
+    rate = line.standing.rate
+    return interval(*rate) if rate else number(line.standing.value)
 
 
 def speedup_cell(line: CellLine) -> str:
     speedup = line.standing.speedup if line.standing else None
-    if speedup is None:
-        return ""
-    return f"{speedup.value:.3f} ({speedup.low:.3f} to {speedup.high:.3f})"
+    return ratio(*speedup) if speedup else ""
 
 
 def variation_cell(line: CellLine) -> str:
     variation = line.standing.variation if line.standing else None
     return f"{variation:.2%}" if variation is not None else ""
+
+
+def remarks(story: SweepStory) -> list[tuple[str, list[str]]]:
+    """Titles and lines, for both the summary and the page; a title without lines is left out."""
+    disagreed = disagreement(story)
+    found = [
+        ("Where the two metrics disagree", [disagreed] if disagreed else []),
+        ("Flagged: the loss departs", [f"{c.name}: {c.flag}" for c in story.cells if c.flag]),
+        ("Runs that are not in the comparison", _left_out(story)),
+        ("Refused by the plan", [f"{c.name}: {c.cell.refusal}" for c in story.of_state("refused")]),
+        ("Not run", [line.name for line in story.of_state("not run")]),
+        (f"Unsteady: {GATES}", instabilities(story)),
+        ("Notes", list(story.notes)),
+    ]
+    return [(title, lines) for title, lines in found if lines]
+
+
+def asked(story: SweepStory) -> list[tuple[str, str]]:
+    """The question, as rows of a table."""
+    record = story.record
+    counts = [f"{len(story.measured)} measured"]
+    for state in ("failed", "nothing to measure", "refused", "not run"):
+        if count := len(story.of_state(state)):
+            counts.append(f"{count} {state}")
+    rows = [
+        ("recipe", " ".join([record.recipe, *record.overrides])),
+        *((f"axis {key}", ", ".join(values)) for key, values in record.axes.items()),
+        ("cells", f"{len(story.cells)}: {', '.join(counts)}"),
+        *((_phase_label(phase.name), _phase(phase)) for phase in record.phases),
+        ("compared by", record.metric),
+        ("baseline", record.baseline or "none: cells are held against the best one"),
+        ("margin", f"{record.margin:.3g}: a difference below this share does not matter"),
+        ("target", record.target or "none"),
+        ("order of runs", f"repeat by repeat over all cells, shuffled by seed {record.seed}"),
+        ("directory", story.name),
+    ]
+    return rows
+
+
+def _phase_label(name: str) -> str:
+    return f"phase {name}" if name else "schedule"
+
+
+def _phase(phase: SweptPhase) -> str:
+    cells = f"{len(phase.cells)} cells" if phase.cells else "cells not yet decided"
+    return f"{cells}, {phase.repeats} repeats, {phase.steps} steps"
+
+
+def _left_out(story: SweepStory) -> list[str]:
+    return [
+        f"{line.name}, {run.label}: {run.problem}, outcome {run.outcome}, exit code"
+        f" {run.exit_code}, last step {run.last_step}{': ' + run.detail if run.detail else ''}"
+        for line in story.cells
+        for run in line.failed
+    ]
+
+
+def instabilities(story: SweepStory) -> list[str]:
+    """Cells whose figures deserve less trust, and why."""
+    found = {line.name: _unrest(line) for line in story.measured}
+    return [f"{name}: {'; '.join(why)}" for name, why in found.items() if why]
+
+
+def _unrest(line: CellLine) -> list[str]:
+    """Runs that differ, rare slow steps, and a speed that changes while it is measured."""
+    runs = [(run.label, run.figures) for run in line.runs if run.figures is not None]
+    spread = {label: item.spread for label, item in runs if item.spread > MAX_SPREAD}
+    drift = {label: item.drift for label, item in runs if abs(item.drift) > MAX_DRIFT}
+    variation = line.standing.variation if line.standing else None
+    found = []
+    if variation is not None and variation > MAX_VARIATION:
+        found.append(f"its runs vary by {variation:.1%}")
+    if spread:
+        most = max(spread.values())
+        found.append(f"step time p90/p50 up to {most:.2f} ({', '.join(spread)})")
+    if drift:
+        most = max(drift.values(), key=abs)
+        way = "slower" if most > 0 else "faster"
+        found.append(
+            f"up to {abs(most):.0%} {way} at the end of the window than at its begin"
+            f" ({', '.join(drift)})"
+        )
+    return found
+
+
+def disagreement(story: SweepStory) -> str:
+    """Why the other metric would have crowned another cell; empty where it would not."""
+    if story.standings is None or story.others is None or story.winner is None:
+        return ""
+    if any(standing.group.name == story.winner for standing in story.others.winners):
+        return ""
+    ours, theirs = story.line(story.winner), story.line(story.others.best.group.name)
+    said = (
+        f"By {story.record.metric} the best is {ours.name}, by {_other_metric(story)} it is"
+        f" {theirs.name}."
+    )
+    if ours.global_batch != theirs.global_batch:
+        return (
+            f"{said} They do unequal work in a step ({ours.global_batch} samples against"
+            f" {theirs.global_batch}), and the time of an iteration does not count the work: by"
+            " it the smallest batch wins. Trust it only among cells of equal batch."
+        )
+    return (
+        f"{said} Their batches are equal, so the difference is in what is counted: the rate is"
+        " work over all time of the steady window, the iteration time is a mean of medians over"
+        " the last windows, which leaves slow steps out."
+    )
+
+
+def _other_metric(story: SweepStory) -> str:
+    is_time = story.record.metric == "tail_mean_iter_p50_ms"
+    return "samples_per_s" if is_time else "tail_mean_iter_p50_ms"

@@ -12,6 +12,7 @@ from functools import cache, lru_cache
 from typing import Literal
 
 from paceline.errors import ConfigError
+from paceline.records.words import size
 from paceline.schedules.actions import Schedule
 from paceline.schedules.formulas import Formula, bubble_formula
 from paceline.schedules.orders import NAMES, draw_schedule
@@ -282,9 +283,7 @@ def _explain(candidate: Candidate, best_s: float, setup: Setup) -> Candidate:
     if candidate.status == "too large":
         most = max(candidate.peak_bytes)
         rank = candidate.peak_bytes.index(most)
-        because = (
-            f"rank {rank} needs {most / 2**30:.3g} GiB and has {setup.memory_bytes / 2**30:.3g}"
-        )
+        because = f"rank {rank} needs {size(most)} and has {size(setup.memory_bytes)}"
     elif candidate.step_s == best_s:
         because = f"no schedule that fits is faster; {idle}"
     else:

@@ -6,10 +6,10 @@ order is torch's own (tests/unit/test_pipeline_torch.py), for that is what the e
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal
 
 from paceline.errors import ConfigError
+from paceline.records.words import did_you_mean
 from paceline.schedules.actions import Action, Kind, Schedule, Slot
 from paceline.schedules.requirements import AUTO_STAGES, REQUIREMENTS, check_shape
 from paceline.schedules.two_lanes import order_dualpipe, order_dualpipev, order_zbv
@@ -157,8 +157,7 @@ def draw_schedule(
 
 def require_name(name: str) -> None:
     if name not in REQUIREMENTS:
-        close = get_close_matches(name, NAMES, n=1)
-        guess = f"did you mean {close[0]}? " if close else ""
+        guess = did_you_mean(name, NAMES)
         raise ConfigError(
             f"there is no schedule {name}\nhint: {guess}the schedules are {', '.join(NAMES)}"
         )

@@ -9,7 +9,6 @@ Everything is for one microbatch.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from paceline.config.load import read_plain
 from paceline.errors import ConfigError, DataError
 from paceline.records import PipelineFacts, Plan
 from paceline.records.rundir import RunDir
+from paceline.records.words import did_you_mean
 from paceline.schedules.account import account, times_measured
 from paceline.schedules.actions import Kind
 from paceline.schedules.measured import load_measured
@@ -84,8 +84,7 @@ def _missing(tree: Mapping[str, Any]) -> list[str]:
 
 
 def _unknown(key: str, path: Path) -> str:
-    close = get_close_matches(str(key), KEYS, n=1)
-    guess = f"did you mean {close[0]}? " if close else ""
+    guess = did_you_mean(str(key), KEYS)
     return f"{key} in {path} is no time of a block\nhint: {guess}the keys are {', '.join(KEYS)}"
 
 

@@ -50,6 +50,11 @@ class RunFigures:
     losses: tuple[float, ...]  # of all steps of the run
     startup_s: float | None  # from the start of the attempt to its first step, where known
 
+    @property
+    def spread(self) -> float:
+        """Return p90 over p50 of the step times: above 1 by how slow the slow steps are."""
+        return self.step_s_p90 / self.step_s_p50 if self.step_s_p50 else 1.0
+
     def value(self, metric: str) -> float | None:
         assert metric in METRICS, f"{metric} is none of {METRICS}"
         found: float | None = getattr(self, metric)

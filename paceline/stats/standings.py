@@ -40,6 +40,11 @@ class Standing:
     is_winner: bool
 
     @property
+    def value(self) -> float:
+        """Return the middle of the interval; of runs too few to have one, their mean."""
+        return self.rate.value if self.rate else fmean(self.group.values)
+
+    @property
     def variation(self) -> float | None:
         return self.group.variation
 

@@ -5,13 +5,13 @@ with the key to use instead. Nothing here imports deepspeed: a laptop without it
 """
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from paceline.config.schema import RunConfig
 from paceline.records import Finding, Plan
+from paceline.records.words import did_you_mean
 from paceline.strategies.zero import Offloading
 
 ZERO = "zero_optimization"
@@ -182,12 +182,11 @@ def _autos(settings: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def _unknown(key: str) -> Finding:
-    near = get_close_matches(key, KNOWN, n=1)
     return Finding(
         severity="warning",
         where=f"strategy.deepspeed_config.{key}",
         what="is no key that DeepSpeed 0.19 looks at: it has no effect there",
-        hint=f"did you mean {near[0]}?" if near else "",
+        hint=did_you_mean(key, KNOWN).rstrip(),
     )
 
 

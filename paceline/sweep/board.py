@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, geometric_mean
 
 from paceline.records.swept import Metric, SweptPhase
+from paceline.stats.figures import LOWER_IS_BETTER
+from paceline.stats.standings import MARGIN, Group, compare_groups
 from paceline.sweep.manifest import STOPPED, SUCCESS, Row
 
 
@@ -33,12 +35,15 @@ class Board:
     lines: dict[str, Line] = field(default_factory=dict)
     running: str = ""
     repeat: int = 0
+    margin: float = MARGIN
+    is_told_apart: bool = False  # the best so far, from every other
     _to_run: list[str] = field(default_factory=list)
     _began_at: float = 0.0
 
     def begin(self, phase: SweptPhase, to_run: Iterable[str]) -> None:
         self.phase, self._to_run = phase.name, list(to_run)
         self.lines = {name: Line(name, phase.repeats) for name in phase.cells}
+        self.is_told_apart = False
 
     def start(self, cell: str, repeat: int) -> None:
         self.running, self.repeat, self._began_at = cell, repeat, time.monotonic()
@@ -50,9 +55,20 @@ class Board:
         line.num_failed += row["status"] != SUCCESS and row["outcome"] not in STOPPED
         line.values += [value] if value is not None else []
         line.seconds.append(float(row["duration_sec"]))
+        self.is_told_apart = self._tell_apart()
         if self.running == line.name:
             self.running = ""
             self._to_run.remove(line.name)
+
+    def _tell_apart(self) -> bool:
+        """Tell whether the verdicts, were they given now, would name one cell the fastest."""
+        groups = [Group(line.name, tuple(line.values)) for line in self.lines.values()]
+        unknown = [line for line in self.lines.values() if not (line.values or line.num_failed)]
+        if unknown or sum(bool(group.values) for group in groups) < 2:
+            return False  # a cell that has not run yet may be faster
+        lower_is_better = self.metric in LOWER_IS_BETTER
+        found = compare_groups(groups, lower_is_better=lower_is_better, margin=self.margin)
+        return len(found.winners) == 1
 
     @property
     def num_done(self) -> int:
@@ -74,7 +90,7 @@ class Board:
     def best(self) -> Line | None:
         """By the means so far: a glance, not a verdict."""
         found = [line for line in self.lines.values() if line.value is not None]
-        sign = 1 if self.metric == "tail_mean_iter_p50_ms" else -1
+        sign = 1 if self.metric in LOWER_IS_BETTER else -1
         return min(found, key=lambda line: sign * (line.value or 0.0), default=None)
 
     def left_s(self) -> float | None:

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from paceline.records.swept import SweepRecord, SweptPhase
+from paceline.errors import DataError
+from paceline.records import Result
+from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.stats.figures import LOWER_IS_BETTER, RunFigures, measure_run
 from paceline.stats.intervals import Interval
 from paceline.stats.standings import Group, Standing, Standings, compare_groups
@@ -36,6 +38,30 @@ class SweepJudgement:
     target: TargetResult | None
     notes: list[str]
     earlier: tuple[Standings, ...] = field(default=())
+
+    @property
+    def rounds(self) -> list[Standings]:
+        """Return the standings of all phases that have any, the last first."""
+        return [*([self.standings] if self.standings else []), *reversed(self.earlier)]
+
+    def in_order(self, record: SweepRecord) -> list[SweptCell]:
+        """Return the cells of the standings, phase by phase, then the others as drawn."""
+        placed = [row.group.name for standings in self.rounds for row in standings.rows]
+        known = {cell.name: cell for cell in record.cells}
+        rest = [cell for cell in record.cells if cell.name not in placed]
+        return [*(known[name] for name in placed if name in known), *rest]
+
+    def standing_of(self, name: str) -> Standing | None:
+        """Return a cell's place in its own phase; None where it has no number."""
+        rows = [row for standings in self.rounds for row in standings.rows]
+        return next((row for row in rows if row.group.name == name and row.group.values), None)
+
+    def is_winner(self, name: str) -> bool:
+        """Tell whether a cell is one of those that cannot be told apart from the best in the last
+        phase; never one whose loss departs."""
+        leading = self.standings.winners if self.standings else []
+        tied = {row.group.name for row in leading} - self.flagged.keys()
+        return name in tied or name == self.winner
 
 
 def judge_sweep(record: SweepRecord, folder: SweepDir, rows: Sequence[Row]) -> SweepJudgement:
@@ -244,3 +270,33 @@ def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
         abs(a - b) / abs(b) if b else abs(a - b) for a, b in zip(ours, theirs, strict=True)
     ]  # fmt: skip
     return math.nan if any(map(math.isnan, gaps)) else max(gaps)
+
+
+def peak_bytes(standing: Standing | None, rows: list[Row]) -> float | None:
+    """What the standings order by; of a cell that has none, the most that a run of it took."""
+    if standing is not None and standing.group.memory_bytes is not None:
+        return standing.group.memory_bytes
+    known = [float(row["peak_bytes"]) for row in rows if row["peak_bytes"] not in ("", NOT_THERE)]
+    return max(known, default=None)
+
+
+def problem_of(folder: SweepDir, record: SweepRecord, row: Row, judgement: SweepJudgement) -> str:
+    """Why a run is not in the comparison, in the words of the first sweeps; empty where it is."""
+    if row["status"] != SUCCESS:
+        return "run_failed"
+    figures = judgement.figures.get(row["run_dir"])
+    if figures is not None and figures.value(record.metric) is not None:
+        return ""
+    has_log = folder.run(row).train_log.is_file()
+    return "no_timing_points" if has_log else "train_log_missing"
+
+
+def cause_of(folder: SweepDir, row: Row) -> str:
+    """The root cause that the run's own record names, in one line."""
+    try:
+        failure = Result.load(folder.run(row).result).failure
+    except DataError:
+        return "it left no result"
+    if failure is None:
+        return ""
+    return f"rank {failure.rank} on {failure.host}: {' '.join(failure.message.split())}"

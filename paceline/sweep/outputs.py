@@ -1,19 +1,23 @@
-"""All files that tell the result of a sweep. Written after each phase and at the end, and whole
-whatever the state: stopped in the middle, or with nothing that succeeded."""
+"""All files that tell the result of a sweep, from what the judge found. Written after each phase
+and at the end, and whole whatever the state: stopped in the middle, or with nothing that
+succeeded."""
 
 import json
 import math
+from statistics import fmean
 from typing import Any
+from urllib.parse import quote
 
 from paceline.records.files import write_atomic
-from paceline.records.swept import SweepRecord
-from paceline.report.sweep import render_sweep_page
-from paceline.report.sweep_markdown import render_sweep_summary
-from paceline.report.sweep_story import SweepStory, pasteable, winners
+from paceline.records.swept import SweepRecord, SweptCell
+from paceline.report.sweep import render_sweep_page, render_sweep_summary
+from paceline.report.sweep_story import CellLine, RunLine, SweepStory, pasteable, winners
+from paceline.stats.figures import RunFigures
+from paceline.stats.standings import Standing
 from paceline.sweep.folder import SweepDir
-from paceline.sweep.judge import SweepJudgement
+from paceline.sweep.judge import SweepJudgement, cause_of, peak_bytes, problem_of
 from paceline.sweep.manifest import FINGERPRINTS, SUCCESS, Row
-from paceline.sweep.story import tell
+from paceline.sweep.phases import plain_name
 from paceline.sweep.tables import (
     common_settings,
     compared,
@@ -44,6 +48,99 @@ def write_outputs(
     write_atomic(folder.best_overrides, _best_overrides(story))
     write_atomic(folder.summary, render_sweep_summary(story))
     write_atomic(folder.report, render_sweep_page(story))
+
+
+def tell(
+    folder: SweepDir, record: SweepRecord, rows: list[Row], judgement: SweepJudgement
+) -> SweepStory:
+    by_group: dict[str, list[Row]] = {cell.name: [] for cell in record.cells}
+    for row in rows:
+        by_group.setdefault(row["group"], []).append(row)
+    lines = [
+        _cell_line(folder, record, cell, by_group[cell.name], judgement)
+        for cell in judgement.in_order(record)
+    ]
+    target = judgement.target
+    return SweepStory(
+        name=folder.root.name,
+        record=record,
+        cells=lines,
+        rounds=judgement.rounds,
+        others=judgement.others,
+        winner=judgement.winner,
+        target=target.state if target else "",
+        target_text=f"Target {target.text}: {target.state}; {target.because}." if target else "",
+        notes=judgement.notes,
+    )
+
+
+def _cell_line(
+    folder: SweepDir,
+    record: SweepRecord,
+    cell: SweptCell,
+    rows: list[Row],
+    judgement: SweepJudgement,
+) -> CellLine:
+    standing = judgement.standing_of(cell.name)
+    flag = judgement.flagged.get(cell.name, "")
+    leads = judgement.is_winner(cell.name)
+    compared = judgement.standings.rows if judgement.standings else ()
+    num_leading = sum(judgement.is_winner(row.group.name) for row in compared)
+    num_compared = len([row for row in compared if row.group.name not in judgement.flagged])
+    batches = sorted({row["global_batch"] for row in rows})
+    return CellLine(
+        cell=cell,
+        runs=[_run_line(folder, record, row, judgement) for row in rows],
+        standing=standing,
+        throughput=_throughput(record, standing, _figures(rows, judgement)),
+        peak_bytes=peak_bytes(standing, rows),
+        global_batch=" or ".join(batches),
+        flag=flag,
+        is_fastest=leads and num_leading == 1 and num_compared > 1,
+        is_tied=leads and num_leading > 1,
+        is_chosen=cell.name == judgement.winner,
+        is_baseline=plain_name(cell.name) == record.baseline,
+    )
+
+
+def _figures(rows: list[Row], judgement: SweepJudgement) -> list[RunFigures]:
+    found = (judgement.figures.get(row["run_dir"]) for row in rows)
+    return [figures for figures in found if figures is not None]
+
+
+def _throughput(
+    record: SweepRecord, standing: Standing | None, figures: list[RunFigures]
+) -> float | None:
+    """What the standings say, where they compare rates; else the mean over the runs."""
+    if standing is None:
+        return None
+    if record.metric != "tail_mean_iter_p50_ms":
+        return standing.value
+    return fmean(item.samples_per_s for item in figures) if figures else None
+
+
+def _run_line(
+    folder: SweepDir, record: SweepRecord, row: Row, judgement: SweepJudgement
+) -> RunLine:
+    problem = problem_of(folder, record, row, judgement)
+    return RunLine(
+        repeat=row["repeat"],
+        outcome=row["outcome"],
+        exit_code=row["exit_code"],
+        last_step=row["last_step"],
+        href=_href(folder, row),
+        figures=judgement.figures.get(row["run_dir"]),
+        problem=problem,
+        detail=cause_of(folder, row) if problem else "",
+    )
+
+
+def _href(folder: SweepDir, row: Row) -> str:
+    """Its report; of a run that has none, its directory."""
+    run = folder.run(row)
+    if run.report.is_file():
+        return quote(f"{row['run_dir']}/{run.report.name}")
+    return quote(f"{row['run_dir']}/") if run.root.is_dir() else ""
 
 
 def _best_overrides(story: SweepStory) -> str:

@@ -84,7 +84,7 @@ class SweepRunner:
         self.quiet = Once(talk)
         self.ground = Ground(record.recipe, tuple(record.overrides), probe())
         self.rows = load_manifest(folder.manifest)
-        self.board = Board(metric=record.metric)
+        self.board = Board(metric=record.metric, margin=record.margin)
         self.stopped_by: str = ""  # the outcome that ended the sweep early
         self._decided: dict[tuple[str, int], Decided] = {}
         self._prints: dict[tuple[str, int], dict[str, str]] = {}

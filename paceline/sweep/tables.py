@@ -8,23 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
 
 from paceline.records.swept import SweepRecord
-from paceline.report.sweep_remarks import spread_of
-from paceline.report.sweep_story import value_of
 from paceline.stats.figures import RunFigures
 from paceline.stats.standings import Standing
 from paceline.stats.timing_points import TimingPoint
 from paceline.sweep.folder import SweepDir
-from paceline.sweep.judge import SweepJudgement
+from paceline.sweep.judge import SweepJudgement, cause_of, peak_bytes, problem_of
 from paceline.sweep.manifest import IDENTITY, NOT_THERE, SETTINGS, Row
 from paceline.sweep.phases import plain_name
-from paceline.sweep.story import (
-    cause_of,
-    in_order,
-    is_winner,
-    peak_bytes,
-    problem_of,
-    standing_of,
-)
 
 Value = str | float | int | bool | None
 PER_RUN = (
@@ -85,7 +75,7 @@ def _run_numbers(row: Row, figures: RunFigures) -> dict[str, Value]:
         "compile_s": figures.compile_s,
         "step_s_p50": figures.step_s_p50,
         "step_s_p90": figures.step_s_p90,
-        "p90_over_p50": spread_of(figures),
+        "p90_over_p50": figures.spread,
         "drift": figures.drift,
         "standard_error": figures.standard_error,
         "startup_s": figures.startup_s,
@@ -138,7 +128,7 @@ def group_names(record: SweepRecord) -> list[str]:
 
 
 def ranked_names(record: SweepRecord, judgement: SweepJudgement) -> list[str]:
-    return [cell.name for cell in in_order(record, judgement)]
+    return [cell.name for cell in judgement.in_order(record)]
 
 
 Measured = list[tuple[Row, RunFigures]]
@@ -178,7 +168,7 @@ def _group_numbers(runs: Measured) -> dict[str, Value]:
         "tail_steps_per_sec_std": _std(steps),
         "tail_samples_per_sec_mean": _mean(samples),
         "tail_samples_per_sec_std": _std(samples),
-        "p90_over_p50": fmean(spread_of(item) for item in figures),
+        "p90_over_p50": fmean(item.spread for item in figures),
         "drift": fmean(item.drift for item in figures),
         "tail_loss": _mean(_known(figures, lambda item: item.tail_loss)),
     }
@@ -196,13 +186,13 @@ def common_settings(rows: Sequence[Row], names: Sequence[str] = SETTINGS) -> dic
 def _standing_numbers(
     record: SweepRecord, name: str, rows: Sequence[Row], judgement: SweepJudgement
 ) -> dict[str, Value]:
-    standing = standing_of(name, judgement)
+    standing = judgement.standing_of(name)
     memory = peak_bytes(standing, [row for row in rows if row["group"] == name])
     line: dict[str, Value] = {
         "metric": record.metric,
         "flagged": judgement.flagged.get(name, ""),
         "peak_bytes": memory,
-        "is_winner": is_winner(name, judgement),
+        "is_winner": judgement.is_winner(name),
         "runs_compared": len(standing.group.values) if standing else 0,
         "verdict": str(standing.verdict) if standing else None,
         "variation": standing.variation if standing else None,
@@ -215,7 +205,7 @@ def compared(standing: Standing | None) -> dict[str, Value]:
     rate = standing.rate if standing else None
     speedup = standing.speedup if standing else None
     return {
-        "value": value_of(standing) if standing else None,
+        "value": standing.value if standing else None,
         "low": rate.low if rate else None,
         "high": rate.high if rate else None,
         "speedup": speedup.value if speedup else None,

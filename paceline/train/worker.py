@@ -292,13 +292,12 @@ class RankRun:
 
     @contextmanager
     def _observed(self) -> Iterator[None]:
-        """Heartbeat on every rank, telemetry on one of each machine, an eye on files on rank 0."""
+        """Heartbeat and telemetry on every rank, an eye on files on rank 0."""
         observe, run, rank = self.job.config.observe, self.run, self.place.rank
         tickers: list[Ticker] = [
-            Heartbeat(run.heartbeat(rank), rank, self.clock, observe.heartbeat_s)
+            Heartbeat(run.heartbeat(rank), rank, self.clock, observe.heartbeat_s),
+            Telemetry(run.telemetry_of(rank), observe.telemetry_s, self.place.local_rank == 0),
         ]
-        if self.place.local_rank == 0:
-            tickers.append(Telemetry(run.telemetry_of(rank), observe.telemetry_s))
         if rank == 0:
             tickers.append(ControlFiles(run, self.requests, self.attempt.halt_seen))
         self.clock.on_step = StepMark(run.step_mark(rank)).set

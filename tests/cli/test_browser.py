@@ -42,7 +42,28 @@ def test_the_report_renders_and_fits(run: RunDir, tmp_path: Path, width: int) ->
     )
     probe.write_text(run.report.read_text().replace("</body>", f"{script}</body>"))
     done = browse(tmp_path, probe, f"--window-size={width},1200", "--dump-dom")
-    assert "<title>5|true|8px</title>" in done.stdout, done.stdout[:300]
+    # The loss on two axes and its tooltips, a chart and its tooltips, a bar a rank, two small ones.
+    assert f"<title>{3 + 2 + 2 + 2 * 2}|true|8px</title>" in done.stdout, done.stdout[:300]
+
+
+@pytest.mark.parametrize(("clicked", "seen"), [("", "linear|raw,smooth"), ("log", "log|raw,smooth"),
+                                               ("smooth", "linear|raw")])  # fmt: skip
+def test_the_switches_of_the_loss_work_by_style_alone(
+    run: RunDir, tmp_path: Path, clicked: str, seen: str
+) -> None:
+    finish(run)
+    probe = run.report.with_name("probe.html")
+    script = (
+        f"<script>if ('{clicked}') document.getElementById('{clicked}').click();"
+        " const shown = e => e.getClientRects().length > 0;"
+        " const hero = [...document.querySelectorAll('.hero svg:not(.seen)')].filter(shown);"
+        " document.title = [hero.map(e => e.classList[0]).join(), [...hero[0]"
+        ".querySelectorAll('g')].filter(e => e.classList[0] && getComputedStyle(e).display"
+        " != 'none').map(e => e.classList[0]).join()].join('|')</script>"
+    )
+    probe.write_text(run.report.read_text().replace("</body>", f"{script}</body>"))
+    done = browse(tmp_path, probe, "--window-size=1100,1200", "--dump-dom")
+    assert f"<title>{seen}</title>" in done.stdout, done.stdout[:300]
 
 
 def test_a_picture_of_it_is_not_blank(run: RunDir, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from paceline.bench.asked import parse_words
 from paceline.bench.expectations import Expectations, hardware_of, key_of
 from paceline.bench.records import BenchReport
 from paceline.bench.runner import BenchSettings, PairRunner, Ran, run_bench
-from paceline.bench.words import headline
+from paceline.bench.words import headline, rows_of
 from paceline.errors import ConfigError, LaunchError, Outcome
 from paceline.machine.facts import probe
 from paceline.records.swept import SweepRecord
@@ -53,6 +53,15 @@ def run_fake(out: Path, truth: Truth, *words: str, **more: Any) -> BenchReport:
 def bench(tmp_path: Path) -> Callable[..., BenchReport]:
     counter = iter(range(100))
     return lambda *words, **more: run_fake(tmp_path / f"b{next(counter)}", *words, **more)
+
+
+def test_two_runs_show_a_number_and_no_interval(bench: Callable[..., BenchReport]) -> None:
+    """The interval of two runs is honest and so wide that it reads as nonsense."""
+    report = bench({"fused": {"step_s": 0.08}}, repeats=2)
+    said = headline(report.pairs[0])
+    assert "1.250 (no interval from 2 runs)" in said and " to " not in said
+    row = next(row for row in rows_of(report.pairs[0]) if row[0] == "fused")
+    assert "(" not in row[1]
 
 
 def test_a_faster_arm_and_its_files(bench: Callable[..., BenchReport]) -> None:

@@ -67,7 +67,7 @@ def test_memory_counts_state_and_activations() -> None:
     assert found["1f1b"].peak_bytes[0] == 4 * 2**30 + 4 * 4 * 2**20
     assert found["1f1b"].status == "fits"
     assert found["dualpipe"].status == "too large"
-    assert found["dualpipe"].because == "rank 0 needs 8.02 GiB and has 6"
+    assert found["dualpipe"].because == "rank 0 needs 8.02 GiB and has 6 GiB"
     names = [c.name for c in compare_schedules(setup)]
     assert names[-1] == "dualpipe" and names[0] != "dualpipe"
 

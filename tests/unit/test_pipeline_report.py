@@ -78,7 +78,7 @@ def test_where_it_loses_against_its_formula_it_says_why(tmp_path: Path) -> None:
         assert "The formula, (P-1)/(M+P-1), says 27.3%" in text
         # Stage 3 takes 3 + 4.5 ms, the others 2 + 4.5: 7.5 / 6.75 = 1.11
         assert "points more than the formula" in text and "the slowest takes 1.11 times" in text
-        assert re.search(r"[\d.]+ points are transfers \(0\.8 ms where a rank sat waiting", text)
+        assert re.search(r"[\d.]+ points are transfers \(800 µs where a rank sat waiting", text)
 
 
 def test_a_pipeline_that_keeps_its_promise_is_not_explained_away(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from paceline.plan.planner import make_plan
 from paceline.records import RankEnd, RankError, RankVerdict, Result
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
-from paceline.report.plots import Axes, Series, line_chart, thin, ticks
+from paceline.report.plots import Axes, Series, line_chart, smooth, stacked_bars, thin, ticks
 from paceline.run.conclude import Circumstances, conclude
 from paceline.schedules.actions import Action, Kind
 from paceline.train.heartbeat import ActionMark, StepMark, read_action
@@ -84,7 +84,74 @@ def test_a_finished_run(run: RunDir) -> None:
     page, summary = run.report.read_text(), run.summary.read_text()
     for text in ("4,096", "training.csv, steps 6 to 20", "rank 1", "byte-unigram entropy"):
         assert text in page and text in summary
-    assert page.count("<svg") == 5, "all but memory: no telemetry was recorded"
+    cards = page.partition("<h2>Plan</h2>")[0]
+    assert cards.count("steps 6 to 20") == 1, "the window is said once, not on every card"
+    assert "samples/s" not in cards, "a job in tokens has one rate"
+    assert page.count('class="tile"') == 5
+
+
+def test_the_loss_is_one_chart_with_switches_that_need_no_script(run: RunDir) -> None:
+    lines = run.training.read_text().splitlines()
+    val = [f"{line}{1.5 if n in (5, 10, 15) else ''}" for n, line in enumerate(lines)]
+    run.training.write_text("\n".join(val) + "\n")
+    finish(run)
+    page = run.report.read_text()
+    hero = page[page.index('class="card hero"') : page.index('class="charts"')]
+    assert hero.count('type="checkbox"') == 2 and hero.count("<label") == 2
+    assert {"linear", "log", "seen"} == set(re.findall(r'<svg class="(\w+)"', hero))
+    # Steps 5, 10, 15 and 20: a line with four dots, on either axis.
+    for line in re.findall(r'<path class="line c2" d="([^"]+)"', hero):
+        assert (line.count("M"), line.count("L")) == (1, 3)
+    assert [d.count("h0") for d in re.findall(r'<path class="dots c2" d="([^"]+)"', hero)] == [4, 4]
+    assert '<g class="raw">' in hero and '<g class="smooth">' in hero and "<desc>training" in hero
+    assert re.search(r"<title>step 20: training 0\.25, training, mean of 7 steps [\d.]+,", hero)
+
+
+def test_a_loss_that_has_no_logarithm_has_no_log_axis(run: RunDir) -> None:
+    run.training.write_text(run.training.read_text().replace("\n20,0.25", "\n20,-0.25"))
+    write_report(run)
+    page = run.report.read_text()
+    assert '<label for="smooth"' in page and '<label for="log"' not in page
+    assert 'class="ys log"' not in page
+
+
+TELEMETRY = (
+    "time,source,utilisation_percent,memory_bytes,clock_mhz,power_w,temperature_c,rss_bytes\n"
+)
+
+
+def test_memory_is_that_of_all_ranks(run: RunDir) -> None:
+    for rank, source in ((0, "host,50,9999999999"), (1, "rank,,")):
+        rows = [f"{100 + s},{source},,,,{(rank + 1) * s * 2**20}\n" for s in range(1, 6)]
+        run.telemetry_of(rank).write_text(TELEMETRY + "".join(rows))
+    finish(run)
+    figures = re.findall(r"<figcaption>([^<]+)<span>([^<]*)", run.report.read_text())
+    assert figures[:2] == [("rank 0", "at most 5 MiB"), ("rank 1", "at most 10 MiB")]
+
+
+def test_memory_of_many_ranks_is_a_band(run: RunDir) -> None:
+    make_test_plan("launch.nproc=12", "name=fixture").save(run.plan)
+    for rank in range(12):
+        rows = [f"{100 + s},rank,,,,,,{(rank + 1) * 2**30}\n" for s in range(3)]
+        run.telemetry_of(rank).write_text(TELEMETRY + "".join(rows))
+    write_report(run)
+    page = run.report.read_text()
+    assert "median of 12, between the least and the most" in page
+    assert page.count('<path class="band c1"') == 1 and "at most" not in page
+
+
+def test_a_gpus_memory_and_utilisation_are_drawn(run: RunDir) -> None:
+    plan = make_test_plan("launch.nproc=2", "name=fixture")
+    device = plan.device.model_copy(update={"value": "cuda"})
+    plan.model_copy(update={"device": device}).save(run.plan)
+    sources = (f"host,5,1,,,,{2**20}", f"gpu0,93,{2**30},,,,", f"gpu1,7,{2**31},,,,")
+    rows = [f"{100 + s},{source}\n" for s in range(3) for source in sources]
+    run.telemetry.write_text(TELEMETRY + "".join(rows))
+    write_report(run)
+    page = run.report.read_text()
+    captions = re.findall(r"<figcaption>(gpu\d)<span>([^<]*)", page)
+    assert captions == [("gpu0", "at most 1 GiB"), ("gpu1", "at most 2 GiB")]
+    assert "seconds 0: gpu0 93, gpu1 7" in page
 
 
 def test_the_page_needs_nothing_from_outside(run: RunDir) -> None:
@@ -213,8 +280,32 @@ def test_a_run_without_a_result_or_with_half_a_line_is_shown(run: RunDir) -> Non
 
 def test_charts_break_where_values_do() -> None:
     chart = line_chart([Series("a", [(1, 1), (2, math.nan), (3, 2)], "c1")], Axes("x", "y"))
-    assert chart.count("M") == 2 and "nan" not in chart.lower()
-    assert len(thin([(float(n), 1.0) for n in range(5000)])) <= 400
+    (line,) = re.findall(r'class="line c1" d="([^"]+)"', chart)
+    assert line.count("M") == 2 and "nan" not in chart.lower()
+
+
+def test_a_long_line_is_thinned_and_a_spike_in_it_is_still_seen() -> None:
+    points = [(float(n), 100.0 if n == 777 else 1.0) for n in range(5000)]
+    made = thin(Series("a", points, "c1"))
+    assert len(made.points) <= 400 and max(y for _, y in made.points) < 10
+    assert max(high for _, _, high in made.band) == 100 and min(low for _, low, _ in made.band) == 1
+
+
+def test_smoothing_keeps_a_straight_line_and_needs_numbers() -> None:
+    straight = [(float(n), 2.0 * n) for n in range(100)]
+    line, num_steps = smooth(straight)
+    assert num_steps == 7 and line[50] == (50.0, 100.0)
+    assert line[0] == (0.0, 3.0), "the mean of steps 0 to 3"
+    assert smooth(straight[:10]) == ([], 0)
+    assert smooth([*straight, (100.0, math.nan)]) == ([], 0)
+
+
+def test_bars_of_many_ranks_are_the_slowest_and_the_fastest() -> None:
+    rows = {f"rank {n}": {"forward": 1.0 + n, "comm": 0.0} for n in range(40)}
+    made = stacked_bars(rows)
+    shown = re.findall(r"<span>rank (\d+)</span>", made)
+    assert shown == [str(n) for n in (*range(39, 31, -1), *range(7, -1, -1))]
+    assert "<span>comm</span>" not in made, "a phase that took no time has no colour to explain"
 
 
 def test_ticks_are_round() -> None:

@@ -94,3 +94,14 @@ def test_a_finding_reads_as_a_sentence() -> None:
     finding = Finding(severity="error", where="a.b", what="is wrong", hint="set a.b=1")
     assert str(finding) == "a.b: is wrong\nhint: set a.b=1"
     assert Choice(requested="auto", value=1, because="why").because == "why"
+
+
+def test_a_bad_out_is_refused_before_anything_takes_time(tmp_path: Path) -> None:
+    RunDir.require_creatable(tmp_path / "new" / "deeper")
+    RunDir.require_creatable(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "nothing is made by asking"
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="is a file"):
+        RunDir.require_creatable(tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match="already holds files"):
+        RunDir.require_creatable(tmp_path)

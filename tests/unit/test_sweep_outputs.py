@@ -11,7 +11,7 @@ import pytest
 
 from paceline.config.load import read_draft
 from paceline.records.swept import SweepRecord, SweptPhase
-from paceline.report.story import size
+from paceline.records.words import size
 from paceline.report.sweep_plots import front, staircase
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.judge import SweepJudgement
@@ -197,7 +197,7 @@ def test_what_is_no_number_is_null_in_json_and_n_a_in_tables(folder: SweepDir) -
     assert read_table(folder.per_run)[0]["tail_loss"] == "n/a"
     best = best_of(folder)
     assert best["low"] is None and best["runs"] == 1, "one run has no interval"
-    assert "no interval from one run" in folder.summary.read_text()
+    assert "no interval from 1 run" in folder.summary.read_text()
 
 
 def test_the_summary_answers_first_and_explains(sweep: Sweep) -> None:
@@ -226,6 +226,48 @@ def test_a_tie_is_said(folder: SweepDir) -> None:
     write_outputs(folder, record, rows, judge_rows(record, rows, figures))
     assert "2 cells cannot be told apart from the best" in folder.summary.read_text()
     assert [row["is_winner"] for row in read_table(folder.ranked)] == ["true", "true"]
+
+
+def test_what_cannot_be_told_apart_is_not_crowned(folder: SweepDir) -> None:
+    record = draw_record({"data.num_workers": ["0", "2"]})
+    rows = [draw_row(folder, cell.name, n) for cell in record.cells for n in (1, 2, 3)]
+    rates = [100.0, 108.0, 99.0]
+    figures = {r["run_dir"]: draw_figures(rates[n % 3] + n) for n, r in enumerate(rows)}
+    write_outputs(folder, record, rows, judge_rows(record, rows, figures))
+    page, summary = folder.report.read_text(), folder.summary.read_text()
+    assert re.findall(r'class="mark-sign">(.)<', page) == ["≈", "≈"]
+    levels = re.findall(r'style="--level: (\d+)"', page)
+    assert len(levels) == 2 and len(set(levels)) == 1, "nor by a stronger colour"
+    assert "not told apart from 1 other" in page and '<p class="soft">fastest</p>' not in page
+    rows_of_summary = [line for line in summary.splitlines() if line.startswith("| ")]
+    assert not any("★" in line for line in rows_of_summary)
+    assert sum("≈ (chosen)" in line for line in rows_of_summary) == 1
+
+
+def test_losses_of_cells_are_drawn_and_equal_ones_are_one_line(folder: SweepDir) -> None:
+    record = draw_record({"data.num_workers": ["0", "2"], "seed": ["1", "2"]})
+    rows = [draw_row(folder, cell.name, n) for cell in record.cells for n in (1, 2)]
+    figures = {
+        row["run_dir"]: draw_figures(
+            100.0 + n, losses=(5.0, 3.0, 2.0) if row["group"].endswith("1") else (5.0, 4.0, 3.9)
+        )
+        for n, row in enumerate(rows)
+    }
+    write_outputs(folder, record, rows, judge_rows(record, rows, figures))
+    page = folder.report.read_text()
+    losses = page[page.index("<h2>Losses</h2>") : page.index("<h2>All cells</h2>")]
+    assert len(re.findall(r'<path class="line c\d"', losses)) == 2
+    keys = re.findall(r"</i>([^<]+)</span>", losses)
+    assert sorted(sorted(key.split("; ")) for key in keys) == [
+        ["num_workers=0,seed=1", "num_workers=2,seed=1"],
+        ["num_workers=0,seed=2", "num_workers=2,seed=2"],
+    ]
+
+
+def test_throughput_in_the_scatter_begins_at_zero(sweep: Sweep) -> None:
+    page = sweep[0].report.read_text()
+    chart = page[page.index("<h2>Throughput against memory") : page.index("<h2>Cells by")]
+    assert '<span style="top: 100.00%">0</span>' in chart and "throughput from 0" in chart
 
 
 def test_a_flagged_cell_that_leads_is_not_called_fastest(folder: SweepDir) -> None:
@@ -300,7 +342,7 @@ def test_the_front_is_what_nothing_beats() -> None:
 
 
 def test_sizes_have_no_exponent() -> None:
-    assert (size(1020 * 2**20), size(1.5 * 2**30)) == ("1020 MiB", "1.5 GiB")
+    assert (size(1020 * 2**20), size(1.5 * 2**30)) == ("1,020 MiB", "1.5 GiB")
 
 
 def test_by_iteration_time_less_is_better_and_the_page_still_shows_rates(folder: SweepDir) -> None:

@@ -3,7 +3,6 @@
 transformers is an extra and takes seconds to import: it is imported where it is used.
 """
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 from paceline.records import Finding
+from paceline.records.words import did_you_mean
 
 WHERE = "model.hf_config"
 # What transformers calls the attention that is not torch's SDPA.
@@ -56,8 +56,7 @@ def check_keys(given: Mapping[str, Any], kind: Any) -> Iterator[Finding]:
     for key in given:
         if key in known:
             continue
-        close = difflib.get_close_matches(key, known, n=1)
-        guess = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(known))}"
+        guess = did_you_mean(key, known).rstrip() or f"it has {', '.join(sorted(known))}"
         yield Finding(
             severity="error",
             where=f"{WHERE}.{key}",
