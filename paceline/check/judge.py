@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from paceline.check.records import GroupCheckup, RankCheckup
 from paceline.check.slow_links import slow_pairs
-from paceline.machine.expectations import expected_copy_gb_per_s, expected_link_gb_per_s
+from paceline.machine.datasheets import expected_copy_gb_per_s, expected_link_gb_per_s
 from paceline.machine.measures import Speed
 from paceline.records import Env, Finding, Part
 

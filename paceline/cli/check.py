@@ -74,8 +74,8 @@ def _print_ranks(console: "Console", report: "CheckReport") -> None:
     from rich.table import Table
 
     from paceline.check.judge import expect_copy
+    from paceline.machine.datasheets import find_peak
     from paceline.machine.measures import MatmulRate
-    from paceline.plan.peaks import peak_flops
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("rank", "host", "device", "cores", "matmul", "memory copy"):
@@ -84,8 +84,8 @@ def _print_ranks(console: "Console", report: "CheckReport") -> None:
         matmuls, copies = [], []
         for rate in rank.rates:
             if isinstance(rate, MatmulRate):
-                on_gpu = rank.device_id != "cpu" and rate.precision in ("bf16", "fp32")
-                peak = peak_flops(rank.device, rate.precision).value if on_gpu else None
+                on_gpu = rank.device_id != "cpu"
+                peak = find_peak(rank.device, rate.precision).value if on_gpu else None
                 of = f" of {peak / 1e12:.0f}" if peak else ""
                 matmuls.append(f"{rate.precision} {_figure(rate.tflop_per_s)}{of} TFLOP/s")
             else:

@@ -324,6 +324,11 @@ class ObserveConfig(Section):
     warmup_steps: Count = Field(
         5, description="First steps, marked as warm-up: recorded, but outside every throughput."
     )
+    peak_flops: Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        "auto",
+        description="FLOP/s of one device that MFU divides by. auto: the GPU's data sheet, for the"
+        " arithmetic that is used.",
+    )
     sample_ids: bool = Field(
         False, description="Record which samples each step took, in ranks/rank<r>/samples.csv."
     )

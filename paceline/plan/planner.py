@@ -14,10 +14,10 @@ import torch
 from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.job import Job
+from paceline.machine.datasheets import choose_arithmetic, choose_peak
 from paceline.machine.topology import Topology
 from paceline.plan.constraints import check
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
-from paceline.plan.peaks import peak_flops
 from paceline.plan.pipelines import choose_pipeline
 from paceline.plan.policy import (
     check_policy,
@@ -56,6 +56,8 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     strategy = _choose_strategy(config, world)
     precision = choose_precision(config, env, device)
     attention = choose_attention(config, env, device, workload)
+    matmul = choose_matmul(config)
+    arithmetic = choose_arithmetic(env, device.value, precision.value, matmul.value)
     workers = _choose_workers(config, env, crew)
     model = measure_model(workload, effective_config(config, attention.value))
     pipeline, problems = None, list[Finding]()
@@ -80,7 +82,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         backend=crew.backend,
         strategy=strategy,
         precision=precision,
-        matmul=choose_matmul(config),
+        matmul=matmul,
         attention=attention,
         compile=_as_asked(config.train.compile),
         compile_scope=_choose_scope(config, strategy.value),
@@ -93,9 +95,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         exchange=sharing.exchange(held, config, share),
         pipeline=pipeline,
         flops_per_sample=_choose_flops(workload, config),
-        peak_flops=peak_flops(
-            env.gpus[0].name if device.value == "cuda" and env.gpus else None, precision.value
-        ),
+        peak_flops=choose_peak(config.observe.peak_flops, env, device.value, arithmetic),
         findings=[],
     )
     if isinstance(sharing, Configured):

@@ -12,6 +12,7 @@ from typing import Literal
 from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError
 from paceline.job import Job
+from paceline.machine.datasheets import choose_arithmetic
 from paceline.machine.topology import Topology
 from paceline.plan.counting import CountedBlock, count_blocks
 from paceline.plan.crew import choose_crew, choose_threads
@@ -206,7 +207,9 @@ def _measure(
             "the model has no blocks to cut between\n"
             "hint: put its repeated layers into an nn.ModuleList, and call each of them"
         )
-    rate = choose_rate(env, crew, precision, choose_threads(config.launch, env, crew, 0).value)
+    arithmetic = choose_arithmetic(env, crew.device.value, precision, config.precision.matmul)
+    threads = choose_threads(config.launch, env, crew, 0).value
+    rate = choose_rate(env, crew, arithmetic, threads, config.observe.peak_flops)
     link = choose_link(env, crew)
     times, kind = _load_times(question.times, counted, cut)
     if times is None:

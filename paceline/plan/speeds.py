@@ -3,13 +3,13 @@ assumed. For plans; each choice with its reason."""
 
 from dataclasses import dataclass
 
-from paceline.machine.expectations import expected_link_gb_per_s
+from paceline.machine.datasheets import choose_peak, expected_link_gb_per_s, find_sheet
 from paceline.machine.kept_rates import load_link, load_matmul_tflops
-from paceline.plan.peaks import peak_flops
 from paceline.records import Crew, Env, Sourced
 
 # GB/s one way. Two gloo ranks on one machine: 0.7 to 2.3 in benchmarks/results/check_bandwidth.txt;
 # PCIe 4.0 x16: 32 by its standard, less what its packets take; between machines: 100 Gbit/s.
+PCIE_SHARE = 0.8
 CPU_LINK_GB_PER_S, GPU_LINK_GB_PER_S, NETWORK_GB_PER_S = 2.0, 25.0, 12.5
 
 
@@ -21,18 +21,19 @@ class Speed:
     source: Sourced
 
 
-def choose_rate(env: Env, crew: Crew, precision: str, threads: int) -> Speed:
-    """FLOP/s of one rank in `precision`."""
+def choose_rate(
+    env: Env, crew: Crew, arithmetic: str, threads: int, asked: float | str = "auto"
+) -> Speed:
+    """FLOP/s of one rank that multiplies in `arithmetic`."""
     device = crew.device.value
-    measured = load_matmul_tflops(env, device, precision, threads)
+    measured = load_matmul_tflops(env, device, arithmetic, threads)
     if measured is not None:
         because = (
-            f"{measured:.3g} TFLOP/s in {precision}, measured here by `paceline check` on large"
+            f"{measured:.3g} TFLOP/s in {arithmetic}, measured here by `paceline check` on large"
             " matrices; layers reach less"
         )
         return Speed(measured * 1e12, Sourced(what="rate", kind="measured", because=because))
-    name = env.gpus[0].name if device == "cuda" and env.gpus else None
-    peak = peak_flops(name, precision)
+    peak = choose_peak(asked, env, device, arithmetic)
     if peak.value is not None:
         because = f"{peak.because}; layers reach about half"
         return Speed(peak.value, Sourced(what="rate", kind="assumed", because=because))
@@ -68,6 +69,11 @@ def choose_link(env: Env, crew: Crew) -> Speed:
     if known and len(known) == len(stated):
         because = f"{min(known):g} GB/s, the NVLinks that the driver reports by their data sheet"
         return _link(min(known), "assumed", because)
+    sheet = find_sheet(env.gpus[0].name) if env.gpus else None
+    if sheet is not None and sheet.pcie_gb_per_s is not None:
+        rate = PCIE_SHARE * sheet.pcie_gb_per_s
+        because = f"{rate:.3g} GB/s between GPUs (PCIe, {sheet.pcie_gb_per_s:g} by its data sheet)"
+        return _link(rate, "assumed", because)
     because = f"{GPU_LINK_GB_PER_S:g} GB/s between GPUs (PCIe 4.0 x16)"
     return _link(GPU_LINK_GB_PER_S, "assumed", because)
 

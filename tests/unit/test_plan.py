@@ -5,7 +5,6 @@ import pytest
 from paceline.config.load import recipe_names
 from paceline.errors import ClusterError, ConfigError
 from paceline.job import load_job
-from paceline.plan.peaks import peak_flops
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Gpu, Plan
 from paceline.run.flow import require_feasible
@@ -92,6 +91,20 @@ def test_gpus_are_used_where_there_are_any() -> None:
     assert made.peak_flops.value == pytest.approx(989.4e12)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "tflops", "why"),
+    [
+        (["precision.mode=fp16"], 989.4, "fp16"),
+        (["precision.mode=fp32"], 494.7, "tf32"),  # precision.matmul=high is the default
+        (["precision.mode=fp32", "precision.matmul=highest"], 66.9, "fp32"),
+        (["observe.peak_flops=1.5e14"], 150.0, "observe.peak_flops"),
+    ],
+)
+def test_the_peak_is_that_of_the_arithmetic(overrides: list[str], tflops: float, why: str) -> None:
+    peak = plan(*overrides, machine=env(num_gpus=1)).peak_flops
+    assert peak.value == pytest.approx(tflops * 1e12) and why in peak.because
+
+
 def test_an_old_gpu_gets_no_bf16() -> None:
     made = plan(machine=env(num_gpus=1, capability="7.0", name="Tesla V100-SXM2-16GB"))
     assert made.precision.value == "fp16" and "7.0" in made.precision.because
@@ -133,18 +146,3 @@ def test_a_setting_without_effect_is_a_finding(overrides: list[str], where: str)
 def test_nothing_is_found_wrong_with_the_recipes() -> None:
     for name in recipe_names():
         assert plan(source=name, machine=env(num_gpus=1)).findings == []
-
-
-def test_an_unknown_gpu_has_no_peak() -> None:
-    choice = peak_flops("NVIDIA Weird 9000", "bf16")
-    assert choice.value is None and "NVIDIA Weird 9000" in choice.because
-
-
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [("NVIDIA H100 NVL", 835.5), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H100 80GB HBM3", 989.4),
-     ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA A10G", 70.0), ("NVIDIA L4", 121.0),
-     ("NVIDIA L40S", 362.0)],
-)  # fmt: skip
-def test_peaks_tell_similar_names_apart(name: str, tflops: float) -> None:
-    assert peak_flops(name, "bf16").value == pytest.approx(tflops * 1e12)
