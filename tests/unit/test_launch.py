@@ -16,8 +16,8 @@ from paceline.launch.pulse import Pulse
 from paceline.launch.slurm import batch_script
 from paceline.machine.fabric import choose_fabric
 from paceline.machine.facts import allowed_variables
+from paceline.machine.gpus import rocm_gpus
 from paceline.machine.hosts import read_hostfile
-from paceline.machine.rocm import rocm_gpus
 from paceline.machine.topology import Topology
 from paceline.plan.crew import check_crew, choose_crew
 from paceline.plan.planner import make_plan
@@ -344,11 +344,12 @@ def test_amd_gpus_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.M
         (node / "mem_banks/0/properties").write_text("heap_type 1\nsize_in_bytes 68702699520\n")
         (node / "name").write_text("aldebaran\n")
         (node / "properties").write_text(
-            f"simd_count {simds}\ngfx_target_version 90010\nunique_id {number}\n"
+            f"simd_count {simds}\ngfx_target_version 90010\ndevice_id 29704\nunique_id {number}\n"
         )
     gpus = rocm_gpus(tmp_path)
     assert [(gpu.index, gpu.uuid) for gpu in gpus] == [(0, "GPU-1"), (1, "GPU-2")]
     assert gpus[0].compute_capability == "9.0" and gpus[0].memory_bytes == 68702699520
+    assert gpus[0].name == "AMD Instinct MI250X"  # not "aldebaran", which no data sheet has
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1")
     assert [gpu.uuid for gpu in rocm_gpus(tmp_path)] == ["GPU-2"]
 
