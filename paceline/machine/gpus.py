@@ -19,7 +19,7 @@ ANCESTORS = {
 }
 
 KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
-# The kernel knows chips by their code names; these are the products by PCI id (pci-ids.ucw.cz/1002).
+# The kernel knows chips by code names; products by PCI id are in pci-ids.ucw.cz/read/PC/1002.
 AMD_PRODUCTS = {
     0x7408: "AMD Instinct MI250X",
     0x740F: "AMD Instinct MI210",

@@ -10,10 +10,10 @@ from paceline.job import load_job
 from paceline.machine.kept_rates import keep_rates
 from paceline.machine.measures import MatmulRate, PairSpeed
 from paceline.machine.topology import Topology
-from paceline.plan.counting import block_width, count_blocks
+from paceline.plan.compare_schedules import Question, compare_for, cut_batch, read_names
+from paceline.plan.costs import block_width, count_blocks
 from paceline.plan.crew import choose_crew
 from paceline.plan.planner import make_plan, measure_model
-from paceline.plan.schedules import Question, compare_for, cut_batch, read_names
 from paceline.records import ScheduleComparison, ScheduleRow
 from paceline.records.rundir import RunDir
 from paceline.schedules.formulas import bubble_formula

@@ -14,7 +14,7 @@ from paceline.errors import ConfigError
 from paceline.job import Job
 from paceline.machine.datasheets import choose_arithmetic
 from paceline.machine.topology import Topology
-from paceline.plan.counting import CountedBlock, count_blocks
+from paceline.plan.costs import CountedBlock, count_blocks
 from paceline.plan.crew import choose_crew, choose_threads
 from paceline.plan.pipelines import MICROBATCHES_A_RANK
 from paceline.plan.planner import measure_model, split_batch
