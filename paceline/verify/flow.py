@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.errors import EXIT_CODES, ConfigError, LaunchError, Outcome, PacelineError
+from paceline.errors import (
+    EXIT_CODES,
+    ClusterError,
+    ConfigError,
+    LaunchError,
+    Outcome,
+    PacelineError,
+)
 from paceline.machine.facts import probe
 from paceline.plan.pipelines import ranks_of_pipeline
 from paceline.plan.planner import ALIASES, make_plan
@@ -136,6 +143,10 @@ def _choose_ranks(env: Env, overrides: Sequence[str]) -> tuple[list[str], int, s
         chosen = [t for t in chosen if not t.startswith(("launch.nproc", "launch.devices"))]
         chosen += shared
         plan = make_plan(build_job([*chosen, "strategy.name=ddp"]), env)
+    # Whatever the strategy, these ranks cannot start here: one refusal, not a failure for each.
+    lacking = [str(problem) for problem in plan.problems() if problem.cause == "cluster"]
+    if lacking:
+        raise ClusterError(lacking)
     return chosen, plan.world_size, plan.device.value
 
 
