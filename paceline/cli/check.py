@@ -73,24 +73,21 @@ def _print(report: "CheckReport") -> None:
 def _print_ranks(console: "Console", report: "CheckReport") -> None:
     from rich.table import Table
 
-    from paceline.check.judge import expect_copy
-    from paceline.machine.datasheets import find_peak
     from paceline.machine.measures import MatmulRate
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("rank", "host", "device", "cores", "matmul", "memory copy"):
         table.add_column(column, overflow="fold")
     for rank in report.ranks:
-        matmuls, copies = [], []
+        matmuls, copies, expected = [], [], report.expected.of(rank.rank)
         for rate in rank.rates:
             if isinstance(rate, MatmulRate):
-                on_gpu = rank.device_id != "cpu"
-                peak = find_peak(rank.device, rate.precision).value if on_gpu else None
-                of = f" of {peak / 1e12:.0f}" if peak else ""
+                peak = expected.matmul_tflops.get(rate.precision)
+                of = f" of {peak:.0f}" if peak else ""
                 matmuls.append(f"{rate.precision} {_figure(rate.tflop_per_s)}{of} TFLOP/s")
             else:
-                expected = expect_copy(rank)
-                of = f" of about {expected:.0f}" if expected else ""
+                copy = expected.copy_gb_per_s
+                of = f" of about {copy:.0f}" if copy else ""
                 copies.append(f"{_figure(rate.gb_per_s)}{of} GB/s")
         name = rank.device if rank.device_id == "cpu" else f"{rank.device} {rank.device_id[:12]}"
         table.add_row(
@@ -102,9 +99,6 @@ def _print_ranks(console: "Console", report: "CheckReport") -> None:
 
 def _print_group(console: "Console", report: "CheckReport") -> None:
     from rich.table import Table
-
-    from paceline.check.judge import expect_link
-    from paceline.machine.facts import probe
 
     group = report.group
     if group is None:
@@ -127,10 +121,11 @@ def _print_group(console: "Console", report: "CheckReport") -> None:
     console.print(table)
     slowest = min(group.pairs, key=lambda pair: pair.gb_per_s, default=None)
     if slowest is not None:
-        expected = expect_link(report.ranks, probe())
+        expected = report.expected.link
         of = f" of about {expected.gb_per_s:.3g} ({expected.because})" if expected else ""
+        links = "1 link" if len(group.pairs) == 1 else f"{len(group.pairs)} links"
         console.print(
-            f"pairs: {len(group.pairs)} links; the slowest, rank {slowest.a} to {slowest.b},"
+            f"pairs: {links}; the slowest, rank {slowest.a} to {slowest.b},"
             f" carries {slowest.gb_per_s:.3g}{of} GB/s"
         )
 
