@@ -56,7 +56,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     strategy = _choose_strategy(config, world)
     precision = choose_precision(config, env, device)
     attention = choose_attention(config, env, device, workload)
-    matmul = choose_matmul(config)
+    matmul = choose_matmul(config, env, device)
     arithmetic = choose_arithmetic(env, device.value, precision.value, matmul.value)
     workers = _choose_workers(config, env, crew)
     model = measure_model(workload, effective_config(config, attention.value))
@@ -86,7 +86,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         attention=attention,
         compile=_as_asked(config.train.compile),
         compile_scope=_choose_scope(config, strategy.value),
-        recompute=_as_asked(config.train.activation_checkpointing),
+        recompute=_as_asked(config.train.activation_checkpointing, idle="none"),
         fused_optimizer=_choose_fused(config, strategy.value),
         threads=choose_threads(config.launch, env, crew, workers.value),
         loader_workers=workers,
@@ -269,17 +269,18 @@ def _hybrid_hint(world: int, strategy: str) -> str:
     return f"set strategy.shard_size={fitting[0]}"
 
 
-def _as_asked(value: str) -> Choice:
-    return Choice(requested=value, value=value, because="as asked")
+def _as_asked(value: str, idle: str = "") -> Choice:
+    return Choice(requested=value, value=value, because="as asked", matters=value != idle)
 
 
 def _choose_scope(config: RunConfig, strategy: str) -> Choice:
-    asked = config.train.compile_scope
-    if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked")
-    if strategy == "single":
-        return Choice(requested=asked, value="model", because="nothing is exchanged inside it")
-    return Choice(requested=asked, value="blocks", because=f"{strategy} works between the blocks")
+    asked, compiles = config.train.compile_scope, config.train.compile != "off"
+    value, because = asked, "as asked"
+    if asked == "auto" and strategy == "single":
+        value, because = "model", "nothing is exchanged inside it"
+    elif asked == "auto":
+        value, because = "blocks", f"{strategy} works between the blocks"
+    return Choice(requested=asked, value=value, because=because, matters=compiles)
 
 
 def _choose_fused(config: RunConfig, strategy: str) -> Choice:
@@ -312,5 +313,6 @@ def _choose_flops(workload: Workload, config: RunConfig) -> Choice:
     if counted is None:
         because = "counted on the first batch by torch.utils.flop_counter"
         return Choice(requested="auto", value=None, because=because)
-    because = "counted by the workload: forward and backward, causal attention counted half"
+    counts = {"causal": ", causal attention counted half", "full": ", attention counted in full"}
+    because = f"counted by the workload: forward and backward{counts.get(workload.attention, '')}"
     return Choice(requested="auto", value=counted, because=because)

@@ -1,5 +1,7 @@
 """The plan: choices with reasons, problems before launch, any world size on a laptop."""
 
+from pathlib import Path
+
 import pytest
 
 from paceline.config.load import recipe_names
@@ -10,6 +12,20 @@ from paceline.records import Env, Gpu, Plan
 from paceline.run.flow import require_feasible
 
 GIB = 2**30
+CNN = """
+import torch
+from paceline import Workload
+
+class Cnn(Workload):
+    def build_model(self, config):
+        return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten())
+
+    def build_data(self, config, split):
+        return None
+
+    def loss(self, model, batch):
+        return model(batch).sum(), len(batch)
+"""
 
 
 def env(num_gpus: int = 0, capability: str = "9.0", name: str = "NVIDIA H200") -> Env:
@@ -121,6 +137,29 @@ def test_state_that_does_not_fit_is_refused() -> None:
 def test_nccl_needs_gpus() -> None:
     with pytest.raises(ClusterError, match="nccl"):
         require_feasible(plan("launch.backend=nccl"))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"), [("lm_tiny", "causal attention counted half"), ("mae_tiny", "in full")]
+)
+def test_flops_say_how_attention_is_counted(source: str, says: str) -> None:
+    assert says in plan(source=source).flops_per_sample.because
+
+
+def test_only_choices_that_can_matter_are_shown(tmp_path: Path) -> None:
+    job = tmp_path / "cnn.py"
+    job.write_text(CNN)
+    idle = {"attention", "matmul", "recompute", "compile_scope"}
+    assert not idle & set(plan(source=f"{job}:Cnn").choices())
+    asked = [
+        "train.activation_checkpointing=full",
+        "precision.matmul=highest",
+        "train.compile=default",
+    ]
+    shown = plan(*asked, source=f"{job}:Cnn").choices()
+    assert {"matmul", "recompute", "compile_scope"} <= set(shown) and "attention" not in shown
+    assert {"attention", "matmul"} <= set(plan(machine=env(num_gpus=1)).choices())
+    assert "attention" in plan().choices()
 
 
 def test_one_rank_is_not_wrapped_and_says_so() -> None:
