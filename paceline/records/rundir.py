@@ -45,6 +45,21 @@ class RunDir:
         return run
 
     @classmethod
+    def require_place(cls, out: Path | None) -> None:
+        """Refuse a place for a new run that cannot be one, before work is spent on it. Makes
+        nothing: `create` still decides."""
+        root = (out if out is not None else Path("runs")).absolute()
+        existing = next(path for path in (root, *root.parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            why = "is not a directory" if not existing.is_dir() else "cannot be written"
+            raise ConfigError(
+                f"cannot make a run directory: {existing} {why}\n"
+                "hint: give --out a directory that can be created and written"
+            )
+        if out is not None and existing == root:
+            cls(root.resolve()).require_fresh()
+
+    @classmethod
     def open(cls, path: Path) -> Self:
         run = cls(path.resolve())
         if (path / "sweep.json").is_file():

@@ -100,6 +100,19 @@ def test_more_ranks_than_gpus_says_how_many_there_are() -> None:
         require_feasible(made)
 
 
+@pytest.mark.parametrize(
+    ("machine", "what"),
+    [
+        (env(), "cuda was asked for, and no GPU is visible"),
+        (env(num_gpus=1).model_copy(update={"cuda": None}), "built without CUDA and ROCm"),
+    ],
+)
+def test_cuda_without_a_gpu_is_filed_under_what_was_asked(machine: Env, what: str) -> None:
+    [problem] = plan("launch.device=cuda", machine=machine).problems()
+    assert (problem.where, problem.cause) == ("launch.device", "cluster")
+    assert what in problem.what and "launch.device=cpu" in problem.hint
+
+
 def test_gpus_are_used_where_there_are_any() -> None:
     made = plan(machine=env(num_gpus=8))
     assert (made.world_size, made.device.value, made.backend.value) == (8, "cuda", "nccl")
