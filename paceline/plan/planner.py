@@ -308,6 +308,14 @@ def _choose_workers(config: RunConfig, env: Env, crew: Crew) -> Choice:
     return Choice(requested=asked, value=max(0, value), because=why)
 
 
+def wanted_workers(plan: Plan) -> int:
+    """Return the loader processes that a rank would have if it could ask for cores: on GPUs the
+    number that was chosen may only say how few cores the machine has that makes the plan."""
+    asked = plan.loader_workers
+    is_free = asked.requested == "auto" and plan.device.value == "cuda"
+    return MAX_LOADER_WORKERS if is_free else int(asked.value)
+
+
 def _choose_flops(workload: Workload, config: RunConfig) -> Choice:
     counted = workload.flops(config)
     if counted is None:

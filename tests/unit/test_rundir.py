@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli.talk import ConsoleTalk
 from paceline.errors import ConfigError, DataError
+from paceline.job import load_job
 from paceline.records import Choice, Env, Finding
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir, slug
+from paceline.run import flow
 
 
 @pytest.mark.parametrize(
@@ -94,3 +97,17 @@ def test_a_finding_reads_as_a_sentence() -> None:
     finding = Finding(severity="error", where="a.b", what="is wrong", hint="set a.b=1")
     assert str(finding) == "a.b: is wrong\nhint: set a.b=1"
     assert Choice(requested="auto", value=1, because="why").because == "why"
+
+
+@pytest.mark.parametrize("place", ["file", "file/run", "full"])
+def test_a_bad_place_is_refused_before_anything_is_planned(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    monkeypatch.setattr(flow, "decide", lambda *_: pytest.fail("planned first"))
+    with pytest.raises(ConfigError, match="hint: give --out"):
+        flow.run_job(load_job("lm_tiny", []), tmp_path / place, ConsoleTalk())
+    RunDir.require_place(tmp_path / "new" / "run")
+    assert not (tmp_path / "new").exists()
