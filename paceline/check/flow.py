@@ -5,10 +5,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline.check.judge import judge
+from paceline.check.judge import expect, judge
 from paceline.check.lint import lint, probe_situation
 from paceline.check.records import (
     CheckReport,
+    Expected,
     GroupCheckup,
     RankCheckup,
     checkup_path,
@@ -53,7 +54,7 @@ def run_check(
     env.save(run.env)
     if any(finding.severity == "error" for finding in findings):
         findings += _lint_here(crew, run)
-        ranks, group = list[RankCheckup](), None
+        ranks, group, expected = list[RankCheckup](), None, Expected()
         if call is not None:
             call.dismiss(EXIT_CODES[Outcome.REFUSED_CLUSTER])
     else:
@@ -61,7 +62,8 @@ def run_check(
         say(f"starting {count_ranks(crew.world_size)} to measure with, in {run.root}")
         findings += _examine(order, run, call)
         ranks, group = _load(run, crew.world_size)
-        findings += judge(ranks, group, env, shares_gpus(settings.launch))
+        expected = expect(ranks, env)
+        findings += judge(ranks, group, expected, shares_gpus(settings.launch))
         findings += _alone(crew) + _keep(env, crew, threads, ranks, group)
     fit = not any(finding.severity == "error" for finding in findings)
     report = CheckReport(
@@ -71,6 +73,7 @@ def run_check(
         crew=crew,
         ranks=ranks,
         group=group,
+        expected=expected,
         findings=findings,
         elapsed_s=time.time() - started_at,
     )

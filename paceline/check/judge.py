@@ -1,15 +1,25 @@
-"""From what the ranks found to what a person should do: findings, and expectations beside figures.
+"""From what the ranks found to what a person should do, and what figures are held against.
 
 Pure: no torch, no machine.
 """
 
 from collections.abc import Iterator, Sequence
 
-from paceline.check.records import GroupCheckup, RankCheckup
+from paceline.check.records import (
+    Expected,
+    ExpectedDevice,
+    ExpectedLink,
+    GroupCheckup,
+    RankCheckup,
+)
 from paceline.check.slow_links import slow_pairs
-from paceline.machine.expectations import expected_copy_gb_per_s, expected_link_gb_per_s
+from paceline.machine.datasheets import (
+    expected_copy_gb_per_s,
+    expected_link_gb_per_s,
+    find_peak,
+)
 from paceline.machine.measures import Speed
-from paceline.records import Env, Finding, Part
+from paceline.records import Env, Finding
 
 FAIR_SHARE = 0.6  # of a link's stated rate: below it something is usually wrong
 FAIR_DEVICE_SHARE = 0.6
@@ -17,17 +27,13 @@ MAX_SKEW_S = 0.5
 LARGE_BYTES = 1 << 20
 
 
-class Expectation(Part):
-    """What a figure is held against, and where that comes from."""
-
-    gb_per_s: float
-    because: str
-
-
 def judge(
-    ranks: Sequence[RankCheckup], group: GroupCheckup | None, env: Env, may_share: bool
+    ranks: Sequence[RankCheckup],
+    group: GroupCheckup | None,
+    expected: Expected,
+    may_share: bool,
 ) -> list[Finding]:
-    """Everything that is wrong, or worth knowing, most severe first."""
+    """Return everything that is wrong, or worth knowing, most severe first."""
     findings = [finding for rank in ranks for finding in _with_host(rank, ranks)]
     findings += _binding(ranks, may_share)
     findings += _versions(ranks)
@@ -35,8 +41,9 @@ def judge(
         findings += _wrong_answers(group)
         findings += slow_pairs(group.pairs, [rank.host for rank in ranks])
         findings += _skew(group, ranks)
-        findings += _slow_fabric(group, expect_link(ranks, env))
-    findings += [finding for rank in ranks for finding in _slow_device(rank)]
+        findings += _slow_fabric(group, expected.link)
+    for rank in ranks:
+        findings += _slow_device(rank, expected.of(rank.rank).copy_gb_per_s)
     order = ("error", "warning", "note")
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
@@ -114,15 +121,31 @@ def _skew(group: GroupCheckup, ranks: Sequence[RankCheckup]) -> Iterator[Finding
             )
 
 
-def expect_link(ranks: Sequence[RankCheckup], env: Env) -> Expectation | None:
-    """What the slowest link between these ranks should carry one way, where that is known."""
+def expect(ranks: Sequence[RankCheckup], env: Env) -> Expected:
+    """Return what the data sheets and the driver promise of these ranks; `env` is rank 0's."""
+    devices = [_expect_device(rank) for rank in ranks if rank.device_id != "cpu"]
+    known = [device for device in devices if device.matmul_tflops or device.copy_gb_per_s]
+    return Expected(devices=known, link=_expect_link(ranks, env))
+
+
+def _expect_device(rank: RankCheckup) -> ExpectedDevice:
+    measured = [rate.precision for rate in rank.rates if rate.what == "matmul"]
+    peaks = {arithmetic: find_peak(rank.device, arithmetic).value for arithmetic in measured}
+    return ExpectedDevice(
+        rank=rank.rank,
+        matmul_tflops={name: peak / 1e12 for name, peak in peaks.items() if peak is not None},
+        copy_gb_per_s=expected_copy_gb_per_s(rank.device),
+    )
+
+
+def _expect_link(ranks: Sequence[RankCheckup], env: Env) -> ExpectedLink | None:
     if len({rank.host for rank in ranks}) > 1:
         rates = [rank.network_gb_per_s for rank in ranks]
         known = [rate for rate in rates if rate is not None]
         if len(known) < len(rates):
             return None
-        return Expectation(gb_per_s=min(known), because="the network interface's own rate")
-    if not env.gpus or ranks[0].device_id == "cpu":
+        return ExpectedLink(gb_per_s=min(known), because="the network interface's own rate")
+    if not env.gpus or not ranks or ranks[0].device_id == "cpu":
         return None
     expected = [
         (expected_link_gb_per_s(link.kind, link.nvlinks, env.gpus[link.a].name), link)
@@ -132,14 +155,10 @@ def expect_link(ranks: Sequence[RankCheckup], env: Env) -> Expectation | None:
     if not known_links or len(known_links) < len(expected):
         return None
     rate, link = min(known_links, key=lambda pair: pair[0])
-    return Expectation(gb_per_s=rate, because=f"{link.nvlinks} NVLinks, as the driver reports")
+    return ExpectedLink(gb_per_s=rate, because=f"{link.nvlinks} NVLinks, as the driver reports")
 
 
-def expect_copy(rank: RankCheckup) -> float | None:
-    return None if rank.device_id == "cpu" else expected_copy_gb_per_s(rank.device)
-
-
-def _slow_fabric(group: GroupCheckup, expected: Expectation | None) -> Iterator[Finding]:
+def _slow_fabric(group: GroupCheckup, expected: ExpectedLink | None) -> Iterator[Finding]:
     best = best_all_reduce(group.speeds)
     if expected is None or best is None:
         return
@@ -161,8 +180,7 @@ def best_all_reduce(speeds: Sequence[Speed]) -> Speed | None:
     return max(large, key=lambda speed: speed.busbw_gb_per_s, default=None)
 
 
-def _slow_device(rank: RankCheckup) -> Iterator[Finding]:
-    expected = expect_copy(rank)
+def _slow_device(rank: RankCheckup, expected: float | None) -> Iterator[Finding]:
     for rate in rank.rates:
         if rate.what == "copy" and expected and rate.gb_per_s < FAIR_DEVICE_SHARE * expected:
             yield Finding(

@@ -72,25 +72,22 @@ def _print(report: "CheckReport") -> None:
 def _print_ranks(console: "Console", report: "CheckReport") -> None:
     from rich.table import Table
 
-    from paceline.check.judge import expect_copy
     from paceline.machine.measures import MatmulRate
-    from paceline.plan.peaks import peak_flops
     from paceline.records.words import number
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("rank", "host", "device", "cores", "matmul", "memory copy"):
         table.add_column(column, overflow="fold")
     for rank in report.ranks:
-        matmuls, copies = [], []
+        matmuls, copies, expected = [], [], report.expected.of(rank.rank)
         for rate in rank.rates:
             if isinstance(rate, MatmulRate):
-                on_gpu = rank.device_id != "cpu" and rate.precision in ("bf16", "fp32")
-                peak = peak_flops(rank.device, rate.precision).value if on_gpu else None
-                of = f" of {peak / 1e12:.0f}" if peak else ""
+                peak = expected.matmul_tflops.get(rate.precision)
+                of = f" of {peak:.0f}" if peak else ""
                 matmuls.append(f"{rate.precision} {number(rate.tflop_per_s, 3)}{of} TFLOP/s")
             else:
-                expected = expect_copy(rank)
-                of = f" of about {expected:.0f}" if expected else ""
+                copy = expected.copy_gb_per_s
+                of = f" of about {copy:.0f}" if copy else ""
                 copies.append(f"{number(rate.gb_per_s, 3)}{of} GB/s")
         name = rank.device if rank.device_id == "cpu" else f"{rank.device} {rank.device_id[:12]}"
         table.add_row(
@@ -103,8 +100,6 @@ def _print_ranks(console: "Console", report: "CheckReport") -> None:
 def _print_group(console: "Console", report: "CheckReport") -> None:
     from rich.table import Table
 
-    from paceline.check.judge import expect_link
-    from paceline.machine.facts import probe
     from paceline.records.words import duration, size
 
     group = report.group
@@ -128,10 +123,11 @@ def _print_group(console: "Console", report: "CheckReport") -> None:
     console.print(table)
     slowest = min(group.pairs, key=lambda pair: pair.gb_per_s, default=None)
     if slowest is not None:
-        expected = expect_link(report.ranks, probe())
+        expected = report.expected.link
         of = f" of about {expected.gb_per_s:.3g} ({expected.because})" if expected else ""
+        links = "1 link" if len(group.pairs) == 1 else f"{len(group.pairs)} links"
         console.print(
-            f"pairs: {len(group.pairs)} links; the slowest, rank {slowest.a} to {slowest.b},"
+            f"pairs: {links}; the slowest, rank {slowest.a} to {slowest.b},"
             f" carries {slowest.gb_per_s:.3g}{of} GB/s"
         )
 

@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from paceline.cli.talk import print_json
+from paceline.plan.crew import count_ranks
 from paceline.records import LaunchPlan
 
 MAX_RANKS = 64
@@ -19,7 +20,7 @@ def print_launch(launch: LaunchPlan, as_json: bool) -> None:
     console = Console(highlight=False, soft_wrap=True)
     crew = launch.crew
     console.print(
-        f"{crew.world_size} ranks: {crew.num_nodes} x {crew.per_node}, started by"
+        f"{count_ranks(crew.world_size)}: {crew.num_nodes} x {crew.per_node}, started by"
         f" {launch.launcher} ({escape(crew.launcher.because)})"
     )
     command = shlex.join(launch.argv) or "none: forked from a server that has torch loaded"

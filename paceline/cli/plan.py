@@ -9,9 +9,9 @@ import typer
 from paceline.cli.arguments import JsonFlag, Overrides, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from paceline.job import Job
+    from paceline.launch.base import Order
     from paceline.records import Plan
 
 
@@ -72,6 +72,8 @@ def show_plan(
     from paceline.machine import resolve_topology
 
     with refusals_on_stdout(as_json):
+        if sbatch is not None:
+            _require_new(sbatch)
         job = load_job(source, overrides)
         from paceline.run.flow import decide, order_for, require_feasible  # imports torch
 
@@ -89,7 +91,7 @@ def show_plan(
         _print(made)
     require_feasible(made)
     if sbatch is not None:
-        _write_batch(sbatch, job, made)
+        _write_batch(sbatch, made.name, order_for(job, env, made), job.asked)
     raise typer.Exit(0)
 
 
@@ -103,15 +105,22 @@ def _require_alone(launch: bool, sbatch: Path | None) -> None:
         )
 
 
-def _write_batch(file: Path, job: "Job", plan: "Plan") -> None:
+def _require_new(file: Path) -> None:
+    """Refuse what cannot be written before the time of a plan is spent."""
     from paceline.errors import ConfigError
+
+    if file.exists():
+        raise ConfigError(f"{file} exists and is not overwritten\nhint: choose another name")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"{file}: there is no folder {file.parent}\nhint: make it first")
+
+
+def _write_batch(file: Path, name: str, order: "Order", asked: "Sequence[str]") -> None:
     from paceline.launch.slurm import batch_script
     from paceline.records.files import write_atomic
     from paceline.records.rundir import slug
 
-    if file.exists():
-        raise ConfigError(f"{file} exists and is not overwritten\nhint: choose another name")
-    write_atomic(file, batch_script(slug(plan.name), str(file), plan.crew, job.asked))
+    write_atomic(file, batch_script(slug(name), str(file), order, asked))
     typer.echo(f"{file}: add what your site needs, then: sbatch {file}", err=True)
 
 

@@ -31,7 +31,11 @@ def show_schedules(
         job = load_job(source, overrides)
         from paceline.machine import resolve_topology
         from paceline.machine.facts import probe
-        from paceline.plan.schedules import Question, compare_for, read_names  # imports torch
+        from paceline.plan.compare_schedules import (  # imports torch
+            Question,
+            compare_for,
+            read_names,
+        )
 
         question = Question(read_names(names), times, bubble)
         made = compare_for(job, probe(), resolve_topology(), question, ConsoleTalk().say)

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
+from paceline.config.slurm_args import explain_refusal
+
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -170,6 +172,10 @@ class LaunchConfig(Section):
     )
     env: dict[str, str] = Field({}, description="Variables for every rank: launch.env.NAME=value.")
     torchrun_args: list[str] = Field([], description="More arguments for torchrun, as a list.")
+    slurm_args: list[str] = Field(
+        [],
+        description="More options for srun and sbatch, as a list: [--gres=gpu:8,--time=1:00:00].",
+    )
     fabric: Literal["auto", "off", "nvlink", "pcie", "frontier"] = Field(
         "auto", description="Preset of NCCL's variables. auto: the one that the probed links match."
     )
@@ -201,6 +207,14 @@ class LaunchConfig(Section):
             if "\0" in value:
                 raise ValueError(f"the value of {name} holds a null byte")
         return env
+
+    @field_validator("slurm_args")
+    @classmethod
+    def _slurm_args_run_nothing(cls, arguments: list[str]) -> list[str]:
+        refusals = [explain_refusal(argument) for argument in arguments]
+        if any(refusals):
+            raise ValueError("; ".join(refusal for refusal in refusals if refusal))
+        return arguments
 
     @field_validator("rdzv_endpoint")
     @classmethod
@@ -260,6 +274,11 @@ class ObserveConfig(Section):
     )
     warmup_steps: Count = Field(
         5, description="First steps, marked as warm-up: recorded, but outside every throughput."
+    )
+    peak_flops: Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        "auto",
+        description="FLOP/s of one device that MFU divides by. auto: the GPU's data sheet, for the"
+        " arithmetic that is used.",
     )
     sample_ids: bool = Field(
         False, description="Record which samples each step took, in ranks/rank<r>/samples.csv."

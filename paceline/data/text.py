@@ -33,6 +33,14 @@ SHARD_TOKENS = 16 << 20
 PIECE_BYTES = 1 << 18
 VERIFIED_BYTES = 1 << 30
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".text"})
+BINARY_SUFFIXES = frozenset(
+    """
+    .arrow .avi .bin .bz2 .ckpt .exe .gguf .gif .gz .h5 .jpeg .jpg .mp3 .mp4 .npy .npz .onnx
+    .parquet .pdf .pickle .pkl .png .pt .pth .pyc .safetensors .so .tar .wav .webp .xz .zip .zst
+    """.split()
+)
+LOOKED_AT_BYTES = 1 << 16
+MOST_BROKEN = 0.1  # share of characters that are not UTF-8; latin-1 has a few
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 SPLITS = ("train", "val")
 
@@ -62,6 +70,8 @@ def prepare_tokens(data: TextData, say: Callable[[str], None]) -> tuple[Path, Ma
     """Tokenise the source unless its shards are there already; safe to call from any process."""
     files = list_files(data)
     home = _home(data, files)
+    if data.source != "stdlib" and not (home / "manifest.json").is_file():
+        _require_text(files)
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         with _locked(home.with_suffix(".lock")):
@@ -101,6 +111,33 @@ def list_files(data: TextData) -> list[Path]:
     if not found:
         raise DataError(f"{root} holds no text: looked for {', '.join(sorted(wanted))}")
     return found if data.max_files == "all" else found[: data.max_files]
+
+
+def _require_text(files: Sequence[Path]) -> None:
+    """Bytes of anything could be trained on: weights and pictures are refused by name."""
+    reasons = [(path, _why_not_text(path)) for path in files]
+    problems = [f"{path} {reason}" for path, reason in reasons if reason]
+    if problems:
+        more = f"\nand {len(problems) - 5} more files" if len(problems) > 5 else ""
+        raise DataError(
+            "\n".join(problems[:5])
+            + f"{more}\nhint: data.source takes text: a file in UTF-8, JSONL, or a folder of them"
+        )
+
+
+def _why_not_text(path: Path) -> str:
+    if path.suffix.lower() in BINARY_SUFFIXES:
+        return f"is not text: {path.suffix} is a binary format"
+    try:
+        with path.open("rb") as file:
+            head = file.read(LOOKED_AT_BYTES)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if b"\0" in head:
+        return "is not text in UTF-8: it holds zero bytes"
+    text = head.decode(errors="replace")
+    broken = text.count("\ufffd") / max(1, len(text))
+    return f"is not text in UTF-8: {broken:.0%} of it is not" if broken > MOST_BROKEN else ""
 
 
 def _iter_files(root: Path, wanted: Collection[str]) -> Iterator[Path]:

@@ -27,6 +27,7 @@ class Order:
     task: Literal["train", "check", "verify"]
     workload: str = ""
     run_dir: str = RUN_DIR
+    workers: int = 0  # loader processes that each rank wants
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Launcher(Protocol):
 def draw_plan(order: Order, argv: Sequence[str], hosts: Sequence[str]) -> LaunchPlan:
     """The plan of any launcher: it differs in its command and in its hosts, one name a node."""
     crew, settings = order.crew, order.settings
-    fabric = choose_fabric(settings.fabric, order.env, crew, f"{order.run_dir}/miopen")
+    fabric = choose_fabric(settings.fabric, order.env, crew, Path(order.run_dir).name)
     env, reasons = _environment(order, fabric.variables)
     return LaunchPlan(
         launcher=crew.launcher.value,

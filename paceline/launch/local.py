@@ -12,6 +12,7 @@ from paceline.launch.attempts import Start, run_attempts
 from paceline.launch.base import LaunchEnd, Order, draw_plan
 from paceline.launch.rank import TASKS, RankTicket, Task
 from paceline.launch.supervisor import PRELOADED, Supervisor
+from paceline.machine.fabric import make_node_caches
 from paceline.machine.group import Meeting, Place, serve_store
 from paceline.records import LaunchPlan
 from paceline.records.rundir import RunDir
@@ -69,7 +70,7 @@ def build_ticket(
     return RankTicket(
         run_dir=str(run.root),
         working_dir=os.getcwd(),
-        environment=dict(os.environ) | launch.env | told,
+        environment=make_node_caches(dict(os.environ) | launch.env, place.local_rank) | told,
         place=place,
         meeting=meeting,
         supervisor_pid=os.getpid(),

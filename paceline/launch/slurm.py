@@ -1,18 +1,24 @@
 """SLURM: srun inside an allocation, and a batch script for those who have none yet."""
 
 import os
+import re
 import shlex
-import shutil
 import signal
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from paceline.errors import ClusterError, ConfigError
+from paceline.config.slurm_args import SRUN_ONLY, option_of
+from paceline.errors import ClusterError
 from paceline.launch.base import LaunchEnd, Order, draw_plan
 from paceline.launch.command import member_argv, require_program, run_command
 from paceline.machine.topology import expand_nodes
-from paceline.records import Crew, LaunchPlan
+from paceline.records import LaunchPlan
 from paceline.records.rundir import RunDir
 
+CPU_OPTIONS = ("cpus-per-task", "cpus-per-gpu")
+SITE_OPTIONS = ("time", "partition", "account")
+GPU_THREADS = 2
 WARNING_S = 120  # how long before the end of the job SLURM sends SIGUSR2
 
 BATCH = """\
@@ -21,13 +27,12 @@ BATCH = """\
 #SBATCH --job-name={name}
 #SBATCH --nodes={num_nodes}
 #SBATCH --ntasks-per-node={per_node}
-{gpus}#SBATCH --output=%x-%j.out
+{options}#SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
 # SIGUSR2 to this script {warning_s} s before the time is up: ranks write a checkpoint and leave.
 #SBATCH --signal=B:USR2@{warning_s}
-# Add what your site needs: --time, --partition, --account, modules.
-
+{lacking}
 cd {folder}
 run="runs/{name}-$SLURM_JOB_ID"
 if [ -f "$run/run.yaml" ]; then  # this job was here before: go on from the newest checkpoint
@@ -61,6 +66,8 @@ class SlurmLauncher:
             "--kill-on-bad-exit=1",  # one rank's end is the end of all
             "--mpi=none",  # ranks meet at our own store
             "--export=ALL",
+            *_cpus(order, _allocated_cpus()),
+            *order.settings.slurm_args,
             # Inside a step (`srun --pty bash`) a second one would wait for the first to end.
             *(["--overlap"] if "SLURM_STEP_ID" in os.environ else []),
             *member_argv(order),
@@ -86,23 +93,63 @@ def _hosts(order: Order) -> list[str]:
     return (names + [f"node{n}" for n in range(len(names), count)])[:count]
 
 
-def batch_script(name: str, file: str, crew: Crew, asked: Sequence[str]) -> str:
-    """A job for sbatch that runs the same `paceline train`, in a directory named by the job's
+def _cpus(order: Order, allocated: int | None) -> list[str]:
+    """srun gives a task one core unless told. A rank on CPU computes on its threads; one on a GPU
+    needs a thread to launch kernels and one for the backward pass. Its loaders come on top."""
+    if any(option_of(argument) in CPU_OPTIONS for argument in order.settings.slurm_args):
+        return []
+    asked = "OMP_NUM_THREADS" in order.env.variables | order.settings.env
+    on_gpu = order.crew.device.value == "cuda"
+    threads = GPU_THREADS if on_gpu and not asked else order.threads
+    needed = threads + order.workers
+    if allocated is not None:
+        needed = min(needed, allocated // order.crew.per_node)
+    return [f"--cpus-per-task={needed}"] if needed else []
+
+
+def _allocated_cpus() -> int | None:
+    """Return the CPUs of the job's smallest node: SLURM writes `56(x2),48`."""
+    text = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")
+    counts = [int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", text)]
+    return min(counts, default=None)
+
+
+def own_command() -> list[str]:
+    """Return the program that was really called, for a script that calls it again."""
+    called = Path(sys.argv[0])
+    if called.name == "paceline" and called.is_file() and os.access(called, os.X_OK):
+        return [str(called.absolute())]
+    return [sys.executable, "-m", "paceline"]
+
+
+def batch_script(name: str, file: str, order: Order, asked: Sequence[str]) -> str:
+    """Write a job for sbatch that runs the same `paceline train`, in a directory named by the job's
     number so that a requeued one finds it. `name` is a slug; every other word is quoted."""
-    program = shutil.which("paceline")
-    if program is None:
-        raise ConfigError("`paceline` is not on PATH, and the batch script must call it")
     by_slurm = [] if "launch.launcher=slurm" in asked else ["launch.launcher=slurm"]
-    words = [program, "train", *asked, *by_slurm]
-    on_gpu = crew.device.value == "cuda"
+    program = own_command()
+    options = _batch_options(order)
+    given = {option_of(option) for option in options}
+    lacking = [f"--{option}" for option in SITE_OPTIONS if option not in given]
+    add = f"# Add what your site needs: {', '.join([*lacking, 'modules'])}.\n"
     return BATCH.format(
         file=file,
         name=name,
-        num_nodes=crew.num_nodes,
-        per_node=crew.per_node,
-        gpus=f"#SBATCH --gpus-per-node={crew.per_node}\n" if on_gpu else "",
+        num_nodes=order.crew.num_nodes,
+        per_node=order.crew.per_node,
+        options="".join(f"#SBATCH {option}\n" for option in options),
+        lacking=add if lacking else "",
         warning_s=WARNING_S,
         folder=shlex.quote(os.getcwd()),
-        program=shlex.quote(program),
-        command=shlex.join(words),
+        program=shlex.join(program),
+        command=shlex.join([*program, "train", *asked, *by_slurm]),
     )
+
+
+def _batch_options(order: Order) -> list[str]:
+    """What the job asks SLURM for beside nodes and tasks; what the user asks for wins."""
+    crew = order.crew
+    asked = [a for a in order.settings.slurm_args if option_of(a) not in SRUN_ONLY]
+    has_gpus = any(option_of(argument).startswith(("gpus", "gres")) for argument in asked)
+    on_gpu = crew.device.value == "cuda" and not has_gpus
+    gpus = [f"--gpus-per-node={crew.per_node}"] if on_gpu else []
+    return [*gpus, *_cpus(order, None), *asked]

@@ -4,14 +4,21 @@ A variable that the user has set, in the environment or in `launch.env`, is neve
 """
 
 import ctypes
+import os
+import re
+import stat
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from paceline.records import Choice, Crew, Env, Finding
 
 NVLINK = ("nvlink", "nvswitch")
 NVLS_CAPABILITY = 9.0  # NVLink SHARP came with Hopper's switches
 PLUGIN = "librccl-net.so"
+MIOPEN_CACHES = ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR")
+NODE_CACHE = "{tmp}/paceline-miopen-{user}"  # of each rank's own node, filled in there
 
 
 @dataclass(frozen=True)
@@ -23,9 +30,8 @@ class Fabric:
     findings: list[Finding] = field(default_factory=list)
 
 
-def choose_fabric(asked: str, env: Env, crew: Crew, cache_dir: str) -> Fabric:
-    """The preset the user names, or the one that what was probed matches; `cache_dir` is the run's
-    own place for compiled kernels."""
+def choose_fabric(asked: str, env: Env, crew: Crew, run_name: str) -> Fabric:
+    """Choose the preset that the user names, or the one that what was probed matches."""
     name, because = _match(asked, env, crew)
     choice = Choice(requested=asked, value=name, because=because)
     if name == "nvlink":
@@ -33,7 +39,7 @@ def choose_fabric(asked: str, env: Env, crew: Crew, cache_dir: str) -> Fabric:
     if name == "pcie":
         return Fabric(choice, dict(_pcie()))
     if name == "frontier":
-        return Fabric(choice, dict(_frontier(cache_dir)), list(_plugin_problems()))
+        return Fabric(choice, dict(_frontier(run_name)), list(_plugin_problems()))
     return Fabric(choice)
 
 
@@ -97,13 +103,38 @@ def _pcie() -> Iterator[Setting]:
     yield "NCCL_PROTO", ("Simple", why)
 
 
-def _frontier(cache_dir: str) -> Iterator[Setting]:
+def _frontier(run_name: str) -> Iterator[Setting]:
     yield "NCCL_SOCKET_IFNAME", ("hsn0", "the Slingshot interface")
     yield "NCCL_CROSS_NIC", ("1", "each node has four NICs, used crosswise")
     yield "NCCL_NET_GDR_LEVEL", ("3", "each NIC hangs on a GPU")
-    why = "MIOpen locks its caches; in a shared home directory jobs would wait for each other"
-    yield "MIOPEN_USER_DB_PATH", (cache_dir, why)
-    yield "MIOPEN_CUSTOM_CACHE_DIR", (cache_dir, why)
+    why = "MIOpen locks its caches: on a shared disk ranks would wait for each other"
+    cache = f"{NODE_CACHE}-{re.sub(r'[^A-Za-z0-9._-]', '-', run_name)}-{{local_rank}}"
+    for name in MIOPEN_CACHES:
+        yield name, (cache, why)
+
+
+def make_node_caches(environment: dict[str, str], local_rank: int) -> dict[str, str]:
+    """Return the environment with MIOpen's caches on this node's own disk, and make them."""
+    made = dict(environment)
+    for name in MIOPEN_CACHES:
+        template = environment.get(name, "")
+        if template.startswith(NODE_CACHE):
+            tmp = environment.get("TMPDIR") or "/tmp"
+            words = {"tmp": tmp, "user": str(os.getuid()), "local_rank": str(local_rank)}
+            made[name] = _own_folder(Path(template.format_map(words)))
+    return made
+
+
+def _own_folder(path: Path) -> str:
+    """Everybody can write into /tmp: a folder that another user put there is not used."""
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+            return str(path)
+    except OSError:
+        pass
+    return tempfile.mkdtemp(prefix="paceline-miopen-")
 
 
 def _plugin_problems() -> Iterator[Finding]:

@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 
 from paceline.config.schema import SECRET_NAME
-from paceline.machine.gpus import Nvml
-from paceline.machine.rocm import rocm_gpus
+from paceline.machine.gpus import Nvml, rocm_gpus
 from paceline.records import Env, Git
 from paceline.records.files import fingerprint
 

@@ -1,7 +1,9 @@
-"""GPUs through NVML: names, memory, links and live samples, without creating a CUDA context."""
+"""The GPUs of this machine without creating a context on any: NVIDIA's through NVML (names, memory,
+links, live samples), AMD's through the kernel's own description of them."""
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from paceline.records import Gpu, Link
@@ -14,6 +16,15 @@ ANCESTORS = {
     30: "host_bridge",
     40: "numa_node",
     50: "system",
+}
+
+KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+# The kernel knows chips by code names; products by PCI id are in pci-ids.ucw.cz/read/PC/1002.
+AMD_PRODUCTS = {
+    0x7408: "AMD Instinct MI250X",
+    0x740F: "AMD Instinct MI210",
+    0x74A0: "AMD Instinct MI300A",
+    0x74A1: "AMD Instinct MI300X",
 }
 
 
@@ -134,6 +145,42 @@ def visible_indices(setting: str | None, uuids: list[str]) -> list[int]:
             break
         chosen.append(match[0])
     return chosen
+
+
+def rocm_gpus(nodes: Path = KFD_NODES) -> list[Gpu]:
+    """The visible GPUs, counted as torch does; CPUs are nodes too, and have no SIMD units."""
+    found = [node for node in _sorted(nodes) if _facts(node / "properties").get("simd_count")]
+    uuids = [f"GPU-{_facts(node / 'properties').get('unique_id', 0):x}" for node in found]
+    asked = os.environ.get("ROCR_VISIBLE_DEVICES") or os.environ.get("HIP_VISIBLE_DEVICES")
+    visible = visible_indices(asked, uuids)
+    return [_describe(n, found[index], uuids[index]) for n, index in enumerate(visible)]
+
+
+def _describe(index: int, node: Path, uuid: str) -> Gpu:
+    facts = _facts(node / "properties")
+    version = facts.get("gfx_target_version", 0)  # 90010 is gfx90a
+    banks = [_facts(bank / "properties") for bank in _sorted(node / "mem_banks")]
+    return Gpu(
+        index=index,
+        name=AMD_PRODUCTS.get(facts.get("device_id", 0)) or (node / "name").read_text().strip(),
+        uuid=uuid,
+        compute_capability=f"{version // 10000}.{version // 100 % 100}",
+        memory_bytes=sum(bank.get("size_in_bytes", 0) for bank in banks),
+    )
+
+
+def _sorted(folder: Path) -> list[Path]:
+    names = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    return sorted(names, key=lambda path: int(path.name))
+
+
+def _facts(file: Path) -> dict[str, int]:
+    """Read lines of `name number`."""
+    try:
+        pairs = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
 def _text(value: str | bytes) -> str:

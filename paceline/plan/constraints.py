@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.config.schema import RunConfig, Section
+from paceline.plan.crew import count_ranks
 from paceline.records import Env, Finding, Plan
 from paceline.strategies import all_strategies, find_strategy
 
@@ -49,8 +50,8 @@ def _memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Findin
         yield Finding(
             severity="warning",
             where="launch.nproc",
-            what=f"{plan.crew.per_node} ranks hold {needed / 2**30:.0f} GiB of state; this machine"
-            f" has {env.memory_bytes / 2**30:.0f} GiB",
+            what=f"{needed / 2**30:.0f} GiB of state, of {count_ranks(plan.crew.per_node)}; this"
+            f" machine has {env.memory_bytes / 2**30:.0f} GiB",
             cause="cluster",
         )
 
@@ -153,6 +154,7 @@ def _launch_rules(plan: Plan) -> tuple[Idle, ...]:
     return (
         Idle("launch", ("devices",), plan.device.value == "cpu", "the ranks are on CPU"),
         Idle("launch", ("hostfile",), not takes_hostfile, f"{by} starts the ranks"),
+        Idle("launch", ("slurm_args",), by != "slurm", f"{by} starts the ranks"),
         Idle(
             "launch", ("torchrun_args", "rdzv_endpoint"), by != "torchrun", f"{by} starts the ranks"
         ),

@@ -190,13 +190,23 @@ def _gpu_problems(
     # A login node, or the head of a job, need not have the GPUs that the ranks will have.
     is_here = num_gpus > 0 or (crew.num_nodes == 1 and crew.launcher.value != "slurm")
     severity = "error" if is_here else "warning"
+    if not num_gpus:
+        why = "this torch is built without CUDA and ROCm" if env.gpus else "no GPU is visible here"
+        yield Finding(
+            severity=severity,
+            where="launch.device",
+            what=f"cuda was asked for, and {why}",
+            hint="set launch.device=cpu, or auto; `paceline check` looks at the machine",
+            cause="cluster",
+        )
+        return
     absent = [number for number in visible_devices(launch) if number >= num_gpus]
     if absent:
         yield Finding(
             severity=severity,
             where="launch.devices",
             what=f"names GPU {absent[0]}, and {num_gpus} are usable here",
-            hint=f"use 0 to {num_gpus - 1}" if num_gpus else "set launch.device=cpu",
+            hint=f"use 0 to {num_gpus - 1}",
             cause="cluster",
         )
     elif launch.devices == "auto" and num_gpus < crew.per_node and not sees_one_each:
@@ -204,7 +214,7 @@ def _gpu_problems(
             severity=severity,
             where="launch.nproc",
             what=f"each rank wants a GPU: {crew.per_node} asked for, {num_gpus} usable here",
-            hint=f"set launch.nproc={num_gpus}" if num_gpus else "set launch.device=cpu",
+            hint=f"set launch.nproc={num_gpus}",
             cause="cluster",
         )
     if shares_gpus(launch) and crew.backend.value == "nccl":

@@ -13,10 +13,10 @@ import torch
 from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.job import Job
+from paceline.machine.datasheets import choose_arithmetic, choose_peak
 from paceline.machine.topology import Topology
 from paceline.plan.constraints import check
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
-from paceline.plan.peaks import peak_flops
 from paceline.plan.policy import (
     check_policy,
     choose_attention,
@@ -52,6 +52,8 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     strategy = _choose_strategy(config, world)
     precision = choose_precision(config, env, device)
     attention = choose_attention(config, env, device, workload)
+    matmul = choose_matmul(config, env, device)
+    arithmetic = choose_arithmetic(env, device.value, precision.value, matmul.value)
     workers = _choose_workers(config, env, crew)
     model = measure_model(workload, effective_config(config, attention.value))
     sharing = find_strategy(strategy.value)
@@ -73,11 +75,11 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         backend=crew.backend,
         strategy=strategy,
         precision=precision,
-        matmul=choose_matmul(config),
+        matmul=matmul,
         attention=attention,
         compile=_as_asked(config.train.compile),
         compile_scope=_choose_scope(config, sharing),
-        recompute=_as_asked(config.train.activation_checkpointing),
+        recompute=_as_asked(config.train.activation_checkpointing, idle="none"),
         fused_optimizer=_choose_fused(config, sharing),
         threads=choose_threads(config.launch, env, crew, workers.value),
         loader_workers=workers,
@@ -86,9 +88,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         exchange=sharing.exchange(held, config, share),
         pipeline=layout.pipeline,
         flops_per_sample=_choose_flops(workload, config),
-        peak_flops=peak_flops(
-            env.gpus[0].name if device.value == "cuda" and env.gpus else None, precision.value
-        ),
+        peak_flops=choose_peak(config.observe.peak_flops, env, device.value, arithmetic),
         findings=[],
     )
     plan = plan.model_copy(update={"engine_config": sharing.engine_config(config, plan)})
@@ -232,18 +232,18 @@ def _choose_strategy(config: RunConfig, world: int) -> Choice:
     return Choice(requested=asked, value=meant.name, because=because)
 
 
-def _as_asked(value: str) -> Choice:
-    return Choice(requested=value, value=value, because="as asked")
+def _as_asked(value: str, idle: str = "") -> Choice:
+    return Choice(requested=value, value=value, because="as asked", matters=value != idle)
 
 
 def _choose_scope(config: RunConfig, strategy: Strategy) -> Choice:
-    asked = config.train.compile_scope
-    if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked")
-    if strategy.compiles_whole:
-        return Choice(requested=asked, value="model", because="nothing is exchanged inside it")
-    because = f"{strategy.name} works between the blocks"
-    return Choice(requested=asked, value="blocks", because=because)
+    asked, compiles = config.train.compile_scope, config.train.compile != "off"
+    value, because = asked, "as asked"
+    if asked == "auto" and strategy.compiles_whole:
+        value, because = "model", "nothing is exchanged inside it"
+    elif asked == "auto":
+        value, because = "blocks", f"{strategy.name} works between the blocks"
+    return Choice(requested=asked, value=value, because=because, matters=compiles)
 
 
 def _choose_fused(config: RunConfig, strategy: Strategy) -> Choice:
@@ -270,10 +270,19 @@ def _choose_workers(config: RunConfig, env: Env, crew: Crew) -> Choice:
     return Choice(requested=asked, value=max(0, value), because=why)
 
 
+def wanted_workers(plan: Plan) -> int:
+    """Return the loader processes that a rank would have if it could ask for cores: on GPUs the
+    number that was chosen may only say how few cores the machine has that makes the plan."""
+    asked = plan.loader_workers
+    is_free = asked.requested == "auto" and plan.device.value == "cuda"
+    return MAX_LOADER_WORKERS if is_free else int(asked.value)
+
+
 def _choose_flops(workload: Workload, config: RunConfig) -> Choice:
     counted = workload.flops(config)
     if counted is None:
         because = "counted on the first batch by torch.utils.flop_counter"
         return Choice(requested="auto", value=None, because=because)
-    because = "counted by the workload: forward and backward, causal attention counted half"
+    counts = {"causal": ", causal attention counted half", "full": ", attention counted in full"}
+    because = f"counted by the workload: forward and backward{counts.get(workload.attention, '')}"
     return Choice(requested="auto", value=counted, because=because)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from paceline.config.schema import RunConfig
+from paceline.machine.datasheets import choose_arithmetic
 from paceline.records import Choice, Env, Finding, Plan
 from paceline.workloads.base import Workload
 
@@ -29,19 +30,25 @@ def choose_attention(config: RunConfig, env: Env, device: Choice, workload: Work
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
     capability = _capability(env) if device.value == "cuda" else None
-    if capability is None or capability >= FAST_BF16:
-        because = _because(capability) if capability else "torch chooses the kernel"
-        return Choice(requested=asked, value="sdpa", because=because)
-    if "eager" in workload.own_attention:
-        return Choice(requested=asked, value="eager", because=_because(capability))
-    because = f"{_because(capability)}, but this workload has no eager attention"
-    return Choice(requested=asked, value="sdpa", because=because)
+    value, because = "sdpa", "torch chooses the kernel"
+    if capability is not None and capability >= FAST_BF16:
+        because = _because(capability)
+    elif capability is not None and "eager" in workload.own_attention:
+        value, because = "eager", _because(capability)
+    elif capability is not None:
+        because = f"{_because(capability)}, but this workload has no eager attention"
+    attends = workload.attention in ("causal", "full")
+    return Choice(requested=asked, value=value, because=because, matters=attends)
 
 
-def choose_matmul(config: RunConfig) -> Choice:
+def choose_matmul(config: RunConfig, env: Env, device: Choice) -> Choice:
+    """Choose as asked; where there is no TF32, only what somebody typed is worth a line."""
     asked = config.precision.matmul
+    has_tf32 = choose_arithmetic(env, device.value, "fp32", "high") == "tf32"
     means = "fp32 products stay fp32" if asked == "highest" else "fp32 products may use TF32"
-    return Choice(requested=asked, value=asked, because=means)
+    if not has_tf32:
+        means = "fp32 products stay fp32: there is no TF32 here"
+    return Choice(requested=asked, value=asked, because=means, matters=has_tf32 or asked != "high")
 
 
 def effective_config(config: RunConfig, attention: str) -> RunConfig:

@@ -13,6 +13,7 @@ class Choice(Part):
     requested: Any
     value: Any
     because: str
+    matters: bool = Field(True, description="Whether it can change anything in this job.")
 
 
 class Finding(Part):
@@ -155,8 +156,10 @@ class Plan(Record):
         return rank % self.batch.dp
 
     def choices(self) -> dict[str, Choice]:
+        """Return the choices that can matter in this job, by name."""
         named = {name: getattr(self, name) for name in type(self).model_fields}
-        return {name: value for name, value in named.items() if isinstance(value, Choice)}
+        choices = {name: value for name, value in named.items() if isinstance(value, Choice)}
+        return {name: choice for name, choice in choices.items() if choice.matters}
 
     def problems(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.severity == "error"]

@@ -45,20 +45,19 @@ class RunDir:
         return run
 
     @classmethod
-    def require_creatable(cls, out: Path) -> None:
-        """Refuse, before anything takes time, what `create` would refuse of `--out`."""
-        place = next(path for path in (out, *out.absolute().parents) if path.exists())
-        if not place.is_dir():
+    def require_place(cls, out: Path | None) -> None:
+        """Refuse a place for a new run that cannot be one, before work is spent on it. Makes
+        nothing: `create` still decides."""
+        root = (out if out is not None else Path("runs")).absolute()
+        existing = next(path for path in (root, *root.parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            why = "is not a directory" if not existing.is_dir() else "cannot be written"
             raise ConfigError(
-                f"cannot make the directory {out}: {place} is a file\nhint: give another --out"
-            )
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"cannot make the directory {out}: {place} cannot be written\n"
+                f"cannot make a run directory: {existing} {why}\n"
                 "hint: give --out a directory that can be created and written"
             )
-        if out.is_dir():
-            cls(out.resolve()).require_fresh()
+        if out is not None and existing == root:
+            cls(root.resolve()).require_fresh()
 
     @classmethod
     def open(cls, path: Path) -> Self:

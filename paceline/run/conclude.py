@@ -7,6 +7,7 @@ from paceline.errors import EXIT_CODES
 from paceline.launch.archive import finish_attempt, list_attempts, measure_ettr, summarise
 from paceline.launch.base import LaunchEnd
 from paceline.launch.cause import Ending, completed_steps, judge_end, load_verdicts, stop_notes
+from paceline.machine.datasheets import choose_arithmetic
 from paceline.machine.facts import hardware_fingerprint
 from paceline.machine.kept_rates import load_matmul_tflops
 from paceline.records import (
@@ -188,7 +189,9 @@ def _utilisation(
 
 def _matmul_share(plan: Plan, env: Env, tflops: float | None) -> float | None:
     """Of what `paceline check` measured this very hardware to do; None where it never did."""
-    measured = load_matmul_tflops(env, plan.device.value, plan.precision.value, plan.threads.value)
+    device = plan.device.value
+    arithmetic = choose_arithmetic(env, device, plan.precision.value, plan.matmul.value)
+    measured = load_matmul_tflops(env, device, arithmetic, plan.threads.value)
     return tflops / measured if tflops is not None and measured else None
 
 

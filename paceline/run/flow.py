@@ -37,7 +37,7 @@ from paceline.launch.muster import RollCall
 from paceline.launch.signals import Notes, noted_signals
 from paceline.machine.facts import probe
 from paceline.machine.topology import Topology
-from paceline.plan.planner import make_plan
+from paceline.plan.planner import make_plan, wanted_workers
 from paceline.records import Crew, Env, LaunchPlan, Plan, Result
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
@@ -91,6 +91,7 @@ def order_for(job: Job, env: Env, plan: Plan, run_dir: str = RUN_DIR) -> Order:
         task="train",
         workload=job.config.workload,
         run_dir=run_dir,
+        workers=wanted_workers(plan),
     )
 
 
@@ -117,6 +118,7 @@ class Decided:
 def run_job(job: Job, out: Path | None, talk: Talk, call: RollCall | None = None) -> Result:
     """Train `job` in a new run directory and write its result and report. `call` is the meeting
     with the other ranks when a launcher has started this process as rank 0 of several."""
+    RunDir.require_place(out)
     env, plan = decide(job, call.topology if call else None)
     return run_decided(prepare(job, env, plan, talk, call), out, talk)
 

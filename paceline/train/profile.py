@@ -3,6 +3,7 @@
 It sees what the dispatcher was really asked for, compiled or not.
 """
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -37,6 +38,9 @@ class StepProfile:
         self.names: Counter[str] = Counter()
 
     def start(self) -> None:
+        # kineto announces each start and stop on stderr, as if it were graver than an error (5). It
+        # reads its level once, when a process profiles for the first time.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._profile.start()
 
     def stop(self) -> None:

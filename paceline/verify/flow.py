@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config.schema import RunConfig
-from paceline.errors import EXIT_CODES, ConfigError, LaunchError, Outcome, PacelineError
+from paceline.errors import (
+    EXIT_CODES,
+    ClusterError,
+    ConfigError,
+    LaunchError,
+    Outcome,
+    PacelineError,
+)
 from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.records import Env
@@ -130,6 +137,10 @@ def _choose_ranks(env: Env, overrides: Sequence[str]) -> tuple[list[str], int, s
         chosen = [t for t in chosen if not t.startswith(("launch.nproc", "launch.devices"))]
         chosen += shared
         plan = make_plan(build_job(chosen), env)
+    # Whatever the strategy, these ranks cannot start here: one refusal, not a failure for each.
+    lacking = [str(problem) for problem in plan.problems() if problem.cause == "cluster"]
+    if lacking:
+        raise ClusterError(lacking)
     return chosen, plan.world_size, plan.device.value
 
 

@@ -53,6 +53,8 @@ class Workload:
     from_transformers: ClassVar[bool] = False
     # What `attention.impl` may be beside the kernels of torch's SDPA.
     own_attention: ClassVar[frozenset[str]] = frozenset()
+    # How the model attends; FLOPs count half of causal attention. "unknown": nothing is said of it.
+    attention: ClassVar[Literal["causal", "full", "none", "unknown"]] = "unknown"
     # What `prepare` returned, on every rank.
     prepared: Mapping[str, Any] = MappingProxyType({})
 

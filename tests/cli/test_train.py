@@ -61,6 +61,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Path]:
     return ran, folder
 
 
+def test_logs_hold_no_noise_of_the_profiler(finished: tuple[Ran, Path]) -> None:
+    """The audit profiles a step, and kineto announces that on stderr."""
+    logs = list((finished[1] / "runs" / "latest").glob("**/*.log"))
+    assert logs
+    for log in logs:
+        assert "profiler_st" not in log.read_text(), log
+
+
 def test_stdout_is_the_result_and_nothing_else(finished: tuple[Ran, Path]) -> None:
     ran, folder = finished
     assert ran.code == 0, ran.err

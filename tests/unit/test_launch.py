@@ -1,6 +1,7 @@
 """Launch plans without any scheduler: argv, environment with reasons, who runs where."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -9,15 +10,15 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.launch import REGISTRY, find_launcher
-from paceline.launch.base import LaunchEnd
+from paceline.launch.base import LaunchEnd, Order
 from paceline.launch.blame import explain_stall
 from paceline.launch.cause import judge_end
 from paceline.launch.pulse import Pulse
 from paceline.launch.slurm import batch_script
-from paceline.machine.fabric import choose_fabric
+from paceline.machine.fabric import NODE_CACHE, choose_fabric, make_node_caches
 from paceline.machine.facts import allowed_variables
+from paceline.machine.gpus import rocm_gpus
 from paceline.machine.hosts import read_hostfile
-from paceline.machine.rocm import rocm_gpus
 from paceline.machine.topology import Topology
 from paceline.plan.crew import check_crew, choose_crew
 from paceline.plan.planner import make_plan
@@ -48,6 +49,12 @@ def draw(*overrides: str, env: Env | None = None, by: str = "local") -> LaunchPl
     env = env or machine()
     plan = make_plan(job, env)
     return find_launcher(by).plan(order_for(job, env, plan))
+
+
+def order_of(*overrides: str) -> Order:
+    """What SLURM is asked to start."""
+    job = load_job("lm_tiny", ["launch.launcher=slurm", *overrides])
+    return order_for(job, machine(), make_plan(job, machine()))
 
 
 @pytest.mark.parametrize("by", sorted(REGISTRY))
@@ -180,7 +187,7 @@ def test_f46f_a_hostfile_holds_names_and_nothing_else(line: str, tmp_path: Path)
 def fabric(env: Env, asked: str = "auto", *overrides: str) -> dict[str, str]:
     launch = load_job("lm_tiny", list(overrides)).config.launch
     crew = choose_crew(launch, env, Topology())
-    found = choose_fabric(asked, env, crew, "RUN/miopen")
+    found = choose_fabric(asked, env, crew, "my run")
     assert all(why for _, why in found.variables.values()) and found.choice.because
     return {name: value for name, (value, _) in found.variables.items()}
 
@@ -217,9 +224,31 @@ def test_frontier() -> None:
     env = box(0, hip="6.2", cuda=None, gpus=gpus, interfaces=["hsn0", "lo"])
     found = fabric(env)
     assert found["NCCL_SOCKET_IFNAME"] == "hsn0" and found["NCCL_CROSS_NIC"] == "1"
-    assert found["NCCL_NET_GDR_LEVEL"] == "3" and found["MIOPEN_USER_DB_PATH"] == "RUN/miopen"
+    assert found["NCCL_NET_GDR_LEVEL"] == "3"
+    cache = "{tmp}/paceline-miopen-{user}-my-run-{local_rank}"
+    assert found["MIOPEN_USER_DB_PATH"] == found["MIOPEN_CUSTOM_CACHE_DIR"] == cache
     plan = draw(env=env)
     assert any("AWS-OFI-RCCL plugin cannot be loaded" in f.what for f in plan.findings)
+
+
+def test_miopen_has_a_cache_of_each_rank_on_its_node(tmp_path: Path) -> None:
+    asked = {"TMPDIR": str(tmp_path), "MIOPEN_USER_DB_PATH": f"{NODE_CACHE}-run-{{local_rank}}"}
+    folders = {make_node_caches(asked, rank)["MIOPEN_USER_DB_PATH"] for rank in (0, 1)}
+    assert len(folders) == 2
+    assert all(
+        Path(f).parent == tmp_path and Path(f).stat().st_mode & 0o777 == 0o700 for f in folders
+    )
+    own = {"MIOPEN_USER_DB_PATH": "/mine"}
+    assert make_node_caches(own, 0) == own, "what the user has set stays"
+
+
+def test_a_cache_that_another_made_is_not_used(tmp_path: Path) -> None:
+    uid = os.getuid()
+    (tmp_path / f"paceline-miopen-{uid}-run-0").symlink_to("/etc")
+    asked = {"TMPDIR": str(tmp_path), "MIOPEN_USER_DB_PATH": f"{NODE_CACHE}-run-{{local_rank}}"}
+    made = Path(make_node_caches(asked, 0)["MIOPEN_USER_DB_PATH"])
+    assert made.is_dir() and not made.is_symlink() and made.resolve() != Path("/etc")
+    made.rmdir()
 
 
 def test_a_preset_never_replaces_what_the_user_set() -> None:
@@ -231,11 +260,10 @@ def test_a_preset_never_replaces_what_the_user_set() -> None:
     assert draw("launch.env.NCCL_P2P_LEVEL=PHB", env=box(8)).env["NCCL_P2P_LEVEL"] == "PHB"
 
 
-def test_the_batch_script_quotes_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: "/opt/paceline")
+def test_the_batch_script_quotes_every_word() -> None:
     asked = ["lm_tiny", "name=$(touch x)", "launch.launcher=slurm"]
-    crew = draw("launch.nproc=2", "launch.nnodes=2", "launch.device=cpu", by="slurm").crew
-    text = batch_script("lm_tiny", "job.sh", crew, asked)
+    order = order_of("launch.nproc=2", "launch.nnodes=2", "launch.device=cpu")
+    text = batch_script("lm_tiny", "job.sh", order, asked)
     assert "train lm_tiny 'name=$(touch x)' launch.launcher=slurm --out" in text
     assert "#SBATCH --signal=B:USR2@120" in text and "-eq 75" in text
 
@@ -344,11 +372,12 @@ def test_amd_gpus_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.M
         (node / "mem_banks/0/properties").write_text("heap_type 1\nsize_in_bytes 68702699520\n")
         (node / "name").write_text("aldebaran\n")
         (node / "properties").write_text(
-            f"simd_count {simds}\ngfx_target_version 90010\nunique_id {number}\n"
+            f"simd_count {simds}\ngfx_target_version 90010\ndevice_id 29704\nunique_id {number}\n"
         )
     gpus = rocm_gpus(tmp_path)
     assert [(gpu.index, gpu.uuid) for gpu in gpus] == [(0, "GPU-1"), (1, "GPU-2")]
     assert gpus[0].compute_capability == "9.0" and gpus[0].memory_bytes == 68702699520
+    assert gpus[0].name == "AMD Instinct MI250X"  # not "aldebaran", which no data sheet has
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1")
     assert [gpu.uuid for gpu in rocm_gpus(tmp_path)] == ["GPU-2"]
 

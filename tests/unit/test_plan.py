@@ -1,16 +1,31 @@
 """The plan: choices with reasons, problems before launch, any world size on a laptop."""
 
+from pathlib import Path
+
 import pytest
 
 from paceline.config.load import recipe_names
 from paceline.errors import ClusterError, ConfigError
 from paceline.job import load_job
-from paceline.plan.peaks import peak_flops
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Gpu, Plan
 from paceline.run.flow import require_feasible
 
 GIB = 2**30
+CNN = """
+import torch
+from paceline import Workload
+
+class Cnn(Workload):
+    def build_model(self, config):
+        return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten())
+
+    def build_data(self, config, split):
+        return None
+
+    def loss(self, model, batch):
+        return model(batch).sum(), len(batch)
+"""
 
 
 def env(num_gpus: int = 0, capability: str = "9.0", name: str = "NVIDIA H200") -> Env:
@@ -85,11 +100,38 @@ def test_more_ranks_than_gpus_says_how_many_there_are() -> None:
         require_feasible(made)
 
 
+@pytest.mark.parametrize(
+    ("machine", "what"),
+    [
+        (env(), "cuda was asked for, and no GPU is visible"),
+        (env(num_gpus=1).model_copy(update={"cuda": None}), "built without CUDA and ROCm"),
+    ],
+)
+def test_cuda_without_a_gpu_is_filed_under_what_was_asked(machine: Env, what: str) -> None:
+    [problem] = plan("launch.device=cuda", machine=machine).problems()
+    assert (problem.where, problem.cause) == ("launch.device", "cluster")
+    assert what in problem.what and "launch.device=cpu" in problem.hint
+
+
 def test_gpus_are_used_where_there_are_any() -> None:
     made = plan(machine=env(num_gpus=8))
     assert (made.world_size, made.device.value, made.backend.value) == (8, "cuda", "nccl")
     assert made.precision.value == "bf16" and "9.0" in made.precision.because
     assert made.peak_flops.value == pytest.approx(989.4e12)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tflops", "why"),
+    [
+        (["precision.mode=fp16"], 989.4, "fp16"),
+        (["precision.mode=fp32"], 494.7, "tf32"),  # precision.matmul=high is the default
+        (["precision.mode=fp32", "precision.matmul=highest"], 66.9, "fp32"),
+        (["observe.peak_flops=1.5e14"], 150.0, "observe.peak_flops"),
+    ],
+)
+def test_the_peak_is_that_of_the_arithmetic(overrides: list[str], tflops: float, why: str) -> None:
+    peak = plan(*overrides, machine=env(num_gpus=1)).peak_flops
+    assert peak.value == pytest.approx(tflops * 1e12) and why in peak.because
 
 
 def test_an_old_gpu_gets_no_bf16() -> None:
@@ -108,6 +150,29 @@ def test_state_that_does_not_fit_is_refused() -> None:
 def test_nccl_needs_gpus() -> None:
     with pytest.raises(ClusterError, match="nccl"):
         require_feasible(plan("launch.backend=nccl"))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"), [("lm_tiny", "causal attention counted half"), ("mae_tiny", "in full")]
+)
+def test_flops_say_how_attention_is_counted(source: str, says: str) -> None:
+    assert says in plan(source=source).flops_per_sample.because
+
+
+def test_only_choices_that_can_matter_are_shown(tmp_path: Path) -> None:
+    job = tmp_path / "cnn.py"
+    job.write_text(CNN)
+    idle = {"attention", "matmul", "recompute", "compile_scope"}
+    assert not idle & set(plan(source=f"{job}:Cnn").choices())
+    asked = [
+        "train.activation_checkpointing=full",
+        "precision.matmul=highest",
+        "train.compile=default",
+    ]
+    shown = plan(*asked, source=f"{job}:Cnn").choices()
+    assert {"matmul", "recompute", "compile_scope"} <= set(shown) and "attention" not in shown
+    assert {"attention", "matmul"} <= set(plan(machine=env(num_gpus=1)).choices())
+    assert "attention" in plan().choices()
 
 
 def test_one_rank_is_not_wrapped_and_says_so() -> None:
@@ -133,18 +198,3 @@ def test_a_setting_without_effect_is_a_finding(overrides: list[str], where: str)
 def test_nothing_is_found_wrong_with_the_recipes() -> None:
     for name in recipe_names():
         assert plan(source=name, machine=env(num_gpus=1)).findings == []
-
-
-def test_an_unknown_gpu_has_no_peak() -> None:
-    choice = peak_flops("NVIDIA Weird 9000", "bf16")
-    assert choice.value is None and "NVIDIA Weird 9000" in choice.because
-
-
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [("NVIDIA H100 NVL", 835.5), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H100 80GB HBM3", 989.4),
-     ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA A10G", 70.0), ("NVIDIA L4", 121.0),
-     ("NVIDIA L40S", 362.0)],
-)  # fmt: skip
-def test_peaks_tell_similar_names_apart(name: str, tflops: float) -> None:
-    assert peak_flops(name, "bf16").value == pytest.approx(tflops * 1e12)

@@ -1,11 +1,10 @@
-"""Rates of this CPU, what data sheets promise of GPUs, and how much is timed."""
+"""Rates of this CPU, and how much is timed."""
 
 import pytest
 import torch
 
 from paceline.check import rates
 from paceline.check.timer import Batches, plan_batches
-from paceline.machine.expectations import expected_copy_gb_per_s, expected_link_gb_per_s
 from paceline.machine.measures import CopyRate, MatmulRate
 
 
@@ -44,49 +43,3 @@ def test_a_rate_is_work_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_budget_is_spent_in_batches(trial_s: float, budget_s: float, expected: Batches) -> None:
     assert plan_batches(trial_s, budget_s) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("NVIDIA B200", 8000),
-        ("NVIDIA H200", 4800),
-        ("NVIDIA H200 NVL", 4800),
-        ("NVIDIA GH200 480GB", 4000),
-        ("NVIDIA H100 80GB HBM3", 3350),
-        ("NVIDIA H100 PCIe", 2000),
-        ("NVIDIA H100 NVL", 3900),
-        ("NVIDIA A100-SXM4-80GB", 2039),
-        ("NVIDIA A100 80GB PCIe", 1935),
-        ("NVIDIA A100-PCIE-40GB", 1555),
-        ("Tesla V100-SXM2-32GB", 900),
-        ("Tesla V100S-PCIE-32GB", 1134),
-        ("NVIDIA L40S", 864),
-        ("NVIDIA L4", 300),
-        ("NVIDIA A10G", 600),
-        ("NVIDIA GeForce RTX 4090", 1008),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
-        ("Some GPU of 2031", None),
-    ],
-)
-def test_memory_bandwidth_by_name(name: str, expected: float | None) -> None:
-    assert expected_copy_gb_per_s(name) == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "nvlinks", "name", "expected"),
-    [
-        ("nvlink", 6, "Tesla V100-SXM2-16GB", 150),
-        ("nvlink", 12, "NVIDIA A100-SXM4-40GB", 300),
-        ("nvlink", 18, "NVIDIA H100 80GB HBM3", 450),
-        ("nvlink", 18, "NVIDIA B200", 900),
-        ("nvlink", 4, "NVIDIA GeForce RTX 3090", 56.25),
-        ("nvlink", 4, "Some GPU of 2031", None),
-        ("pcie_switch", 0, "NVIDIA H100 PCIe", None),
-    ],
-)
-def test_nvlink_bandwidth_by_name(
-    kind: str, nvlinks: int, name: str, expected: float | None
-) -> None:
-    assert expected_link_gb_per_s(kind, nvlinks, name) == expected

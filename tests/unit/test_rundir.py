@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli.talk import ConsoleTalk
 from paceline.errors import ConfigError, DataError
+from paceline.job import load_job
 from paceline.records import Choice, Env, Finding
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir, slug
+from paceline.run import flow
 
 
 @pytest.mark.parametrize(
@@ -96,12 +99,15 @@ def test_a_finding_reads_as_a_sentence() -> None:
     assert Choice(requested="auto", value=1, because="why").because == "why"
 
 
-def test_a_bad_out_is_refused_before_anything_takes_time(tmp_path: Path) -> None:
-    RunDir.require_creatable(tmp_path / "new" / "deeper")
-    RunDir.require_creatable(tmp_path)
-    assert list(tmp_path.iterdir()) == [], "nothing is made by asking"
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="is a file"):
-        RunDir.require_creatable(tmp_path / "file" / "run")
-    with pytest.raises(ConfigError, match="already holds files"):
-        RunDir.require_creatable(tmp_path)
+@pytest.mark.parametrize("place", ["file", "file/run", "full"])
+def test_a_bad_place_is_refused_before_anything_is_planned(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    monkeypatch.setattr(flow, "decide", lambda *_: pytest.fail("planned first"))
+    with pytest.raises(ConfigError, match="hint: give --out"):
+        flow.run_job(load_job("lm_tiny", []), tmp_path / place, ConsoleTalk())
+    RunDir.require_place(tmp_path / "new" / "run")
+    assert not (tmp_path / "new").exists()

@@ -10,10 +10,10 @@ from paceline.job import load_job
 from paceline.machine.kept_rates import keep_rates
 from paceline.machine.measures import MatmulRate, PairSpeed
 from paceline.machine.topology import Topology
-from paceline.plan.counting import block_width, count_blocks
+from paceline.plan.compare_schedules import Question, compare_for, cut_batch, read_names
+from paceline.plan.costs import block_width, count_blocks
 from paceline.plan.crew import choose_crew
 from paceline.plan.planner import make_plan, measure_model
-from paceline.plan.schedules import Question, compare_for, cut_batch, read_names
 from paceline.records import ScheduleComparison, ScheduleRow
 from paceline.records.rundir import RunDir
 from paceline.schedules.formulas import bubble_formula
@@ -202,7 +202,8 @@ def test_gpus_have_a_peak_and_a_memory() -> None:
     [
         (32, "auto", (16, 2), None),
         (20, "auto", (20, 1), None),
-        (8, "auto", (16, 1), "set it to 16, or strategy.microbatches to 8"),
+        (8, "auto", (8, 1), None),  # fewer than four a rank, and what the schedule takes
+        (2, "auto", (16, 1), "set it to 16, or strategy.microbatches to 2"),
         (20, "6", (6, 3), "set it to 18, or strategy.microbatches to 5"),
     ],
 )
@@ -213,6 +214,19 @@ def test_microbatches_of_a_batch(
     cut, findings = cut_batch(load_job("lm_tiny", overrides).config, num_ranks=4)
     assert (cut.num_microbatches, cut.samples) == expected
     assert [finding.hint for finding in findings] == ([hint] if hint else [])
+
+
+@pytest.mark.parametrize("micro", [4, 8, 12, 16, 20, 48])
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
+def test_train_and_the_comparison_cut_a_batch_alike(micro: int, schedule: str, equal: Path) -> None:
+    asked = ["launch.nproc=4", f"train.micro_batch_size={micro}", f"strategy.schedule={schedule}"]
+    compared = compare(*asked, times=equal, names=(schedule,))
+    trained = make_plan(load_job("lm_tiny", [*SMALL, *asked, "strategy.name=pipeline"]), env())
+    if trained.pipeline is not None:
+        assert compared.num_microbatches == trained.pipeline.num_microbatches
+        assert not [f for f in compared.findings if f.where == "train.micro_batch_size"]
+    else:
+        assert [f for f in compared.findings if f.where == "train.micro_batch_size"]
 
 
 def test_stages_leave_room_for_several_pipelines(equal: Path) -> None:

@@ -104,7 +104,7 @@ def test_a_damaged_shard_is_refused(corpus: Path, tmp_path: Path) -> None:
 
 def test_one_large_file_has_a_validation_part(tmp_path: Path) -> None:
     file = tmp_path / "large.txt"
-    file.write_bytes(bytes(range(256)) * 40_000)
+    file.write_text("".join(f"line {number} of many\n" for number in range(500_000)))
     home, _ = prepare_tokens(data(file, tmp_path, val_fraction=0.3), quiet)
     assert open_tokens(home, 32, "train") and open_tokens(home, 32, "val")
 
@@ -133,3 +133,41 @@ def test_entropy_of_known_counts() -> None:
     # Four equally likely tokens: log 4 nats. One token: 0.
     assert unigram_entropy(np.array([5, 5, 5, 5])) == pytest.approx(np.log(4))
     assert unigram_entropy(np.array([9, 0])) == 0
+
+
+BINARY = {
+    "model.safetensors": b"\x40\0\0\0\0\0\0\0" + b'{"w":{"dtype":"F32"}}' + b"\0" * 99,
+    "weights.pt": b"words that look like text",  # by its suffix
+    "picture.txt": bytes(range(128, 256)) * 20,  # neither text nor UTF-8
+    "wide.txt": "words in two bytes a letter".encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_a_binary_file_is_not_text(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_bytes(BINARY[name])
+    with pytest.raises(DataError, match=name) as caught:
+        prepare_tokens(data(file, tmp_path), quiet)
+    assert "UTF-8" in str(caught.value) and not (tmp_path / "cache").exists()
+
+
+def test_a_folder_names_the_binary_files_in_it(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"good{number}.txt").write_text("words " * 50)
+    (folder / "model.safetensors").write_bytes(b"\0" * 99)  # not looked at: no suffix of a text
+    prepare_tokens(data(folder, tmp_path), quiet)
+    for name in ("picture.txt", "wide.txt"):
+        (folder / name).write_bytes(BINARY[name])
+    with pytest.raises(DataError, match="(?s)picture.txt.*wide.txt"):
+        prepare_tokens(data(folder, tmp_path), quiet)
+
+
+def test_old_encodings_pass(tmp_path: Path) -> None:
+    """A token is a byte: a few that are not UTF-8 do no harm."""
+    (tmp_path / "old.txt").write_bytes(
+        "Ein Käse für Jörg und viele Wörter mehr. ".encode("latin-1") * 20
+    )
+    prepare_tokens(data(tmp_path / "old.txt", tmp_path), quiet)

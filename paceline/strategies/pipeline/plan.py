@@ -16,6 +16,7 @@ from paceline.schedules.requirements import (
     check_shape,
     nearest_microbatches,
     nearest_ranks,
+    next_microbatches,
     takes_microbatches,
     takes_ranks,
 )
@@ -99,6 +100,25 @@ def ranks_of_pipeline(config: RunConfig, world: int) -> int:
     return _read(config, world).num_ranks
 
 
+def count_microbatches(config: RunConfig, num_ranks: int) -> int:
+    """Return the parts that a batch is cut into on `num_ranks` ranks, as asked or chosen: a divisor
+    of the batch that the schedule takes, with four a rank, or else the largest. Where there is no
+    such divisor, the number that a larger batch should have."""
+    strategy = PipelineSettings.of(config)
+    asked, schedule = strategy.microbatches, strategy.schedule
+    if asked != "auto":
+        return asked
+    micro, enough = config.train.micro_batch_size, MICROBATCHES_A_RANK * num_ranks
+    fitting = [
+        m
+        for m in range(1, micro + 1)
+        if not micro % m and takes_microbatches(schedule, num_ranks, m)
+    ]
+    if not fitting:
+        return next_microbatches(schedule, num_ranks, enough)
+    return next((m for m in fitting if m >= enough), fitting[-1])
+
+
 def _read(config: RunConfig, world: int) -> Asked:
     strategy = PipelineSettings.of(config)
     per_rank: Any = strategy.stages_per_rank
@@ -107,23 +127,8 @@ def _read(config: RunConfig, world: int) -> Asked:
     distinct = 1 if strategy.schedule == "dualpipe" else per_rank  # the second is another's copy
     num_stages = world * distinct if strategy.stages == "auto" else strategy.stages
     num_ranks = max(1, num_stages // distinct)
-    microbatches: Any = strategy.microbatches
-    if microbatches == "auto":
-        microbatches = _auto_microbatches(
-            strategy.schedule, num_ranks, config.train.micro_batch_size
-        )
+    microbatches = count_microbatches(config, num_ranks)
     return Asked(strategy.schedule, num_ranks, per_rank, num_stages, microbatches)
-
-
-def _auto_microbatches(schedule: str, num_ranks: int, micro: int) -> int:
-    """A divisor of the batch that the schedule takes: with four a rank, or the largest."""
-    fitting = [
-        m
-        for m in range(1, micro + 1)
-        if not micro % m and takes_microbatches(schedule, num_ranks, m)
-    ]
-    enough = [m for m in fitting if m >= MICROBATCHES_A_RANK * num_ranks]
-    return (enough or fitting[-1:] or [micro])[0]
 
 
 def _fitting(asked: Asked, world: int) -> list[int]:

@@ -25,6 +25,7 @@ class LanguageModel(Workload):
     Model = LMModel
     Data = TextData
     unit = "tokens"
+    attention = "causal"
     meta_init = True
     own_attention = frozenset({"eager", "flex"})
 

@@ -21,6 +21,7 @@ class MaskedAutoencoder(Workload):
     Model = MAEModel
     Data = MAEData
     unit = "samples"
+    attention = "full"
     meta_init = True
     from_transformers = True
     own_attention = frozenset({"eager"})

@@ -12,12 +12,12 @@ from typing import Literal
 from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError
 from paceline.job import Job
+from paceline.machine.datasheets import choose_arithmetic
 from paceline.machine.topology import Topology
-from paceline.plan.counting import CountedBlock, count_blocks
+from paceline.plan.costs import CountedBlock, Speed, choose_link, choose_rate, count_blocks
 from paceline.plan.crew import choose_crew, choose_threads
 from paceline.plan.planner import measure_model, split_batch
 from paceline.plan.policy import choose_attention, choose_precision, effective_config
-from paceline.plan.speeds import Speed, choose_link, choose_rate
 from paceline.records import (
     Crew,
     Env,
@@ -37,12 +37,16 @@ from paceline.schedules.choose import (
 )
 from paceline.schedules.formulas import EQUAL
 from paceline.schedules.orders import NAMES, draw_schedule, require_name
-from paceline.schedules.requirements import AUTO_STAGES, SPLIT_BACKWARDS
+from paceline.schedules.requirements import SPLIT_BACKWARDS
 from paceline.schedules.simulate import simulate
 from paceline.schedules.sources import BlockTimes, load_measured_times, load_times_file
 from paceline.schedules.timeline import draw_text
 from paceline.strategies.base import Share
-from paceline.strategies.pipeline.plan import MICROBATCHES_A_RANK, PipelineSettings
+from paceline.strategies.pipeline.plan import (
+    PipelineSettings,
+    count_microbatches,
+    ranks_of_pipeline,
+)
 
 MAX_DRAWN_RANKS, MAX_DRAWN_MICROBATCHES = 8, 16
 SLOW = 2048  # ranks times microbatches from which simulating takes a person's time
@@ -139,13 +143,8 @@ def _require_sound(job: Job) -> None:
 
 
 def _count_ranks(config: RunConfig, world: int) -> int:
-    """Ranks of one pipeline: all, or as many as `strategy.stages` asks for."""
-    strategy = PipelineSettings.of(config)
-    ranks = world
-    if strategy.stages != "auto":
-        per_rank = strategy.stages_per_rank
-        per_rank = AUTO_STAGES[strategy.schedule] if per_rank == "auto" else per_rank
-        ranks = strategy.stages // (1 if strategy.schedule == "dualpipe" else per_rank)
+    """Return the ranks of one pipeline: all, or as many as `strategy.stages` asks for."""
+    ranks = ranks_of_pipeline(config, world)
     if ranks < 2:
         raise ConfigError(
             f"a pipeline of {ranks} rank has nobody to hand its results to\n"
@@ -154,8 +153,8 @@ def _count_ranks(config: RunConfig, world: int) -> int:
     if world % ranks:
         near = min((n for n in range(2, world + 1) if world % n == 0), key=lambda n: abs(n - ranks))
         raise ConfigError(
-            f"strategy.stages={strategy.stages} needs {ranks} ranks a pipeline, and {world} are not"
-            f" a multiple of that\nhint: choose it for {near} ranks"
+            f"strategy.stages={PipelineSettings.of(config).stages} needs {ranks} ranks a pipeline, and"
+            f" {world} are not a multiple of that\nhint: choose it for {near} ranks"
         )
     return ranks
 
@@ -169,11 +168,9 @@ class Cut:
 
 
 def cut_batch(config: RunConfig, num_ranks: int) -> tuple[Cut, list[Finding]]:
-    """`strategy.microbatches` of equal size; auto: four a rank, or the next that divides."""
-    micro, asked = config.train.micro_batch_size, PipelineSettings.of(config).microbatches
-    wanted = MICROBATCHES_A_RANK * num_ranks if asked == "auto" else asked
-    if asked == "auto":
-        wanted = next((m for m in range(wanted, micro + 1) if micro % m == 0), wanted)
+    """Cut the batch as `train` would with `strategy.schedule`. What `train` refuses to cut is
+    simulated as if the batch had the size that it needs."""
+    micro, wanted = config.train.micro_batch_size, count_microbatches(config, num_ranks)
     samples = max(1, round(micro / wanted))
     if micro == samples * wanted:
         return Cut(wanted, samples), []
@@ -207,7 +204,9 @@ def _measure(
             "the model has no blocks to cut between\n"
             "hint: put its repeated layers into an nn.ModuleList, and call each of them"
         )
-    rate = choose_rate(env, crew, precision, choose_threads(config.launch, env, crew, 0).value)
+    arithmetic = choose_arithmetic(env, crew.device.value, precision, config.precision.matmul)
+    threads = choose_threads(config.launch, env, crew, 0).value
+    rate = choose_rate(env, crew, arithmetic, threads, config.observe.peak_flops)
     link = choose_link(env, crew)
     times, kind = _load_times(question.times, counted, cut)
     if times is None:
