@@ -153,8 +153,8 @@ def _count_ranks(config: RunConfig, world: int) -> int:
     if world % ranks:
         near = min((n for n in range(2, world + 1) if world % n == 0), key=lambda n: abs(n - ranks))
         raise ConfigError(
-            f"strategy.stages={PipelineSettings.of(config).stages} needs {ranks} ranks per pipeline,"
-            f" and {world} are not a multiple of that\nhint: choose it for {near} ranks"
+            f"strategy.stages={PipelineSettings.of(config).stages} needs {ranks} ranks for each"
+            f" pipeline, and {world} are not a multiple\nhint: choose it for {near} ranks"
         )
     return ranks
 
