@@ -63,7 +63,9 @@ def draw_row(folder: SweepDir, group: str, repeat: int, **more: str) -> Row:
 def draw_figures(samples_per_s: float, batch: int = 16, **more: Any) -> RunFigures:
     step_s = batch / samples_per_s
     points = tuple(
-        TimingPoint(step, 1.0, 300 * step_s, 600 * step_s, 90 * step_s, 1000 * step_s)
+        TimingPoint(
+            step, {"data_wait": 1.0, "fwd": 300 * step_s, "bwd": 600 * step_s}, 1000 * step_s
+        )
         for step in (20, 40, 60)
     )
     facts: dict[str, Any] = {

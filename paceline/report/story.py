@@ -1,14 +1,16 @@
 """Everything a report tells, read from a run directory; what is not there yet is None or empty."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+
+import numpy as np
 
 from paceline.records import Audit, Env, Plan, Result
+from paceline.records.phases import STEP_PHASES
 from paceline.records.rundir import RunDir
 from paceline.records.tables import (
     StepRow,
+    Table,
     TelemetryRow,
     TrainingRow,
     read_steps,
@@ -29,9 +31,9 @@ class Story:
     env: Env
     result: Result | None
     audit: Audit | None
-    training: list[TrainingRow]
-    steps: dict[int, list[StepRow]]
-    telemetry: list[TelemetryRow]
+    training: Table[TrainingRow]
+    steps: dict[int, Table[StepRow]]
+    telemetry: Table[TelemetryRow]
     config: str
     measured: Measured | None = None
 
@@ -143,14 +145,11 @@ def _rate_figures(result: Result) -> list[Figure]:
     return figures
 
 
-def _median_phases(rows: Sequence[StepRow]) -> dict[str, float]:
-    kept = [row for row in rows if not row.warmup] or rows
-    names = [*kept[0].phases_s, UNACCOUNTED]
-    middle = {}
-    for name in names:
-        values = [row.unaccounted_s if name == UNACCOUNTED else row.phases_s[name] for row in kept]
-        middle[name] = median(values)
-    return middle
+def _median_phases(rows: Table[StepRow]) -> dict[str, float]:
+    kept = rows.pick(~rows.column("warmup"))
+    columns = {str(phase): phase.column for phase in STEP_PHASES} | {UNACCOUNTED: "unaccounted_s"}
+    found = {name: (kept or rows).column(column) for name, column in columns.items()}
+    return {name: float(np.median(np.nan_to_num(values))) for name, values in found.items()}
 
 
 def asked(story: Story) -> str:

@@ -23,7 +23,13 @@ from paceline.records import (
 )
 from paceline.records.files import fingerprint
 from paceline.records.rundir import RunDir
-from paceline.records.tables import CheckpointRow, TrainingRow, read_checkpoints, read_training
+from paceline.records.tables import (
+    CheckpointRow,
+    Table,
+    TrainingRow,
+    read_checkpoints,
+    read_training,
+)
 from paceline.schedules.account import account
 from paceline.schedules.measured import load_measured
 from paceline.stats.windows import Throughput, measure_throughput
@@ -103,7 +109,7 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
     )
 
 
-def _validation(rows: list[TrainingRow]) -> tuple[float | None, list[str]]:
+def _validation(rows: Table[TrainingRow]) -> tuple[float | None, list[str]]:
     """The last validation loss, or a note that it is no number."""
     found = next((row.val_loss for row in reversed(rows) if row.val_loss is not None), None)
     if found is None or math.isfinite(found):
@@ -138,7 +144,7 @@ def _attempts(run: RunDir, num_ranks: int, ending: Ending) -> list[Attempt]:
     return list_attempts(run)
 
 
-def _checkpoint_facts(rows: list[CheckpointRow]) -> CheckpointFacts | None:
+def _checkpoint_facts(rows: Table[CheckpointRow]) -> CheckpointFacts | None:
     written = [row for row in rows if row.is_written]
     if not rows:
         return None
@@ -205,7 +211,7 @@ def _data_fingerprint(verdicts: dict[int, RankVerdict]) -> str:
     return names[0] if len(names) == 1 else fingerprint(*names)
 
 
-def _final_loss(rows: list[TrainingRow]) -> float | None:
+def _final_loss(rows: Table[TrainingRow]) -> float | None:
     finite = [row.loss for row in rows if math.isfinite(row.loss)]
     return finite[-1] if finite else None
 

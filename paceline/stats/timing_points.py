@@ -12,24 +12,24 @@ from statistics import fmean, stdev
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.records.tables import StepRow
+from paceline.records.phases import WORK_PHASES, Phase
+from paceline.records.tables import StepRow, Table
 
 WINDOW, TAIL_POINTS = 100, 20
-# Ours to the seed's. It times tokenizing apart (`preprocess`); our workers do that inside `data`.
-PHASES = {"data": "data_wait", "forward": "fwd", "backward": "bwd", "optimizer": "step"}
+# What the columns are called there; a phase without a name of its own keeps ours.
+SHORT = {
+    Phase.DATA: "data_wait", Phase.FORWARD: "fwd", Phase.BACKWARD: "bwd", Phase.OPTIMIZER: "step",
+}  # fmt: skip
+TIMED = {phase: SHORT.get(phase, str(phase)) for phase in WORK_PHASES}
 
 
 @dataclass(frozen=True)
 class TimingPoint:
-    """Medians in milliseconds."""
+    """Medians in milliseconds, of each phase by its short name, and of all together."""
 
     step: int
-    data_wait_ms_p50: float
-    fwd_ms_p50: float
-    bwd_ms_p50: float
-    step_ms_p50: float
+    phases_ms_p50: dict[str, float]
     iter_ms_p50: float
-    preprocess_ms_p50: None = None
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,20 @@ class PointSummary:
     num_points: int
 
 
-def list_points(rows: Sequence[StepRow], log_every: int) -> list[TimingPoint]:
-    phases_ms = np.array([[1000 * row.phases_s.get(name, 0.0) for name in PHASES] for row in rows])
-    if not len(rows):
-        return []
+def list_points(rows: Table[StepRow], log_every: int) -> list[TimingPoint]:
+    phases_ms = 1000 * np.nan_to_num([rows.column(phase.column) for phase in TIMED]).T
     table = np.column_stack([phases_ms, phases_ms.sum(axis=1)])
-    ends = [n + 1 for n, row in enumerate(rows) if row.step % log_every == 0]
+    steps = rows.column("step")
+    ends = np.flatnonzero(steps % log_every == 0) + 1
     return [
-        _point(rows[end - 1].step, np.median(table[max(0, end - WINDOW) : end], axis=0))
+        _point(int(steps[end - 1]), np.median(table[max(0, end - WINDOW) : end], axis=0))
         for end in ends
     ]
 
 
 def _point(step: int, medians: NDArray[np.float64]) -> TimingPoint:
-    data_wait, fwd, bwd, optimizer, whole = (float(value) for value in medians)
-    return TimingPoint(step, data_wait, fwd, bwd, optimizer, whole)
+    *phases, whole = medians.tolist()
+    return TimingPoint(step, dict(zip(TIMED.values(), phases, strict=True)), whole)
 
 
 def summarise_points(points: Sequence[TimingPoint]) -> PointSummary | None:

@@ -25,6 +25,7 @@ from paceline.checkpoint.pieces import Piece, Source
 from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError
 from paceline.records import Env, Exchange, Finding, Plan, Proof, StateBytes
+from paceline.records.phases import Phase
 from paceline.strategies.base import (
     Engine,
     EngineParts,
@@ -195,10 +196,10 @@ class DeepSpeedTraining:
             # With an accumulation of 1 in its config DeepSpeed divides by nothing; where a step
             # ends it must be told, for every microbatch.
             self.engine.set_gradient_accumulation_boundary(number == len(batches))
-            clock.enter("forward")
+            clock.enter(Phase.FORWARD)
             loss, units = compute_loss(self.parts, self.engine, batch)
             objective = normalise(loss, scale)
-            clock.enter("backward")
+            clock.enter(Phase.BACKWARD)
             self.engine.backward(objective)
             loss_sums.append(loss.detach())
             count = count + units
@@ -214,7 +215,7 @@ class DeepSpeedTraining:
         return scale
 
     def step(self, lr: float, clock: Clock) -> StepInfo:
-        clock.enter("optimizer")
+        clock.enter(Phase.OPTIMIZER)
         for group in self.inner.param_groups:
             group["lr"] = lr
         norm, skipped = self._update_replica() if self.stage == 0 else self._update_sharded()

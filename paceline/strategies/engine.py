@@ -17,6 +17,7 @@ from paceline.checkpoint.pieces import Piece, Source
 from paceline.data.loader import to_device
 from paceline.errors import ConfigError
 from paceline.records import Proof, StateBytes
+from paceline.records.phases import Phase
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
 from paceline.strategies.clock import Clock
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
@@ -79,17 +80,17 @@ class ModuleEngine:
             scale = scale * self.scaler.value
         for number, batch in enumerate(batches, 1):
             with self.wrapping.unsynced() if number < len(batches) else nullcontext():
-                clock.enter("forward")
+                clock.enter(Phase.FORWARD)
                 loss, units = compute_loss(self.parts, self.wrapping.model, batch)
                 objective = normalise(loss, scale)
-                clock.enter("backward")
+                clock.enter(Phase.BACKWARD)
                 objective.backward()
             loss_sums.append(loss.detach())
             count = count + units
         return Totals(loss_sums[0] if len(loss_sums) == 1 else torch.stack(loss_sums).sum(), count)
 
     def step(self, lr: float, clock: Clock) -> StepInfo:
-        clock.enter("optimizer")
+        clock.enter(Phase.OPTIMIZER)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = self.norm(gradients)
         # One divisor for both: out of fp16's scale, and down to the largest norm allowed.

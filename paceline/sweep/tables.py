@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
 
+from paceline.records.phases import Phase
 from paceline.records.swept import SweepRecord
 from paceline.report.sweep_remarks import spread_of
 from paceline.report.sweep_story import value_of
 from paceline.stats.figures import RunFigures
 from paceline.stats.standings import Standing
-from paceline.stats.timing_points import TimingPoint
+from paceline.stats.timing_points import TIMED
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.judge import SweepJudgement
 from paceline.sweep.manifest import IDENTITY, NOT_THERE, SETTINGS, Row
@@ -36,8 +37,13 @@ PER_RUN = (
     "num_compile_steps", "compile_s", "step_s_p50", "step_s_p90", "p90_over_p50", "drift",
     "standard_error", "peak_bytes", "startup_s", "tail_loss", "final_loss",
 )  # fmt: skip
-PHASES = ("data_wait", "preprocess", "fwd", "bwd", "step", "iter")
-POINTS = (*IDENTITY, "index", "step", *(f"{phase}_ms_p50" for phase in PHASES), "train_log")
+POINTS = (
+    *IDENTITY,
+    "index",
+    "step",
+    *(f"{name}_ms_p50" for name in (*TIMED.values(), "iter")),
+    "train_log",
+)
 TAIL = "tail_mean_iter_p50_ms"
 GROUPS = (
     "group", "mode", "runs", *SETTINGS, f"{TAIL}_mean", f"{TAIL}_std", f"{TAIL}_min",
@@ -68,9 +74,9 @@ def _run_numbers(row: Row, figures: RunFigures) -> dict[str, Value]:
     return {
         "timing_points": len(figures.points),
         "tail_points_used": figures.tail_points_used,
-        "last_iter_p50_ms": _phase(last, "iter"),
-        "last_fwd_p50_ms": _phase(last, "fwd"),
-        "last_bwd_p50_ms": _phase(last, "bwd"),
+        "last_iter_p50_ms": last.iter_ms_p50 if last else None,
+        "last_fwd_p50_ms": last.phases_ms_p50[TIMED[Phase.FORWARD]] if last else None,
+        "last_bwd_p50_ms": last.phases_ms_p50[TIMED[Phase.BACKWARD]] if last else None,
         "tail_mean_iter_p50_ms": figures.tail_mean_iter_p50_ms,
         "tail_std_iter_p50_ms": figures.tail_std_iter_p50_ms,
         "all_mean_iter_p50_ms": figures.all_mean_iter_p50_ms,
@@ -112,8 +118,9 @@ def points_csv(rows: Sequence[Row], judgement: SweepJudgement) -> str:
     for row in rows:
         figures = judgement.figures.get(row["run_dir"])
         for index, point in enumerate(figures.points if figures else ()):
-            times = {f"{phase}_ms_p50": _phase(point, phase) for phase in PHASES}
-            lines.append({**row, **times, "index": index, "step": point.step})
+            line: dict[str, Value] = {**row, "index": index, "step": point.step}
+            line |= {f"{name}_ms_p50": value for name, value in point.phases_ms_p50.items()}
+            lines.append(line | {"iter_ms_p50": point.iter_ms_p50})
     return _csv(POINTS, lines)
 
 
@@ -239,11 +246,6 @@ def skipped_tsv(
     head = "\t".join(SKIPPED)
     body = ["\t".join(" ".join(_text(line.get(n)).split()) for n in SKIPPED) for line in lines]
     return "".join(f"{line}\n" for line in [head, *body])
-
-
-def _phase(point: TimingPoint | None, phase: str) -> float | None:
-    found: float | None = getattr(point, f"{phase}_ms_p50", None)
-    return found
 
 
 def _known(
