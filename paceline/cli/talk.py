@@ -121,9 +121,7 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
         rate, unit = result.tokens_per_s or result.samples_per_s, "samples/s"
         unit = "tokens/s" if result.tokens_per_s else unit
         talk.say(
-            f"{rate:,.0f} {unit}, step p50 {result.step_s.p50 * 1000:.1f} ms"
-            f" ({result.window.file}, steps {result.window.first_step}"
-            f" to {result.window.last_step})"
+            f"{rate:,.0f} {unit}, step p50 {result.step_s.p50 * 1000:.1f} ms ({result.window})"
         )
     talk.say(f"report: {shown(run.report)}")
 

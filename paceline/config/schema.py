@@ -322,7 +322,7 @@ class ObserveConfig(Section):
         1.0, description="Seconds between samples of GPU and host in telemetry.csv."
     )
     warmup_steps: Count = Field(
-        5, description="First steps, marked as warm-up: recorded, but outside every throughput."
+        5, description="First steps, marked as warm-up in the tables; rates find their own."
     )
     sample_ids: bool = Field(
         False, description="Record which samples each step took, in ranks/rank<r>/samples.csv."

@@ -37,12 +37,6 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             what="without the fused kernel the host waits for the device before each update, to"
             " know whether the gradient is finite",
         )
-    if config.observe.warmup_steps >= config.train.steps:
-        yield Finding(
-            severity="note",
-            where="observe.warmup_steps",
-            what=f"all {config.train.steps} steps count as warm-up: no throughput is reported",
-        )
     if plan.compile_scope.value == "model" and plan.strategy.value.startswith(("zero2", "zero3")):
         yield Finding(
             severity="error",

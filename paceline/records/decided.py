@@ -4,7 +4,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from paceline.records.base import Part, Record
+from paceline.records.base import Body, Part, Record
+
+NO_OTHER = "the version that wrote this had no other"
+
+
+def _only(value: str) -> Body:
+    """Return a choice that could not be made otherwise."""
+    return {"requested": value, "value": value, "because": NO_OTHER}
 
 
 class Choice(Part):
@@ -149,6 +156,28 @@ class Plan(Record):
     flops_per_sample: Choice = Field(description="Forward and backward, recomputation not counted.")
     peak_flops: Choice = Field(description="Dense peak of one device in the chosen precision.")
     findings: list[Finding]
+
+    @staticmethod
+    def update_to_2(body: Body) -> Body:
+        """0.1 and 0.2 had one way for each of these; 0.1 had one launcher."""
+        ranks, exchanged = body["world_size"], body["state_bytes"]["gradients"]
+        crew = {
+            "launcher": _only("local"), "world_size": ranks, "num_nodes": 1, "per_node": ranks,
+            "device": body["device"], "backend": body["backend"],
+        }  # fmt: skip
+        exchanged = exchanged if ranks > 1 else 0
+        return {"crew": crew} | body | {
+            "matmul": _only("highest"),
+            "attention": _only("sdpa"),
+            "compile_scope": _only("model"),
+            "recompute": _only("off"),
+            "exchange": {"plain": exchanged, "sent": exchanged, "because": NO_OTHER},
+        }  # fmt: skip
+
+    @staticmethod
+    def update_to_3(body: Body) -> Body:
+        """No strategy before 0.6 had stages."""
+        return body | {"pipeline": None}
 
     def dp_rank(self, rank: int) -> int:
         """Which share of the batch is this rank's: those of one pipeline have the same."""

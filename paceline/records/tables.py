@@ -165,9 +165,23 @@ class Table(Sequence[Row]):
                 cells[name] = None
         return self.layout.make(cells)
 
+    def __iter__(self) -> Iterator[Row]:
+        for start in range(0, len(self), CHUNK_ROWS):
+            part = self.pick(slice(start, start + CHUNK_ROWS))
+            columns = {name: values.tolist() for name, values in part.values.items()}
+            for name, is_empty in part.is_empty.items():
+                for place in np.flatnonzero(is_empty):
+                    columns[name][place] = None
+            for cells in zip(*columns.values(), strict=True):
+                yield self.layout.make(dict(zip(columns, cells, strict=True)))
+
     def column(self, name: str) -> NDArray[Any]:
         """Return the values of one column; an empty cell of a float column is nan."""
         return self.values[name]
+
+    def known(self, name: str) -> "Table[Row]":
+        """Return the rows that have a value in an optional column."""
+        return self.pick(~self.is_empty[name])
 
     def since(self, first_step: int) -> "Table[Row]":
         return self.pick(self.values["step"] >= first_step)

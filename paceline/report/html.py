@@ -16,7 +16,7 @@ from paceline.report.pipeline import (
     rank_table,
     stage_table,
 )
-from paceline.report.plots import Axes, Series, line_chart, stacked_bars
+from paceline.report.plots import Axes, Series, column_points, line_chart, stacked_bars
 from paceline.report.story import Story, asked, duration, headline, shown, size, started
 
 MAX_SAMPLE_IDS = 64
@@ -78,8 +78,8 @@ def _pipeline(story: Story) -> PipelineSection | None:
 
 def _charts(story: Story) -> list[tuple[str, str, Markup]]:
     """Title, how to read it, and the drawing."""
-    grad_norm = [(float(row.step), row.grad_norm) for row in story.training]
-    lr = [(float(row.step), row.lr) for row in story.training]
+    grad_norm = column_points(story.training, "step", "grad_norm")
+    lr = column_points(story.training, "step", "lr")
     charts = [
         ("Loss", "mean over all ranks of each step, from training.csv", _loss(story)),
         (
@@ -110,8 +110,8 @@ def _charts(story: Story) -> list[tuple[str, str, Markup]]:
 
 
 def _loss(story: Story) -> str:
-    train = [(float(row.step), row.loss) for row in story.training]
-    val = [(float(row.step), row.val_loss) for row in story.training if row.val_loss is not None]
+    train = column_points(story.training, "step", "loss")
+    val = column_points(story.training.known("val_loss"), "step", "val_loss")
     entropy = story.result.data_facts.get("unigram_entropy") if story.result else None
     axes = Axes("step", "loss", line_at=entropy, line_label="byte-unigram entropy")
     return line_chart(
@@ -120,19 +120,11 @@ def _loss(story: Story) -> str:
 
 
 def _rate(story: Story) -> str:
-    has_tokens = any(row.tokens_per_s is not None for row in story.training)
+    has_tokens = len(story.training.known("tokens_per_s")) > 0
     unit = "tokens/s" if has_tokens else "samples/s"
-    points = [
-        (float(row.step), (row.tokens_per_s if has_tokens else row.samples_per_s) or 0.0)
-        for row in story.training
-    ]
-    warmup = [row.step for row in story.training if row.warmup]
-    axes = Axes(
-        "step",
-        unit,
-        from_zero=True,
-        shaded_to=float(max(warmup)) if warmup else None,
-    )
+    points = column_points(story.training, "step", unit.replace("/", "_per_"))
+    window = story.result.window if story.result else None
+    axes = Axes("step", unit, from_zero=True, shaded_to=window.first_step - 1 if window else None)
     return line_chart([Series(unit, points, "c1")], axes)
 
 
@@ -150,15 +142,12 @@ def _phases(story: Story) -> str:
 def _memory(story: Story) -> str:
     if not story.telemetry:
         return line_chart([], Axes("", ""))
-    start = story.telemetry[0].time
+    start, sources = story.telemetry[0].time, story.telemetry.column("source")
     series = []
-    for number, source in enumerate(sorted({row.source for row in story.telemetry}), 1):
+    for number, source in enumerate(sorted(set(sources)), 1):
         name = "rss_bytes" if source == "host" else "memory_bytes"
         label = "rank 0 resident set" if source == "host" else f"{source} memory"
-        points = [
-            (row.time - start, row.values[name] / 2**30)
-            for row in story.telemetry
-            if row.source == source and name in row.values
-        ]
+        rows = story.telemetry.pick(sources == source).known(name)
+        points = [(x - start, y / 2**30) for x, y in column_points(rows, "time", name)]
         series.append(Series(label, points, f"c{min(number, 6)}"))
     return line_chart(series, Axes("seconds", "GiB", from_zero=True))

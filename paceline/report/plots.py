@@ -5,6 +5,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
+
+import numpy as np
+
+from paceline.records.tables import Table
 
 WIDTH, HEIGHT = 520, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 24, 38
@@ -151,6 +156,17 @@ def thin(points: Sequence[Point]) -> list[Point]:
     size = math.ceil(len(points) / MAX_POINTS)
     bins = [points[start : start + size] for start in range(0, len(points), size)]
     return [(part[-1][0], math.fsum(y for _, y in part) / len(part)) for part in bins]
+
+
+def column_points(table: Table[Any], x: str, y: str) -> list[Point]:
+    """Return one column over another, thinned as `thin` does, without a tuple for every row."""
+    xs, ys = table.column(x), table.column(y)
+    starts = np.arange(0, len(xs), max(1, math.ceil(len(xs) / MAX_POINTS)))
+    if not len(starts):
+        return []
+    ends = np.append(starts[1:], len(xs))
+    means = np.add.reduceat(ys, starts) / (ends - starts)
+    return [(float(a), float(b)) for a, b in zip(xs[ends - 1], means, strict=True)]
 
 
 def ticks(low: float, high: float, wanted: int = 5, whole: bool = False) -> list[float]:

@@ -39,8 +39,15 @@ class Story:
 
     @property
     def phases_s(self) -> dict[int, dict[str, float]]:
-        """Median seconds of each phase after warm-up, by rank, with the unaccounted rest."""
-        return {rank: _median_phases(rows) for rank, rows in self.steps.items() if rows}
+        """Return the median seconds of each phase in the window of the rates, by rank, with the
+        unaccounted rest; of all steps where there is no window yet."""
+        window = self.result.window if self.result else None
+        first_step = window.first_step if window else 1
+        return {
+            rank: _median_phases(rows.since(first_step) or rows)
+            for rank, rows in self.steps.items()
+            if rows
+        }
 
 
 @dataclass(frozen=True)
@@ -124,8 +131,7 @@ def _loss_figures(result: Result) -> list[Figure]:
 def _rate_figures(result: Result) -> list[Figure]:
     if result.window is None or result.step_s is None or result.samples_per_s is None:
         return []
-    window = result.window
-    source = f"{window.file}, steps {window.first_step} to {window.last_step}"
+    source = str(result.window)
     figures = []
     if result.tokens_per_s is not None:
         figures.append(Figure("tokens/s", f"{result.tokens_per_s:,.0f}", source))
@@ -146,9 +152,8 @@ def _rate_figures(result: Result) -> list[Figure]:
 
 
 def _median_phases(rows: Table[StepRow]) -> dict[str, float]:
-    kept = rows.pick(~rows.column("warmup"))
     columns = {str(phase): phase.column for phase in STEP_PHASES} | {UNACCOUNTED: "unaccounted_s"}
-    found = {name: (kept or rows).column(column) for name, column in columns.items()}
+    found = {name: rows.column(column) for name, column in columns.items()}
     return {name: float(np.median(np.nan_to_num(values))) for name, values in found.items()}
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.load import read_plain
-from paceline.records import Attempt, Plan, Result
+from paceline.records import Attempt, Plan, Result, Window
 from paceline.records.heartbeats import iter_beats
 from paceline.records.rundir import RunDir
 from paceline.records.tables import StepRow, Table, TrainingRow, read_steps, read_training
@@ -28,6 +28,7 @@ class RunFigures:
 
     samples_per_s: float  # work over time in the steady window, compile steps apart
     tokens_per_s: float | None
+    steps_per_s: float
     first_step: int  # of the steady window
     last_step: int
     num_compile_steps: int
@@ -46,6 +47,15 @@ class RunFigures:
     tail_loss: float | None  # mean over the last fifth of the steps, at least five
     losses: tuple[float, ...]  # of all steps of the run
     startup_s: float | None  # from the start of the attempt to its first step, where known
+
+    @property
+    def window(self) -> Window:
+        return Window(
+            file="training.csv",
+            first_step=self.first_step,
+            last_step=self.last_step,
+            num_compile_steps=self.num_compile_steps,
+        )
 
     def value(self, metric: str) -> float | None:
         assert metric in METRICS, f"{metric} is none of {METRICS}"
@@ -74,6 +84,7 @@ def measure_run(run: RunDir) -> RunFigures | None:
     return RunFigures(
         samples_per_s=samples_per_s,
         tokens_per_s=tokens_per_s,
+        steps_per_s=len(steady) / float(kept_s.sum()),
         first_step=steady[0].step,
         last_step=steady[-1].step,
         num_compile_steps=int(compiled.sum()),

@@ -32,23 +32,31 @@ COLUMNS = (
 )  # fmt: skip
 
 
+NEEDED = (*IDENTITY, "status", "run_dir", "outcome", "steps_asked")  # to know a run again
+
+
 def save_manifest(path: Path, rows: list[Row]) -> None:
-    lines = ["\t".join(COLUMNS), *("\t".join(_cell(row[name]) for name in COLUMNS) for row in rows)]
-    write_atomic(path, "".join(f"{line}\n" for line in lines))
+    """Write all rows; columns that only rows of another version have stand last."""
+    columns = list(dict.fromkeys((*COLUMNS, *(name for row in rows for name in row))))
+    cells = ([_cell(row.get(name, NOT_THERE)) for name in columns] for row in rows)
+    write_atomic(path, "".join("\t".join(line) + "\n" for line in (columns, *cells)))
 
 
 def load_manifest(path: Path) -> list[Row]:
-    """The rows; `DataError` when the file is not one that `save_manifest` wrote."""
+    """Read the rows of this version or another: what a row does not say is not there. `DataError`
+    when the file is not one that `save_manifest` wrote."""
     if not path.is_file():
         return []
     head, *lines = path.read_text().splitlines() or [""]
     rows = [line.split("\t") for line in lines]
-    if tuple(head.split("\t")) != COLUMNS or any(len(row) != len(COLUMNS) for row in rows):
+    columns = head.split("\t")
+    if not set(NEEDED) <= set(columns) or any(len(row) != len(columns) for row in rows):
         raise DataError(
-            f"{path} is not a manifest of this version: its columns or rows are not ours\n"
+            f"{path} is no manifest: its columns or rows are not ours\n"
             "hint: give --out another directory; the runs in this one stay as they are"
         )
-    return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+    absent = dict.fromkeys(COLUMNS, NOT_THERE)
+    return [absent | dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def rows_of(phase: SweptPhase, rows: Iterable[Row]) -> list[Row]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.compare import Side, compare_sides
 from paceline.config.schema import LaunchConfig
 from paceline.errors import Outcome
 from paceline.launch.base import LaunchEnd, Order, draw_plan
@@ -17,6 +18,7 @@ from paceline.report import write_report
 from paceline.report.plots import Axes, Series, line_chart, thin, ticks
 from paceline.run.conclude import Circumstances, conclude
 from paceline.schedules.actions import Action, Kind
+from paceline.stats.figures import measure_run
 from paceline.train.heartbeat import ActionMark, StepMark, read_action
 from tests.unit.test_plan import env as machine
 from tests.unit.test_plan import plan as make_test_plan
@@ -35,7 +37,7 @@ def run(tmp_path: Path) -> RunDir:
     plan = make_test_plan("launch.nproc=2", "name=fixture")
     plan.save(made.plan)
     machine().save(made.env)
-    made.config.write_text("name: fixture\n")
+    made.config.write_text("name: fixture\ntrain:\n  log_every: 5\n")
     order = Order(LaunchConfig(), plan.crew, machine(), 1, "train", "lm")
     draw_plan(order, argv=[], hosts=["box"]).save(made.launch)
     lines = [
@@ -76,15 +78,35 @@ def test_a_finished_run(run: RunDir) -> None:
     result = finish(run)
     assert (result.outcome, result.exit_code, result.steps) == (Outcome.OK, 0, 20)
     assert result.final_loss == pytest.approx(0.25) and result.val_loss == 2.0
-    assert result.window is not None and result.window.first_step == 6
+    assert result.window is not None and (result.window.first_step, result.window.last_step) == (
+        2,
+        20,
+    )
     # 32 samples/s of 1 GFLOP over 2 ranks.
     assert result.tflops_per_rank == pytest.approx(0.016)
     assert result.mfu is None and "no stated peak" in result.mfu_note
     assert result.peak_reserved_bytes == 2**21
     page, summary = run.report.read_text(), run.summary.read_text()
-    for text in ("4,096", "training.csv, steps 6 to 20", "rank 1", "byte-unigram entropy"):
+    for text in ("4,096", "training.csv, steps 2 to 20", "rank 1", "byte-unigram entropy"):
         assert text in page and text in summary
     assert page.count("<svg") == 5, "all but memory: no telemetry was recorded"
+
+
+def test_train_report_and_compare_tell_one_rate_from_one_window(run: RunDir) -> None:
+    """The slow steps 1 to 8 are more than `observe.warmup_steps` marks: 12 of 0.5 s are left."""
+    slow = {f"{s},{5 / s},0.1,1.5,0.5,32,": f"{s},{5 / s},0.1,1.5,2,8," for s in range(1, 9)}
+    text = run.training.read_text()
+    for before, after in slow.items():
+        text = text.replace(f"\n{before}", f"\n{after}")
+    run.training.write_text(text)
+    result, figures = finish(run), measure_run(run)
+    assert figures is not None and str(result.window) == str(figures.window)
+    assert str(result.window) == "training.csv, steps 9 to 20"
+    assert result.samples_per_s == figures.samples_per_s == 32
+    assert result.steps_per_s == 2 and result.step_s is not None and result.step_s.p90 == 0.5
+    side = compare_sides([Side("a", [run], []), Side("b", [run], [])], "samples_per_s", 0.02)
+    assert (side.sides[0].value, side.sides[0].windows) == (32, [str(result.window)])
+    assert "samples/s | 32 | training.csv, steps 9 to 20" in run.summary.read_text()
 
 
 def test_the_page_needs_nothing_from_outside(run: RunDir) -> None:
