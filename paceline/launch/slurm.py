@@ -94,7 +94,7 @@ def batch_script(name: str, file: str, crew: Crew, asked: Sequence[str]) -> str:
         raise ConfigError("`paceline` is not on PATH, and the batch script must call it")
     by_slurm = [] if "launch.launcher=slurm" in asked else ["launch.launcher=slurm"]
     words = [program, "train", *asked, *by_slurm]
-    on_gpu = crew.device.value == "cuda"
+    on_gpu = crew.on_gpu
     return BATCH.format(
         file=file,
         name=name,

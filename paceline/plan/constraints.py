@@ -30,7 +30,7 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             where="optim.fused",
             what=f"on was asked, off is used: {plan.fused_optimizer.because}",
         )
-    if plan.device.value == "cuda" and not plan.fused_optimizer.value:
+    if plan.on_gpu and not plan.fused_optimizer.value:
         yield Finding(
             severity="note",
             where="optim.fused",
@@ -49,7 +49,7 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
 
 
 def _memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Finding]:
-    if plan.device.value == "cuda":
+    if plan.on_gpu:
         yield from _gpu_memory_problems(config, plan, env)
         return
     needed = plan.state_bytes.peak * plan.crew.per_node
@@ -164,7 +164,7 @@ def _strategy_rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
             not (is_sharded or is_deepspeed or has_sharded_stages),
             why,
         ),
-        Idle("strategy", ("offload",), plan.device.value == "cpu", "the ranks are on CPU already"),
+        Idle("strategy", ("offload",), not plan.on_gpu, "the ranks are on CPU already"),
         Idle("strategy", ("stage", "deepspeed_config"), not is_deepspeed, why),
         Idle("strategy", ("powersgd_rank", "powersgd_start"), no_power, "comm_hook is another"),
     )
@@ -174,7 +174,7 @@ def _launch_rules(plan: Plan) -> tuple[Idle, ...]:
     by = plan.crew.launcher.value
     takes_hostfile = by in ("mpi", "deepspeed", "torchrun")
     return (
-        Idle("launch", ("devices",), plan.device.value == "cpu", "the ranks are on CPU"),
+        Idle("launch", ("devices",), not plan.on_gpu, "the ranks are on CPU"),
         Idle("launch", ("hostfile",), not takes_hostfile, f"{by} starts the ranks"),
         Idle(
             "launch", ("torchrun_args", "rdzv_endpoint"), by != "torchrun", f"{by} starts the ranks"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +30,7 @@ from paceline.plan.policy import (
 from paceline.records import (
     BatchSplit,
     Choice,
+    CompileScope,
     Crew,
     Env,
     Finding,
@@ -41,6 +43,7 @@ from paceline.strategies.base import Configured, Share, Strategy
 from paceline.strategies.shape import ModelShape, measure_shape
 from paceline.workloads.base import Workload
 
+T = TypeVar("T")
 MAX_LOADER_WORKERS = 4
 SHARDED = ("zero2", "zero3", "zero2_hybrid", "zero3_hybrid")
 SHARDED_STAGES = (("pipeline", "zero2"), ("pipeline", "zero3"))
@@ -229,7 +232,7 @@ def _accumulation(config: RunConfig, asked: int, dp: int) -> tuple[int, Finding 
     return accum, None
 
 
-def _choose_strategy(config: RunConfig, world: int) -> Choice:
+def _choose_strategy(config: RunConfig, world: int) -> Choice[str]:
     asked = config.strategy.name
     meant = ALIASES.get(asked, asked)
     if meant == "ddp" and world == 1:
@@ -269,11 +272,11 @@ def _hybrid_hint(world: int, strategy: str) -> str:
     return f"set strategy.shard_size={fitting[0]}"
 
 
-def _as_asked(value: str) -> Choice:
+def _as_asked(value: T) -> Choice[T]:
     return Choice(requested=value, value=value, because="as asked")
 
 
-def _choose_scope(config: RunConfig, strategy: str) -> Choice:
+def _choose_scope(config: RunConfig, strategy: str) -> Choice[CompileScope]:
     asked = config.train.compile_scope
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
@@ -282,7 +285,7 @@ def _choose_scope(config: RunConfig, strategy: str) -> Choice:
     return Choice(requested=asked, value="blocks", because=f"{strategy} works between the blocks")
 
 
-def _choose_fused(config: RunConfig, strategy: str) -> Choice:
+def _choose_fused(config: RunConfig, strategy: str) -> Choice[bool]:
     asked = config.optim.fused
     is_sharded = strategy in SHARDED or (strategy, config.strategy.inner) in SHARDED_STAGES
     if config.optim.name == "sgd" and is_sharded:
@@ -296,18 +299,18 @@ def _choose_fused(config: RunConfig, strategy: str) -> Choice:
     return Choice(requested=asked, value=asked == "on", because="as asked")
 
 
-def _choose_workers(config: RunConfig, env: Env, crew: Crew) -> Choice:
+def _choose_workers(config: RunConfig, env: Env, crew: Crew) -> Choice[int]:
     asked = config.data.num_workers
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
     # A GPU rank needs one core to launch kernels; a CPU rank computes on its cores.
-    share, on_gpu = env.cores // crew.per_node, crew.device.value == "cuda"
+    share, on_gpu = env.cores // crew.per_node, crew.on_gpu
     value = min(MAX_LOADER_WORKERS, share - 1 if on_gpu else share // 4)
     why = f"{env.cores} cores over {count_ranks(crew.per_node)}"
     return Choice(requested=asked, value=max(0, value), because=why)
 
 
-def _choose_flops(workload: Workload, config: RunConfig) -> Choice:
+def _choose_flops(workload: Workload, config: RunConfig) -> Choice[float | None]:
     counted = workload.flops(config)
     if counted is None:
         because = "counted on the first batch by torch.utils.flop_counter"

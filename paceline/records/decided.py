@@ -1,8 +1,9 @@
 """Decided: choices with their reasons, plan.json and launch.json."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal
 
 from pydantic import Field
+from typing_extensions import TypeVar
 
 from paceline.records.base import Body, Part, Record
 
@@ -14,11 +15,21 @@ def _only(value: str) -> Body:
     return {"requested": value, "value": value, "because": NO_OTHER}
 
 
-class Choice(Part):
+Device = Literal["cpu", "cuda"]
+Backend = Literal["gloo", "nccl"]
+Precision = Literal["fp32", "bf16", "fp16"]
+Matmul = Literal["highest", "high", "medium"]
+Attention = Literal["eager", "sdpa", "flash", "cudnn", "efficient", "math", "flex"]
+CompileScope = Literal["blocks", "model"]
+Recompute = Literal["none", "full", "selective"]
+T = TypeVar("T", default=Any)
+
+
+class Choice(Part, Generic[T]):
     """A decision kept with its reason: what was asked, what will run, why."""
 
     requested: Any
-    value: Any
+    value: T
     because: str
 
 
@@ -109,15 +120,19 @@ class PipelinePlan(Part):
 class Crew(Part):
     """How many ranks, on what, and who starts them."""
 
-    launcher: Choice
+    launcher: Choice[str]
     world_size: int
     num_nodes: int
     per_node: int = Field(description="Ranks on each machine; on the largest where they differ.")
-    device: Choice
-    backend: Choice
+    device: Choice[Device]
+    backend: Choice[Backend]
     device_indices: list[int] = Field(
         [], description="Which of the visible GPUs each local rank takes; empty: its own number."
     )
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.value == "cuda"
 
 
 class Plan(Record):
@@ -134,18 +149,20 @@ class Plan(Record):
     units_per_sample: int | None
     steps: int
     crew: Crew
-    device: Choice
-    backend: Choice
-    strategy: Choice
-    precision: Choice
-    matmul: Choice = Field(description="Products of fp32 matrices: highest is fp32, others TF32.")
-    attention: Choice
-    compile: Choice
-    compile_scope: Choice = Field(description="What one compiled graph holds: blocks or model.")
-    recompute: Choice = Field(description="Activation checkpointing.")
-    fused_optimizer: Choice
-    threads: Choice
-    loader_workers: Choice
+    device: Choice[Device]
+    backend: Choice[Backend]
+    strategy: Choice[str]
+    precision: Choice[Precision]
+    matmul: Choice[Matmul] = Field(
+        description="Products of fp32 matrices: highest is fp32, others TF32."
+    )
+    attention: Choice[Attention]
+    compile: Choice[str] = Field(description="torch.compile's mode, or off.")
+    compile_scope: Choice[CompileScope] = Field(description="What one compiled graph holds.")
+    recompute: Choice[Recompute] = Field(description="Activation checkpointing.")
+    fused_optimizer: Choice[bool]
+    threads: Choice[int]
+    loader_workers: Choice[int]
     model: ModelSize
     state_bytes: StateBytes = Field(description="Of the rank that holds most.")
     exchange: Exchange
@@ -153,9 +170,17 @@ class Plan(Record):
     engine_config: dict[str, Any] = Field(
         {}, description="Config of the library that the strategy drives, where it has its own."
     )
-    flops_per_sample: Choice = Field(description="Forward and backward, recomputation not counted.")
-    peak_flops: Choice = Field(description="Dense peak of one device in the chosen precision.")
+    flops_per_sample: Choice[float | None] = Field(
+        description="Forward and backward, recomputation not counted."
+    )
+    peak_flops: Choice[float | None] = Field(
+        description="Dense peak of one device in the chosen precision."
+    )
     findings: list[Finding]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.value == "cuda"
 
     @staticmethod
     def update_to_2(body: Body) -> Body:
@@ -170,7 +195,7 @@ class Plan(Record):
             "matmul": _only("highest"),
             "attention": _only("sdpa"),
             "compile_scope": _only("model"),
-            "recompute": _only("off"),
+            "recompute": _only("none"),
             "exchange": {"plain": exchanged, "sent": exchanged, "because": NO_OTHER},
         }  # fmt: skip
 
@@ -220,7 +245,7 @@ class LaunchPlan(Record):
     workload: str = Field(description="The workload as typed: a registered name or FILE.py:Class.")
     crew: Crew
     threads: int
-    fabric: Choice
+    fabric: Choice[str]
     env: dict[str, str]
     reasons: dict[str, str] = Field(description="Why a variable of env is set, where we chose it.")
     ranks: list[RankPlace]

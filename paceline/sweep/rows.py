@@ -55,7 +55,7 @@ def _settings(config: RunConfig, decided: Decided) -> dict[str, object]:
     """The columns of the first sweeps, as far as a run has such a setting. The others, such as
     cudnn_benchmark, are none of ours and stay n/a."""
     plan, gpus = decided.plan, decided.env.gpus
-    on_gpu = plan.device.value == "cuda" and bool(gpus)
+    on_gpu = plan.on_gpu and bool(gpus)
     strategy = plan.strategy.value
     stage = config.strategy.stage if strategy == "deepspeed" else STAGES.get(strategy, NOT_THERE)
     return {
