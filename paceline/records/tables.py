@@ -6,6 +6,7 @@ what is missing reads as empty, what is unknown is left alone, and nothing is dr
 
 import csv
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,6 +24,7 @@ Cell = str | float | None  # and so int and bool
 Row = TypeVar("Row")
 Kind = type[int] | type[float] | type[bool] | type[str]
 CHUNK_ROWS = 20_000
+EMPTY = -1e308  # stands for an empty cell while numbers are parsed: no measurement gives it
 WRITTEN, FAILED = "ok", "failed"  # outcomes of a checkpoint
 
 
@@ -197,40 +199,78 @@ class Table(Sequence[Row]):
 def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
     """Read the rows of a file; none where it is absent. A row that was cut off, because a run was
     killed inside its line, is not one."""
-    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in layout.columns}
-    gaps: dict[str, list[NDArray[np.bool_]]] = {name: [] for name in layout.optional}
-    for cells in _iter_chunks(path, layout):
-        for name, kind in layout.columns.items():
-            parts[name].append(_parsed(path, name, kind, cells[name]))
-        for name in layout.optional:
-            gaps[name].append(np.array([not cell for cell in cells[name]], dtype=bool))
+    values: dict[str, list[NDArray[Any]]] = {
+        name: [np.empty(0, _dtype(kind))] for name, kind in layout.columns.items()
+    }
+    gaps: dict[str, list[NDArray[np.bool_]]] = {
+        name: [np.empty(0, bool)] for name in layout.optional
+    }
+    for lines, header in _iter_lines(path, layout):
+        chunk = _parse_numbers(lines, header, layout) or _parse_cells(path, lines, header, layout)
+        for name, (found, is_empty) in chunk.items():
+            values[name].append(found)
+            if name in gaps:
+                gaps[name].append(is_empty)
     return Table(
         layout,
-        {
-            name: np.concatenate(found) if found else np.empty(0, _dtype(layout.columns[name]))
-            for name, found in parts.items()
-        },
-        {n: np.concatenate(found) if found else np.empty(0, bool) for n, found in gaps.items()},
+        {name: np.concatenate(found) for name, found in values.items()},
+        {name: np.concatenate(found) for name, found in gaps.items()},
     )
 
 
-def _iter_chunks(path: Path, layout: Layout[Any]) -> Iterator[dict[str, Sequence[str]]]:
-    """Yield the cells of some rows at a time, by column: never the whole text at once."""
+def _iter_lines(path: Path, layout: Layout[Any]) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield some whole lines at a time, and the header: never all of the text at once."""
     if not path.is_file():
         return
     with path.open(newline="") as file:
-        rows = csv.reader(line for line in file if line.endswith("\n"))
-        header = next(rows, [])
-        place = {name: header.index(name) for name in layout.columns if name in header}
-        if header and "step" in layout.columns and "step" not in place:
+        whole = (line for line in file if line.endswith("\n"))
+        header = next(csv.reader(whole), [])
+        if header and "step" in layout.columns and "step" not in header:
             raise DataError(f"{path} is not one of our tables: it has no column step")
-        whole = (row for row in rows if len(row) >= len(header))
-        while chunk := list(islice(whole, CHUNK_ROWS)):
-            absent = ("",) * len(chunk)
-            yield {
-                name: [row[place[name]] for row in chunk] if name in place else absent
-                for name in layout.columns
-            }
+        while lines := list(islice(whole, CHUNK_ROWS)):
+            yield lines, header
+
+
+Chunk = dict[str, tuple[NDArray[Any], NDArray[np.bool_]]]  # values, and which cells are empty
+
+
+def _parse_numbers(lines: Sequence[str], header: list[str], layout: Layout[Any]) -> Chunk | None:
+    """Parse rows that hold numbers and nothing else, ten times as fast as cell by cell; None where
+    they are not such."""
+    commas = len(header) - 1
+    if str in layout.columns.values() or any(line.count(",") != commas for line in lines):
+        return None
+    text = "," + "".join(lines).replace("\n", ",")
+    for _ in range(2):  # a gap may share its comma with the gap before it
+        text = text.replace(",,", f",{EMPTY!r},")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a cell that is no number ends it
+        try:
+            cells = np.fromstring(text[1:-1], sep=",")
+        except ValueError:
+            return None
+    if cells.size != len(lines) * len(header):
+        return None
+    found = dict(zip(header, cells.reshape(len(lines), len(header)).T, strict=True))
+    absent = np.full(len(lines), EMPTY)
+    return {name: _typed(found.get(name, absent), kind) for name, kind in layout.columns.items()}
+
+
+def _typed(cells: NDArray[np.float64], kind: Kind) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    is_empty = cells == EMPTY
+    return np.where(is_empty, np.nan if kind is float else 0, cells).astype(_dtype(kind)), is_empty
+
+
+def _parse_cells(path: Path, lines: Sequence[str], header: list[str], layout: Layout[Any]) -> Chunk:
+    """Parse any rows. Cells behind the last column belong to none; a row with fewer is cut off."""
+    rows = [row for row in csv.reader(lines) if len(row) >= len(header)]
+    place = {name: header.index(name) for name in layout.columns if name in header}
+    chunk = {}
+    for name, kind in layout.columns.items():
+        cells = [row[place[name]] for row in rows] if name in place else [""] * len(rows)
+        is_empty = np.array([not cell for cell in cells], dtype=bool)
+        chunk[name] = (_parsed(path, name, kind, cells), is_empty)
+    return chunk
 
 
 def _plain(value: Any) -> Any:

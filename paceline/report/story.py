@@ -4,12 +4,12 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from paceline.records import Audit, Env, Plan, Result
+from paceline.records import Audit, Env, Plan, Result, Window
 from paceline.records.phases import STEP_PHASES
 from paceline.records.rundir import RunDir
 from paceline.records.tables import (
-    StepRow,
     Table,
     TelemetryRow,
     TrainingRow,
@@ -19,7 +19,8 @@ from paceline.records.tables import (
 )
 from paceline.schedules.measured import Measured, load_measured
 
-UNACCOUNTED = "unaccounted"
+# What a bar of the report is made of, and its column in steps.csv.
+PHASES = {str(phase): phase.column for phase in STEP_PHASES} | {"unaccounted": "unaccounted_s"}
 
 
 @dataclass(frozen=True)
@@ -32,22 +33,10 @@ class Story:
     result: Result | None
     audit: Audit | None
     training: Table[TrainingRow]
-    steps: dict[int, Table[StepRow]]
+    phases_s: dict[int, dict[str, float]]  # medians by rank, with what no phase saw
     telemetry: Table[TelemetryRow]
     config: str
     measured: Measured | None = None
-
-    @property
-    def phases_s(self) -> dict[int, dict[str, float]]:
-        """Return the median seconds of each phase in the window of the rates, by rank, with the
-        unaccounted rest; of all steps where there is no window yet."""
-        window = self.result.window if self.result else None
-        first_step = window.first_step if window else 1
-        return {
-            rank: _median_phases(rows.since(first_step) or rows)
-            for rank, rows in self.steps.items()
-            if rows
-        }
 
 
 @dataclass(frozen=True)
@@ -61,14 +50,15 @@ class Figure:
 
 def read_story(run: RunDir) -> Story:
     plan = Plan.load(run.plan)
+    result = Result.load(run.result) if run.result.is_file() else None
     return Story(
         name=plan.name,
         plan=plan,
         env=Env.load(run.env),
-        result=Result.load(run.result) if run.result.is_file() else None,
+        result=result,
         audit=Audit.load(run.audit) if run.audit.is_file() else None,
         training=read_training(run.training),
-        steps={rank: read_steps(run.steps(rank)) for rank in range(plan.world_size)},
+        phases_s=_phases(run, plan.world_size, result.window if result else None),
         telemetry=read_telemetry(run.telemetry),
         config=run.config.read_text(),
         measured=load_measured(run, plan),
@@ -151,10 +141,21 @@ def _rate_figures(result: Result) -> list[Figure]:
     return figures
 
 
-def _median_phases(rows: Table[StepRow]) -> dict[str, float]:
-    columns = {str(phase): phase.column for phase in STEP_PHASES} | {UNACCOUNTED: "unaccounted_s"}
-    found = {name: rows.column(column) for name, column in columns.items()}
-    return {name: float(np.median(np.nan_to_num(values))) for name, values in found.items()}
+def _phases(run: RunDir, num_ranks: int, window: Window | None) -> dict[int, dict[str, float]]:
+    """Return the median seconds of each phase in the window of the rates, by rank, with the
+    unaccounted rest; of all steps where there is no window yet. One rank's table at a time is in
+    memory."""
+    found = {}
+    for rank in range(num_ranks):
+        rows = read_steps(run.steps(rank))
+        rows = rows.since(window.first_step if window else 1) or rows
+        if rows:
+            found[rank] = {name: _median(rows.column(column)) for name, column in PHASES.items()}
+    return found
+
+
+def _median(values: NDArray[np.float64]) -> float:
+    return float(np.median(np.nan_to_num(values)))
 
 
 def asked(story: Story) -> str:

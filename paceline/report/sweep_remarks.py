@@ -5,8 +5,7 @@ from paceline.records.swept import SweptPhase
 from paceline.report.sweep_story import CellLine, SweepStory
 from paceline.stats.figures import RunFigures
 
-# Above these a run, or a cell, is called unsteady. The first and the last are the gates that the
-# first sweeps were held to.
+# Above these a run, or a cell, is called unsteady.
 MAX_SPREAD, MAX_DRIFT, MAX_VARIATION = 1.5, 0.10, 0.05
 GATES = f"p90/p50 over {MAX_SPREAD}, drift over {MAX_DRIFT:.0%}, runs over {MAX_VARIATION:.0%}"
 VERDICTS = (

@@ -21,7 +21,6 @@ class Times:
     transfer_s: PerStage = 0.0
     backward_s: PerStage | None = None  # a whole backward, where it is not the sum of its halves
     overhead_s: float = 0.0  # of the host, for every action
-    overlap: float = 1.0  # what a fused pair takes, as a share of its two actions' sum
 
     def of_stages(self, num_stages: int) -> "StageTimes":
         """One number a stage, checked."""
@@ -37,7 +36,7 @@ class Times:
             Kind.WEIGHT: weights,
         }
         transfer_s = spread("transfer_s", self.transfer_s, num_stages - 1)
-        return StageTimes(seconds, transfer_s, self.overhead_s, self.overlap)
+        return StageTimes(seconds, transfer_s, self.overhead_s)
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,9 @@ class StageTimes:
     seconds: dict[Kind, list[float]]
     transfer_s: list[float]
     overhead_s: float
-    overlap: float
 
     def of(self, action: Action) -> float:
         return self.seconds[action.kind][action.stage] + self.overhead_s
-
-    def of_fused(self, actions: Sequence[Action]) -> float:
-        return sum(self.of(action) for action in actions) * self.overlap
 
 
 def spread(name: str, value: PerStage, length: int) -> list[float]:

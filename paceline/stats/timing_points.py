@@ -1,8 +1,8 @@
-"""Steps of rank 0 -> the timing points of the speech seed, so that its tables can be filled.
+"""Steps of rank 0 -> timing points: running medians of each phase, and of all of them together.
 
 A point is written at every step that `log_every` divides: the median of each phase over the last
 100 steps, warm-up and all. `iter` is the sum of the phases, not wall time: what lies between two
-steps is outside. The tail is the last 20 points.
+steps is outside. The tail is the last 20 points. docs/statistics.md says when to look at it.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ from paceline.records.phases import WORK_PHASES, Phase
 from paceline.records.tables import StepRow, Table
 
 WINDOW, TAIL_POINTS = 100, 20
-# What the columns are called there; a phase without a name of its own keeps ours.
+CHUNK = 1000  # windows whose medians are taken at once
+# What the columns of timing_points.csv call a phase; one without a short name keeps its own.
 SHORT = {
     Phase.DATA: "data_wait", Phase.FORWARD: "fwd", Phase.BACKWARD: "bwd", Phase.OPTIMIZER: "step",
 }  # fmt: skip
@@ -46,10 +47,11 @@ def list_points(rows: Table[StepRow], log_every: int) -> list[TimingPoint]:
     table = np.column_stack([phases_ms, phases_ms.sum(axis=1)])
     steps = rows.column("step")
     ends = np.flatnonzero(steps % log_every == 0) + 1
-    return [
-        _point(int(steps[end - 1]), np.median(table[max(0, end - WINDOW) : end], axis=0))
-        for end in ends
-    ]
+    early, later = ends[ends < WINDOW], ends[ends >= WINDOW]
+    medians = [np.median(table[:end], axis=0) for end in early]
+    for some in np.array_split(later, len(later) // CHUNK + 1):
+        medians.extend(np.median(table[some[:, None] + np.arange(-WINDOW, 0)], axis=1))
+    return [_point(int(steps[end - 1]), each) for end, each in zip(ends, medians, strict=True)]
 
 
 def _point(step: int, medians: NDArray[np.float64]) -> TimingPoint:

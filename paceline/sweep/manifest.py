@@ -12,21 +12,20 @@ Row = dict[str, str]
 NOT_THERE = "n/a"  # a setting that the workload does not have
 SUCCESS, FAILED = "success", "failed"
 STOPPED = frozenset({"interrupted", "preempted"})  # outcomes of a run that somebody ended
-# The order that readers of the first sweeps know; what is ours stands behind it.
+# Names and order are those of the sweep scripts that Paceline's users come from
+# (docs/sweeping.md); what those had no name for stands behind.
 IDENTITY = ("mode", "group", "repeat")
 SETTINGS = (
-    "zero_stage", "micro_batch", "world_size", "global_batch", "deterministic", "cudnn_benchmark",
-    "wall_clock_breakdown", "log_every_steps", "validation_every_steps", "checkpoint_every_steps",
-    "num_workers", "prefetch_factor", "dataset_manifest_path", "dataset_use_trim",
-    "dataset_offline_trimmed", "enable_cuda_sync_timing", "timing_rank_scope",
-    "precision_mode_req", "precision_mode_effective", "attn_impl_effective",
-    "torch_compile_enabled", "gpu_name", "gpu_cc",
+    "zero_stage", "micro_batch", "world_size", "global_batch", "log_every_steps",
+    "validation_every_steps", "checkpoint_every_steps", "num_workers", "prefetch_factor",
+    "dataset_manifest_path", "precision_mode_req", "precision_mode_effective", "attn_impl_req",
+    "attn_impl_effective", "torch_compile_enabled", "gpu_name", "gpu_cc",
 )  # fmt: skip
 FINGERPRINTS = (
     "config_fingerprint", "code_fingerprint", "data_fingerprint", "hardware_fingerprint",
 )  # fmt: skip
 COLUMNS = (
-    *IDENTITY, "status", "exit_code", "duration_sec", "last_step", "last_iter_ms_p50", "port",
+    *IDENTITY, "status", "exit_code", "duration_sec", "last_step", "last_iter_ms_p50",
     "run_dir", "launcher_log", "train_log", *SETTINGS,
     "phase", "outcome", "steps_asked", "started_at", "peak_bytes", *FINGERPRINTS, "overrides",
 )  # fmt: skip

@@ -131,7 +131,7 @@ def _run_line(
 
 
 def problem_of(folder: SweepDir, record: SweepRecord, row: Row, judgement: SweepJudgement) -> str:
-    """Why a run is not in the comparison, in the words of the first sweeps; empty where it is."""
+    """Return why a run is not in the comparison; empty where it is."""
     if row["status"] != SUCCESS:
         return "run_failed"
     figures = judgement.figures.get(row["run_dir"])

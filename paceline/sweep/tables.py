@@ -1,5 +1,5 @@
-"""The tables of a sweep: one row a run, a timing point, a group, a run that was left out. Columns
-that readers of the first sweeps know stand first, in their order; ours stand behind them."""
+"""The tables of a sweep: one row a run, a timing point, a group, a run that was left out. Their
+columns are described in docs/sweeping.md."""
 
 import csv
 import io
@@ -32,7 +32,6 @@ PER_RUN = (
     *IDENTITY, *SETTINGS, "timing_points", "tail_points_used", "last_step", "last_iter_p50_ms",
     "last_fwd_p50_ms", "last_bwd_p50_ms", "tail_mean_iter_p50_ms", "tail_std_iter_p50_ms",
     "all_mean_iter_p50_ms", "all_std_iter_p50_ms", "tail_steps_per_sec", "tail_samples_per_sec",
-    # ours
     "phase", "run_dir", "samples_per_s", "tokens_per_s", "window_first_step", "window_last_step",
     "num_compile_steps", "compile_s", "step_s_p50", "step_s_p90", "p90_over_p50", "drift",
     "standard_error", "peak_bytes", "startup_s", "tail_loss", "final_loss",
@@ -49,7 +48,6 @@ GROUPS = (
     "group", "mode", "runs", *SETTINGS, f"{TAIL}_mean", f"{TAIL}_std", f"{TAIL}_min",
     f"{TAIL}_max", "tail_steps_per_sec_mean", "tail_steps_per_sec_std",
     "tail_samples_per_sec_mean", "tail_samples_per_sec_std", "speedup_vs_baseline",
-    # ours
     "verdict", "is_winner", "metric", "value", "low", "high", "speedup", "speedup_low",
     "speedup_high", "runs_compared", "variation", "peak_bytes", "p90_over_p50", "drift",
     "tail_loss", "flagged",
@@ -106,7 +104,7 @@ def _steps_per_s(figures: RunFigures) -> float | None:
 
 
 def _samples_per_s(row: Row, figures: RunFigures) -> float | None:
-    """By the timing points, as the first sweeps had it: not the rate that cells are compared by."""
+    """Return the rate by the timing points, which is not the one that cells are compared by."""
     steps_per_s = _steps_per_s(figures)
     if steps_per_s is None or row["global_batch"] == NOT_THERE:
         return None
@@ -259,7 +257,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _std(values: Sequence[float]) -> float | None:
-    """Of a sample; 0 of one value, as the first sweeps had it."""
+    """Return the deviation of a sample; 0 of one value, None of none."""
     return stdev(values) if len(values) > 1 else 0.0 if values else None
 
 

@@ -1,4 +1,4 @@
-"""A run directory as numbers: rates, windows, the seeds' timing points."""
+"""A run directory as numbers: rates, windows, timing points."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def test_compile_steps_are_set_apart(tmp_path: Path) -> None:
     assert figures.samples_per_s == pytest.approx(80)
 
 
-def test_timing_points_are_the_seeds(tmp_path: Path) -> None:
+def test_timing_points_are_running_medians(tmp_path: Path) -> None:
     """iter of step n = 10 + 20 + 30 + n ms, without evaluation. Points at 5, 10, ..., 240.
     Up to step 100 the median of n is that of 1..s, (s + 1) / 2; then of s-99..s, s - 49.5. The last
     20 points are at 145, ..., 240: their mean is 60 + (95.5 + 190.5) / 2 = 203, and 20 numbers that
