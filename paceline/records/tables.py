@@ -189,6 +189,8 @@ class Table(Sequence[Row]):
         return self.pick(self.values["step"] >= first_step)
 
     def pick(self, which: "slice | NDArray[np.bool_]") -> "Table[Row]":
+        if not isinstance(which, slice) and which.all():
+            return self
         return Table(
             self.layout,
             {name: values[which] for name, values in self.values.items()},

@@ -1,5 +1,6 @@
 """A run directory -> its figures: one number a metric, and what is needed to trust it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +44,7 @@ class RunFigures:
     all_mean_iter_p50_ms: float | None
     all_std_iter_p50_ms: float | None
     tail_points_used: int
-    points: tuple[TimingPoint, ...]
+    points: Sequence[TimingPoint]
     tail_loss: float | None  # mean over the last fifth of the steps, at least five
     losses: tuple[float, ...]  # of all steps of the run
     startup_s: float | None  # from the start of the attempt to its first step, where known
@@ -99,7 +100,7 @@ def measure_run(run: RunDir) -> RunFigures | None:
         all_mean_iter_p50_ms=whole.mean if whole else None,
         all_std_iter_p50_ms=whole.std if whole else None,
         tail_points_used=tail.num_points if tail else 0,
-        points=tuple(points),
+        points=points,
         tail_loss=_tail_loss(every_row),
         losses=tuple(every_row.column("loss").tolist()),
         startup_s=_startup_s(run, steps, started_at),

@@ -7,7 +7,7 @@ steps is outside. The tail is the last 20 points. docs/statistics.md says when t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,28 @@ class TimingPoint:
     iter_ms_p50: float
 
 
+@dataclass(frozen=True, eq=False)
+class TimingPoints(Sequence[TimingPoint]):
+    """All points of a run; kept as arrays, for a long run has many."""
+
+    steps: NDArray[np.int64]
+    medians_ms: NDArray[np.float64]  # a row a point: each phase of TIMED, then all together
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @overload
+    def __getitem__(self, index: int) -> TimingPoint: ...
+    @overload
+    def __getitem__(self, index: slice) -> "TimingPoints": ...
+    def __getitem__(self, index: int | slice) -> "TimingPoint | TimingPoints":
+        if isinstance(index, slice):
+            return TimingPoints(self.steps[index], self.medians_ms[index])
+        *phases, whole = self.medians_ms[index].tolist()
+        names = dict(zip(TIMED.values(), phases, strict=True))
+        return TimingPoint(int(self.steps[index]), names, whole)
+
+
 @dataclass(frozen=True)
 class PointSummary:
     """Mean and sample deviation (0 for a single point) of the points' iter_ms_p50."""
@@ -42,25 +64,21 @@ class PointSummary:
     num_points: int
 
 
-def list_points(rows: Table[StepRow], log_every: int) -> list[TimingPoint]:
+def list_points(rows: Table[StepRow], log_every: int) -> TimingPoints:
     phases_ms = 1000 * np.nan_to_num([rows.column(phase.column) for phase in TIMED]).T
     table = np.column_stack([phases_ms, phases_ms.sum(axis=1)])
     steps = rows.column("step")
     ends = np.flatnonzero(steps % log_every == 0) + 1
     early, later = ends[ends < WINDOW], ends[ends >= WINDOW]
-    medians = [np.median(table[:end], axis=0) for end in early]
+    parts = [np.empty((0, table.shape[1])), *(np.median(table[:n], axis=0)[None] for n in early)]
     for some in np.array_split(later, len(later) // CHUNK + 1):
-        medians.extend(np.median(table[some[:, None] + np.arange(-WINDOW, 0)], axis=1))
-    return [_point(int(steps[end - 1]), each) for end, each in zip(ends, medians, strict=True)]
+        parts.append(np.median(table[some[:, None] + np.arange(-WINDOW, 0)], axis=1))
+    return TimingPoints(steps[ends - 1], np.concatenate(parts))
 
 
-def _point(step: int, medians: NDArray[np.float64]) -> TimingPoint:
-    *phases, whole = medians.tolist()
-    return TimingPoint(step, dict(zip(TIMED.values(), phases, strict=True)), whole)
-
-
-def summarise_points(points: Sequence[TimingPoint]) -> PointSummary | None:
-    values = [point.iter_ms_p50 for point in points]
-    if not values:
+def summarise_points(points: TimingPoints) -> PointSummary | None:
+    values = points.medians_ms[:, -1]
+    if not len(values):
         return None
-    return PointSummary(fmean(values), stdev(values) if len(values) > 1 else 0.0, len(values))
+    std = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return PointSummary(float(values.mean()), std, len(values))

@@ -87,7 +87,7 @@ def test_bytes_in_flight() -> None:
     """One rank, one microbatch, a stage of 8 bytes, held until weights have their gradients."""
     timeline = simulate(draw_schedule("interleaved_zb", 1, 1, 1), EQUAL)
     assert timeline.ranks[0].held([8.0]) == [(0.0, 8.0), (3.0, 0.0)]
-    assert timeline.peak_bytes(8.0, 0.25) == [8.0]
+    assert timeline.peak_bytes(8.0) == [8.0]
     both = simulate(draw_schedule("1f1b", 2, 4), EQUAL).peak_bytes([10.0, 100.0])
     assert both == [20.0, 100.0]
 
