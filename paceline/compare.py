@@ -55,7 +55,8 @@ class SideFigures(Part):
     step_s_p50: float | None
     step_s_p90: float | None
     peak_bytes: int | None
-    tail_loss: float | None
+    windows: list[str] = Field(description="What each value was computed from.")
+    tail_loss: float | None = Field(description="Mean over the last fifth of the steps.")
     ratio: float | None = Field(description="Mean value over the baseline's.")
     speedup: list[float] | None = Field(description="Value, low, high; above 1 is better.")
     verdict: str
@@ -270,6 +271,7 @@ def _figures(
         step_s_p50=median(each.step_s_p50 for each in figures) if figures else None,
         step_s_p90=median(each.step_s_p90 for each in figures) if figures else None,
         peak_bytes=max((peak for peak in peaks if peak is not None), default=None),
+        windows=[str(each.window) for each in figures],
         tail_loss=fmean(tails) if tails else None,
         ratio=None if is_baseline or not values else fmean(values) / fmean(theirs),
         speedup=speedup,

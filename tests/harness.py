@@ -100,7 +100,7 @@ class RankEnds:
 
     @property
     def rows(self) -> list[TrainingRow]:
-        return read_training(self.run.training)
+        return list(read_training(self.run.training))
 
 
 def prepare_run(folder: Path, source: str, overrides: list[str]) -> tuple[Job, Plan, RunDir]:

@@ -63,11 +63,14 @@ def draw_row(folder: SweepDir, group: str, repeat: int, **more: str) -> Row:
 def draw_figures(samples_per_s: float, batch: int = 16, **more: Any) -> RunFigures:
     step_s = batch / samples_per_s
     points = tuple(
-        TimingPoint(step, 1.0, 300 * step_s, 600 * step_s, 90 * step_s, 1000 * step_s)
+        TimingPoint(
+            step, {"data_wait": 1.0, "fwd": 300 * step_s, "bwd": 600 * step_s}, 1000 * step_s
+        )
         for step in (20, 40, 60)
     )
     facts: dict[str, Any] = {
-        "samples_per_s": samples_per_s, "tokens_per_s": None, "first_step": 6, "last_step": 60,
+        "samples_per_s": samples_per_s, "tokens_per_s": None, "steps_per_s": 1 / step_s,
+        "first_step": 6, "last_step": 60,
         "num_compile_steps": 0, "compile_s": 0.0, "step_s_p50": step_s,
         "step_s_p90": 1.05 * step_s, "drift": 0.001, "standard_error": 0.002, "blocks_s": (),
         "tail_mean_iter_p50_ms": 1000 * step_s, "tail_std_iter_p50_ms": 0.0,

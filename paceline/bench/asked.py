@@ -51,7 +51,7 @@ def _is_override(word: str) -> bool:
 
 
 def _split(word: str) -> tuple[str, str]:
-    """`TARGET:key=value` as its two parts; the name of a target of seed 002 holds a colon too."""
+    """`TARGET:key=value` as its two parts; `labs/train_distributed:TARGET` holds a colon too."""
     left, equals, value = word.partition("=")
     place, _, key = left.rpartition(":")
     return place, f"{key}{equals}{value}"

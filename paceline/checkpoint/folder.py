@@ -145,13 +145,6 @@ class CheckpointFolder:
             return f"{path.parent.name}/{name} has changed: checksum {found}, was {wanted}"
         return ""
 
-    def require_sound(self, step: int) -> Manifest:
-        """The manifest of a checkpoint whose every byte was read and is right."""
-        manifest = self.manifest(step)
-        if damages := self.damages(step, manifest, manifest.files):
-            raise RestoreError(damages)
-        return manifest
-
     # How one comes to be
 
     def temporary(self, step: int, attempt: int) -> Path:

@@ -1,6 +1,5 @@
 """All ranks choose one checkpoint together: the newest whose every byte is what was written."""
 
-import csv
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from paceline.checkpoint.folder import STATE, CheckpointFolder
 from paceline.checkpoint.tensors import TensorFiles, rng_file
 from paceline.errors import DataError, RestoreError
 from paceline.records import Kept, Manifest
+from paceline.records.tables import read_checkpoints
 
 LOG = logging.getLogger("paceline")
 MAX_STEPS, MAX_NAMED = 64, 8
@@ -108,10 +108,7 @@ def _all_agree(is_good: bool, device: torch.device) -> bool:
 
 def require_never_saved(log: Path, folder: CheckpointFolder) -> None:
     """Refuse to begin anew where checkpoints were written and are gone."""
-    if not log.is_file():
-        return
-    with log.open(newline="") as file:
-        written = [row["step"] for row in csv.DictReader(file) if row.get("outcome") == "ok"]
+    written = [row.step for row in read_checkpoints(log) if row.is_written]
     if written:
         raise RestoreError(
             f"checkpoints up to step {written[-1]} were written, and {folder.root} holds none\n"

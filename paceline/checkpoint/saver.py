@@ -27,10 +27,10 @@ from paceline.config.schema import CheckpointConfig
 from paceline.errors import SaveError
 from paceline.records import FileSum, Kept, Manifest, TensorEntry
 from paceline.records.files import sync_directory
+from paceline.records.tables import CHECKPOINTS, FAILED, WRITTEN, TableFile
 
 LOG = logging.getLogger("paceline")
 POLL_S, MAX_POLL_S = 0.005, 0.1
-COLUMNS = "step,reason,mode,state,num_bytes,stall_s,duration_s,outcome,error"
 
 
 @dataclass(frozen=True)
@@ -256,14 +256,21 @@ class Saver:
         num_bytes = 0
         if not save.error:
             num_bytes = writer.folder.manifest(kept.step).num_bytes
-        row = (
-            kept.step, kept.reason, writer.config.mode, writer.config.state, num_bytes,
-            f"{save.stall_s:.4f}", f"{duration_s:.4f}", "failed" if save.error else "ok",
-            json.dumps(save.error) if save.error else "",
-        )  # fmt: skip
-        is_new = not writer.log.exists()
-        with writer.log.open("a") as file:
-            file.write((f"{COLUMNS}\n" if is_new else "") + ",".join(map(str, row)) + "\n")
+        table = TableFile(writer.log, CHECKPOINTS)
+        table.add(
+            {
+                "step": kept.step,
+                "reason": kept.reason,
+                "mode": writer.config.mode,
+                "state": writer.config.state,
+                "num_bytes": num_bytes,
+                "stall_s": f"{save.stall_s:.4f}",
+                "duration_s": f"{duration_s:.4f}",
+                "outcome": FAILED if save.error else WRITTEN,
+                "error": save.error,
+            }
+        )
+        table.close()
 
 
 def merge(parts: Sequence[Manifest]) -> Manifest:

@@ -67,6 +67,10 @@ def _print(found: "Comparison") -> None:
     for note in found.notes:
         console.print(escape(f"note: {note}"))
     _print_table(console, found)
+    for side in found.sides:
+        windows = "; ".join(dict.fromkeys(side.windows)) or "no run"
+        console.print(escape(f"{side.name}: {found.metric} from {windows}"))
+    console.print("last losses: mean over the last fifth of the steps")
 
 
 def _print_table(console: "Console", found: "Comparison") -> None:
@@ -74,7 +78,16 @@ def _print_table(console: "Console", found: "Comparison") -> None:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    columns = ("", "runs", found.metric, "step p50/p90", "memory", "loss", "ratio", "verdict")
+    columns = (
+        "",
+        "runs",
+        found.metric,
+        "step p50/p90",
+        "memory",
+        "last losses",
+        "ratio",
+        "verdict",
+    )
     for column in columns:
         table.add_column(column, no_wrap=True)
     for side in found.sides:

@@ -125,8 +125,7 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
         unit = "tokens/s" if result.tokens_per_s else unit
         talk.say(
             f"{number(rate or 0.0)} {unit}, step p50 {duration(result.step_s.p50, digits=4)}"
-            f" ({result.window.file}, steps {result.window.first_step}"
-            f" to {result.window.last_step})"
+            f" ({result.window})"
         )
     talk.say(f"report: {shown(run.report)}")
 

@@ -273,7 +273,7 @@ class ObserveConfig(Section):
         1.0, description="Seconds between samples of GPU and host in telemetry.csv."
     )
     warmup_steps: Count = Field(
-        5, description="First steps, marked as warm-up: recorded, but outside every throughput."
+        5, description="First steps, marked as warm-up in the tables; rates find their own."
     )
     peak_flops: Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         "auto",

@@ -15,7 +15,7 @@ from paceline.launch.cause import completed_steps
 from paceline.records import Attempt, AttemptSummary, LaunchPlan
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
-from paceline.records.tables import TrainingRow, read_training
+from paceline.records.tables import Table, TrainingRow, read_training
 from paceline.train.heartbeat import read_mark
 
 CUT_OFF = "cut off: its supervisor was killed, or the machine went down"
@@ -135,10 +135,10 @@ def summarise(attempt: Attempt) -> AttemptSummary:
     return AttemptSummary(**{name: getattr(attempt, name) for name in names})
 
 
-def measure_ettr(rows: Iterable[TrainingRow], attempts: Iterable[Attempt]) -> float | None:
+def measure_ettr(rows: Table[TrainingRow], attempts: Iterable[Attempt]) -> float | None:
     """Productive time over wall time: the rows are those of steps that no failure took back."""
     wall_s = sum(a.ended_at - a.started_at for a in attempts if a.ended_at is not None)
-    return min(1.0, sum(row.step_s for row in rows) / wall_s) if wall_s > 0 else None
+    return min(1.0, float(rows.column("step_s").sum()) / wall_s) if wall_s > 0 else None
 
 
 def _move(paths: Iterable[Path], folder: Path) -> None:

@@ -89,7 +89,7 @@ def limits_of(settings: LaunchConfig) -> Limits:
 
 def rank_device(crew: Crew, local_rank: int) -> str:
     """`cuda:1`, counted among the GPUs that the ranks see."""
-    if crew.device.value == "cpu":
+    if not crew.on_gpu:
         return "cpu"
     indices = crew.device_indices
     return f"cuda:{indices[local_rank] if local_rank < len(indices) else local_rank}"

@@ -4,13 +4,12 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.launch.pulse import Beat, last_beat
 from paceline.records import LaunchPlan, RankEnd
+from paceline.records.heartbeats import Beat, last_beat
+from paceline.records.phases import Phase
 from paceline.records.rundir import RunDir
 from paceline.train.heartbeat import read_action
 
-# The order in which a step goes through them; the rank that is furthest behind is waited for.
-PHASES = ("start", "data", "forward", "backward", "comm", "optimizer", "other", "eval")
 SILENT_S = 5.0
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 TORCH = "/torch/"
@@ -68,7 +67,7 @@ def _furthest_behind(
     silent = [rank for rank, beat in beats.items() if newest - beat.time > SILENT_S]
     if silent:
         return silent[0], "its heartbeat stopped before the others': frozen, or stuck in C code"
-    is_waiting_for_data = any(beat.phase in ("start", "data") for beat in beats.values())
+    is_waiting_for_data = any(beat.phase in (Phase.START, Phase.DATA) for beat in beats.values())
     if len(inside) == 1 and len(ends) > 1 and not is_waiting_for_data:
         return inside[0], "it alone is at work on a microbatch, the others wait"
     position = {rank: (beat.step, _order(beat.phase)) for rank, beat in beats.items()}
@@ -90,7 +89,8 @@ def _furthest_behind(
 
 
 def _order(phase: str) -> int:
-    return PHASES.index(phase) if phase in PHASES else len(PHASES)
+    """Return how far in a step a rank is: the one that is furthest behind is waited for."""
+    return Phase(phase).order if phase in list(Phase) else len(Phase)
 
 
 def _main_frames(stacks: Path) -> list[Frame]:

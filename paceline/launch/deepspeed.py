@@ -16,7 +16,7 @@ class DeepSpeedLauncher:
         crew, hostfile = order.crew, order.settings.hostfile
         # The runner drops CUDA_VISIBLE_DEVICES beside --include: name the machine's own numbers.
         numbers = device_names(visible_devices(order.settings) or range(crew.per_node))
-        if crew.device.value == "cuda" and not all(number.isdigit() for number in numbers):
+        if crew.on_gpu and not all(number.isdigit() for number in numbers):
             raise ConfigError(
                 f"deepspeed's --include takes numbers, and CUDA_VISIBLE_DEVICES has {numbers[0]}\n"
                 "hint: name the GPUs by number there, or choose another launch.launcher"
@@ -24,7 +24,7 @@ class DeepSpeedLauncher:
         slots = ",".join(numbers)
         hosts = [order.env.host]
         where = ["--include", f"localhost:{slots}"]
-        if crew.device.value == "cpu":  # it counts NUMA nodes there, and knows no other slots
+        if not crew.on_gpu:  # it counts NUMA nodes there, and knows no other slots
             where = ["--num_gpus", str(crew.per_node)]
         if hostfile != "none":
             hosts = [host.name for host in read_hostfile(hostfile)][: crew.num_nodes]

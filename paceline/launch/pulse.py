@@ -1,40 +1,14 @@
 """Deadlines, read from heartbeats: has every rank begun, is every rank still getting somewhere?"""
 
-import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from paceline.records import Limits
+from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.rundir import RunDir
 
 Deadline = Literal["start", "progress", "total", "collective"]
-TAIL_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class Beat:
-    """A rank's last heartbeat. `marks` counts every phase it has entered."""
-
-    time: float = 0.0
-    step: int = 0
-    phase: str = "start"
-    marks: int = 0
-
-
-def last_beat(path: Path) -> Beat:
-    """The newest whole line; a rank that has not begun has none."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-        beat = json.loads(lines[-1])
-    except (OSError, IndexError, ValueError):
-        return Beat()
-    return Beat(beat["time"], beat["step"], beat["phase"], beat.get("marks", 0))
 
 
 class Pulse:

@@ -274,7 +274,7 @@ def _surroundings(
 
 def _memory(env: Env, crew: Crew) -> tuple[float, Sourced]:
     """What a rank has, where it has a device of its own."""
-    if crew.device.value == "cuda" and env.gpus:
+    if crew.on_gpu and env.gpus:
         smallest = min(gpu.memory_bytes for gpu in env.gpus)
         because = f"{size(smallest)}, the smallest GPU here"
         return smallest, Sourced(what="memory of a rank", kind="measured", because=because)

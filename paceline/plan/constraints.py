@@ -25,24 +25,18 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             where="optim.fused",
             what=f"on was asked, off is used: {plan.fused_optimizer.because}",
         )
-    if plan.device.value == "cuda" and not plan.fused_optimizer.value:
+    if plan.on_gpu and not plan.fused_optimizer.value:
         yield Finding(
             severity="note",
             where="optim.fused",
             what="without the fused kernel the host waits for the device before each update, to"
             " know whether the gradient is finite",
         )
-    if config.observe.warmup_steps >= config.train.steps:
-        yield Finding(
-            severity="note",
-            where="observe.warmup_steps",
-            what=f"all {config.train.steps} steps count as warm-up: no throughput is reported",
-        )
     yield from check_idle_settings(config, plan)
 
 
 def _memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Finding]:
-    if plan.device.value == "cuda":
+    if plan.on_gpu:
         yield from _gpu_memory_problems(config, plan, env)
         return
     needed = plan.state_bytes.peak * plan.crew.per_node
@@ -152,7 +146,7 @@ def _launch_rules(plan: Plan) -> tuple[Idle, ...]:
     by = plan.crew.launcher.value
     takes_hostfile = by in ("mpi", "deepspeed", "torchrun")
     return (
-        Idle("launch", ("devices",), plan.device.value == "cpu", "the ranks are on CPU"),
+        Idle("launch", ("devices",), not plan.on_gpu, "the ranks are on CPU"),
         Idle("launch", ("hostfile",), not takes_hostfile, f"{by} starts the ranks"),
         Idle("launch", ("slurm_args",), by != "slurm", f"{by} starts the ranks"),
         Idle(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from paceline.config.schema import LaunchConfig
 from paceline.machine.hosts import read_hostfile
 from paceline.machine.topology import Topology
-from paceline.records import Choice, Crew, Env, Finding, words
+from paceline.records import Backend, Choice, Crew, Device, Env, Finding, words
 
 LOCAL_ONLY = ("local",)
 READ_AT_START = {
@@ -38,7 +38,7 @@ def choose_crew(launch: LaunchConfig, env: Env, topology: Topology) -> Crew:
     )
 
 
-def choose_device(launch: LaunchConfig, env: Env) -> Choice:
+def choose_device(launch: LaunchConfig, env: Env) -> Choice[Device]:
     asked = launch.device
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
@@ -48,12 +48,12 @@ def choose_device(launch: LaunchConfig, env: Env) -> Choice:
     return Choice(requested=asked, value="cpu", because=why)
 
 
-def choose_threads(launch: LaunchConfig, env: Env, crew: Crew, workers: int) -> Choice:
+def choose_threads(launch: LaunchConfig, env: Env, crew: Crew, workers: int) -> Choice[int]:
     asked = (env.variables | launch.env).get("OMP_NUM_THREADS", "auto")
     if asked.isdigit() and int(asked) > 0:
         return Choice(requested=asked, value=int(asked), because="OMP_NUM_THREADS is set")
     # Loaders of a CPU rank work on its own cores; threads that spin beside them slow both.
-    on_cpu = crew.device.value == "cpu"
+    on_cpu = not crew.on_gpu
     share = env.cores // crew.per_node
     value = max(1, share - workers if on_cpu else share)
     loading = f" less {workers} for loading" if workers and on_cpu else ""
@@ -66,7 +66,7 @@ def visible_devices(launch: LaunchConfig) -> list[int]:
     return [] if launch.devices == "auto" else list(dict.fromkeys(launch.devices))
 
 
-def device_indices(launch: LaunchConfig, device: Choice) -> list[int]:
+def device_indices(launch: LaunchConfig, device: Choice[Device]) -> list[int]:
     """For each local rank its place among `visible_devices`: [0, 4, 4] is 0, 1, 1."""
     if launch.devices == "auto" or device.value == "cpu":
         return []
@@ -86,7 +86,7 @@ def check_crew(launch: LaunchConfig, env: Env, crew: Crew, topology: Topology) -
         yield from _start_problems(launch, env, crew)
     else:
         yield from _joined_problems(launch, crew, topology)
-    if crew.device.value == "cuda":
+    if crew.on_gpu:
         # A launcher that started us may have given each rank one GPU of its own.
         sees_one_each = not topology.is_alone and len(env.gpus) == 1
         yield from _gpu_problems(launch, env, crew, sees_one_each)
@@ -227,7 +227,7 @@ def _gpu_problems(
         )
 
 
-def _choose_launcher(launch: LaunchConfig, topology: Topology) -> Choice:
+def _choose_launcher(launch: LaunchConfig, topology: Topology) -> Choice[str]:
     asked = launch.launcher
     if not topology.is_alone:
         why = f"it started this process as rank {topology.rank} of {topology.world_size}"
@@ -237,7 +237,7 @@ def _choose_launcher(launch: LaunchConfig, topology: Topology) -> Choice:
     return Choice(requested=asked, value=asked, because="as asked")
 
 
-def _ranks_per_node(launch: LaunchConfig, env: Env, device: Choice) -> int:
+def _ranks_per_node(launch: LaunchConfig, env: Env, device: Choice[Device]) -> int:
     if launch.nproc != "auto":
         return launch.nproc
     if launch.devices != "auto" and device.value == "cuda":
@@ -260,7 +260,9 @@ def _allocated_nodes(env: Env) -> int:
     return int(text) if text.isdigit() else 1
 
 
-def _choose_backend(launch: LaunchConfig, device: Choice, is_shared: bool) -> Choice:
+def _choose_backend(
+    launch: LaunchConfig, device: Choice[Device], is_shared: bool
+) -> Choice[Backend]:
     asked = launch.backend
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +28,7 @@ from paceline.plan.policy import (
 from paceline.records import (
     BatchSplit,
     Choice,
+    CompileScope,
     Crew,
     Env,
     Finding,
@@ -40,6 +42,7 @@ from paceline.strategies.blocks import measure_shape
 from paceline.strategies.shape import ModelShape
 from paceline.workloads.base import Workload
 
+T = TypeVar("T")
 MAX_LOADER_WORKERS = 4
 
 
@@ -220,7 +223,7 @@ def _accumulation(config: RunConfig, asked: int, dp: int) -> tuple[int, Finding 
     return accum, None
 
 
-def _choose_strategy(config: RunConfig, world: int) -> Choice:
+def _choose_strategy(config: RunConfig, world: int) -> Choice[str]:
     asked = config.strategy.name
     meant = find_strategy(asked)
     if world == 1 and meant.alone:
@@ -232,11 +235,11 @@ def _choose_strategy(config: RunConfig, world: int) -> Choice:
     return Choice(requested=asked, value=meant.name, because=because)
 
 
-def _as_asked(value: str, idle: str = "") -> Choice:
+def _as_asked(value: T, idle: str = "") -> Choice[T]:
     return Choice(requested=value, value=value, because="as asked", matters=value != idle)
 
 
-def _choose_scope(config: RunConfig, strategy: Strategy) -> Choice:
+def _choose_scope(config: RunConfig, strategy: Strategy) -> Choice[CompileScope]:
     asked, compiles = config.train.compile_scope, config.train.compile != "off"
     value, because = asked, "as asked"
     if asked == "auto" and strategy.compiles_whole:
@@ -246,7 +249,7 @@ def _choose_scope(config: RunConfig, strategy: Strategy) -> Choice:
     return Choice(requested=asked, value=value, because=because, matters=compiles)
 
 
-def _choose_fused(config: RunConfig, strategy: Strategy) -> Choice:
+def _choose_fused(config: RunConfig, strategy: Strategy) -> Choice[bool]:
     asked = config.optim.fused
     if config.optim.name == "sgd" and strategy.shards(config):
         because = "torch's fused SGD does not know sharded tensors"
@@ -259,12 +262,12 @@ def _choose_fused(config: RunConfig, strategy: Strategy) -> Choice:
     return Choice(requested=asked, value=asked == "on", because="as asked")
 
 
-def _choose_workers(config: RunConfig, env: Env, crew: Crew) -> Choice:
+def _choose_workers(config: RunConfig, env: Env, crew: Crew) -> Choice[int]:
     asked = config.data.num_workers
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
     # A GPU rank needs one core to launch kernels; a CPU rank computes on its cores.
-    share, on_gpu = env.cores // crew.per_node, crew.device.value == "cuda"
+    share, on_gpu = env.cores // crew.per_node, crew.on_gpu
     value = min(MAX_LOADER_WORKERS, share - 1 if on_gpu else share // 4)
     why = f"{env.cores} cores over {count_ranks(crew.per_node)}"
     return Choice(requested=asked, value=max(0, value), because=why)
@@ -274,11 +277,11 @@ def wanted_workers(plan: Plan) -> int:
     """Return the loader processes that a rank would have if it could ask for cores: on GPUs the
     number that was chosen may only say how few cores the machine has that makes the plan."""
     asked = plan.loader_workers
-    is_free = asked.requested == "auto" and plan.device.value == "cuda"
+    is_free = asked.requested == "auto" and plan.on_gpu
     return MAX_LOADER_WORKERS if is_free else int(asked.value)
 
 
-def _choose_flops(workload: Workload, config: RunConfig) -> Choice:
+def _choose_flops(workload: Workload, config: RunConfig) -> Choice[float | None]:
     counted = workload.flops(config)
     if counted is None:
         because = "counted on the first batch by torch.utils.flop_counter"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from paceline.config.schema import RunConfig
 from paceline.machine.datasheets import choose_arithmetic
-from paceline.records import Choice, Env, Finding, Plan
+from paceline.records import Attention, Choice, Device, Env, Finding, Matmul, Plan, Precision
 from paceline.workloads.base import Workload
 
 FAST_BF16 = (8, 0)  # compute capability of Ampere
@@ -12,7 +12,7 @@ SDPA_ON_CPU = ("sdpa", "flash", "math")
 MAX_FLASH_HEAD = 256  # torch's FlashAttention-2
 
 
-def choose_precision(config: RunConfig, env: Env, device: Choice) -> Choice:
+def choose_precision(config: RunConfig, env: Env, device: Choice[Device]) -> Choice[Precision]:
     asked = config.precision.mode
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
@@ -25,7 +25,9 @@ def choose_precision(config: RunConfig, env: Env, device: Choice) -> Choice:
     return Choice(requested=asked, value=value, because=_because(capability))
 
 
-def choose_attention(config: RunConfig, env: Env, device: Choice, workload: Workload) -> Choice:
+def choose_attention(
+    config: RunConfig, env: Env, device: Choice[Device], workload: Workload
+) -> Choice[Attention]:
     asked = config.attention.impl
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
@@ -41,7 +43,7 @@ def choose_attention(config: RunConfig, env: Env, device: Choice, workload: Work
     return Choice(requested=asked, value=value, because=because, matters=attends)
 
 
-def choose_matmul(config: RunConfig, env: Env, device: Choice) -> Choice:
+def choose_matmul(config: RunConfig, env: Env, device: Choice[Device]) -> Choice[Matmul]:
     """Choose as asked; where there is no TF32, only what somebody typed is worth a line."""
     asked = config.precision.matmul
     has_tf32 = choose_arithmetic(env, device.value, "fp32", "high") == "tf32"
@@ -63,7 +65,7 @@ def check_policy(config: RunConfig, env: Env, plan: Plan, workload: Workload) ->
 
 
 def _precision_problems(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
-    capability = _capability(env) if plan.device.value == "cuda" else None
+    capability = _capability(env) if plan.on_gpu else None
     if plan.precision.value == "bf16" and capability is not None and capability < FAST_BF16:
         yield Finding(
             severity="error",
@@ -84,7 +86,7 @@ def _precision_problems(config: RunConfig, env: Env, plan: Plan) -> Iterator[Fin
 def _attention_problems(
     config: RunConfig, env: Env, plan: Plan, workload: Workload
 ) -> Iterator[Finding]:
-    impl, on_cpu = plan.attention.value, plan.device.value == "cpu"
+    impl, on_cpu = plan.attention.value, not plan.on_gpu
     own = workload.own_attention
     if impl in ("eager", "flex") and impl not in own:
         yield _refused(impl, f"{plan.workload} has no {impl} attention", _offer(own, on_cpu))

@@ -6,16 +6,22 @@ Nothing here imports torch, so reports and comparisons run anywhere.
 
 from paceline.records.base import Part, Record
 from paceline.records.decided import (
+    Attention,
+    Backend,
     BatchSplit,
     Choice,
+    CompileScope,
     Crew,
+    Device,
     Exchange,
     Finding,
     LaunchPlan,
     Limits,
+    Matmul,
     ModelSize,
     PipelinePlan,
     Plan,
+    Precision,
     RankPlace,
     StagePlan,
     StateBytes,
@@ -58,6 +64,11 @@ from paceline.records.scheduled import (
 )
 
 __all__ = [
+    "Attention",
+    "Backend",
+    "CompileScope",
+    "Matmul",
+    "Precision",
     "Attempt",
     "AttemptSummary",
     "Audit",
@@ -67,6 +78,7 @@ __all__ = [
     "Choice",
     "Crew",
     "DataPosition",
+    "Device",
     "Env",
     "Exchange",
     "Failure",

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,8 +16,16 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
+Body = dict[str, Any]  # a record as its JSON says it
+
+
 class Record(Part):
-    """A part that is a file of its own. Bump SCHEMA when a field changes its meaning."""
+    """A part that is a file of its own.
+
+    Bump SCHEMA when a field is added without a default, goes, or changes its meaning, and write
+    `update_to_N(body)`, which makes schema N of what schema N - 1 wrote: files of every version
+    are read. tests/data/runs holds runs of all of them.
+    """
 
     SCHEMA: ClassVar[int] = 1
 
@@ -30,20 +38,24 @@ class Record(Part):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a record; `DataError` when it is absent, damaged or of another schema."""
+        """Read a record of this schema or an older one; `DataError` when it is absent, damaged or
+        newer than this Paceline."""
         try:
             body = json.loads(path.read_text())
-            found = body.pop("schema")
+            found = int(body.pop("schema"))
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise DataError(f"{path} is damaged: no {cls.__name__} record ({error})") from error
-        if found != cls.SCHEMA:
+        later = range(found + 1, cls.SCHEMA + 1)
+        if found > cls.SCHEMA or not all(hasattr(cls, f"update_to_{n}") for n in later):
             raise DataError(
                 f"{path} has schema {found}, this Paceline reads {cls.SCHEMA}\n"
                 "hint: read it with the version that wrote it (env.json names it)"
             )
         try:
+            for number in later:
+                body = getattr(cls, f"update_to_{number}")(body)
             return cls.model_validate(body)
-        except ValueError as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} is damaged: no {cls.__name__} record ({error})") from error

@@ -1,17 +1,35 @@
 """Decided: choices with their reasons, plan.json and launch.json."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal
 
 from pydantic import Field
+from typing_extensions import TypeVar
 
-from paceline.records.base import Part, Record
+from paceline.records.base import Body, Part, Record
+
+NO_OTHER = "the version that wrote this had no other"
 
 
-class Choice(Part):
+def _only(value: str) -> Body:
+    """Return a choice that could not be made otherwise."""
+    return {"requested": value, "value": value, "because": NO_OTHER}
+
+
+Device = Literal["cpu", "cuda"]
+Backend = Literal["gloo", "nccl"]
+Precision = Literal["fp32", "bf16", "fp16"]
+Matmul = Literal["highest", "high", "medium"]
+Attention = Literal["eager", "sdpa", "flash", "cudnn", "efficient", "math", "flex"]
+CompileScope = Literal["blocks", "model"]
+Recompute = Literal["none", "full", "selective"]
+T = TypeVar("T", default=Any)
+
+
+class Choice(Part, Generic[T]):
     """A decision kept with its reason: what was asked, what will run, why."""
 
     requested: Any
-    value: Any
+    value: T
     because: str
     matters: bool = Field(True, description="Whether it can change anything in this job.")
 
@@ -103,15 +121,19 @@ class PipelinePlan(Part):
 class Crew(Part):
     """How many ranks, on what, and who starts them."""
 
-    launcher: Choice
+    launcher: Choice[str]
     world_size: int
     num_nodes: int
     per_node: int = Field(description="Ranks on each machine; on the largest where they differ.")
-    device: Choice
-    backend: Choice
+    device: Choice[Device]
+    backend: Choice[Backend]
     device_indices: list[int] = Field(
         [], description="Which of the visible GPUs each local rank takes; empty: its own number."
     )
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.value == "cuda"
 
 
 class Plan(Record):
@@ -128,18 +150,20 @@ class Plan(Record):
     units_per_sample: int | None
     steps: int
     crew: Crew
-    device: Choice
-    backend: Choice
-    strategy: Choice
-    precision: Choice
-    matmul: Choice = Field(description="Products of fp32 matrices: highest is fp32, others TF32.")
-    attention: Choice
-    compile: Choice
-    compile_scope: Choice = Field(description="What one compiled graph holds: blocks or model.")
-    recompute: Choice = Field(description="Activation checkpointing.")
-    fused_optimizer: Choice
-    threads: Choice
-    loader_workers: Choice
+    device: Choice[Device]
+    backend: Choice[Backend]
+    strategy: Choice[str]
+    precision: Choice[Precision]
+    matmul: Choice[Matmul] = Field(
+        description="Products of fp32 matrices: highest is fp32, others TF32."
+    )
+    attention: Choice[Attention]
+    compile: Choice[str] = Field(description="torch.compile's mode, or off.")
+    compile_scope: Choice[CompileScope] = Field(description="What one compiled graph holds.")
+    recompute: Choice[Recompute] = Field(description="Activation checkpointing.")
+    fused_optimizer: Choice[bool]
+    threads: Choice[int]
+    loader_workers: Choice[int]
     model: ModelSize
     state_bytes: StateBytes = Field(description="Of the rank that holds most.")
     exchange: Exchange
@@ -147,9 +171,39 @@ class Plan(Record):
     engine_config: dict[str, Any] = Field(
         {}, description="Config of the library that the strategy drives, where it has its own."
     )
-    flops_per_sample: Choice = Field(description="Forward and backward, recomputation not counted.")
-    peak_flops: Choice = Field(description="Dense peak of one device in the chosen precision.")
+    flops_per_sample: Choice[float | None] = Field(
+        description="Forward and backward, recomputation not counted."
+    )
+    peak_flops: Choice[float | None] = Field(
+        description="Dense peak of one device in the chosen precision."
+    )
     findings: list[Finding]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.value == "cuda"
+
+    @staticmethod
+    def update_to_2(body: Body) -> Body:
+        """0.1 and 0.2 had one way for each of these; 0.1 had one launcher."""
+        ranks, exchanged = body["world_size"], body["state_bytes"]["gradients"]
+        crew = {
+            "launcher": _only("local"), "world_size": ranks, "num_nodes": 1, "per_node": ranks,
+            "device": body["device"], "backend": body["backend"],
+        }  # fmt: skip
+        exchanged = exchanged if ranks > 1 else 0
+        return {"crew": crew} | body | {
+            "matmul": _only("highest"),
+            "attention": _only("sdpa"),
+            "compile_scope": _only("model"),
+            "recompute": _only("none"),
+            "exchange": {"plain": exchanged, "sent": exchanged, "because": NO_OTHER},
+        }  # fmt: skip
+
+    @staticmethod
+    def update_to_3(body: Body) -> Body:
+        """No strategy before 0.6 had stages."""
+        return body | {"pipeline": None}
 
     def dp_rank(self, rank: int) -> int:
         """Which share of the batch is this rank's: those of one pipeline have the same."""
@@ -194,7 +248,7 @@ class LaunchPlan(Record):
     workload: str = Field(description="The workload as typed: a registered name or FILE.py:Class.")
     crew: Crew
     threads: int
-    fabric: Choice
+    fabric: Choice[str]
     env: dict[str, str]
     reasons: dict[str, str] = Field(description="Why a variable of env is set, where we chose it.")
     ranks: list[RankPlace]

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from paceline.errors import Outcome
-from paceline.records.base import Part, Record
+from paceline.records.base import Body, Part, Record
 
 
 class Proof(Part):
@@ -129,6 +129,15 @@ class Window(Part):
     file: str
     first_step: int
     last_step: int
+    num_compile_steps: int = Field(0, description="Set apart because they held a compilation.")
+    warmup: Literal["found", "fixed"] = Field(
+        "found", description="fixed: as observe.warmup_steps said, which was the rule up to 0.6."
+    )
+
+    def __str__(self) -> str:
+        apart = f", {self.num_compile_steps} compile steps apart" if self.num_compile_steps else ""
+        rule = ", after a fixed warm-up" if self.warmup == "fixed" else ""
+        return f"{self.file}, steps {self.first_step} to {self.last_step}{apart}{rule}"
 
 
 class RankMemory(Part):
@@ -230,7 +239,7 @@ class PipelineFacts(Part):
 class Result(Record):
     """How a run ended and what it measured: the last line of every run, printed by `--json`."""
 
-    SCHEMA: ClassVar[int] = 2
+    SCHEMA: ClassVar[int] = 3
 
     run_dir: str
     name: str
@@ -271,6 +280,17 @@ class Result(Record):
     )
     started_at: float
     elapsed_s: float
+
+    @staticmethod
+    def update_to_2(body: Body) -> Body:
+        """Before 0.4 a run was one attempt and kept nothing."""
+        return body | {"attempts": [], "checkpoints": None, "ettr": None}
+
+    @staticmethod
+    def update_to_3(body: Body) -> Body:
+        """Up to 0.6 the rates left out a fixed number of steps."""
+        window = body["window"]
+        return body | {"window": window and window | {"warmup": "fixed"}}
 
     @property
     def peak_bytes(self) -> int | None:

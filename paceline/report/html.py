@@ -1,7 +1,7 @@
 """report.html: one self-contained page, light and dark, readable on a phone."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from html import escape
 from importlib import resources
@@ -11,10 +11,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from paceline import __version__
-from paceline.records.tables import TrainingRow
+from paceline.records.tables import Table, TrainingRow
 from paceline.records.words import count, shown, size
+from paceline.report.pipeline import Table as PipelineTable
 from paceline.report.pipeline import (
-    Table,
     describe_source,
     draw_pipeline,
     explain_idle,
@@ -27,6 +27,8 @@ from paceline.report.plots import (
     Axes,
     Point,
     Series,
+    draw_column,
+    draw_values,
     line_chart,
     smooth,
     stacked_bars,
@@ -37,7 +39,7 @@ MAX_SAMPLE_IDS = 64
 MAX_MINIS = 8  # small charts side by side; more ranks than these are drawn as a band
 
 
-def render_html(story: Story, others: Mapping[str, Sequence[TrainingRow]] | None = None) -> str:
+def render_html(story: Story, others: Mapping[str, Table[TrainingRow]] | None = None) -> str:
     """Return the page; every name from outside is escaped, by the template or by the drawing.
     `others`: rows of other runs by name, whose losses are drawn beside this one's."""
     pipeline = _pipeline(story)
@@ -96,7 +98,7 @@ class PipelineSection:
     source: str
     drawing: Markup
     sentences: list[str]
-    tables: list[Table]
+    tables: list[PipelineTable]
 
 
 def _pipeline(story: Story) -> PipelineSection | None:
@@ -111,26 +113,28 @@ def _pipeline(story: Story) -> PipelineSection | None:
     )
 
 
-def _hero(story: Story, others: Mapping[str, Sequence[TrainingRow]]) -> Hero:
+def _hero(story: Story, others: Mapping[str, Table[TrainingRow]]) -> Hero:
     """Draw the loss of each step, pale where a smoothed line lies above it, with validation."""
-    train = [(float(row.step), row.loss) for row in story.training]
-    val = [(float(row.step), row.val_loss) for row in story.training if row.val_loss is not None]
-    smoothed, num_steps = smooth(train)
+    training, validated = story.training, story.training.known("val_loss")
+    smoothed, num_steps = smooth(training.column("loss"))
+    mean = Series(f"training, mean of {num_steps} steps", (), "c1", layer="smooth")
     entropy = story.result.data_facts.get("unigram_entropy") if story.result else None
     axes = Axes(
         "step", "loss", log=True, size="tall",
         line_at=entropy, line_label="byte-unigram entropy",
     )  # fmt: skip
     lines = [
-        Series("training", train, "c1", layer="raw"),
-        Series(f"training, mean of {num_steps} steps", smoothed, "c1", layer="smooth"),
-        Series("validation", val, "c2", marked=True),
+        draw_column(training, "loss", "training", "c1", layer="raw"),
+        draw_values(training.column("step"), smoothed, mean),
+        replace(draw_column(validated, "val_loss", "validation", "c2"), marked=True),
     ]
     for place, (name, rows) in enumerate(others.items()):
-        points = [(float(row.step), row.loss) for row in rows]
-        lines.append(Series(name, smooth(points)[0] or points, f"c{place % 4 + 3}"))
+        line, _ = smooth(rows.column("loss"))
+        beside = Series(name, (), f"c{place % 4 + 3}")
+        values = line if len(line) else rows.column("loss")
+        lines.append(draw_values(rows.column("step"), values, beside))
     drawing = line_chart(lines, axes)
-    return Hero(Markup(drawing), bool(smoothed), has_log='class="ys log"' in drawing)
+    return Hero(Markup(drawing), len(smoothed) > 0, has_log='class="ys log"' in drawing)
 
 
 def _charts(story: Story) -> list[Chart]:
@@ -150,15 +154,11 @@ def _charts(story: Story) -> list[Chart]:
 
 
 def _optimizer(story: Story) -> str:
-    norm = [(float(row.step), row.grad_norm) for row in story.training]
-    lr = [(float(row.step), row.lr) for row in story.training]
+    norm = draw_column(story.training, "grad_norm", "gradient norm", "c4")
+    lr = draw_column(story.training, "lr", "learning rate", "c3")
     drawn = {
-        "gradient norm": line_chart(
-            [Series("gradient norm", norm, "c4")], Axes("step", "norm", size="mini")
-        ),
-        "learning rate": line_chart(
-            [Series("learning rate", lr, "c3")], Axes("step", "lr", from_zero=True, size="mini")
-        ),
+        "gradient norm": line_chart([norm], Axes("step", "norm", size="mini")),
+        "learning rate": line_chart([lr], Axes("step", "lr", from_zero=True, size="mini")),
     }
     return _minis({name: ("", drawing) for name, drawing in drawn.items()})
 
@@ -173,25 +173,17 @@ def _minis(drawn: dict[str, tuple[str, str]]) -> str:
 
 
 def _rate(story: Story) -> str:
-    has_tokens = any(row.tokens_per_s is not None for row in story.training)
+    has_tokens = len(story.training.known("tokens_per_s")) > 0
     unit = "tokens/s" if has_tokens else "samples/s"
-    points = [
-        (float(row.step), (row.tokens_per_s if has_tokens else row.samples_per_s) or 0.0)
-        for row in story.training
-    ]
-    warmup = [row.step for row in story.training if row.warmup]
-    axes = Axes(
-        "step",
-        unit,
-        from_zero=True,
-        shaded_to=float(max(warmup)) if warmup else None,
-    )
-    return line_chart([Series(unit, points, "c1")], axes)
+    line = draw_column(story.training, unit.replace("/", "_per_"), unit, "c1")
+    window = story.result.window if story.result else None
+    axes = Axes("step", unit, from_zero=True, shaded_to=window.first_step - 1 if window else None)
+    return line_chart([line], axes)
 
 
 def _memory(story: Story) -> Chart:
     """Draw each rank, or each GPU and how busy it was, over time."""
-    on_gpu = story.plan.device.value != "cpu"
+    on_gpu = story.plan.on_gpu
     if not on_gpu:
         drawing = _over_time(_sampled(story, "rss_bytes", on_gpu))
         return Chart("Memory of each rank", "resident set, on one scale", drawing)

@@ -11,8 +11,12 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.records.tables import Table
 from paceline.records.words import duration, short
 
 SIDE = 1000  # of the drawing area, in its own units, both ways
@@ -146,31 +150,48 @@ def _bar_row(name: str, phases: dict[str, float], kinds: dict[str, str], longest
 def thin(series: Series) -> Series:
     """Return at most MAX_POINTS points: the mean of each bin, not finite where any of the bin is
     not, with all that the bin holds as a band behind it."""
-    points = series.points
-    if len(points) <= MAX_POINTS:
+    if len(series.points) <= MAX_POINTS:
         return series
-    size = math.ceil(len(points) / MAX_POINTS)
-    bins = [points[start : start + size] for start in range(0, len(points), size)]
-    means = [(part[-1][0], math.fsum(y for _, y in part) / len(part)) for part in bins]
-    band = [(part[-1][0], min(y for _, y in part), max(y for _, y in part)) for part in bins]
-    return replace(series, points=means, band=series.band or band)
+    xs, ys = np.array(series.points).T
+    return draw_values(xs, ys, series)
 
 
-def smooth(points: Sequence[Point]) -> tuple[list[Point], int]:
-    """Return the mean of the steps around each point, those that there are near the ends, and how
-    many they are: a thirtieth of all, at least 7. Too few points, or one that is not finite: no
+def smooth(ys: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
+    """Return the mean of the steps around each one, those that there are near the ends, and how
+    many they are: a thirtieth of all, at least 7. Too few steps, or one that is not finite: no
     line."""
-    if len(points) < MIN_TO_SMOOTH or not all(math.isfinite(y) for _, y in points):
-        return [], 0
-    reach = max(3, len(points) // 60)
-    sums = [0.0]
-    for _, y in points:
-        sums.append(sums[-1] + y)
-    line = []
-    for place, (x, _) in enumerate(points):
-        start, end = max(0, place - reach), min(len(points), place + reach + 1)
-        line.append((x, (sums[end] - sums[start]) / (end - start)))
-    return line, 2 * reach + 1
+    if len(ys) < MIN_TO_SMOOTH or not np.isfinite(ys).all():
+        return ys[:0], 0
+    reach = max(3, len(ys) // 60)
+    sums, places = np.concatenate([[0.0], np.cumsum(ys)]), np.arange(len(ys))
+    start, end = np.maximum(0, places - reach), np.minimum(len(ys), places + reach + 1)
+    return (sums[end] - sums[start]) / (end - start), 2 * reach + 1
+
+
+def smooth_line(line: Series) -> Series:
+    """Return the line smoothed, or as it is where it cannot be."""
+    xs, ys = np.array(line.points).T
+    found, _ = smooth(ys)
+    return draw_values(xs, found, line) if len(found) else line
+
+
+def draw_column(table: Table[Any], y: str, name: str, kind: str, layer: str = "") -> Series:
+    """Return a column over the steps as a line, thinned as `thin` does without a tuple per row."""
+    return draw_values(table.column("step"), table.column(y), Series(name, (), kind, layer=layer))
+
+
+def draw_values(xs: NDArray[Any], ys: NDArray[np.float64], line: Series) -> Series:
+    """Return `line` with points of two arrays, thinned as `thin` does."""
+    if len(ys) <= MAX_POINTS:
+        points = list(zip(xs[: len(ys)].astype(float).tolist(), ys.tolist(), strict=True))
+        return replace(line, points=points)
+    starts = np.arange(0, len(ys), math.ceil(len(ys) / MAX_POINTS))
+    ends = np.append(starts[1:], len(ys))
+    at = xs[ends - 1].astype(float).tolist()
+    means = (np.add.reduceat(ys, starts) / (ends - starts)).tolist()
+    low, high = (f.reduceat(ys, starts).tolist() for f in (np.minimum, np.maximum))
+    band = list(zip(at, low, high, strict=True))
+    return replace(line, points=list(zip(at, means, strict=True)), band=line.band or band)
 
 
 def ticks(low: float, high: float, wanted: int = 5, whole: bool = False) -> list[float]:

@@ -1,14 +1,16 @@
 """Everything a report tells, read from a run directory; what is not there yet is None or empty."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
-from paceline.records import Audit, Env, Plan, Result
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.records import Audit, Env, Plan, Result, Window
+from paceline.records.phases import STEP_PHASES
 from paceline.records.rundir import RunDir
 from paceline.records.tables import (
-    StepRow,
+    Table,
     TelemetryRow,
     TrainingRow,
     read_steps,
@@ -18,29 +20,24 @@ from paceline.records.tables import (
 from paceline.records.words import count, duration, elapsed, flop_rate, number, size
 from paceline.schedules.measured import Measured, load_measured
 
-UNACCOUNTED = "unaccounted"
+# What a bar of the report is made of, and its column in steps.csv.
+PHASES = {str(phase): phase.column for phase in STEP_PHASES} | {"unaccounted": "unaccounted_s"}
 
 
 @dataclass(frozen=True)
 class Story:
-    """`result` is None while the run goes on, or when its supervisor was killed. `steps` and
-    `telemetry` are by rank."""
+    """`result` is None while the run goes on, or when its supervisor was killed."""
 
     name: str
     plan: Plan
     env: Env
     result: Result | None
     audit: Audit | None
-    training: list[TrainingRow]
-    steps: dict[int, list[StepRow]]
-    telemetry: dict[int, list[TelemetryRow]]
+    training: Table[TrainingRow]
+    phases_s: dict[int, dict[str, float]]  # medians by rank, with what no phase saw
+    telemetry: dict[int, Table[TelemetryRow]]  # by rank
     config: str
     measured: Measured | None = None
-
-    @property
-    def phases_s(self) -> dict[int, dict[str, float]]:
-        """Median seconds of each phase after warm-up, by rank, with the unaccounted rest."""
-        return {rank: _median_phases(rows) for rank, rows in self.steps.items() if rows}
 
 
 @dataclass(frozen=True)
@@ -59,14 +56,15 @@ class Figure:
 
 def read_story(run: RunDir) -> Story:
     plan = Plan.load(run.plan)
+    result = Result.load(run.result) if run.result.is_file() else None
     return Story(
         name=plan.name,
         plan=plan,
         env=Env.load(run.env),
-        result=Result.load(run.result) if run.result.is_file() else None,
+        result=result,
         audit=Audit.load(run.audit) if run.audit.is_file() else None,
         training=read_training(run.training),
-        steps={rank: read_steps(run.steps(rank)) for rank in range(plan.world_size)},
+        phases_s=_phases(run, plan.world_size, result.window if result else None),
         telemetry={rank: read_telemetry(run.telemetry_of(rank)) for rank in range(plan.world_size)},
         config=run.config.read_text(),
         measured=load_measured(run, plan),
@@ -164,14 +162,21 @@ def _memory_figures(story: Story, result: Result) -> list[Figure]:
     return [Figure("peak memory a rank", value, unit, f"{kind}{spread}")]
 
 
-def _median_phases(rows: Sequence[StepRow]) -> dict[str, float]:
-    kept = [row for row in rows if not row.warmup] or rows
-    names = [*kept[0].phases_s, UNACCOUNTED]
-    middle = {}
-    for name in names:
-        values = [row.unaccounted_s if name == UNACCOUNTED else row.phases_s[name] for row in kept]
-        middle[name] = median(values)
-    return middle
+def _phases(run: RunDir, num_ranks: int, window: Window | None) -> dict[int, dict[str, float]]:
+    """Return the median seconds of each phase in the window of the rates, by rank, with the
+    unaccounted rest; of all steps where there is no window yet. One rank's table at a time is in
+    memory."""
+    found = {}
+    for rank in range(num_ranks):
+        rows = read_steps(run.steps(rank))
+        rows = rows.since(window.first_step if window else 1) or rows
+        if rows:
+            found[rank] = {name: _median(rows.column(column)) for name, column in PHASES.items()}
+    return found
+
+
+def _median(values: NDArray[np.float64]) -> float:
+    return float(np.median(np.nan_to_num(values)))
 
 
 def asked(story: Story) -> str:

@@ -22,7 +22,7 @@ from paceline.report.plots import (
     line_chart,
     padded,
     scale_y,
-    smooth,
+    smooth_line,
     ticks,
 )
 from paceline.report.sweep_story import CellLine, SweepStory
@@ -145,10 +145,10 @@ def loss_curves(story: SweepStory) -> tuple[str, str]:
     note = f"mean over the runs of each cell, by {x_label}"
     if len(curves) <= NUM_COLOURS:
         lines = [
-            Series(name, smooth(points)[0] or points, f"c{place}")
+            smooth_line(Series(name, points, f"c{place}"))
             for place, (name, points) in enumerate(curves.items(), 1)
         ]
-        is_smooth = any(smooth(points)[0] for points in curves.values())
+        is_smooth = any(list(line.points) != curves[line.name] for line in lines)
         note += ", smoothed" if is_smooth else ""
         return line_chart(lines, Axes(x_label, "loss", size="tall")), note
     shown = dict(list(curves.items())[:MAX_CURVES])

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from paceline.errors import EXIT_CODES
 from paceline.launch.archive import finish_attempt, list_attempts, measure_ettr, summarise
 from paceline.launch.base import LaunchEnd
@@ -21,13 +23,20 @@ from paceline.records import (
     RankMemory,
     RankVerdict,
     Result,
+    StepSeconds,
 )
 from paceline.records.files import fingerprint
 from paceline.records.rundir import RunDir
-from paceline.records.tables import CheckpointRow, TrainingRow, read_checkpoints, read_training
+from paceline.records.tables import (
+    CheckpointRow,
+    Table,
+    TrainingRow,
+    read_checkpoints,
+    read_training,
+)
 from paceline.schedules.account import account
 from paceline.schedules.measured import load_measured
-from paceline.stats.windows import Throughput, measure_throughput
+from paceline.stats.figures import RunFigures, measure_run
 
 MFU_FORMULA = "MFU = FLOPs per sample x samples/s / (world size x peak FLOP/s)"
 
@@ -50,10 +59,8 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
     ending = judge_end(run, plan.world_size, known.end)
     attempts = _attempts(run, plan.world_size, ending)
     rows = read_training(run.training)
-    # Of the last attempt: those before it may have had other ranks.
-    first_step = attempts[-1].first_step if attempts else 1
-    rates = measure_throughput([r for r in rows if r.step >= first_step], run.training.name)
-    tflops, mfu, note = _utilisation(plan, verdicts, rates)
+    figures = measure_run(run)
+    tflops, mfu, note = _utilisation(plan, verdicts, figures)
     bad_step, bad_ids = _bad_samples(verdicts)
     peaks = [verdicts[rank] for rank in sorted(verdicts)]
     val_loss, loss_notes = _validation(rows)
@@ -68,15 +75,15 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
         steps=completed_steps(run, plan.world_size, rows[-1].step if rows else 0),
         final_loss=_final_loss(rows),
         val_loss=val_loss,
-        step_s=rates.step_s if rates else None,
-        samples_per_s=rates.samples_per_s if rates else None,
-        tokens_per_s=rates.tokens_per_s if rates else None,
-        steps_per_s=rates.steps_per_s if rates else None,
+        step_s=StepSeconds(p50=figures.step_s_p50, p90=figures.step_s_p90) if figures else None,
+        samples_per_s=figures.samples_per_s if figures else None,
+        tokens_per_s=figures.tokens_per_s if figures else None,
+        steps_per_s=figures.steps_per_s if figures else None,
         tflops_per_rank=tflops,
         mfu=mfu,
         mfu_note=note,
         matmul_share=_matmul_share(plan, env, tflops),
-        window=rates.window if rates else None,
+        window=figures.window if figures else None,
         peak_active_bytes=_largest([v.peak_active_bytes for v in peaks]),
         peak_reserved_bytes=_largest([v.peak_reserved_bytes for v in peaks]),
         rank_memory=[_memory_of(verdict) for verdict in peaks],
@@ -90,7 +97,7 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
             hardware=hardware_fingerprint(env),
         ),
         data_facts=known.data_facts,
-        skipped_steps=sum(row.skipped for row in rows),
+        skipped_steps=int(rows.column("skipped").sum()),
         bad_step=bad_step,
         bad_sample_ids=bad_ids,
         failure=ending.failure,
@@ -104,11 +111,14 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
     )
 
 
-def _validation(rows: list[TrainingRow]) -> tuple[float | None, list[str]]:
+def _validation(rows: Table[TrainingRow]) -> tuple[float | None, list[str]]:
     """The last validation loss, or a note that it is no number."""
-    found = next((row.val_loss for row in reversed(rows) if row.val_loss is not None), None)
-    if found is None or math.isfinite(found):
-        return found, []
+    measured = rows.known("val_loss")
+    if not len(measured):
+        return None, []
+    last = float(measured.column("val_loss")[-1])
+    if math.isfinite(last):
+        return last, []
     return None, ["the last validation loss is not finite"]
 
 
@@ -139,7 +149,7 @@ def _attempts(run: RunDir, num_ranks: int, ending: Ending) -> list[Attempt]:
     return list_attempts(run)
 
 
-def _checkpoint_facts(rows: list[CheckpointRow]) -> CheckpointFacts | None:
+def _checkpoint_facts(rows: Table[CheckpointRow]) -> CheckpointFacts | None:
     written = [row for row in rows if row.is_written]
     if not rows:
         return None
@@ -167,19 +177,17 @@ def _pipeline(
 
 
 def _utilisation(
-    plan: Plan, verdicts: dict[int, RankVerdict], rates: Throughput | None
+    plan: Plan, verdicts: dict[int, RankVerdict], figures: RunFigures | None
 ) -> tuple[float | None, float | None, str]:
     """TFLOP/s a rank, MFU, and how they were computed or why they were not."""
     first = verdicts.get(0)
     flops = first.flops_per_sample if first else None
-    if rates is None or flops is None:
-        why = "no steps after warm-up" if rates is None else (first.flops_source if first else "")
+    if figures is None or flops is None:
+        why = "no steps after warm-up" if figures is None else (first.flops_source if first else "")
         return None, None, f"not computed: {why or 'rank 0 left no verdict'}"
-    achieved = flops * rates.samples_per_s
+    achieved = flops * figures.samples_per_s
     tflops = achieved / plan.world_size / 1e12
-    window = rates.window
-    source = f"FLOPs {first.flops_source if first else ''}; samples/s from {window.file},"
-    source += f" steps {window.first_step} to {window.last_step}"
+    source = f"FLOPs {first.flops_source if first else ''}; samples/s from {figures.window}"
     peak = plan.peak_flops.value
     if peak is None:
         return tflops, None, f"no MFU: {plan.peak_flops.because}. {source}"
@@ -208,9 +216,10 @@ def _data_fingerprint(verdicts: dict[int, RankVerdict]) -> str:
     return names[0] if len(names) == 1 else fingerprint(*names)
 
 
-def _final_loss(rows: list[TrainingRow]) -> float | None:
-    finite = [row.loss for row in rows if math.isfinite(row.loss)]
-    return finite[-1] if finite else None
+def _final_loss(rows: Table[TrainingRow]) -> float | None:
+    losses = rows.column("loss")
+    finite = losses[np.isfinite(losses)]
+    return float(finite[-1]) if len(finite) else None
 
 
 def _largest(values: list[int | None]) -> int | None:

@@ -63,7 +63,6 @@ class Setup:
     transfer_s: float = 0.0
     overhead_s: float = 0.0
     memory_bytes: float = math.inf
-    kept_after_input: float = 1.0  # share of activations that weight gradients still need
 
 
 @dataclass(frozen=True)
@@ -265,7 +264,7 @@ def _require_blocks(setup: Setup, name: str) -> None:
 
 
 def _peaks(setup: Setup, timeline: Timeline, stages: Sequence[Block]) -> tuple[float, ...]:
-    activations = timeline.peak_bytes([s.activation_bytes for s in stages], setup.kept_after_input)
+    activations = timeline.peak_bytes([s.activation_bytes for s in stages])
     return tuple(
         held + _state_bytes(timeline.schedule, stages, rank)
         for rank, held in enumerate(activations)

@@ -3,7 +3,7 @@
 F, I, W are the times of a stage for a microbatch, B = I + W; P ranks, M microbatches, v stages a
 rank. tests/unit/test_pipeline_formulas.py holds each against the simulator. Idle time counts from
 the first start to the last end of the whole pipeline. Zero-bubble papers count from a rank's own
-first action to its own last, which leaves out (P - 1) F: `RankTimeline.idle_inside_s`.
+first action to its own last, which leaves out (P - 1) F.
 """
 
 import math
@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from paceline.errors import ConfigError
 from paceline.schedules.actions import Kind
 from paceline.schedules.orders import require_shape
-from paceline.schedules.requirements import next_microbatches
 from paceline.schedules.simulate import Pairing
 from paceline.schedules.timeline import StageTimes, Times
 
@@ -96,34 +94,10 @@ def bubble_formula(
     return Formula(made.idle_s, made.busy_s, made.text, made.source, is_exact)
 
 
-def microbatches_for(
-    bubble: float,
-    name: str,
-    num_ranks: int,
-    times: Times = EQUAL,
-    stages_per_rank: int | Literal["auto"] = "auto",
-) -> int:
-    """The fewest microbatches with which the formula's bubble is at most this share of a step."""
-    if not 0 < bubble < 1:
-        raise ConfigError(f"a bubble of {bubble:g} was asked for\nhint: give a share such as 0.1")
-
-    def at(microbatches: int) -> Formula:
-        return bubble_formula(name, num_ranks, microbatches, times, stages_per_rank)
-
-    # Idle time does not grow with M, busy time is in proportion to it: start where they meet.
-    far = next_microbatches(name, num_ranks, 4 * num_ranks)
-    each_s = at(far).busy_s / far
-    least = math.floor(at(far).idle_s * (1 - bubble) / (bubble * each_s) - 1e-9) if each_s else 1
-    microbatches = next_microbatches(name, num_ranks, least)
-    while at(microbatches).bubble > bubble + 1e-12:
-        microbatches = next_microbatches(name, num_ranks, microbatches + 1)
-    return microbatches
-
-
 def _is_plain(spread: StageTimes) -> bool:
     """Equal stages and free transfers: formulas know nothing else."""
     is_balanced = all(len(set(seconds)) == 1 for seconds in spread.seconds.values())
-    is_free = not any(spread.transfer_s) and not spread.overhead_s and spread.overlap == 1
+    is_free = not any(spread.transfer_s) and not spread.overhead_s
     return is_balanced and is_free
 
 

@@ -18,7 +18,7 @@ class Pairing(StrEnum):
 
     in_turn     one after the other, each as its own input is there: what our DualPipe does
     late_sends  the same, but both results leave at the end of the pair: what torch does
-    fused       at once: both inputs are waited for, `Times.overlap` says what is gained
+    fused       at once: both inputs are waited for, and both results leave at the end
     """
 
     IN_TURN = "in_turn"
@@ -101,7 +101,7 @@ class _Simulation:
         start = max(self.free_at[rank], self._inputs_at(step.actions[0]))
         if self.pairing == Pairing.FUSED and len(step.actions) > 1:
             start = max(start, *(self._inputs_at(action) for action in step.actions))
-            spans = [(start, start + self.times.of_fused(step.actions))] * len(step.actions)
+            spans = [(start, start + sum(map(self.times.of, step.actions)))] * len(step.actions)
         else:
             spans = [(start, start + self.times.of(step.actions[0]))]
             for action in step.actions[1:]:

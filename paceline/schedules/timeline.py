@@ -32,7 +32,6 @@ class Times:
     transfer_s: PerStage = 0.0
     backward_s: PerStage | None = None  # a whole backward, where it is not the sum of its halves
     overhead_s: float = 0.0  # of the host, for every action
-    overlap: float = 1.0  # what a fused pair takes, as a share of its two actions' sum
 
     def of_stages(self, num_stages: int) -> "StageTimes":
         """One number a stage, checked."""
@@ -48,7 +47,7 @@ class Times:
             Kind.WEIGHT: weights,
         }
         transfer_s = spread("transfer_s", self.transfer_s, num_stages - 1)
-        return StageTimes(seconds, transfer_s, self.overhead_s, self.overlap)
+        return StageTimes(seconds, transfer_s, self.overhead_s)
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,9 @@ class StageTimes:
     seconds: dict[Kind, list[float]]
     transfer_s: list[float]
     overhead_s: float
-    overlap: float
 
     def of(self, action: Action) -> float:
         return self.seconds[action.kind][action.stage] + self.overhead_s
-
-    def of_fused(self, actions: Sequence[Action]) -> float:
-        return sum(self.of(action) for action in actions) * self.overlap
 
 
 def spread(name: str, value: PerStage, length: int) -> list[float]:
@@ -119,38 +114,24 @@ class RankTimeline:
         return busy
 
     @cached_property
-    def idle_inside_s(self) -> float:
-        """Idle between its own first and last action: the bubble as zero-bubble papers count it."""
-        if not self.intervals:
-            return 0.0
-        first = min(i.started_s for i in self.intervals)
-        last = max(i.ended_s for i in self.intervals)
-        return last - first - self.busy_s
-
-    @cached_property
     def in_flight(self) -> list[Level]:
         """Activations held: from the start of a forward until its weights have their gradient."""
-        return self.held([1.0] * (1 + max((i.action.stage for i in self.intervals), default=0)), 1)
+        return self.held([1.0] * (1 + max((i.action.stage for i in self.intervals), default=0)))
 
     @cached_property
     def max_in_flight(self) -> int:
         return round(peak(self.in_flight))
 
-    def held(self, activation: Sequence[float], kept_after_input: float) -> list[Level]:
-        """What is held over time: `activation[stage]` from the start of a forward to the end of its
-        backward; between the halves of a split one, the share that weight gradients still need."""
+    def held(self, activation: Sequence[float]) -> list[Level]:
+        """Return what is held over time: `activation[stage]` from the start of a forward to the end
+        of its backward, or of the half of it that makes weight gradients."""
         changes = []
         for interval in self.intervals:
             size = activation[interval.action.stage]
-            freed = {
-                Kind.BACKWARD: size,
-                Kind.INPUT: size * (1 - kept_after_input),
-                Kind.WEIGHT: size * kept_after_input,
-            }
             if interval.action.kind == Kind.FORWARD:
                 changes.append((interval.started_s, size))
-            else:
-                changes.append((interval.ended_s, -freed[interval.action.kind]))
+            elif interval.action.kind != Kind.INPUT:
+                changes.append((interval.ended_s, -size))
         return levels(changes)
 
     def queue(self, kind: Kind) -> list[Level]:
@@ -188,10 +169,10 @@ class Timeline:
     def utilisation(self, rank: int) -> float:
         return self.ranks[rank].busy_s / self.total_s if self.total_s else 0.0
 
-    def peak_bytes(self, activation_bytes: PerStage, kept_after_input: float = 1.0) -> list[float]:
+    def peak_bytes(self, activation_bytes: PerStage) -> list[float]:
         """The most activations that each rank holds at once."""
         sizes = spread("activation_bytes", activation_bytes, self.schedule.num_stages)
-        return [peak(rank.held(sizes, kept_after_input)) for rank in self.ranks]
+        return [peak(rank.held(sizes)) for rank in self.ranks]
 
 
 def levels(changes: Iterable[tuple[float, float]]) -> list[Level]:

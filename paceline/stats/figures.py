@@ -1,18 +1,16 @@
 """A run directory -> its figures: one number a metric, and what is needed to trust it."""
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.load import read_plain
-from paceline.records import Attempt, Plan, Result
+from paceline.records import Attempt, Plan, Result, Window
+from paceline.records.heartbeats import iter_beats
 from paceline.records.rundir import RunDir
-from paceline.records.tables import StepRow, TrainingRow, read_steps, read_training
+from paceline.records.tables import StepRow, Table, TrainingRow, read_steps, read_training
 from paceline.stats.steady import Seconds, count_warmup, find_compile_steps, measure_spread
 from paceline.stats.timing_points import (
     TAIL_POINTS,
@@ -31,6 +29,7 @@ class RunFigures:
 
     samples_per_s: float  # work over time in the steady window, compile steps apart
     tokens_per_s: float | None
+    steps_per_s: float
     first_step: int  # of the steady window
     last_step: int
     num_compile_steps: int
@@ -45,7 +44,7 @@ class RunFigures:
     all_mean_iter_p50_ms: float | None
     all_std_iter_p50_ms: float | None
     tail_points_used: int
-    points: tuple[TimingPoint, ...]
+    points: Sequence[TimingPoint]
     tail_loss: float | None  # mean over the last fifth of the steps, at least five
     losses: tuple[float, ...]  # of all steps of the run
     startup_s: float | None  # from the start of the attempt to its first step, where known
@@ -54,6 +53,15 @@ class RunFigures:
     def spread(self) -> float:
         """Return p90 over p50 of the step times: above 1 by how slow the slow steps are."""
         return self.step_s_p90 / self.step_s_p50 if self.step_s_p50 else 1.0
+
+    @property
+    def window(self) -> Window:
+        return Window(
+            file="training.csv",
+            first_step=self.first_step,
+            last_step=self.last_step,
+            num_compile_steps=self.num_compile_steps,
+        )
 
     def value(self, metric: str) -> float | None:
         assert metric in METRICS, f"{metric} is none of {METRICS}"
@@ -65,16 +73,16 @@ def measure_run(run: RunDir) -> RunFigures | None:
     """None: there is nothing to measure, for no step was taken after the warm-up."""
     every_row = read_training(run.training)
     first_step, started_at = _last_attempt(run)
-    rows = [row for row in every_row if row.step >= first_step]
-    step_s = np.array([row.step_s for row in rows])
+    rows = every_row.since(first_step)
+    step_s = rows.column("step_s")
     compiled = _compile_mask(run, step_s)
-    steady = [row for row, is_compile in zip(rows, compiled, strict=True) if not is_compile]
-    steady = steady[count_warmup(step_s[~compiled]) :]
+    steady = rows.pick(~compiled)
+    steady = steady[count_warmup(steady.column("step_s")) :]
     if not steady:
         return None
-    kept_s = np.array([row.step_s for row in steady])
+    kept_s = steady.column("step_s")
     spread = measure_spread(kept_s)
-    steps = [row for row in read_steps(run.steps(0)) if row.step >= first_step]
+    steps = read_steps(run.steps(0)).since(first_step)
     points = list_points(steps, int(read_plain(run.config)["train"]["log_every"]))
     whole, tail = summarise_points(points), summarise_points(points[-TAIL_POINTS:])
     samples_per_s, tokens_per_s = _rates(steady)
@@ -82,6 +90,7 @@ def measure_run(run: RunDir) -> RunFigures | None:
     return RunFigures(
         samples_per_s=samples_per_s,
         tokens_per_s=tokens_per_s,
+        steps_per_s=len(steady) / float(kept_s.sum()),
         first_step=steady[0].step,
         last_step=steady[-1].step,
         num_compile_steps=int(compiled.sum()),
@@ -96,9 +105,9 @@ def measure_run(run: RunDir) -> RunFigures | None:
         all_mean_iter_p50_ms=whole.mean if whole else None,
         all_std_iter_p50_ms=whole.std if whole else None,
         tail_points_used=tail.num_points if tail else 0,
-        points=tuple(points),
+        points=points,
         tail_loss=_tail_loss(every_row),
-        losses=tuple(row.loss for row in every_row),
+        losses=tuple(every_row.column("loss").tolist()),
         startup_s=_startup_s(run, steps, started_at),
     )
 
@@ -125,37 +134,31 @@ def _compile_mask(run: RunDir, step_s: Seconds) -> NDArray[np.bool_]:
     return find_compile_steps(step_s)
 
 
-def _rates(rows: Sequence[TrainingRow]) -> tuple[float, float | None]:
-    """Samples and tokens a second: sums of work over sums of time, so a slow step weighs what it
-    cost."""
-    elapsed_s = sum(row.step_s for row in rows)
-    samples = sum(row.samples_per_s * row.step_s for row in rows)
-    tokens = [row.tokens_per_s * row.step_s for row in rows if row.tokens_per_s is not None]
-    return samples / elapsed_s, sum(tokens) / elapsed_s if tokens else None
+def _rates(rows: Table[TrainingRow]) -> tuple[float, float | None]:
+    """Return samples and tokens a second: sums of work over sums of time, so a slow step weighs
+    what it cost."""
+    step_s = rows.column("step_s")
+    samples, tokens = (rows.column(name) * step_s for name in ("samples_per_s", "tokens_per_s"))
+    known = tokens[~np.isnan(tokens)]
+    elapsed_s = float(step_s.sum())
+    return float(samples.sum()) / elapsed_s, float(known.sum()) / elapsed_s if len(known) else None
 
 
-def _tail_loss(rows: Sequence[TrainingRow]) -> float | None:
-    losses = [row.loss for row in rows[-max(5, len(rows) // 5) :]]
-    return fmean(losses) if losses and all(map(math.isfinite, losses)) else None
+def _tail_loss(rows: Table[TrainingRow]) -> float | None:
+    losses = rows.column("loss")[-max(5, len(rows) // 5) :]
+    return float(losses.mean()) if len(losses) and np.isfinite(losses).all() else None
 
 
-def _startup_s(run: RunDir, steps: Sequence[StepRow], started_at: float | None) -> float | None:
+def _startup_s(run: RunDir, steps: Table[StepRow], started_at: float | None) -> float | None:
     """No file says when the first step began, but each heartbeat says which step it fell into:
     that moment less the time of the steps before is at or after it. The earliest is nearest."""
-    if started_at is None or not steps or not run.heartbeat(0).is_file():
+    if started_at is None or not steps:
         return None
-    before_s = dict(
-        zip(
-            [row.step for row in steps],
-            np.cumsum([0.0, *(row.wall_s for row in steps[:-1])]).tolist(),
-            strict=True,
-        )
-    )
-    whole = run.heartbeat(0).read_text().rpartition("\n")[0]
-    beats = [json.loads(line) for line in whole.splitlines()]
+    before_s = np.cumsum([0.0, *steps.column("wall_s")[:-1]])
+    begin_of = dict(zip(steps.column("step").tolist(), before_s.tolist(), strict=True))
     begins = [
-        beat["time"] - before_s[beat["step"]]
-        for beat in beats
-        if beat["step"] in before_s and beat["time"] >= started_at
+        beat.time - begin_of[beat.step]
+        for beat in iter_beats(run.heartbeat(0))
+        if beat.step in begin_of and beat.time >= started_at
     ]
     return max(0.0, min(begins) - started_at) if begins else None

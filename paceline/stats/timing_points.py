@@ -1,35 +1,58 @@
-"""Steps of rank 0 -> the timing points of the speech seed, so that its tables can be filled.
+"""Steps of rank 0 -> timing points: running medians of each phase, and of all of them together.
 
 A point is written at every step that `log_every` divides: the median of each phase over the last
 100 steps, warm-up and all. `iter` is the sum of the phases, not wall time: what lies between two
-steps is outside. The tail is the last 20 points.
+steps is outside. The tail is the last 20 points. docs/statistics.md says when to look at it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.records.tables import StepRow
+from paceline.records.phases import WORK_PHASES, Phase
+from paceline.records.tables import StepRow, Table
 
 WINDOW, TAIL_POINTS = 100, 20
-# Ours to the seed's. It times tokenizing apart (`preprocess`); our workers do that inside `data`.
-PHASES = {"data": "data_wait", "forward": "fwd", "backward": "bwd", "optimizer": "step"}
+CHUNK = 1000  # windows whose medians are taken at once
+# What the columns of timing_points.csv call a phase; one without a short name keeps its own.
+SHORT = {
+    Phase.DATA: "data_wait", Phase.FORWARD: "fwd", Phase.BACKWARD: "bwd", Phase.OPTIMIZER: "step",
+}  # fmt: skip
+TIMED = {phase: SHORT.get(phase, str(phase)) for phase in WORK_PHASES}
 
 
 @dataclass(frozen=True)
 class TimingPoint:
-    """Medians in milliseconds."""
+    """Medians in milliseconds, of each phase by its short name, and of all together."""
 
     step: int
-    data_wait_ms_p50: float
-    fwd_ms_p50: float
-    bwd_ms_p50: float
-    step_ms_p50: float
+    phases_ms_p50: dict[str, float]
     iter_ms_p50: float
-    preprocess_ms_p50: None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TimingPoints(Sequence[TimingPoint]):
+    """All points of a run; kept as arrays, for a long run has many."""
+
+    steps: NDArray[np.int64]
+    medians_ms: NDArray[np.float64]  # a row a point: each phase of TIMED, then all together
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @overload
+    def __getitem__(self, index: int) -> TimingPoint: ...
+    @overload
+    def __getitem__(self, index: slice) -> "TimingPoints": ...
+    def __getitem__(self, index: int | slice) -> "TimingPoint | TimingPoints":
+        if isinstance(index, slice):
+            return TimingPoints(self.steps[index], self.medians_ms[index])
+        *phases, whole = self.medians_ms[index].tolist()
+        names = dict(zip(TIMED.values(), phases, strict=True))
+        return TimingPoint(int(self.steps[index]), names, whole)
 
 
 @dataclass(frozen=True)
@@ -41,25 +64,21 @@ class PointSummary:
     num_points: int
 
 
-def list_points(rows: Sequence[StepRow], log_every: int) -> list[TimingPoint]:
-    phases_ms = np.array([[1000 * row.phases_s.get(name, 0.0) for name in PHASES] for row in rows])
-    if not len(rows):
-        return []
+def list_points(rows: Table[StepRow], log_every: int) -> TimingPoints:
+    phases_ms = 1000 * np.nan_to_num([rows.column(phase.column) for phase in TIMED]).T
     table = np.column_stack([phases_ms, phases_ms.sum(axis=1)])
-    ends = [n + 1 for n, row in enumerate(rows) if row.step % log_every == 0]
-    return [
-        _point(rows[end - 1].step, np.median(table[max(0, end - WINDOW) : end], axis=0))
-        for end in ends
-    ]
+    steps = rows.column("step")
+    ends = np.flatnonzero(steps % log_every == 0) + 1
+    early, later = ends[ends < WINDOW], ends[ends >= WINDOW]
+    parts = [np.empty((0, table.shape[1])), *(np.median(table[:n], axis=0)[None] for n in early)]
+    for some in np.array_split(later, len(later) // CHUNK + 1):
+        parts.append(np.median(table[some[:, None] + np.arange(-WINDOW, 0)], axis=1))
+    return TimingPoints(steps[ends - 1], np.concatenate(parts))
 
 
-def _point(step: int, medians: NDArray[np.float64]) -> TimingPoint:
-    data_wait, fwd, bwd, optimizer, whole = (float(value) for value in medians)
-    return TimingPoint(step, data_wait, fwd, bwd, optimizer, whole)
-
-
-def summarise_points(points: Sequence[TimingPoint]) -> PointSummary | None:
-    values = [point.iter_ms_p50 for point in points]
-    if not values:
+def summarise_points(points: TimingPoints) -> PointSummary | None:
+    values = points.medians_ms[:, -1]
+    if not len(values):
         return None
-    return PointSummary(fmean(values), stdev(values) if len(values) > 1 else 0.0, len(values))
+    std = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return PointSummary(float(values.mean()), std, len(values))

@@ -88,7 +88,7 @@ def generate(config: RunConfig, plan: Plan) -> dict[str, Any]:
         # Its stopwatch would wait for the device at every microbatch.
         "timers": {"throughput": {"enabled": False}},
     }
-    if DeepSpeedSettings.of(config).offload and plan.device.value != "cpu":
+    if DeepSpeedSettings.of(config).offload and plan.on_gpu:
         offload = {"device": "cpu", "pin_memory": True}
         settings[ZERO]["offload_optimizer"] = offload
     if plan.precision.value in AUTOCAST_TYPES:

@@ -16,6 +16,7 @@ from paceline.checkpoint.pieces import Piece, Source
 from paceline.data.loader import to_device
 from paceline.errors import ConfigError
 from paceline.records import Proof, StateBytes
+from paceline.records.phases import Phase
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
 from paceline.strategies.clock import Clock
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
@@ -79,10 +80,10 @@ class ModuleEngine:
         scale = self.scaled(scale)
         for number, batch in enumerate(batches, 1):
             with self.wrapping.unsynced() if number < len(batches) else nullcontext():
-                clock.enter("forward")
+                clock.enter(Phase.FORWARD)
                 loss, units = compute_loss(self.parts, self.wrapping.model, batch)
                 objective = normalise(loss, scale)
-                clock.enter("backward")
+                clock.enter(Phase.BACKWARD)
                 self.backward(objective)
             loss_sums.append(loss.detach())
             count = count + units
@@ -96,7 +97,7 @@ class ModuleEngine:
         objective.backward()
 
     def step(self, lr: float, clock: Clock) -> StepInfo:
-        clock.enter("optimizer")
+        clock.enter(Phase.OPTIMIZER)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = self.norm(gradients)
         # One divisor for both: out of fp16's scale, and down to the largest norm allowed.

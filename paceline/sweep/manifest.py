@@ -12,43 +12,50 @@ Row = dict[str, str]
 NOT_THERE = "n/a"  # a setting that the workload does not have
 SUCCESS, FAILED = "success", "failed"
 STOPPED = frozenset({"interrupted", "preempted"})  # outcomes of a run that somebody ended
-# The order that readers of the first sweeps know; what is ours stands behind it.
+# Names and order are those of the sweep scripts that Paceline's users come from
+# (docs/sweeping.md); what those had no name for stands behind.
 IDENTITY = ("mode", "group", "repeat")
 SETTINGS = (
-    "zero_stage", "micro_batch", "world_size", "global_batch", "deterministic", "cudnn_benchmark",
-    "wall_clock_breakdown", "log_every_steps", "validation_every_steps", "checkpoint_every_steps",
-    "num_workers", "prefetch_factor", "dataset_manifest_path", "dataset_use_trim",
-    "dataset_offline_trimmed", "enable_cuda_sync_timing", "timing_rank_scope",
-    "precision_mode_req", "precision_mode_effective", "attn_impl_effective",
-    "torch_compile_enabled", "gpu_name", "gpu_cc",
+    "zero_stage", "micro_batch", "world_size", "global_batch", "log_every_steps",
+    "validation_every_steps", "checkpoint_every_steps", "num_workers", "prefetch_factor",
+    "dataset_manifest_path", "precision_mode_req", "precision_mode_effective", "attn_impl_req",
+    "attn_impl_effective", "torch_compile_enabled", "gpu_name", "gpu_cc",
 )  # fmt: skip
 FINGERPRINTS = (
     "config_fingerprint", "code_fingerprint", "data_fingerprint", "hardware_fingerprint",
 )  # fmt: skip
 COLUMNS = (
-    *IDENTITY, "status", "exit_code", "duration_sec", "last_step", "last_iter_ms_p50", "port",
+    *IDENTITY, "status", "exit_code", "duration_sec", "last_step", "last_iter_ms_p50",
     "run_dir", "launcher_log", "train_log", *SETTINGS,
     "phase", "outcome", "steps_asked", "started_at", "peak_bytes", *FINGERPRINTS, "overrides",
 )  # fmt: skip
 
 
+NEEDED = (*IDENTITY, "status", "run_dir", "outcome", "steps_asked")  # to know a run again
+
+
 def save_manifest(path: Path, rows: list[Row]) -> None:
-    lines = ["\t".join(COLUMNS), *("\t".join(_cell(row[name]) for name in COLUMNS) for row in rows)]
-    write_atomic(path, "".join(f"{line}\n" for line in lines))
+    """Write all rows; columns that only rows of another version have stand last."""
+    columns = list(dict.fromkeys((*COLUMNS, *(name for row in rows for name in row))))
+    cells = ([_cell(row.get(name, NOT_THERE)) for name in columns] for row in rows)
+    write_atomic(path, "".join("\t".join(line) + "\n" for line in (columns, *cells)))
 
 
 def load_manifest(path: Path) -> list[Row]:
-    """The rows; `DataError` when the file is not one that `save_manifest` wrote."""
+    """Read the rows of this version or another: what a row does not say is not there. `DataError`
+    when the file is not one that `save_manifest` wrote."""
     if not path.is_file():
         return []
     head, *lines = path.read_text().splitlines() or [""]
     rows = [line.split("\t") for line in lines]
-    if tuple(head.split("\t")) != COLUMNS or any(len(row) != len(COLUMNS) for row in rows):
+    columns = head.split("\t")
+    if not set(NEEDED) <= set(columns) or any(len(row) != len(columns) for row in rows):
         raise DataError(
-            f"{path} is not a manifest of this version: its columns or rows are not ours\n"
+            f"{path} is no manifest: its columns or rows are not ours\n"
             "hint: give --out another directory; the runs in this one stay as they are"
         )
-    return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+    absent = dict.fromkeys(COLUMNS, NOT_THERE)
+    return [absent | dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def rows_of(phase: SweptPhase, rows: Iterable[Row]) -> list[Row]:

@@ -51,10 +51,9 @@ def describe_run(
 
 
 def _settings(config: RunConfig, decided: Decided) -> dict[str, object]:
-    """The columns of the first sweeps, as far as a run has such a setting. The others, such as
-    cudnn_benchmark, are none of ours and stay n/a."""
+    """Return what was asked and what was used, by column of the manifest."""
     plan, gpus = decided.plan, decided.env.gpus
-    on_gpu = plan.device.value == "cuda" and bool(gpus)
+    on_gpu = plan.on_gpu and bool(gpus)
     stage = find_strategy(plan.strategy.value).zero_stage(config)
     return {
         "zero_stage": NOT_THERE if stage is None else stage,
@@ -66,9 +65,10 @@ def _settings(config: RunConfig, decided: Decided) -> dict[str, object]:
         "checkpoint_every_steps": config.checkpoint.every,
         "num_workers": plan.loader_workers.value,
         "prefetch_factor": config.data.prefetch,
-        "timing_rank_scope": "all",
+        "dataset_manifest_path": getattr(config.data, "source", NOT_THERE),
         "precision_mode_req": config.precision.mode,
         "precision_mode_effective": plan.precision.value,
+        "attn_impl_req": config.attention.impl,
         "attn_impl_effective": plan.attention.value,
         "torch_compile_enabled": str(plan.compile.value != "off").lower(),
         "gpu_name": gpus[0].name if on_gpu else NOT_THERE,

@@ -1,5 +1,5 @@
-"""The tables of a sweep: one row a run, a timing point, a group, a run that was left out. Columns
-that readers of the first sweeps know stand first, in their order; ours stand behind them."""
+"""The tables of a sweep: one row a run, a timing point, a group, a run that was left out. Their
+columns are described in docs/sweeping.md."""
 
 import csv
 import io
@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
 
+from paceline.records.phases import Phase
 from paceline.records.swept import SweepRecord
 from paceline.stats.figures import RunFigures
 from paceline.stats.standings import Standing
-from paceline.stats.timing_points import TimingPoint
+from paceline.stats.timing_points import TIMED
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.judge import SweepJudgement, cause_of, peak_bytes, problem_of
 from paceline.sweep.manifest import IDENTITY, NOT_THERE, SETTINGS, Row
@@ -21,19 +22,22 @@ PER_RUN = (
     *IDENTITY, *SETTINGS, "timing_points", "tail_points_used", "last_step", "last_iter_p50_ms",
     "last_fwd_p50_ms", "last_bwd_p50_ms", "tail_mean_iter_p50_ms", "tail_std_iter_p50_ms",
     "all_mean_iter_p50_ms", "all_std_iter_p50_ms", "tail_steps_per_sec", "tail_samples_per_sec",
-    # ours
     "phase", "run_dir", "samples_per_s", "tokens_per_s", "window_first_step", "window_last_step",
     "num_compile_steps", "compile_s", "step_s_p50", "step_s_p90", "p90_over_p50", "drift",
     "standard_error", "peak_bytes", "startup_s", "tail_loss", "final_loss",
 )  # fmt: skip
-PHASES = ("data_wait", "preprocess", "fwd", "bwd", "step", "iter")
-POINTS = (*IDENTITY, "index", "step", *(f"{phase}_ms_p50" for phase in PHASES), "train_log")
+POINTS = (
+    *IDENTITY,
+    "index",
+    "step",
+    *(f"{name}_ms_p50" for name in (*TIMED.values(), "iter")),
+    "train_log",
+)
 TAIL = "tail_mean_iter_p50_ms"
 GROUPS = (
     "group", "mode", "runs", *SETTINGS, f"{TAIL}_mean", f"{TAIL}_std", f"{TAIL}_min",
     f"{TAIL}_max", "tail_steps_per_sec_mean", "tail_steps_per_sec_std",
     "tail_samples_per_sec_mean", "tail_samples_per_sec_std", "speedup_vs_baseline",
-    # ours
     "verdict", "is_winner", "metric", "value", "low", "high", "speedup", "speedup_low",
     "speedup_high", "runs_compared", "variation", "peak_bytes", "p90_over_p50", "drift",
     "tail_loss", "flagged",
@@ -58,9 +62,9 @@ def _run_numbers(row: Row, figures: RunFigures) -> dict[str, Value]:
     return {
         "timing_points": len(figures.points),
         "tail_points_used": figures.tail_points_used,
-        "last_iter_p50_ms": _phase(last, "iter"),
-        "last_fwd_p50_ms": _phase(last, "fwd"),
-        "last_bwd_p50_ms": _phase(last, "bwd"),
+        "last_iter_p50_ms": last.iter_ms_p50 if last else None,
+        "last_fwd_p50_ms": last.phases_ms_p50[TIMED[Phase.FORWARD]] if last else None,
+        "last_bwd_p50_ms": last.phases_ms_p50[TIMED[Phase.BACKWARD]] if last else None,
         "tail_mean_iter_p50_ms": figures.tail_mean_iter_p50_ms,
         "tail_std_iter_p50_ms": figures.tail_std_iter_p50_ms,
         "all_mean_iter_p50_ms": figures.all_mean_iter_p50_ms,
@@ -90,7 +94,7 @@ def _steps_per_s(figures: RunFigures) -> float | None:
 
 
 def _samples_per_s(row: Row, figures: RunFigures) -> float | None:
-    """By the timing points, as the first sweeps had it: not the rate that cells are compared by."""
+    """Return the rate by the timing points, which is not the one that cells are compared by."""
     steps_per_s = _steps_per_s(figures)
     if steps_per_s is None or row["global_batch"] == NOT_THERE:
         return None
@@ -102,8 +106,9 @@ def points_csv(rows: Sequence[Row], judgement: SweepJudgement) -> str:
     for row in rows:
         figures = judgement.figures.get(row["run_dir"])
         for index, point in enumerate(figures.points if figures else ()):
-            times = {f"{phase}_ms_p50": _phase(point, phase) for phase in PHASES}
-            lines.append({**row, **times, "index": index, "step": point.step})
+            line: dict[str, Value] = {**row, "index": index, "step": point.step}
+            line |= {f"{name}_ms_p50": value for name, value in point.phases_ms_p50.items()}
+            lines.append(line | {"iter_ms_p50": point.iter_ms_p50})
     return _csv(POINTS, lines)
 
 
@@ -231,11 +236,6 @@ def skipped_tsv(
     return "".join(f"{line}\n" for line in [head, *body])
 
 
-def _phase(point: TimingPoint | None, phase: str) -> float | None:
-    found: float | None = getattr(point, f"{phase}_ms_p50", None)
-    return found
-
-
 def _known(
     figures: Sequence[RunFigures], read: Callable[[RunFigures], float | None]
 ) -> list[float]:
@@ -247,7 +247,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _std(values: Sequence[float]) -> float | None:
-    """Of a sample; 0 of one value, as the first sweeps had it."""
+    """Return the deviation of a sample; 0 of one value, None of none."""
     return stdev(values) if len(values) > 1 else 0.0 if values else None
 
 

@@ -11,6 +11,7 @@ from paceline.config.schema import RunConfig
 from paceline.data.base import Dataset
 from paceline.data.loader import collate, eval_ids, to_device
 from paceline.records import Plan
+from paceline.records.phases import Phase
 from paceline.strategies.base import Engine
 from paceline.strategies.clock import Clock
 
@@ -44,7 +45,7 @@ class Evaluation:
         assert self.data is not None, "asked to evaluate without data"
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for ids in self.batches:
-            clock.enter("eval")  # once a batch: a long evaluation is no stall
+            clock.enter(Phase.EVAL)  # once a batch: a long evaluation is no stall
             # A rank without samples still runs a forward pass: others may wait for it inside one.
             batch = collate(self.data, ids if len(ids) else np.zeros(1, dtype=np.int64))
             loss, count = engine.evaluate(to_device(batch, self.device))

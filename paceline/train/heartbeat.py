@@ -1,6 +1,5 @@
 """heartbeat_rank<r>.jsonl: this rank is alive, in this phase of this step, written by a thread."""
 
-import json
 import mmap
 import struct
 import threading
@@ -9,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from paceline.records.heartbeats import Beat
 from paceline.schedules.actions import Action, Kind
 
 MARK = struct.Struct("<q")
@@ -108,11 +108,5 @@ class Heartbeat(Ticker):
         self._rank, self._progress = rank, progress
 
     def tick(self) -> None:
-        beat = {
-            "time": round(time.time(), 3),
-            "rank": self._rank,
-            "step": self._progress.step,
-            "phase": self._progress.phase,
-            "marks": self._progress.marks,
-        }
-        self._file.write(json.dumps(beat) + "\n")
+        now, at = round(time.time(), 3), self._progress
+        self._file.write(Beat(now, self._rank, at.step, at.phase, at.marks).to_line())

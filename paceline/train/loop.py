@@ -13,6 +13,7 @@ from paceline.config.schema import RunConfig
 from paceline.data.cursor import Indices
 from paceline.errors import Outcome
 from paceline.records import Plan
+from paceline.records.phases import Phase
 from paceline.strategies.base import Engine
 from paceline.strategies.clock import Clock
 from paceline.strategies.optim import learning_rate
@@ -82,7 +83,7 @@ def _train(parts: LoopParts) -> LoopEnd:
         info = engine.step(lr, clock)
         parts.auditor.end(step)
 
-        clock.enter("other")
+        clock.enter(Phase.OTHER)
         judge.remember(step, batch.sample_ids)
         ledger.record(step, lr, totals, info, batch.units)
         ledger.note_samples(step, batch.sample_ids)
@@ -97,7 +98,7 @@ def _train(parts: LoopParts) -> LoopEnd:
             # The step ends here, once the device has done it; its row is written; and only then can
             # a checkpoint say "after it".
             late = ledger.vetoes(through=step)
-            clock.pause("checkpoint")
+            clock.pause(Phase.CHECKPOINT)
             end = judge.verdict(step, [*late, *ledger.catch_up()])
             if end is not None:
                 break
@@ -106,7 +107,7 @@ def _train(parts: LoopParts) -> LoopEnd:
             end = LoopEnd(wish.stop, step)
             break
     late = ledger.vetoes(through=plan.steps)
-    clock.pause("checkpoint")  # ends the last step
+    clock.pause(Phase.CHECKPOINT)  # ends the last step
     late += ledger.close()
     keeper.close()
     return end or judge.verdict(plan.steps, late) or LoopEnd(Outcome.OK, plan.steps)

@@ -5,11 +5,8 @@ Losses stay on the device and are summed over ranks once in `log_every` steps, i
 
 import logging
 import math
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -19,25 +16,15 @@ from paceline.config.schema import RunConfig
 from paceline.data.cursor import Indices
 from paceline.errors import ConfigError
 from paceline.records import Plan
-from paceline.records.files import write_atomic
+from paceline.records.phases import STEP_PHASES
 from paceline.records.rundir import RunDir
+from paceline.records.tables import SAMPLES, STEPS, TRAINING, Cell, TableFile
 from paceline.strategies.base import StepInfo, Totals
 from paceline.strategies.clock import Clock, StepTimes
 from paceline.strategies.precision import OVERFLOWED
 from paceline.train.readback import Readback
 
 LOG = logging.getLogger("paceline")
-TRAINING_COLUMNS = (
-    "step", "loss", "lr", "grad_norm", "step_s", "samples_per_s", "tokens_per_s",
-    "skipped", "warmup", "val_loss",
-)  # fmt: skip
-PHASE_COLUMNS = ("data", "forward", "backward", "comm", "optimizer", "eval", "other")
-STEP_COLUMNS = (
-    "step", "warmup", "wall_s", *(f"{phase}_s" for phase in PHASE_COLUMNS), "unaccounted_s",
-)  # fmt: skip
-
-
-SAMPLE_COLUMNS = ("step", "microbatch", "sample_ids")
 
 
 @dataclass(frozen=True)
@@ -85,12 +72,12 @@ class Ledger:
         self._windows: dict[int, list[int]] = {}
         self._scalars, self._sums = Readback(device), Readback(device)
         kept = files.first_step - 1
-        self._steps = _CsvFile(files.steps, STEP_COLUMNS, kept)
+        self._steps = TableFile(files.steps, STEPS, kept)
         self._training = self._samples = None
         if files.training:
-            self._training = _CsvFile(files.training, TRAINING_COLUMNS, kept)
+            self._training = TableFile(files.training, TRAINING, kept)
         if files.samples:
-            self._samples = _CsvFile(files.samples, SAMPLE_COLUMNS, kept)
+            self._samples = TableFile(files.samples, SAMPLES, kept)
 
     def record(
         self, step: int, lr: float, totals: Totals, info: StepInfo, units: float | Tensor
@@ -115,14 +102,15 @@ class Ledger:
     def note_samples(self, step: int, sample_ids: list[Indices]) -> None:
         if self._samples is not None:
             for number, ids in enumerate(sample_ids):
-                self._samples.add_line(f"{step},{number},{' '.join(map(str, ids.tolist()))}")
+                shown = " ".join(map(str, ids.tolist()))
+                self._samples.add({"step": step, "microbatch": number, "sample_ids": shown})
 
     def note_evaluation(self, step: int, loss: float) -> None:
         """Of the step that was just taken; or of the last one before this attempt."""
         if step in self._rows:
             self._rows[step].val_loss = loss
         elif self._training is not None:
-            self._training.amend_last(f"{loss:.10g}")
+            self._training.amend_last("val_loss", loss)
 
     def settle(self, step: int) -> None:
         """Every `log_every` steps gather the losses; a step later write what has arrived."""
@@ -160,7 +148,7 @@ class Ledger:
         for file in self._files():
             file.close()
 
-    def _files(self) -> list["_CsvFile"]:
+    def _files(self) -> list[TableFile]:
         return [f for f in (self._steps, self._training, self._samples) if f is not None]
 
     def _gather(self) -> None:
@@ -230,20 +218,31 @@ class Ledger:
             step, self.plan.steps, row.loss, val, row.lr, row.grad_norm, row.times.step_s,
         )  # fmt: skip
 
-    def _training_row(self, step: int, row: _Row) -> Sequence[float | None]:
+    def _training_row(self, step: int, row: _Row) -> dict[str, Cell]:
         assert row.times is not None
         step_s = row.times.step_s
-        samples_per_s = self.plan.batch.global_size / step_s
-        tokens_per_s = row.count / step_s if self.plan.unit == "tokens" else None
-        return (
-            step, row.loss, row.lr, row.grad_norm, step_s, samples_per_s, tokens_per_s,
-            row.skipped, step <= self.last_warmup, row.val_loss,
-        )  # fmt: skip
+        return {
+            "step": step,
+            "loss": row.loss,
+            "lr": row.lr,
+            "grad_norm": row.grad_norm,
+            "step_s": step_s,
+            "samples_per_s": self.plan.batch.global_size / step_s,
+            "tokens_per_s": row.count / step_s if self.plan.unit == "tokens" else None,
+            "skipped": row.skipped,
+            "warmup": step <= self.last_warmup,
+            "val_loss": row.val_loss,
+        }
 
-    def _step_row(self, times: StepTimes) -> Sequence[float | None]:
-        phases = [times.phases_s.get(phase, 0.0) for phase in PHASE_COLUMNS]
-        warmup = times.step <= self.last_warmup
-        return (times.step, warmup, times.wall_s, *phases, times.unaccounted_s)
+    def _step_row(self, times: StepTimes) -> dict[str, Cell]:
+        phases = {phase.column: times.phases_s.get(phase, 0.0) for phase in STEP_PHASES}
+        return {
+            "step": times.step,
+            "warmup": times.step <= self.last_warmup,
+            "wall_s": times.wall_s,
+            **phases,
+            "unaccounted_s": times.unaccounted_s,
+        }
 
 
 def _as_vector(counts: list[int | Tensor] | list[float | Tensor], device: torch.device) -> Tensor:
@@ -255,65 +254,12 @@ def _as_vector(counts: list[int | Tensor] | list[float | Tensor], device: torch.
     return vector.to(device, non_blocking=True)
 
 
-class _CsvFile:
-    """Rows of numbers, kept in memory until `flush`, which is one write of whole lines. `kept` is
-    the last step whose rows stay, where the file is there already."""
-
-    def __init__(self, path: Path, columns: Sequence[str], kept: int) -> None:
-        self._path, self._lines = path, list[str]()
-        header = ",".join(columns)
-        rows = cut_rows(path, header, kept)
-        write_atomic(path, "".join(f"{line}\n" for line in (header, *rows)))
-        self._file: TextIO = path.open("a")
-
-    def add(self, row: Sequence[float | None]) -> None:
-        """Ten digits: enough to tell two float32 apart. None is an empty cell."""
-        self.add_line(",".join("" if value is None else f"{value:.10g}" for value in row))
-
-    def add_line(self, line: str) -> None:
-        self._lines.append(line)
-
-    def amend_last(self, cell: str) -> None:
-        """Put another last cell into the last row."""
-        self.close()
-        *lines, last = self._path.read_text().splitlines()
-        amended = f"{last.rpartition(',')[0]},{cell}"
-        write_atomic(self._path, "".join(f"{line}\n" for line in (*lines, amended)))
-        self._file = self._path.open("a")
-
-    def flush(self) -> None:
-        if self._lines:
-            self._file.write("\n".join(self._lines) + "\n")
-            self._file.flush()
-            self._lines = []
-
-    def sync(self) -> None:
-        self.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self.flush()
-        self._file.close()
-
-
-def cut_rows(path: Path, header: str, kept: int) -> list[str]:
-    """Whole rows of steps up to `kept`; a kill may have left half a line."""
-    if kept == 0 or not path.is_file():
-        return []
-    first, *rows = path.read_text().splitlines() or [""]
-    num_cells = header.count(",")
-    whole = [row for row in rows if first == header and row.count(",") == num_cells]
-    return [row for row in whole if row.split(",")[0].isdigit() and int(row.split(",")[0]) <= kept]
-
-
 def cut_absent_ranks(run: RunDir, num_ranks: int, kept: int) -> None:
     """The same for ranks that take no part any more: their steps are taken again by others."""
     for folder in run.ranks.glob("rank*"):
         number = folder.name.removeprefix("rank")
         if number.isdigit() and int(number) >= num_ranks:
-            for path, columns in (
-                (run.steps(int(number)), STEP_COLUMNS),
-                (run.samples(int(number)), SAMPLE_COLUMNS),
-            ):
-                if path.is_file():
-                    _CsvFile(path, columns, kept).close()
+            if run.steps(int(number)).is_file():
+                TableFile(run.steps(int(number)), STEPS, kept).close()
+            if run.samples(int(number)).is_file():
+                TableFile(run.samples(int(number)), SAMPLES, kept).close()

@@ -133,7 +133,7 @@ def _choose_ranks(env: Env, overrides: Sequence[str]) -> tuple[list[str], int, s
     chosen = list(overrides)
     plan = make_plan(build_job(chosen), env)
     if plan.world_size == 1:
-        shared = ["launch.devices=[0,0]"] if plan.device.value == "cuda" else ["launch.nproc=2"]
+        shared = ["launch.devices=[0,0]"] if plan.on_gpu else ["launch.nproc=2"]
         chosen = [t for t in chosen if not t.startswith(("launch.nproc", "launch.devices"))]
         chosen += shared
         plan = make_plan(build_job(chosen), env)

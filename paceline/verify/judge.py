@@ -1,6 +1,6 @@
 """What the ranks left behind, held against one process, against each other, against the plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -45,7 +45,7 @@ def judge(
     ]
 
 
-def _same_curve(expected: list[TrainingRow], found: list[TrainingRow]) -> list[Check]:
+def _same_curve(expected: Sequence[TrainingRow], found: Sequence[TrainingRow]) -> list[Check]:
     complete = [row.step for row in found] == [row.step for row in expected] and bool(expected)
     checks = []
     both = list(zip(expected, found, strict=False))

@@ -46,7 +46,9 @@ def test_a_sweep_from_cells_to_report(bench: Bench) -> None:
     rows = table(bench, "run_manifest.tsv")
     assert [row["repeat"] for row in rows] == ["1", "1", "2", "2"]
     assert {row["status"] for row in rows} == {"success"}
-    assert {row["deterministic"] for row in rows} == {"n/a"}
+    assert {(row["attn_impl_req"], row["attn_impl_effective"]) for row in rows} == {
+        ("auto", "sdpa")
+    }
     ranked = table(bench, "ranked_groups.csv")
     assert [row["group"] for row in ranked][:2] == ["NAP=0.01,name=ddp", "NAP=0.05,name=ddp"]
     assert ranked[1]["verdict"] == "slower"

@@ -78,7 +78,7 @@ def test_stdout_is_the_result_and_nothing_else(finished: tuple[Ran, Path]) -> No
     assert (result["world_size"], result["strategy"], result["precision"]) == (2, "ddp", "fp32")
     assert result == json.loads((folder / "runs" / "latest" / "result.json").read_text())
     assert "report: runs/lm_tiny-" in ran.err
-    assert re.search(r"tokens/s, step p50 .* ms \(training.csv, steps 6 to 12\)", ran.err)
+    assert re.search(r"tokens/s, step p50 .* ms \(training.csv, steps \d+ to 12\)", ran.err)
 
 
 def test_the_run_directory_is_whole(finished: tuple[Ran, Path]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from paceline.bench.asked import parse_words
 from paceline.bench.equal import check_equal
 from paceline.bench.pairs import Pair, plan_pair
-from paceline.bench.target import OF_THE_SEED, find_names, load_targets, parse_target
+from paceline.bench.target import LAB, find_names, load_targets, parse_target
 from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.plan.planner import make_plan
@@ -64,8 +64,8 @@ def test_kernels_that_this_device_lacks_are_left_out_with_the_reason() -> None:
         ("labs/train_distributed:zero3", ["zero3"]),
         ("lab_train_distributed:ddp", ["ddp"]),
         ("train_distributed:fsdp2", ["fsdp"]),
-        ("train_distributed", list(OF_THE_SEED)),
-        ("labs/train_distributed", list(OF_THE_SEED)),
+        ("train_distributed", list(LAB)),
+        ("labs/train_distributed", list(LAB)),
     ],
 )
 def test_names(word: str, names: list[str]) -> None:

@@ -16,10 +16,11 @@ from paceline.checkpoint.folder import BEST, LATEST, MANIFEST, CheckpointFolder,
 from paceline.checkpoint.pieces import SECTIONS, Piece
 from paceline.checkpoint.restore import choose_checkpoint
 from paceline.checkpoint.saver import Saver, Writer
+from paceline.checkpoint.survey import require_sound as require_sound_aloud
 from paceline.checkpoint.tensors import TensorFiles, sum_file, write_pieces
 from paceline.config.schema import CheckpointConfig
 from paceline.errors import RestoreError
-from paceline.records import BestMetric
+from paceline.records import BestMetric, Manifest
 from tests.harness import alone, make_kept
 
 CPU = torch.device("cpu")
@@ -65,8 +66,12 @@ def folder(tmp_path: Path) -> CheckpointFolder:
     return saver.writer.folder
 
 
+def require_sound(folder: CheckpointFolder, step: int) -> Manifest:
+    return require_sound_aloud(folder, step, lambda text: None)
+
+
 def read(folder: CheckpointFolder, step: int) -> torch.Tensor:
-    files = TensorFiles(folder.path(step), folder.require_sound(step))
+    files = TensorFiles(folder.path(step), require_sound(folder, step))
     return weight_of(files)
 
 
@@ -184,13 +189,13 @@ def test_any_bit_that_flips_is_seen(folder: CheckpointFolder, data: st.DataObjec
     path.write_bytes(changed)
     try:
         with pytest.raises(RestoreError, match="step_2"):
-            folder.require_sound(2)
+            require_sound(folder, 2)
     except pytest.fail.Exception:
         # White space between two words of the manifest means nothing.
         assert path.name == MANIFEST and json.loads(changed) == json.loads(kept)
     finally:
         path.write_bytes(kept)
-    folder.require_sound(2)
+    require_sound(folder, 2)
 
 
 @settings(QUICK, max_examples=30)
@@ -201,7 +206,7 @@ def test_any_cut_is_seen(folder: CheckpointFolder, data: st.DataObject) -> None:
     length = data.draw(st.integers(0, len(kept) - 2))  # the last byte of the manifest is a newline
     path.write_bytes(kept[:length])
     with pytest.raises(RestoreError, match="step_2"):
-        folder.require_sound(2)
+        require_sound(folder, 2)
     path.write_bytes(kept)
 
 
@@ -222,10 +227,10 @@ def test_an_edited_manifest_is_refused(folder: CheckpointFolder) -> None:
 def test_a_missing_file_is_named(folder: CheckpointFolder) -> None:
     (folder.path(2) / "state.json").unlink()
     with pytest.raises(RestoreError, match="step_2/state.json is missing"):
-        folder.require_sound(2)
+        require_sound(folder, 2)
     (folder.path(1) / MANIFEST).unlink()
     with pytest.raises(RestoreError, match="step_1 is incomplete"):
-        folder.require_sound(1)
+        require_sound(folder, 1)
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", ".hidden", "", "a\n"])
@@ -256,7 +261,7 @@ def test_a_link_in_place_of_a_file_is_refused(folder: CheckpointFolder) -> None:
     path.unlink()
     path.symlink_to(folder.path(1) / "state.json")
     with pytest.raises(RestoreError, match="state.json is missing"):
-        folder.require_sound(2)
+        require_sound(folder, 2)
 
 
 class Bomb:
@@ -275,7 +280,7 @@ def test_a_pickle_is_refused_and_does_not_run(folder: CheckpointFolder, tmp_path
     for content in (pickle.dumps(Bomb(mark)), _torch_file(Bomb(mark), tmp_path)):
         path.write_bytes(content)
         with pytest.raises(RestoreError, match="model-rank0.safetensors has"):
-            folder.require_sound(2)
+            require_sound(folder, 2)
         _accept(folder, path)
         with pytest.raises(RestoreError, match="model-rank0.safetensors has changed"):
             read(folder, 2)
@@ -301,7 +306,7 @@ def test_a_header_of_absurd_length_is_seen_and_never_followed(
     manifest = folder.manifest(2)
     assert "header is damaged" in folder.misfits(2, manifest, manifest.files)[0]
     with pytest.raises(RestoreError, match="header is damaged"):
-        folder.require_sound(2)
+        require_sound(folder, 2)
     _accept(folder, path)
     assert torch.equal(read(folder, 2), some_pieces(2)[0].value)
 
@@ -321,7 +326,7 @@ def test_a_manifest_nested_without_end_is_refused(folder: CheckpointFolder) -> N
         path = folder.path(2) / name
         path.write_text("[" * 200_000)
     with pytest.raises(RestoreError, match="step_2 is incomplete"):
-        folder.require_sound(2)
+        require_sound(folder, 2)
 
 
 def test_a_tensor_of_another_shape_is_not_stretched(folder: CheckpointFolder) -> None:

@@ -30,7 +30,6 @@ def test_two_ranks_two_microbatches_by_hand() -> None:
     assert timeline.total_s == 10.0
     assert [rank.busy_s for rank in timeline.ranks] == [6.0, 6.0]
     assert timeline.bubble == pytest.approx(0.4)
-    assert timeline.ranks[0].idle_inside_s == 4.0
 
 
 def test_a_link_carries_one_result_at_a_time() -> None:
@@ -85,10 +84,10 @@ def test_what_others_hold(num_ranks: int) -> None:
 
 
 def test_bytes_in_flight() -> None:
-    """One rank, one microbatch, stage of 8 bytes of which weight gradients need a quarter."""
+    """One rank, one microbatch, a stage of 8 bytes, held until weights have their gradients."""
     timeline = simulate(draw_schedule("interleaved_zb", 1, 1, 1), EQUAL)
-    assert timeline.ranks[0].held([8.0], 0.25) == [(0.0, 8.0), (2.0, 2.0), (3.0, 0.0)]
-    assert timeline.peak_bytes(8.0, 0.25) == [8.0]
+    assert timeline.ranks[0].held([8.0]) == [(0.0, 8.0), (3.0, 0.0)]
+    assert timeline.peak_bytes(8.0) == [8.0]
     both = simulate(draw_schedule("1f1b", 2, 4), EQUAL).peak_bytes([10.0, 100.0])
     assert both == [20.0, 100.0]
 
@@ -111,8 +110,6 @@ def test_pairs_in_turn_late_or_fused() -> None:
     assert simulate(drawn, EQUAL, Pairing.IN_TURN).total_s == 49
     assert simulate(drawn, EQUAL, Pairing.LATE_SENDS).total_s == 50
     assert simulate(drawn, EQUAL, Pairing.FUSED).total_s == 50
-    gained = Times(1.0, 1.0, 1.0, overlap=0.8)
-    assert simulate(drawn, gained, Pairing.FUSED).total_s < 48
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])

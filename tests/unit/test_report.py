@@ -5,8 +5,10 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from paceline.compare import Side, compare_sides
 from paceline.config.schema import LaunchConfig
 from paceline.errors import Outcome
 from paceline.launch.base import LaunchEnd, Order, draw_plan
@@ -17,6 +19,7 @@ from paceline.report import write_report
 from paceline.report.plots import Axes, Series, line_chart, smooth, stacked_bars, thin, ticks
 from paceline.run.conclude import Circumstances, conclude
 from paceline.schedules.actions import Action, Kind
+from paceline.stats.figures import measure_run
 from paceline.train.heartbeat import ActionMark, StepMark, read_action
 from tests.unit.test_plan import env as machine
 from tests.unit.test_plan import plan as make_test_plan
@@ -35,7 +38,7 @@ def run(tmp_path: Path) -> RunDir:
     plan = make_test_plan("launch.nproc=2", "name=fixture")
     plan.save(made.plan)
     machine().save(made.env)
-    made.config.write_text("name: fixture\n")
+    made.config.write_text("name: fixture\ntrain:\n  log_every: 5\n")
     order = Order(LaunchConfig(), plan.crew, machine(), 1, "train", "lm")
     draw_plan(order, argv=[], hosts=["box"]).save(made.launch)
     lines = [
@@ -76,13 +79,16 @@ def test_a_finished_run(run: RunDir) -> None:
     result = finish(run)
     assert (result.outcome, result.exit_code, result.steps) == (Outcome.OK, 0, 20)
     assert result.final_loss == pytest.approx(0.25) and result.val_loss == 2.0
-    assert result.window is not None and result.window.first_step == 6
+    assert result.window is not None and (result.window.first_step, result.window.last_step) == (
+        2,
+        20,
+    )
     # 32 samples/s of 1 GFLOP over 2 ranks.
     assert result.tflops_per_rank == pytest.approx(0.016)
     assert result.mfu is None and "no stated peak" in result.mfu_note
     assert result.peak_reserved_bytes == 2**21
     page, summary = run.report.read_text(), run.summary.read_text()
-    for text in ("4,096", "training.csv, steps 6 to 20", "rank 1", "byte-unigram entropy"):
+    for text in ("4,096", "training.csv, steps 2 to 20", "rank 1", "byte-unigram entropy"):
         assert text in page and text in summary
     cards = page.partition("<h2>Plan</h2>")[0]
     assert cards.count("steps 6 to 20") == 1, "the window is said once, not on every card"
@@ -152,6 +158,23 @@ def test_a_gpus_memory_and_utilisation_are_drawn(run: RunDir) -> None:
     captions = re.findall(r"<figcaption>(gpu\d)<span>([^<]*)", page)
     assert captions == [("gpu0", "at most 1 GiB"), ("gpu1", "at most 2 GiB")]
     assert "seconds 0: gpu0 93, gpu1 7" in page
+
+
+def test_train_report_and_compare_tell_one_rate_from_one_window(run: RunDir) -> None:
+    """The slow steps 1 to 8 are more than `observe.warmup_steps` marks: 12 of 0.5 s are left."""
+    slow = {f"{s},{5 / s},0.1,1.5,0.5,32,": f"{s},{5 / s},0.1,1.5,2,8," for s in range(1, 9)}
+    text = run.training.read_text()
+    for before, after in slow.items():
+        text = text.replace(f"\n{before}", f"\n{after}")
+    run.training.write_text(text)
+    result, figures = finish(run), measure_run(run)
+    assert figures is not None and str(result.window) == str(figures.window)
+    assert str(result.window) == "training.csv, steps 9 to 20"
+    assert result.samples_per_s == figures.samples_per_s == 32
+    assert result.steps_per_s == 2 and result.step_s is not None and result.step_s.p90 == 0.5
+    side = compare_sides([Side("a", [run], []), Side("b", [run], [])], "samples_per_s", 0.02)
+    assert (side.sides[0].value, side.sides[0].windows) == (32, [str(result.window)])
+    assert "samples/s | 32 | training.csv, steps 9 to 20" in run.summary.read_text()
 
 
 def test_the_page_needs_nothing_from_outside(run: RunDir) -> None:
@@ -292,12 +315,12 @@ def test_a_long_line_is_thinned_and_a_spike_in_it_is_still_seen() -> None:
 
 
 def test_smoothing_keeps_a_straight_line_and_needs_numbers() -> None:
-    straight = [(float(n), 2.0 * n) for n in range(100)]
+    straight = 2.0 * np.arange(100)
     line, num_steps = smooth(straight)
-    assert num_steps == 7 and line[50] == (50.0, 100.0)
-    assert line[0] == (0.0, 3.0), "the mean of steps 0 to 3"
-    assert smooth(straight[:10]) == ([], 0)
-    assert smooth([*straight, (100.0, math.nan)]) == ([], 0)
+    assert num_steps == 7 and line[50] == 100.0
+    assert line[0] == 3.0, "the mean of steps 0 to 3"
+    assert smooth(straight[:10])[1] == 0
+    assert smooth(np.append(straight, math.nan))[1] == 0
 
 
 def test_bars_of_many_ranks_are_the_slowest_and_the_fastest() -> None:

@@ -18,11 +18,11 @@ FALLING = tuple(5 - step / 20 for step in range(STEPS))
 
 def figures(rate: float, losses: Sequence[float] = FALLING, iter_ms: float = 10.0) -> RunFigures:
     return RunFigures(
-        samples_per_s=rate, tokens_per_s=None, first_step=6, last_step=STEPS, num_compile_steps=0,
-        compile_s=0.0, step_s_p50=0.01, step_s_p90=0.011, drift=0.0, standard_error=0.01,
-        blocks_s=(0.01,), tail_mean_iter_p50_ms=iter_ms, tail_std_iter_p50_ms=0.1,
-        all_mean_iter_p50_ms=iter_ms, all_std_iter_p50_ms=0.1, tail_points_used=6, points=(),
-        tail_loss=losses[-1], losses=tuple(losses), startup_s=1.0,
+        samples_per_s=rate, tokens_per_s=None, steps_per_s=rate / 8, first_step=6,
+        last_step=STEPS, num_compile_steps=0, compile_s=0.0, step_s_p50=0.01, step_s_p90=0.011,
+        drift=0.0, standard_error=0.01, blocks_s=(0.01,), tail_mean_iter_p50_ms=iter_ms,
+        tail_std_iter_p50_ms=0.1, all_mean_iter_p50_ms=iter_ms, all_std_iter_p50_ms=0.1,
+        tail_points_used=6, points=(), tail_loss=losses[-1], losses=tuple(losses), startup_s=1.0,
     )  # fmt: skip
 
 

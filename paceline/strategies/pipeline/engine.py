@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from paceline.checkpoint.pieces import Piece, Source
 from paceline.errors import ConfigError
 from paceline.records import Proof
+from paceline.records.phases import Phase
 from paceline.schedules.actions import Schedule
 from paceline.schedules.passes import Pass
 from paceline.strategies.base import EngineParts, Totals, normalise
@@ -83,7 +84,7 @@ class PipelineEngine(ModuleEngine):
         for number, (runner, microbatches) in enumerate(zip(runners, cut, strict=True)):
             self.recorder.begin(clock, number)
             runner.run(microbatches)
-        clock.enter("comm")
+        clock.enter(Phase.COMM)
         self._exchange()
         return self._totals()
 

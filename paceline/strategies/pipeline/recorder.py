@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from paceline.records.phases import Phase
 from paceline.schedules.actions import Action, Kind
 from paceline.schedules.passes import Pass, Timed
 from paceline.strategies.clock import Clock
 
 KEPT_PASSES = 24
-PHASES = {Kind.FORWARD: "forward"}  # all others are backward
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Recorder:
 
     def begin(self, clock: Clock, number: int) -> None:
         self.clock = clock
-        clock.enter("comm")
+        clock.enter(Phase.COMM)
         self._passes.append(_Open(clock.step, number, self._mark()))
 
     @contextmanager
@@ -47,7 +47,7 @@ class Recorder:
         if clock is None:  # shapes are learnt, or the model is evaluated
             yield
             return
-        clock.enter(PHASES.get(action.kind, "backward"))
+        clock.enter(Phase.FORWARD if action.kind is Kind.FORWARD else Phase.BACKWARD)
         clock.on_action(action)
         started = self._mark()
         try:
@@ -56,7 +56,7 @@ class Recorder:
             error.add_note(f"in {action.words}")
             raise
         self._passes[-1].marks.append((action, started, self._mark()))
-        clock.enter("comm")
+        clock.enter(Phase.COMM)
         clock.on_action(None)
 
     def order(self) -> list[Action]:
