@@ -1,6 +1,7 @@
 """A bench for faults: the real program in a folder of its own, and nothing of it left behind."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from tests import warm
 from tests.cli.program import Ran, environment
 
 JOB = """
@@ -41,6 +43,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.mark = folder, uuid.uuid4().hex
+        self.sessions: set[int] = set()
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
 
@@ -51,21 +54,28 @@ class Bench:
     def start(self, *arguments: str, before: tuple[str, ...] = (), **env: str) -> Any:
         marked = environment(**env) | {MARK: self.mark, "TMPDIR": str(self.temporary)}
         program = [*before, "-m", "paceline"] if before else [sys.executable, "-m", "paceline"]
-        return subprocess.Popen(
+        process = warm.start(
             [*program, *arguments], cwd=self.folder, env=marked, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
+        self.sessions.add(process.pid)
+        return process
 
     def train(self, trouble: str, *overrides: str, **env: str) -> Ran:
         words = ["train", self.job(trouble), *SMALL, *overrides, "--out", "run"]
         return finish(self.start(*words, **env))
 
     def processes(self) -> list[psutil.Process]:
+        """All that are alive: in the session of a program, or with the mark in what they were
+        started with, which forks of a warm server have not."""
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == self.mark:
+                is_ours = os.getsid(process.pid) in self.sessions
+                if is_ours or process.environ().get(MARK) == self.mark:
                     found.append(process)
+            except ProcessLookupError:
+                continue
             except psutil.Error:
                 continue
         return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
