@@ -67,12 +67,18 @@ def server_environment() -> dict[str, str]:
 def server() -> socket.socket:
     """The connection to this process's server, whose life ends with it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "tests.warm", str(theirs.fileno())], cwd=ROOT,
         env=server_environment(), pass_fds=[theirs.fileno()],
     )  # fmt: skip
     theirs.close()
+    atexit.register(_end_server, ours, process)
     return ours
+
+
+def _end_server(ours: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    ours.close()
+    process.wait(10)
 
 
 class Warm(subprocess.Popen[str]):
