@@ -6,25 +6,18 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import time
 from typing import Any
 
 import pytest
 
-from tests.cli.bench import JOB, SMALL, Bench, finish, wait_until
+from tests.cli.bench import SMALL, TORCHRUN, Bench, finish, ranked, wait_until
 from tests.cli.program import free_port
+from tests.jobs import LINE
 
 # The first call counts FLOPs, before step 1.
 ON_RANK_1 = "if os.environ['RANK'] == '1' and self.calls > 2: "
 pytestmark = pytest.mark.slow
-
-
-def ranked(rank: int, world: int, port: str, addr: str = "127.0.0.1") -> dict[str, str]:
-    return {
-        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": addr, "MASTER_PORT": port,
-    }  # fmt: skip
 
 
 # F1 to F8: before any rank trains
@@ -74,9 +67,6 @@ def test_f5_an_address_that_does_not_resolve(bench: Bench) -> None:
     ran = bench.train("pass", **ranked(1, 2, free_port(), addr="no-such-host.invalid"))
     assert ran.code == 3 and "MASTER_ADDR=no-such-host.invalid does not resolve" in ran.err
     assert time.monotonic() - started_at < 10
-
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
 def test_f6_a_broken_file_is_one_message_however_many_ranks(bench: Bench) -> None:
@@ -192,7 +182,7 @@ def test_a_rank_stuck_in_c_code_answers_too(bench: Bench) -> None:
 
 def test_the_start_deadline(bench: Bench) -> None:
     (bench.folder / "job.py").write_text(
-        JOB.replace("{trouble}", "pass").replace(
+        LINE.replace("{trouble}", "pass").replace(
             "def build_data(self, config, split): return",
             "def build_data(self, config, split):\n        time.sleep(1000)\n        return",
         )

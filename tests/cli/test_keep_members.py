@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.bench import SMALL, Bench, finish, wait_until
+from tests.cli.bench import SMALL, TORCHRUN, Bench, finish, ranked, wait_until
 from tests.cli.program import free_port
-from tests.cli.test_faults import TORCHRUN, ranked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

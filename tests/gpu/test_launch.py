@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.cli.program import environment, paceline
+from tests.jobs import write_line_job
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,6 +22,10 @@ JOB = [
     "model.dim=32", "train.steps=12", "train.eval_every=off", "precision.mode=fp32",
     "train.log_every=1", "optim.name=sgd",
 ]  # fmt: skip
+
+
+# A kernel that spins for minutes.
+HANG = "if self.calls > 3: torch.cuda._sleep(1 << 40); torch.cuda.synchronize()"
 
 
 def losses(run: Path) -> list[float]:
@@ -79,7 +84,7 @@ def test_under_torchrun_a_rank_takes_its_gpu(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_on_the_gpu_is_ended(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(HANGS)
+    write_line_job(tmp_path, HANG)
     ran = paceline(
         "train", "job.py:Job", "train.steps=4", "launch.progress_s=5", "launch.grace_s=5",
         "train.micro_batch_size=4", "--out", "run", cwd=tmp_path,
@@ -87,25 +92,3 @@ def test_a_rank_that_hangs_on_the_gpu_is_ended(tmp_path: Path) -> None:
     assert ran.code == 6 and "no progress for 5 s" in ran.err
     free, total = torch.cuda.mem_get_info()
     assert free > 0.9 * total, "the rank's memory has been given back"
-
-
-HANGS = """
-import torch
-from torch import nn
-from paceline import Workload
-
-class Data:
-    def __len__(self): return 64
-    def __getitem__(self, index): return torch.full((4,), index / 64)
-
-class Job(Workload):
-    calls = 0
-    def build_model(self, config): return nn.Linear(4, 1)
-    def build_data(self, config, split): return Data() if split == "train" else None
-    def loss(self, model, batch):
-        self.calls += 1
-        if self.calls > 3:
-            torch.cuda._sleep(1 << 40)  # a kernel that spins for minutes
-            torch.cuda.synchronize()
-        return model(batch).sum(), len(batch)
-"""

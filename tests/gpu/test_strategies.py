@@ -9,7 +9,7 @@ from paceline.errors import Outcome
 from paceline.records import Audit, Proof
 from paceline.verify.flow import run_verify
 from tests.harness import run_here
-from tests.ranks.test_verify import assert_proven
+from tests.proofs import assert_proven
 
 pytestmark = [
     pytest.mark.gpu,

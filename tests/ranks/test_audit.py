@@ -7,7 +7,7 @@ import pytest
 from paceline.errors import AuditError, Outcome
 from paceline.records import Audit, Proof
 from tests.harness import run_here, run_ranks
-from tests.ranks.test_parity import tiny_model
+from tests.parity import tiny_model
 
 SHORT = [*tiny_model(), "train.steps=4", "train.micro_batch_size=4"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks.test_checkpoint_any_to_any import (
+from tests.legs import (
     SAMPLES,
     Leg,
     assert_same_state,

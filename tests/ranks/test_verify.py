@@ -17,27 +17,12 @@ from paceline.plan.policy import effective_config
 from paceline.records.rundir import RunDir
 from paceline.records.tables import read_training
 from paceline.strategies.weights import fill_weights
-from paceline.verify.flow import run_verify
 from paceline.verify.judge import judge
 from paceline.verify.records import TrialHeld, VerifyReport
 from paceline.verify.trial import BYTES, EQUAL, POISONED, held_file, initial_file, state_file
 from paceline.verify.trials import expected_bytes
 from tests.conftest import needs_deepspeed
-
-CPU = ["launch.device=cpu"]
-
-
-def verify(names: list[str], overrides: list[str], folder: Path) -> VerifyReport:
-    return run_verify(names, [*CPU, *overrides], folder, lambda text: None)
-
-
-def assert_proven(report: VerifyReport, *names: str) -> None:
-    assert [proof.strategy for proof in report.proofs] == list(names)
-    for proof in report.proofs:
-        assert not proof.failure and not proof.skipped, proof
-        assert len(proof.checks) == 10
-        assert all(check.ok for check in proof.checks), proof
-    assert report.exit_code == 0
+from tests.proofs import CPU, assert_proven, verify
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.schedules.orders import NAMES
-from tests.ranks.test_verify import assert_proven, verify
+from tests.proofs import assert_proven, verify
 
 ALL = [f"pipeline_{name}" for name in NAMES]
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.cli.program import environment, free_port, paceline
+from tests.jobs import write_line_job
 from tests.schedulers.slurm import SlurmCluster, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -25,6 +26,7 @@ JOB = [
     "launch.device=cpu", "train.log_every=1", "optim.name=sgd",
 ]  # fmt: skip
 PACELINE = [sys.executable, "-m", "paceline"]
+BROKEN = "if os.environ['RANK'] == '1': raise ValueError('my own bug')"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 needs_slurm = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -300,7 +302,7 @@ def test_scancel_ends_ranks_in_order(cluster: SlurmCluster, tmp_path: Path) -> N
 def test_the_rank_that_fails_on_another_node_is_named(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    (tmp_path / "job.py").write_text(BROKEN)
+    write_line_job(tmp_path, BROKEN)
     argv = ["srun", "-N2", "--ntasks-per-node=1", *PACELINE, "train", "job.py:Job"]
     argv += ["train.steps=5", "train.micro_batch_size=4", "launch.device=cpu", "--out", "run"]
     done = cluster.run(argv, cwd=tmp_path, timeout=90)
@@ -309,25 +311,6 @@ def test_the_rank_that_fails_on_another_node_is_named(
     assert (result["failure"]["rank"], result["failure"]["host"]) == (1, "n2")
     assert "ValueError: my own bug" in done.stderr
     assert cluster.processes() == []
-
-
-BROKEN = """
-import os
-import torch
-from torch import nn
-from paceline import Workload
-
-class Data:
-    def __len__(self): return 64
-    def __getitem__(self, index): return torch.full((4,), index / 64)
-
-class Job(Workload):
-    def build_model(self, config): return nn.Linear(4, 1)
-    def build_data(self, config, split): return Data() if split == "train" else None
-    def loss(self, model, batch):
-        if os.environ["RANK"] == "1": raise ValueError("my own bug")
-        return model(batch).sum(), len(batch)
-"""
 
 
 @needs_slurm

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.slurm import batch_script
-from tests.unit.test_launch import draw
+from tests.machines import draw
 
 # Told that time is up it says 75, as a run does that has written its checkpoint.
 PACELINE = """#!/bin/bash
