@@ -152,7 +152,7 @@ def test_f15_ranks_die_with_a_killed_torchrun(bench: Bench) -> None:
 
 def test_f18_a_stopped_rank_is_named_and_killed(bench: Bench) -> None:
     trouble = f"{ON_RANK_1} os.kill(os.getpid(), 19)"
-    ran = bench.train(trouble, "launch.nproc=2", "launch.progress_s=3", "launch.grace_s=5")
+    ran = bench.train(trouble, "launch.nproc=2", "launch.progress_s=2", "launch.grace_s=2")
     assert ran.code == 6, ran.err
     failure = bench.result()["failure"]
     assert failure["rank"] == 1 and "stopped by a signal" in failure["message"]
@@ -160,7 +160,7 @@ def test_f18_a_stopped_rank_is_named_and_killed(bench: Bench) -> None:
 
 def test_f19_a_sleeping_rank_is_named_with_its_line(bench: Bench) -> None:
     trouble = f"{ON_RANK_1} time.sleep(1000)"
-    ran = bench.train(trouble, "launch.nproc=2", "launch.progress_s=3", "launch.grace_s=5")
+    ran = bench.train(trouble, "launch.nproc=2", "launch.progress_s=2", "launch.grace_s=2")
     assert ran.code == 6, ran.err
     failure = bench.result()["failure"]
     assert failure["rank"] == 1 and "no progress for 3 s" in failure["message"]
@@ -174,7 +174,7 @@ def test_f19_a_sleeping_rank_is_named_with_its_line(bench: Bench) -> None:
 
 def test_a_rank_stuck_in_c_code_answers_too(bench: Bench) -> None:
     trouble = f"{ON_RANK_1} ctypes.PyDLL(None).sleep(1000)"  # holds the GIL
-    ran = bench.train(trouble, "launch.nproc=2", "launch.progress_s=8", "launch.grace_s=5")
+    ran = bench.train(trouble, "launch.nproc=2", "launch.progress_s=4", "launch.grace_s=2")
     assert ran.code == 6, ran.err
     failure = bench.result()["failure"]
     assert failure["rank"] == 1 and "job.py:" in failure["message"]
@@ -187,16 +187,16 @@ def test_the_start_deadline(bench: Bench) -> None:
             "def build_data(self, config, split):\n        time.sleep(1000)\n        return",
         )
     )
-    words = ["train", "job.py:Job", *SMALL, "launch.start_s=4", "--out", "run"]
+    words = ["train", "job.py:Job", *SMALL, "launch.start_s=3", "--out", "run"]
     ran = finish(bench.start(*words))
-    assert ran.code == 6 and "had not begun on every rank after 4 s" in ran.err
+    assert ran.code == 6 and "had not begun on every rank after 3 s" in ran.err
     assert "build_data" in ran.err
 
 
 def test_the_total_deadline_kills_who_ignores_term(bench: Bench) -> None:
     ignore = "import signal; signal.signal(15, signal.SIG_IGN); time.sleep(0.05)"
-    ran = bench.train(ignore, "launch.total_s=6", "launch.grace_s=1", "train.steps=9999")
-    assert ran.code == 6 and "took longer than 6 s" in ran.err
+    ran = bench.train(ignore, "launch.total_s=4", "launch.grace_s=1", "train.steps=9999")
+    assert ran.code == 6 and "took longer than 4 s" in ran.err
 
 
 def test_the_timeout_of_collectives_reaches_the_group(bench: Bench) -> None:
@@ -210,7 +210,7 @@ def test_the_timeout_of_collectives_reaches_the_group(bench: Bench) -> None:
 
 def test_a_thread_that_goes_on_does_not_keep_a_finished_rank(bench: Bench) -> None:
     thread = "import threading; threading.Thread(target=time.sleep, args=(1e6,)).start()"
-    assert bench.train(thread, "launch.nproc=2", "launch.grace_s=5").code == 0
+    assert bench.train(thread, "launch.nproc=2", "launch.grace_s=1").code == 0
 
 
 def test_a_rank_that_aborts_after_its_verdict_has_finished(bench: Bench) -> None:

@@ -6,15 +6,15 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cli.bench import Bench, finish, wait_until
 from tests.cli.program import paceline
+from tests.skips import needs_gpu
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_gpu,
 ]
 TINY = [
     "data.source=synthetic", "data.synthetic_samples=512", "data.seq_len=128", "model.dim=256",

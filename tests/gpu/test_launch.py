@@ -11,11 +11,12 @@ import torch
 
 from tests.cli.program import environment, paceline
 from tests.jobs import write_line_job
+from tests.skips import needs_gpu
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(240),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_gpu,
 ]
 JOB = [
     "lm_tiny", "data.source=synthetic", "data.synthetic_samples=512", "data.seq_len=16",

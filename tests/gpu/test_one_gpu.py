@@ -11,10 +11,11 @@ from paceline.errors import Outcome
 from tests.cli.program import paceline
 from tests.harness import run_here
 from tests.jobs import BAD_SETTINGS, poisoned_sample, write_bad_job
+from tests.skips import needs_gpu
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_gpu,
 ]
 
 TINY = [

@@ -10,11 +10,12 @@ from paceline.records import Audit, Proof
 from paceline.verify.flow import run_verify
 from tests.harness import run_here
 from tests.proofs import assert_proven
+from tests.skips import needs_gpu
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_gpu,
 ]
 TINY = [
     "data.source=synthetic", "data.synthetic_samples=512", "data.seq_len=128", "model.dim=256",

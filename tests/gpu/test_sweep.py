@@ -5,14 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cli.program import paceline
+from tests.skips import needs_gpu
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_gpu,
 ]
 
 

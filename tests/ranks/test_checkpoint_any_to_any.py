@@ -15,7 +15,6 @@ from torch import Tensor
 from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.pieces import SECTIONS, moment_name
 from paceline.strategies.stored import SCALER
-from tests.conftest import needs_deepspeed
 from tests.legs import (
     STEPS,
     Leg,
@@ -25,6 +24,7 @@ from tests.legs import (
     run_chain,
     run_legs,
 )
+from tests.skips import needs_deepspeed
 
 # Sizes that nothing divides, a tied weight, buffers, a frozen weight, and weights with fewer rows
 # than there are ranks.
@@ -133,13 +133,14 @@ def test_every_strategy_of_ours(leg: Leg, first: Path, native: dict[Leg, Path]) 
     assert_same_state(first, native[leg])
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_deepspeed_and_back(job: str, first: Path, tmp_path: Path) -> None:
     for folder in run_chain(tmp_path, job, DEEPSPEED, first).values():
         assert_same_state(first, folder)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_deepspeed
 @pytest.mark.parametrize("stage", range(4))
 def test_what_deepspeed_trained_is_read_by_others(job: str, stage: int, tmp_path: Path) -> None:

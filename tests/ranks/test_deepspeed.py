@@ -4,7 +4,6 @@ all untouched; what it holds is what was estimated."""
 import math
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,9 @@ from tests.jobs import BAD_SETTINGS as COMMON
 from tests.jobs import BAD_STEPS as STEPS
 from tests.jobs import poisoned_sample, write_bad_job
 from tests.parity import BATCH, SGD, assert_same, tiny_model
+from tests.skips import needs_deepspeed
 
-pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed not installed")
+pytestmark = needs_deepspeed
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 

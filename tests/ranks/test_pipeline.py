@@ -35,7 +35,7 @@ def test_two_pipelines_of_two_ranks(inner: str, untied: RankEnds, tmp_path: Path
         assert_same(untied, ends, name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("inner", INNERS)
 def test_two_pipelines_of_every_other_schedule(
     inner: str, untied: RankEnds, tmp_path: Path
@@ -136,7 +136,7 @@ def test_half_precision_computes_nearly_the_same(untied: RankEnds, tmp_path: Pat
         assert {w.dtype for w in ends.states[0].weights.values()} == {torch.float32}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_stages(untied: RankEnds, tmp_path: Path) -> None:
     compiled = [*UNTIED, *pipeline("1f1b"), "train.compile=default"]
     ends = run_each(tmp_path, "lm_tiny", {"compiled": compiled})["compiled"]

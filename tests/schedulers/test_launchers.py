@@ -17,6 +17,7 @@ import pytest
 from tests.cli.program import environment, free_port, paceline
 from tests.jobs import write_line_job
 from tests.schedulers.slurm import SlurmCluster, why_not
+from tests.skips import needs_deepspeed, needs_mpi
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -29,11 +30,8 @@ PACELINE = [sys.executable, "-m", "paceline"]
 BROKEN = "if os.environ['RANK'] == '1': raise ValueError('my own bug')"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
-needs_slurm = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
-needs_deepspeed = pytest.mark.skipif(
-    not (Path(sys.executable).parent / "deepspeed").exists(), reason="deepspeed is not installed"
-)
+needs_slurm = pytest.mark.skipif(why_not() is not None, reason=f"SLURM: {why_not()}")
+nightly = pytest.mark.nightly
 
 
 def losses(run: Path) -> list[float]:
@@ -113,6 +111,7 @@ def test_deepspeed_started_by_paceline(expected: dict[int, list[float]], tmp_pat
 DEEPSPEED = ["strategy.name=deepspeed", "strategy.stage=2"]
 
 
+@nightly
 @needs_deepspeed
 def test_deepspeed_under_its_own_launcher(expected: dict[int, list[float]], tmp_path: Path) -> None:
     """The strategy under the launcher of the same name: the losses of ddp under ours."""
@@ -130,6 +129,7 @@ def test_deepspeed_under_our_launcher(expected: dict[int, list[float]], tmp_path
     assert "DeepSpeed's config" in (tmp_path / "run/ranks/rank1/log.txt").read_text()
 
 
+@nightly
 @needs_mpi
 @needs_deepspeed
 def test_deepspeed_under_mpirun(expected: dict[int, list[float]], tmp_path: Path) -> None:
@@ -184,6 +184,7 @@ def test_srun_started_by_paceline(
     assert cluster.processes() == []
 
 
+@nightly
 @needs_slurm
 def test_a_lone_process_in_a_job_waits_for_nobody(
     expected: dict[int, list[float]], cluster: SlurmCluster, tmp_path: Path
@@ -200,6 +201,7 @@ def test_a_lone_process_in_a_job_waits_for_nobody(
     assert launcher_of(tmp_path / "run") == "local" and "has 2 nodes" in said
 
 
+@nightly
 @needs_slurm
 @needs_mpi
 def test_mpirun_inside_a_slurm_job(
@@ -313,6 +315,7 @@ def test_the_rank_that_fails_on_another_node_is_named(
     assert cluster.processes() == []
 
 
+@nightly
 @needs_slurm
 def test_two_torchrun_agents_meet_as_two_nodes(
     expected: dict[int, list[float]], cluster: SlurmCluster, tmp_path: Path
@@ -329,6 +332,7 @@ def test_two_torchrun_agents_meet_as_two_nodes(
     assert {rank["host"] for rank in launch["ranks"]} == {"n1", "n2"}
 
 
+@nightly
 def test_paceline_starts_one_torchrun_of_two(
     expected: dict[int, list[float]], tmp_path: Path
 ) -> None:
@@ -351,6 +355,7 @@ def test_paceline_starts_one_torchrun_of_two(
     same(tmp_path / "run", expected[2])
 
 
+@nightly
 @needs_slurm
 def test_check_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
     argv = ["srun", "-N2", "--ntasks-per-node=1", *PACELINE, "check", "--json"]
@@ -361,12 +366,17 @@ def test_check_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
     assert report["group"]["correctness"]["wrong"] == [] and len(report["group"]["pairs"]) == 1
 
 
-STARTERS = ["torchrun", pytest.param("mpi", marks=needs_mpi)]
-STARTERS += [pytest.param("deepspeed", marks=needs_deepspeed)]
+STARTERS = [
+    ("torchrun", signal.SIGKILL),
+    pytest.param("mpi", signal.SIGINT, marks=needs_mpi),
+    pytest.param("deepspeed", signal.SIGKILL, marks=needs_deepspeed),
+    pytest.param("torchrun", signal.SIGINT, marks=nightly),
+    pytest.param("mpi", signal.SIGKILL, marks=[needs_mpi, nightly]),
+    pytest.param("deepspeed", signal.SIGINT, marks=[needs_deepspeed, nightly]),
+]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("by", STARTERS)
+@pytest.mark.parametrize(("by", "number"), STARTERS)
 def test_nothing_outlives_a_command_that_paceline_started(
     by: str, number: signal.Signals, tmp_path: Path
 ) -> None:
