@@ -35,8 +35,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_", "TORCH_", "LC_", "LANG", "NO_COLOR", "COLUMNS")
-# Deaf as its importer (the fork server), and a program's own first file.
-NOT_PRELOADED = {"paceline.launch.nursery", "paceline.__main__", "paceline.launch.member"}
 MAX_REQUEST = 1 << 18
 FIRST_FREE_FD = 300
 DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
@@ -167,10 +165,20 @@ def preload() -> None:
     import paceline
 
     for module in pkgutil.walk_packages(paceline.__path__, "paceline."):
-        if module.name not in NOT_PRELOADED:
-            importlib.import_module(module.name)
+        if not module.name.endswith("__main__"):
+            _import(module.name)
     gc.collect()
     gc.freeze()  # pages that no collection touches stay shared
+
+
+def _import(name: str) -> None:
+    """What changes its importer's signals is meant for the fork server, which shall import it."""
+    before = {number: signal.getsignal(number) for number in DEAF_TO}
+    importlib.import_module(name)
+    if before != {number: signal.getsignal(number) for number in DEAF_TO}:
+        del sys.modules[name]
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def serve(control: socket.socket) -> Callable[[], None] | None:

@@ -33,6 +33,7 @@ def losses(run: Path) -> list[float]:
     return [float(row.split(",")[1]) for row in (run / "training.csv").read_text().splitlines()[1:]]
 
 
+@pytest.mark.serial
 def test_check_takes_less_than_45_s_and_keeps_the_rates(tmp_path: Path) -> None:
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     started_at = time.monotonic()
@@ -84,6 +85,7 @@ def test_under_torchrun_a_rank_takes_its_gpu(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "run")) == 12
 
 
+@pytest.mark.serial
 def test_a_rank_that_hangs_on_the_gpu_is_ended(tmp_path: Path) -> None:
     write_line_job(tmp_path, HANG)
     ran = paceline(

@@ -42,6 +42,7 @@ def test_the_command_line_trains_on_the_gpu(tmp_path: Path) -> None:
     assert state < result["peak_active_bytes"], "activations come on top of the state"
 
 
+@pytest.mark.serial
 def test_phases_fill_the_wall_time(tmp_path: Path) -> None:
     from paceline.records.tables import read_steps
 
