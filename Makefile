@@ -3,22 +3,38 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all alone check launchers figures format clean
+.PHONY: demo test test-all test-nightly test-gpu check launchers figures format clean
 
 demo: $(READY)
 	$(BIN)/paceline demo
 
+# Markers say where a test runs: none: here; slow: in CI; nightly; serial: with nothing beside it.
+ELSEWHERE := not gpu and not figure
+QUICK := not slow and not nightly and $(ELSEWHERE)
+CI := not nightly and $(ELSEWHERE)
+NIGHTLY := nightly and $(ELSEWHERE)
+
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not figure"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "$(QUICK) and not serial"
+	$(BIN)/python -m pytest -m "$(QUICK) and serial"
 
-# Two tests at once, each of several processes, on as few as two cores: what fails there is run once
-# more, alone, and shown both times. What fails alone fails.
 test-all: $(READY)
-	$(BIN)/python -m pytest -m "not figure" -n 2 --dist loadgroup || $(MAKE) --no-print-directory alone
+	$(BIN)/python scripts/test_strictly -m "$(CI) and not serial"
+	$(BIN)/python -m pytest -m "$(CI) and serial"
 
-alone: $(READY)
-	@echo "ONCE MORE, ALONE: the tests that failed above"
-	$(BIN)/python -m pytest -m "not figure" --last-failed --last-failed-no-failures none
+test-nightly: $(READY) launchers
+	$(BIN)/python scripts/test_strictly -m "$(NIGHTLY) and not serial"
+	$(BIN)/python -m pytest -m "$(NIGHTLY) and serial"
+
+# On a machine with a GPU where nothing can be installed: any python3 that has torch, and what else
+# is needed in a folder of PYTHONPATH. Side by side where pytest-xdist is among it.
+PYTHON ?= python3
+HERE = OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} PACELINE_REQUIRED=gpu
+BESIDE = $$($(PYTHON) -c "import importlib.util as u; print('-n 4' if u.find_spec('xdist') else '')")
+
+test-gpu:
+	$(HERE) $(PYTHON) -m pytest tests/gpu -m "gpu and not serial and not nightly" $(BESIDE)
+	$(HERE) $(PYTHON) -m pytest tests/gpu -m "gpu and serial and not nightly"
 
 check: $(READY)
 	$(BIN)/ruff check .

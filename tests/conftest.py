@@ -6,10 +6,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some virtual machines report AMX and trap on it, which kills bf16 on the CPU.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-from importlib.util import find_spec
+import json
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.skips import require_reason
 
 SLOWEST = (
     "test_docs.py", "test_keep_", "test_deepspeed.py", "test_launchers.py", "test_soak.py",
@@ -44,9 +48,8 @@ def tiny(tmp_path: Path) -> list[str]:
     ]
 
 
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="deepspeed is not installed: make launchers"
-)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--failures", type=Path, help="write failed tests and what they said there")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,3 +61,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(group))
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: not item.path.name.startswith(SLOWEST))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, Any]:
+    return require_reason((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, Any]:
+    return require_reason((yield))
+
+
+FAILURES: dict[str, str] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        FAILURES[report.nodeid.partition("@")[0]] = report.longreprtext
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--failures")
+    if path is not None and "PYTEST_XDIST_WORKER" not in os.environ:
+        path.write_text(json.dumps(FAILURES))

@@ -6,6 +6,7 @@
 import json
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from paceline.strategies.base import Engine, EngineParts
 from paceline.strategies.stored import SCALER
 from paceline.train.worker import RankRun
 
-TIMEOUT_S = 90
+TIMEOUT_S, EACH_S = 90, 20
 multiprocessing.set_forkserver_preload(["tests.harness"])
 
 
@@ -128,7 +129,8 @@ def run_each(folder: Path, source: str, cases: dict[str, list[str]]) -> dict[str
     runs = {name: prepare_run(folder / name, source, cases[name])[1:] for name in cases}
     [world_size] = {plan.world_size for plan, _ in runs.values()}
     dirs = [(run, cases[name]) for name, (_, run) in runs.items()]
-    start_ranks(RunDir(folder), world_size, partial(_train_each, source, dirs))
+    limit_s = TIMEOUT_S + EACH_S * len(cases)
+    start_ranks(RunDir(folder), world_size, partial(_train_each, source, dirs), limit_s)
     return {name: _ends(run, world_size) for name, (_, run) in runs.items()}
 
 
@@ -141,7 +143,12 @@ def _ends(run: RunDir, world_size: int) -> RankEnds:
     )
 
 
-def start_ranks(run: RunDir, world_size: int, work: Callable[[RunDir, Place], object]) -> None:
+def start_ranks(
+    run: RunDir,
+    world_size: int,
+    work: Callable[[RunDir, Place], object],
+    limit_s: float = TIMEOUT_S,
+) -> None:
     """`work` on each of so many processes, which have joined a group; what one raised is raised
     here."""
     context = multiprocessing.get_context("forkserver")
@@ -151,14 +158,15 @@ def start_ranks(run: RunDir, world_size: int, work: Callable[[RunDir, Place], ob
     ]
     for process in processes:
         process.start()
+    deadline = time.monotonic() + limit_s
     for process in processes:
-        process.join(TIMEOUT_S)
+        process.join(max(0.0, deadline - time.monotonic()))
     stuck = [process for process in processes if process.is_alive()]
     for process in stuck:
         process.kill()
     failures = [path.read_text() for path in run.ranks.glob("*/error.txt")]
     assert not failures, "\n".join(failures)
-    assert not stuck, f"{len(stuck)} ranks did not finish in {TIMEOUT_S} s"
+    assert not stuck, f"{len(stuck)} ranks did not finish in {limit_s:g} s"
 
 
 def run_here(folder: Path, source: str, overrides: list[str]) -> RankEnds:

@@ -12,7 +12,7 @@ from paceline.plan.planner import make_plan
 from paceline.records import Env, Fingerprints, Plan, Result
 from paceline.records.rundir import RunDir
 from paceline.sweep.manifest import COLUMNS, FAILED, NOT_THERE, SUCCESS, Row
-from tests.unit.test_plan import env as machine
+from tests.machines import machine
 
 TRAINING = "step,loss,lr,grad_norm,step_s,samples_per_s,tokens_per_s,skipped,warmup,val_loss\n"
 STEPS = "step,warmup,wall_s,data_s,forward_s,backward_s,optimizer_s,eval_s,other_s,unaccounted_s\n"

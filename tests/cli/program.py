@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import warm
+
 TIMEOUT_S = 110
 
 
@@ -34,18 +36,24 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"} | more
 
 
-def paceline(*arguments: str, cwd: Path, **env: str) -> Ran:
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline", *arguments],
-        cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
-    return Ran(done.returncode, done.stdout, done.stderr)
+def paceline(*arguments: str, cwd: Path, cold: bool = False, **env: str) -> Ran:
+    """Run the program to its end. `cold`: as a user's shell starts it, torch's import included."""
+    process = start(*arguments, cwd=cwd, cold=cold, new_session=False, **env)
+    with process:
+        try:
+            out, err = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return Ran(process.returncode, out, err)
 
 
-def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+def start(
+    *arguments: str, cwd: Path, cold: bool = False, new_session: bool = True, **env: str
+) -> subprocess.Popen[str]:
     """The program in the background, in a session of its own as from a terminal."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "paceline", *arguments],
-        cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+    starter = subprocess.Popen if cold else warm.start
+    return starter(
+        [sys.executable, "-m", "paceline", *arguments], cwd=cwd, env=environment(**env),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=new_session,
     )  # fmt: skip

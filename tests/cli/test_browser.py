@@ -8,9 +8,8 @@ import pytest
 
 from paceline.records.rundir import RunDir
 from paceline.sweep.outputs import write_outputs
+from tests.reported import finish, write_run
 from tests.sweeps import draw_sweep
-from tests.unit.test_report import finish
-from tests.unit.test_report import run as run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 QUIET = [
@@ -20,6 +19,11 @@ QUIET = [
 ]  # fmt: skip
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return write_run(tmp_path / "run")
 
 
 def browse(tmp_path: Path, page: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

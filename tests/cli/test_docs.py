@@ -4,9 +4,10 @@ of the block's own; keys, defaults and links exist.
     paceline train lm_tiny launch.nprocs=2   # exit 2      the code that is expected, 0 unless told
 
 A text block right after a bash block is what its last command prints; `...` stands for anything.
+In CI every command is parsed and, where its verb can, planned, and one block of each page is run;
+all blocks are run at night.
 """
 
-import os
 import re
 import shlex
 import shutil
@@ -22,7 +23,9 @@ import pytest
 from paceline.config.describe import iter_keys
 from paceline.config.schema import CheckpointConfig, LaunchConfig
 from paceline.job import load_job
+from tests import warm
 from tests.cli.program import Ran, environment, free_port
+from tests.docs import EXIT, PATH, check_command, our_words, parse, settings
 from tests.schedulers.slurm import SlurmCluster, why_not
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +35,6 @@ PAGES = (
 )  # fmt: skip
 COMMAND_S = 120
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-EXIT = re.compile(r"\s+# exit (\d+)$")
 SCHEDULED = ("srun", "salloc", "sbatch")
 NEEDS = {  # a word of a command, and the program that it needs
     "torchrun": "torchrun", "mpirun": "mpirun", "deepspeed": "deepspeed",
@@ -45,8 +47,6 @@ NO_KEYS = {
     "audit.json", "launch.json", "train.log", "data.json", "launch.nprocs", "model.safetensors",
 }  # fmt: skip
 OPEN_MAPS = ("launch.env", "strategy.deepspeed_config", "model.hf_config")
-BIN = str(Path(sys.executable).parent)
-PATH = f"{BIN}{os.pathsep}{os.environ['PATH']}"
 
 
 @dataclass(frozen=True)
@@ -84,17 +84,16 @@ MINE, CODE = (
 )
 
 
-def settings() -> dict[str, str]:
-    """Ranks on CPU on any machine; Open MPI asks this of root; caches of the tests' own."""
-    here = {"PATH": PATH, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if Path("/dev/nvidia0").exists() else {}
-    return here | no_gpu | {"DS_ACCELERATOR": "cpu"}
-
-
 def start(command: str, folder: Path) -> subprocess.Popen[str]:
+    """Warm where it is nothing but our program; all else is for a shell."""
     own = {"XDG_CACHE_HOME": str(folder / "cache")}  # rates that a check kept are not another's
-    return subprocess.Popen(
-        ["bash", "-c", command], cwd=folder, env=environment(**settings(), **own), text=True,
+    ours = our_words(command)
+    if ours is None or "launch.launcher=deepspeed" in command:
+        env, argv, starter = {}, ["bash", "-c", command], subprocess.Popen
+    else:
+        env, argv, starter = ours[0], [sys.executable, "-m", "paceline", *ours[1]], warm.start
+    return starter(
+        argv, cwd=folder, env=environment(**settings(), **own, **env), text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
@@ -159,9 +158,53 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield found
 
 
+# The block of each page that CI runs, by words that stand in it.
+IN_CI = {
+    "launching": "paceline train mine.yaml launch.nproc=2",
+    "checking": "NCCL_TIMEOUT=1800",
+    "troubleshooting": "optim.lr=1e30",
+    "strategies": "strategy.comm_hook=bf16",
+    "mae": "qkv_bias=false",
+    "checkpoints": "paceline checkpoints convert",
+    "sweeping": "tokens_per_s>=39",
+    "bench": "paceline compare before after",
+    "pipelines": "--times measured",
+}
+
+
+def is_in_ci(block: Block) -> bool:
+    return any(IN_CI[block.name.partition(":")[0]] in command for command in block.commands)
+
+
+def test_one_block_of_each_page_is_run() -> None:
+    chosen = [block.name.partition(":")[0] for block in BLOCKS if is_in_ci(block)]
+    assert chosen == list(dict.fromkeys(block.name.partition(":")[0] for block in BLOCKS))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("page", sorted(IN_CI))
+def test_every_command_is_parsed_and_planned(page: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(*MINE)
+    commands = [command for block in blocks_of(page) for command in block.commands]
+    assert sum(check_command(command, tmp_path) for command in commands) > 0
+
+
+def test_a_flag_that_is_not_there_does_not_parse() -> None:
+    parse(["bench", "run", "ddp", "--repeats", "2"])
+    with pytest.raises(Exception, match="No such option: --repeat"):
+        parse(["bench", "run", "ddp", "--repeat", "2"])
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("block", BLOCKS, ids=[block.name for block in BLOCKS])
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(
+            block, id=block.name, marks=pytest.mark.slow if is_in_ci(block) else pytest.mark.nightly
+        )
+        for block in BLOCKS
+    ],
+)
 def test_the_commands_of_a_block(
     block: Block, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

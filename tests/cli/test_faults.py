@@ -6,25 +6,18 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import time
 from typing import Any
 
 import pytest
 
-from tests.cli.bench import JOB, SMALL, Bench, finish, wait_until
+from tests.cli.bench import SMALL, TORCHRUN, Bench, finish, ranked, wait_until
 from tests.cli.program import free_port
+from tests.jobs import LINE
 
 # The first call counts FLOPs, before step 1.
 ON_RANK_1 = "if os.environ['RANK'] == '1' and self.calls > 2: "
 pytestmark = pytest.mark.slow
-
-
-def ranked(rank: int, world: int, port: str, addr: str = "127.0.0.1") -> dict[str, str]:
-    return {
-        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": addr, "MASTER_PORT": port,
-    }  # fmt: skip
 
 
 # F1 to F8: before any rank trains
@@ -74,9 +67,6 @@ def test_f5_an_address_that_does_not_resolve(bench: Bench) -> None:
     ran = bench.train("pass", **ranked(1, 2, free_port(), addr="no-such-host.invalid"))
     assert ran.code == 3 and "MASTER_ADDR=no-such-host.invalid does not resolve" in ran.err
     assert time.monotonic() - started_at < 10
-
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
 def test_f6_a_broken_file_is_one_message_however_many_ranks(bench: Bench) -> None:
@@ -162,7 +152,7 @@ def test_f15_ranks_die_with_a_killed_torchrun(bench: Bench) -> None:
 
 def test_f18_a_stopped_rank_is_named_and_killed(bench: Bench) -> None:
     trouble = f"{ON_RANK_1} os.kill(os.getpid(), 19)"
-    ran = bench.train(trouble, "launch.nproc=2", "launch.progress_s=3", "launch.grace_s=5")
+    ran = bench.train(trouble, "launch.nproc=2", "launch.progress_s=2", "launch.grace_s=2")
     assert ran.code == 6, ran.err
     failure = bench.result()["failure"]
     assert failure["rank"] == 1 and "stopped by a signal" in failure["message"]
@@ -170,10 +160,10 @@ def test_f18_a_stopped_rank_is_named_and_killed(bench: Bench) -> None:
 
 def test_f19_a_sleeping_rank_is_named_with_its_line(bench: Bench) -> None:
     trouble = f"{ON_RANK_1} time.sleep(1000)"
-    ran = bench.train(trouble, "launch.nproc=2", "launch.progress_s=3", "launch.grace_s=5")
+    ran = bench.train(trouble, "launch.nproc=2", "launch.progress_s=2", "launch.grace_s=2")
     assert ran.code == 6, ran.err
     failure = bench.result()["failure"]
-    assert failure["rank"] == 1 and "no progress for 3 s" in failure["message"]
+    assert failure["rank"] == 1 and "no progress for 2 s" in failure["message"]
     assert "job.py:" in failure["message"] and "it alone is not inside torch" in failure["message"]
     for rank in (0, 1):
         assert (
@@ -184,7 +174,7 @@ def test_f19_a_sleeping_rank_is_named_with_its_line(bench: Bench) -> None:
 
 def test_a_rank_stuck_in_c_code_answers_too(bench: Bench) -> None:
     trouble = f"{ON_RANK_1} ctypes.PyDLL(None).sleep(1000)"  # holds the GIL
-    ran = bench.train(trouble, "launch.nproc=2", "launch.progress_s=8", "launch.grace_s=5")
+    ran = bench.train(trouble, "launch.nproc=2", "launch.progress_s=4", "launch.grace_s=2")
     assert ran.code == 6, ran.err
     failure = bench.result()["failure"]
     assert failure["rank"] == 1 and "job.py:" in failure["message"]
@@ -192,21 +182,21 @@ def test_a_rank_stuck_in_c_code_answers_too(bench: Bench) -> None:
 
 def test_the_start_deadline(bench: Bench) -> None:
     (bench.folder / "job.py").write_text(
-        JOB.replace("{trouble}", "pass").replace(
+        LINE.replace("{trouble}", "pass").replace(
             "def build_data(self, config, split): return",
             "def build_data(self, config, split):\n        time.sleep(1000)\n        return",
         )
     )
-    words = ["train", "job.py:Job", *SMALL, "launch.start_s=4", "--out", "run"]
+    words = ["train", "job.py:Job", *SMALL, "launch.start_s=3", "--out", "run"]
     ran = finish(bench.start(*words))
-    assert ran.code == 6 and "had not begun on every rank after 4 s" in ran.err
+    assert ran.code == 6 and "had not begun on every rank after 3 s" in ran.err
     assert "build_data" in ran.err
 
 
 def test_the_total_deadline_kills_who_ignores_term(bench: Bench) -> None:
     ignore = "import signal; signal.signal(15, signal.SIG_IGN); time.sleep(0.05)"
-    ran = bench.train(ignore, "launch.total_s=6", "launch.grace_s=1", "train.steps=9999")
-    assert ran.code == 6 and "took longer than 6 s" in ran.err
+    ran = bench.train(ignore, "launch.total_s=4", "launch.grace_s=1", "train.steps=9999")
+    assert ran.code == 6 and "took longer than 4 s" in ran.err
 
 
 def test_the_timeout_of_collectives_reaches_the_group(bench: Bench) -> None:
@@ -220,7 +210,7 @@ def test_the_timeout_of_collectives_reaches_the_group(bench: Bench) -> None:
 
 def test_a_thread_that_goes_on_does_not_keep_a_finished_rank(bench: Bench) -> None:
     thread = "import threading; threading.Thread(target=time.sleep, args=(1e6,)).start()"
-    assert bench.train(thread, "launch.nproc=2", "launch.grace_s=5").code == 0
+    assert bench.train(thread, "launch.nproc=2", "launch.grace_s=1").code == 0
 
 
 def test_a_rank_that_aborts_after_its_verdict_has_finished(bench: Bench) -> None:

@@ -3,7 +3,6 @@ for all, and a signal reaches them whatever the launcher does with it."""
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -11,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.cli.bench import SMALL, Bench, finish, wait_until
+from tests.cli.bench import SMALL, TORCHRUN, Bench, finish, ranked, wait_until
 from tests.cli.program import free_port
-from tests.cli.test_faults import TORCHRUN, ranked
+from tests.skips import needs_mpi
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -23,7 +22,6 @@ ONCE = (
 )
 KILL = "os.kill(os.getpid(), 9)"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 PYTHON = (sys.executable,)
 MPIRUN = ("mpirun", "-n", "2", sys.executable)
 

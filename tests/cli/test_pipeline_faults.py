@@ -54,7 +54,7 @@ def test_a_rank_that_fails_is_named_with_its_stage_and_microbatch(
     trouble: str, code: int, bench: Bench
 ) -> None:
     (bench.folder / "job.py").write_text(JOB.replace("{trouble}", trouble))
-    words = ["train", "job.py:Job", *SMALL, *PIPELINE, "launch.progress_s=6", "--out", "run"]
+    words = ["train", "job.py:Job", *SMALL, *PIPELINE, "launch.progress_s=3", "--out", "run"]
     ran = finish(bench.start(*words))
     assert ran.code == code, ran.err
     failure = bench.result()["failure"]

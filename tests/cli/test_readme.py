@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.program import paceline
+from tests.docs import check_command
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -40,7 +41,7 @@ def test_the_job_in_the_readme_is_short_and_trains(tmp_path: Path) -> None:
     (tmp_path / "my_job.py").write_text(job)
     short, longer = [c for c in commands() if "my_job.py" in c]
     assert short == "paceline train my_job.py:MyWorkload train.steps=50 launch.nproc=2"
-    ran = paceline(*shlex.split(short)[1:], "--json", cwd=tmp_path)
+    ran = paceline(*shlex.split(short)[1:], "--json", cwd=tmp_path, cold=True)
     assert ran.code == 0, ran.err
     result = json.loads(ran.out)
     assert result["world_size"] == 2 and result["steps"] == 50
@@ -53,6 +54,12 @@ def test_the_job_in_the_readme_is_short_and_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_every_command_is_parsed_and_planned(tmp_path: Path) -> None:
+    (tmp_path / "my_job.py").write_text(*blocks("python"))
+    assert all(check_command(command, tmp_path) for command in commands())
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_the_other_commands_run_as_written(tmp_path: Path) -> None:
     for command in commands():
@@ -64,7 +71,7 @@ def test_the_other_commands_run_as_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_demo_learns(tmp_path: Path) -> None:
-    ran = paceline("demo", "--json", cwd=tmp_path)
+    ran = paceline("demo", "--json", cwd=tmp_path, cold=True)
     assert ran.code == 0, ran.err
     result = json.loads(ran.out)
     entropy = result["data_facts"]["unigram_entropy"]

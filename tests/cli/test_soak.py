@@ -13,7 +13,7 @@ SOAK = Path(__file__).parents[2] / "scripts" / "soak"
 TIMEOUT_S = 900
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_two_minutes_of_faults_end_as_the_clean_run_does(tmp_path: Path) -> None:
     out = tmp_path / "soak"

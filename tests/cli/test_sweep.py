@@ -239,7 +239,8 @@ def speedup_of(bench: Bench, group: str) -> dict[str, Any]:
     return next(row for row in table(bench, "ranked_groups.csv") if row["group"] == group)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.serial
 def test_a_cell_against_itself_is_no_difference(bench: Bench) -> None:
     """Two names for one thing. The steps sleep, so that the machine's noise is small beside them;
     a false alarm is still possible in 5 of 100."""
@@ -250,7 +251,8 @@ def test_a_cell_against_itself_is_no_difference(bench: Bench) -> None:
     assert verdicts == {"no difference seen"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.serial
 def test_a_planted_sleep_of_5_percent_is_found(bench: Bench) -> None:
     words = ["--axis", "launch.env.NAP=0.060,0.063", "--baseline", "NAP=0.060", "--repeats", "8"]
     ran = sweep(bench, bench.job(SLEEP), *words, "--steps", "40", timeout_s=170)
@@ -262,7 +264,8 @@ def test_a_planted_sleep_of_5_percent_is_found(bench: Bench) -> None:
     assert float(row["speedup_high"]) > 20 / 21
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.serial
 def test_phases_narrow_down_to_the_winner(bench: Bench) -> None:
     words = ["--axis", "launch.env.NAP=0.002,0.0021,0.02,0.03", "--phases", "--repeats", "3"]
     more = ["--steps", "40", 'sweep.extras={longer: ["launch.env.NAP=0.004"]}']
@@ -277,6 +280,7 @@ def test_phases_narrow_down_to_the_winner(bench: Bench) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 def test_a_target_decides_the_exit_code(bench: Bench) -> None:
     job = bench.job(SLEEP)
     words = ["--axis", "launch.env.NAP=0.02,0.01", "--baseline", "NAP=0.02", "--repeats", "3"]

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.cli.program import Ran, paceline, start
+from tests.jobs import LINE, write_line_job
 
 TRAINING = [
     "step", "loss", "lr", "grad_norm", "step_s", "samples_per_s", "tokens_per_s", "skipped",
@@ -25,24 +26,7 @@ RESULT = {
 }  # fmt: skip
 SECRETS = {"HF_TOKEN": "hf_planted_value", "AWS_SECRET_ACCESS_KEY": "aws_planted_value"}
 
-JOB = """
-import os, time
-import torch
-from torch import nn
-from paceline import Workload
-
-class Data:
-    def __len__(self): return 64
-    def __getitem__(self, index): return torch.full((4,), index / 64)
-
-class Job(Workload):
-    def build_model(self, config): return nn.Linear(4, 1)
-    def build_data(self, config, split): return Data() if split == "train" else None
-    def loss(self, model, batch):
-        print("a line of the user's", flush=True)
-        {trouble}
-        return model(batch).sum(), len(batch)
-"""
+PRINT = 'print("a line of the user\'s", flush=True)'
 ON_RANK_1 = "if os.environ['RANK'] == '1': "
 
 
@@ -138,21 +122,16 @@ def test_the_second_run_into_a_directory_is_refused(finished: tuple[Ran, Path]) 
     assert (folder / "runs/latest/result.json").read_text() == before
 
 
-def write_job(folder: Path, trouble: str) -> str:
-    (folder / "job.py").write_text(JOB.replace("{trouble}", trouble))
-    return "job.py:Job"
-
-
 def train_job(folder: Path, trouble: str, *more: str) -> tuple[Ran, dict[str, object]]:
     ran = paceline(
-        "train", write_job(folder, trouble), "train.steps=4", "launch.nproc=2", *more,
+        "train", write_line_job(folder, trouble), "train.steps=4", "launch.nproc=2", *more,
         "train.micro_batch_size=4", "launch.device=cpu", "--out", "run", "--json", cwd=folder,
     )  # fmt: skip
     return ran, json.loads(ran.out)
 
 
 def test_what_a_user_prints_is_in_the_log(tmp_path: Path) -> None:
-    ran, result = train_job(tmp_path, "pass")
+    ran, result = train_job(tmp_path, PRINT)
     assert ran.code == 0, ran.err
     assert "[rank 1] a line of the user's" in (tmp_path / "run/train.log").read_text()
     assert "a line of the user's" not in ran.err + ran.out
@@ -225,8 +204,9 @@ def test_moving_the_job_during_the_run_does_not_lose_it(tmp_path: Path) -> None:
     assert ran.code == 0 and result["outcome"] == "ok", ran.err
 
 
+@pytest.mark.slow  # torch waits 10 s for loaders that do not leave
 def test_a_loader_that_hangs_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    job = JOB.replace("{trouble}", "pass").replace(
+    job = LINE.replace("{trouble}", "pass").replace(
         "def __getitem__(self, index): return",
         "def __getitem__(self, index):\n        open('pid', 'w').write(str(os.getpid()))\n"
         "        time.sleep(1000)\n        return",
@@ -261,7 +241,7 @@ def rank_pids(run: Path) -> list[int]:
 
 def start_endless(folder: Path) -> subprocess.Popen[str]:
     return start(
-        "train", write_job(folder, "time.sleep(0.05)"), "train.steps=100000", "launch.nproc=2",
+        "train", write_line_job(folder, "time.sleep(0.05)"), "train.steps=100000", "launch.nproc=2",
         "train.micro_batch_size=4", "launch.device=cpu", "observe.heartbeat_s=0.1", "--out", "run",
         cwd=folder,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.program import environment
+from tests.jobs import write_line_job
 
 PROGRAM = """
 import json, os, signal, sys, threading, time
@@ -43,29 +44,15 @@ if __name__ == "__main__":
     print(json.dumps({"outcomes": outcomes, "same": before == after, "warm_s": warm_s,
                       "threads": threading.active_count()}))
 """
-JOB = """
-import os
-import torch
-from torch import nn
-from paceline import Workload
-
-class Data:
-    def __len__(self): return 64
-    def __getitem__(self, index): return torch.full((4,), index / 64)
-
-class Job(Workload):
-    def build_model(self, config): return nn.Linear(4, 1)
-    def build_data(self, config, split): return Data() if split == "train" else None
-    def loss(self, model, batch):
-        names = ("OURS", "THEIRS", "OMP_NUM_THREADS")
-        print("saw", [os.environ.get(name) for name in names], torch.get_num_threads())
-        return model(batch).sum(), len(batch)
-"""
+SEE = (
+    "print('saw', [os.environ.get(name) for name in ('OURS', 'THEIRS', 'OMP_NUM_THREADS')],"
+    " torch.get_num_threads())"
+)
 
 
 @pytest.mark.slow
 def test_run_2_has_the_environment_of_run_2_and_signals_are_as_before(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(JOB)
+    write_line_job(tmp_path, SEE)
     (tmp_path / "sweep.py").write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, "sweep.py"], cwd=tmp_path, env=environment(), capture_output=True,

@@ -12,15 +12,21 @@ from tests.cli.program import free_port, paceline
 VERBS = ("demo", "recipes", "plan", "train", "report", "checkpoints", "bench", "compare")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *[[verb, "--help"] for verb in VERBS]])
-def test_help_teaches_and_answers_at_once(arguments: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_teaches(verb: str, tmp_path: Path) -> None:
+    ran = paceline(verb, "--help", cwd=tmp_path)
+    assert ran.code == 0 and "Example: paceline" in ran.out
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+def test_help_answers_at_once(arguments: list[str], tmp_path: Path) -> None:
     elapsed_s = [float("inf")]
     while min(elapsed_s) > 0.5 and len(elapsed_s) < 8:  # a loaded machine gets some more tries
         started_at = time.perf_counter()
-        ran = paceline(*arguments, cwd=tmp_path)
+        ran = paceline(*arguments, cwd=tmp_path, cold=True)
         elapsed_s.append(time.perf_counter() - started_at)
     assert ran.code == 0
-    assert "Example: paceline" in ran.out or arguments == ["--help"]
     assert min(elapsed_s) < 0.5, elapsed_s
 
 

@@ -6,15 +6,15 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cli.bench import Bench, finish, wait_until
 from tests.cli.program import paceline
+from tests.skips import needs_gpu
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_gpu,
 ]
 TINY = [
     "data.source=synthetic", "data.synthetic_samples=512", "data.seq_len=128", "model.dim=256",
@@ -28,18 +28,26 @@ def losses(run: Path) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-@pytest.mark.parametrize(
-    "more",
-    [
-        ["precision.mode=fp32", "precision.matmul=highest"],
-        ["precision.mode=bf16"],
-        ["precision.mode=fp16"],
-        ["launch.devices=[0,0]", "strategy.name=zero3"],
-        ["launch.devices=[0,0]"],
-    ],
-    ids=["fp32", "bf16", "fp16", "zero3", "ddp"],
-)
+KINDS = {
+    "fp32": ["precision.mode=fp32", "precision.matmul=highest"],
+    "bf16": ["precision.mode=bf16"],
+    "fp16": ["precision.mode=fp16"],
+    "zero3": ["launch.devices=[0,0]", "strategy.name=zero3"],
+    "ddp": ["launch.devices=[0,0]"],
+}
+# Each kind in one of the two modes; in the other at night.
+MODES = {"fp32": "async", "bf16": "sync", "fp16": "async", "zero3": "async", "ddp": "sync"}
+CASES = [
+    pytest.param(
+        mode, more, id=f"{mode}-{kind}",
+        marks=[] if MODES[kind] == mode else [pytest.mark.nightly],
+    )
+    for kind, more in KINDS.items()
+    for mode in ("async", "sync")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "more"), CASES)
 def test_a_run_that_was_cut_off_goes_on(mode: str, more: list[str], tmp_path: Path) -> None:
     settings = [*TINY, *more, f"checkpoint.mode={mode}", "checkpoint.keep=3"]
     ran = paceline("train", "lm_tiny", *settings, "--out", "run", cwd=tmp_path)

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from tests.cli.program import environment, paceline
+from tests.jobs import write_line_job
+from tests.skips import needs_gpu
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(240),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_gpu,
 ]
 JOB = [
     "lm_tiny", "data.source=synthetic", "data.synthetic_samples=512", "data.seq_len=16",
@@ -23,10 +25,15 @@ JOB = [
 ]  # fmt: skip
 
 
+# A kernel that spins for minutes.
+HANG = "if self.calls > 3: torch.cuda._sleep(1 << 40); torch.cuda.synchronize()"
+
+
 def losses(run: Path) -> list[float]:
     return [float(row.split(",")[1]) for row in (run / "training.csv").read_text().splitlines()[1:]]
 
 
+@pytest.mark.serial
 def test_check_takes_less_than_45_s_and_keeps_the_rates(tmp_path: Path) -> None:
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     started_at = time.monotonic()
@@ -78,8 +85,9 @@ def test_under_torchrun_a_rank_takes_its_gpu(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "run")) == 12
 
 
+@pytest.mark.serial
 def test_a_rank_that_hangs_on_the_gpu_is_ended(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(HANGS)
+    write_line_job(tmp_path, HANG)
     ran = paceline(
         "train", "job.py:Job", "train.steps=4", "launch.progress_s=5", "launch.grace_s=5",
         "train.micro_batch_size=4", "--out", "run", cwd=tmp_path,
@@ -87,25 +95,3 @@ def test_a_rank_that_hangs_on_the_gpu_is_ended(tmp_path: Path) -> None:
     assert ran.code == 6 and "no progress for 5 s" in ran.err
     free, total = torch.cuda.mem_get_info()
     assert free > 0.9 * total, "the rank's memory has been given back"
-
-
-HANGS = """
-import torch
-from torch import nn
-from paceline import Workload
-
-class Data:
-    def __len__(self): return 64
-    def __getitem__(self, index): return torch.full((4,), index / 64)
-
-class Job(Workload):
-    calls = 0
-    def build_model(self, config): return nn.Linear(4, 1)
-    def build_data(self, config, split): return Data() if split == "train" else None
-    def loss(self, model, batch):
-        self.calls += 1
-        if self.calls > 3:
-            torch.cuda._sleep(1 << 40)  # a kernel that spins for minutes
-            torch.cuda.synchronize()
-        return model(batch).sum(), len(batch)
-"""

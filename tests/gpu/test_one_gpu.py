@@ -10,11 +10,12 @@ import torch
 from paceline.errors import Outcome
 from tests.cli.program import paceline
 from tests.harness import run_here
-from tests.ranks.test_nan import COMMON, JOB
+from tests.jobs import BAD_SETTINGS, poisoned_sample, write_bad_job
+from tests.skips import needs_gpu
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_gpu,
 ]
 
 TINY = [
@@ -41,6 +42,7 @@ def test_the_command_line_trains_on_the_gpu(tmp_path: Path) -> None:
     assert state < result["peak_active_bytes"], "activations come on top of the state"
 
 
+@pytest.mark.serial
 def test_steps_take_the_time_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 50 ms each, handed over in a moment: every row shows its own time, the first and the
     last one too, and all rows together the time that passed."""
@@ -84,22 +86,19 @@ def test_a_step_adds_no_synchronisation(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_the_veto_works_on_the_device(optimizer: str, tmp_path: Path) -> None:
-    from paceline.data.cursor import Order, StepSlice
-
-    (tmp_path / "bad_job.py").write_text(JOB)
-    sample = int(Order(64, 0).at(StepSlice(4, 1, 1, 0).positions(4))[0])
-    settings = [item for item in COMMON if not item.startswith("launch.")]
+    job, sample = write_bad_job(tmp_path), poisoned_sample(rank=0, num_ranks=1)
+    settings = [item for item in BAD_SETTINGS if not item.startswith("launch.")]
     overrides = [
         *settings, "launch.device=cuda", f"model.poison={sample}", f"optim.name={optimizer}",
         "train.max_skips=1",
     ]  # fmt: skip
-    ends = run_here(tmp_path / "run", f"{tmp_path / 'bad_job.py'}:Bad", overrides)
+    ends = run_here(tmp_path / "run", job, overrides)
     assert ends.verdicts[0].outcome is Outcome.OK
     assert [row.step for row in ends.rows if row.skipped] == [5]
     assert all(torch.isfinite(w).all() for w in ends.states[0].weights.values())
     assert all(math.isfinite(row.loss) for row in ends.rows if row.step != 5)
     overrides[-1] = "train.max_skips=0"
-    stopped = run_here(tmp_path / "stopped", f"{tmp_path / 'bad_job.py'}:Bad", overrides)
+    stopped = run_here(tmp_path / "stopped", job, overrides)
     assert stopped.verdicts[0].outcome is Outcome.NAN and stopped.verdicts[0].bad_step == 5
 
 

@@ -9,12 +9,13 @@ from paceline.errors import Outcome
 from paceline.records import Audit, Proof
 from paceline.verify.flow import run_verify
 from tests.harness import run_here
-from tests.ranks.test_verify import assert_proven
+from tests.proofs import assert_proven
+from tests.skips import needs_gpu
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_gpu,
 ]
 TINY = [
     "data.source=synthetic", "data.synthetic_samples=512", "data.seq_len=128", "model.dim=256",
@@ -42,10 +43,16 @@ def test_hybrids_are_proven_on_four_ranks_of_one_gpu(tmp_path: Path) -> None:
     assert_proven(report, *names)
 
 
-@pytest.mark.parametrize("impl", ["flash", "cudnn", "efficient", "math"])
-@pytest.mark.parametrize("compiled", ["off", "default"])
+KERNELS = ("flash", "cudnn", "efficient", "math")
+COMPILED = [
+    pytest.param("default", impl, marks=[] if impl in ("flash", "math") else [pytest.mark.nightly])
+    for impl in KERNELS
+]
+
+
+@pytest.mark.parametrize(("compiled", "impl"), [*(("off", impl) for impl in KERNELS), *COMPILED])
 def test_the_kernel_asked_for_is_the_kernel_that_runs(
-    impl: str, compiled: str, tmp_path: Path
+    compiled: str, impl: str, tmp_path: Path
 ) -> None:
     asked = [f"attention.impl={impl}", f"train.compile={compiled}", "precision.mode=bf16"]
     proof = audit_of(tmp_path / "run", asked)["attention"]

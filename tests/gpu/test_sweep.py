@@ -5,17 +5,18 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cli.program import paceline
+from tests.skips import needs_gpu
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_gpu,
 ]
 
 
+@pytest.mark.serial
 def test_a_sweep_finds_the_larger_batch(tmp_path: Path) -> None:
     words = ["--axis", "train.micro_batch_size=1,8", "--repeats", "2", "--steps", "40"]
     more = ["data.source=synthetic", "train.compile=off", "model.num_layers=4", "--out", "sweep"]
@@ -31,7 +32,7 @@ def test_a_sweep_finds_the_larger_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["sdpa_backends", "fused_adamw"])
 def test_a_target_runs(target: str, tmp_path: Path) -> None:
-    words = ["--repeats", "2", "--steps", "30", "data.source=synthetic", "--out", "bench", "--json"]
+    words = ["--repeats", "2", "--steps", "12", "data.source=synthetic", "--out", "bench", "--json"]
     ran = paceline("bench", "run", target, *words, cwd=tmp_path)
     assert ran.code == 0, ran.err
     (pair,) = json.loads(ran.out)["pairs"]
@@ -40,7 +41,7 @@ def test_a_target_runs(target: str, tmp_path: Path) -> None:
 
 def test_flash_against_eager_on_two_ranks_of_one_gpu(tmp_path: Path) -> None:
     shared = ["launch.nproc=2", "launch.devices=[0,0]", "launch.backend=gloo"]
-    words = ["--repeats", "2", "--steps", "20", "data.source=synthetic", "--out", "bench", "--json"]
+    words = ["--repeats", "2", "--steps", "12", "data.source=synthetic", "--out", "bench", "--json"]
     ran = paceline("bench", "run", "ddp_flash", *shared, *words, cwd=tmp_path)
     assert ran.code == 0, ran.err
     (pair,) = json.loads(ran.out)["pairs"]

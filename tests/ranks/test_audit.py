@@ -7,7 +7,7 @@ import pytest
 from paceline.errors import AuditError, Outcome
 from paceline.records import Audit, Proof
 from tests.harness import run_here, run_ranks
-from tests.ranks.test_parity import tiny_model
+from tests.parity import tiny_model
 
 SHORT = [*tiny_model(), "train.steps=4", "train.micro_batch_size=4"]
 
@@ -106,9 +106,14 @@ def test_buckets_are_what_ddp_made(tmp_path: Path) -> None:
     assert ends.verdicts[0].outcome is Outcome.OK
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("scope", "graphs"), [("auto", 1), ("blocks", 2)])
+@pytest.mark.parametrize(
+    ("scope", "graphs"),
+    [
+        pytest.param("auto", 1, marks=pytest.mark.slow),
+        pytest.param("blocks", 2, marks=pytest.mark.nightly),
+    ],
+)
 def test_graphs_and_breaks_are_counted(scope: str, graphs: int, tmp_path: Path) -> None:
     """One rank has one graph with the loss in it. Equal blocks share one; the tail is another."""
     asked = ["train.compile=default", f"train.compile_scope={scope}"]

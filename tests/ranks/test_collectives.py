@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tests.harness  # noqa: F401  its fork server has torch loaded
+from paceline.check import answers, roll_call
 from paceline.check.bandwidth import LOADS, measure_collectives
 from paceline.check.collectives import verify_collectives
 from paceline.check.links import measure_clock_offsets, measure_pairs
 from paceline.check.roll_call import find_missing_ranks
-from paceline.machine import answers, roll_call
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60

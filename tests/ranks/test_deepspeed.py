@@ -4,7 +4,6 @@ all untouched; what it holds is what was estimated."""
 import math
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,114 +27,162 @@ from tests.harness import (
     RankState,
     build_engine,
     prepare_run,
-    run_ranks,
+    run_each,
     start_ranks,
 )
-from tests.ranks.test_nan import COMMON, STEPS, job, poisoned_sample  # noqa: F401
-from tests.ranks.test_parity import (  # noqa: F401
-    BATCH,
-    SGD,
-    assert_same_curve,
-    assert_same_weights,
-    reference,
-    tiny_model,
-)
+from tests.jobs import BAD_SETTINGS as COMMON
+from tests.jobs import BAD_STEPS as STEPS
+from tests.jobs import poisoned_sample, write_bad_job
+from tests.parity import BATCH, SGD, assert_same, tiny_model
+from tests.skips import needs_deepspeed
 
-pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed not installed")
-slow = pytest.mark.slow
+pytestmark = needs_deepspeed
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    return write_bad_job(tmp_path)
 
 
 def deepspeed(stage: int, *more: str) -> list[str]:
     return ["strategy.name=deepspeed", f"strategy.stage={stage}", "launch.nproc=2", *more]
 
 
-# Stage and samples a microbatch: 8 is the whole share of a rank, 2 accumulates four times.
-CASES = [
-    (0, 2), pytest.param(0, 8, marks=slow), pytest.param(1, 8, marks=slow),
-    pytest.param(1, 2, marks=slow), pytest.param(2, 8, marks=slow), pytest.param(2, 2, marks=slow),
-    pytest.param(3, 8, marks=slow), (3, 2),
-]  # fmt: skip
+def lm(*more: str) -> list[str]:
+    return [*tiny_model(), *SGD, *BATCH, *more]
 
 
-@pytest.mark.parametrize(("stage", "micro"), CASES)
+# Samples per microbatch: 8 is the whole share of a rank, 2 accumulates four times.
+WHOLE, FOURTH = "train.micro_batch_size=8", "train.micro_batch_size=2"
+# strategy.offload is idle on CPU ranks; through DeepSpeed's own key its path is taken.
+OFFLOAD = "+strategy.deepspeed_config.zero_optimization.offload_optimizer.device=cpu"
+QUICK = {"0, accumulation": deepspeed(0, FOURTH), "3, accumulation": deepspeed(3, FOURTH)}
+OTHERS = {
+    **{f"{stage}": deepspeed(stage, WHOLE) for stage in range(4)},
+    **{f"{stage}, accumulation": deepspeed(stage, FOURTH) for stage in (1, 2)},
+    **{f"{stage}, offloaded": deepspeed(stage, FOURTH, OFFLOAD) for stage in (1, 2, 3)},
+    "3, recomputed": deepspeed(3, FOURTH, "train.activation_checkpointing=full"),
+}
+
+
+@pytest.mark.parametrize(
+    "cases", [pytest.param(QUICK, id="quick"), pytest.param(OTHERS, id="others", marks=slow)]
+)
 def test_two_ranks_equal_one(
-    stage: int, micro: int, reference: RankEnds, tmp_path: Path  # noqa: F811
-) -> None:  # fmt: skip
-    overrides = [*tiny_model(), *SGD, *BATCH, *deepspeed(stage), f"train.micro_batch_size={micro}"]
-    ends = run_ranks(tmp_path / "run", "lm_tiny", overrides)
-    assert_same_curve(reference, ends)
-    assert_same_weights(reference, ends)
+    cases: dict[str, list[str]], reference: RankEnds, tmp_path: Path
+) -> None:
+    ended = run_each(tmp_path, "lm_tiny", {name: lm(*case) for name, case in cases.items()})
+    for name, ends in ended.items():
+        assert_same(reference, ends, name)
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=slow) for stage in (1, 2, 3))])
-def test_a_nan_on_one_rank_leaves_every_rank_untouched(
-    job: str, stage: int, tmp_path: Path  # noqa: F811
-) -> None:  # fmt: skip
+@slow
+def test_a_nan_on_one_rank_leaves_every_rank_untouched(job: str, tmp_path: Path) -> None:
     """Two microbatches a step, one of them bad on rank 1; with a skip allowed the run goes on."""
     from paceline.data.cursor import Order, StepSlice
 
     sample = int(Order(64, 0).at(StepSlice(2, 2, 2, 1).positions(4))[0])
     more = ["train.micro_batch_size=2", "train.grad_accum=2", f"model.poison={sample}"]
-    more += ["train.max_skips=1", *deepspeed(stage)]
-    ends = run_ranks(tmp_path / "run", job, [*COMMON, *more])
-    assert {verdict.outcome for verdict in ends.verdicts} == {Outcome.OK}
-    assert [row.step for row in ends.rows if row.skipped] == [3]
-    good = [row for row in ends.rows if not row.skipped]
-    assert all(math.isfinite(row.loss) and math.isfinite(row.grad_norm) for row in good)
-    for state in ends.states:
-        assert {float(count) for count in state.slot("step").values()} == {STEPS - 1}
-        assert all(torch.isfinite(moment).all() for moment in state.optimizer.values())
-    first, second = (state.weights for state in ends.states)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    cases = {
+        f"stage {stage}": [*COMMON, *more, "train.max_skips=1", *deepspeed(stage)]
+        for stage in range(4)
+    }
+    for name, ends in run_each(tmp_path / "runs", job, cases).items():
+        assert {verdict.outcome for verdict in ends.verdicts} == {Outcome.OK}, name
+        assert [row.step for row in ends.rows if row.skipped] == [3], name
+        good = [row for row in ends.rows if not row.skipped]
+        assert all(math.isfinite(row.loss) and math.isfinite(row.grad_norm) for row in good), name
+        for state in ends.states:
+            assert {float(count) for count in state.slot("step").values()} == {STEPS - 1}, name
+            assert all(torch.isfinite(moment).all() for moment in state.optimizer.values()), name
+        first, second = (state.weights for state in ends.states)
+        assert all(torch.equal(first[key], second[key]) for key in first), name
 
 
-@slow
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("kind", ["nan", "inf", "grad"])
-def test_the_run_ends_as_nan(job: str, kind: str, stage: int, tmp_path: Path) -> None:  # noqa: F811
+# Every stage and every kind once; all pairs at night.
+PAIRS = [("nan", 0), ("inf", 1), ("grad", 2), ("nan", 3)]
+ALL_PAIRS = [(kind, stage) for kind in ("nan", "inf", "grad") for stage in range(4)]
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        pytest.param(PAIRS, id="some", marks=slow),
+        pytest.param([p for p in ALL_PAIRS if p not in PAIRS], id="rest", marks=nightly),
+    ],
+)
+def test_the_run_ends_as_nan(pairs: list[tuple[str, int]], job: str, tmp_path: Path) -> None:
     """Weights are those of the steps before the bad one, bit for bit."""
-    sample = poisoned_sample(job, tmp_path, rank=1)
+    sample = poisoned_sample(rank=1)
     # A schedule that does not know how long the run is; and no step after the bad one.
-    steady = [*COMMON, *deepspeed(stage), "optim.schedule.name=constant"]
-    bad = [f"model.poison={sample}", f"model.kind={kind}", "train.steps=5"]
-    ends = run_ranks(tmp_path / "run", job, [*steady, *bad])
-    assert {verdict.outcome for verdict in ends.verdicts} == {Outcome.NAN}
-    assert {verdict.bad_step for verdict in ends.verdicts} == {5}
-    assert sample in ends.verdicts[1].bad_sample_ids
-    before = run_ranks(tmp_path / "before", job, [*steady, "train.steps=4"])
-    for end, expected in zip(ends.states, before.states, strict=True):
-        assert all(torch.equal(end.weights[n], w) for n, w in expected.weights.items())
-        assert end.optimizer.keys() == expected.optimizer.keys()
-        assert all(torch.equal(end.optimizer[n], m) for n, m in expected.optimizer.items())
+    steady = [*COMMON, "optim.schedule.name=constant"]
+    bad = [f"model.poison={sample}", "train.steps=5"]
+    cases = {
+        f"{kind} {stage}": [*steady, *deepspeed(stage), *bad, f"model.kind={kind}"]
+        for kind, stage in pairs
+    }
+    stages = sorted({stage for _, stage in pairs})
+    cases |= {f"before {n}": [*steady, *deepspeed(n), "train.steps=4"] for n in stages}
+    ended = run_each(tmp_path / "runs", job, cases)
+    for kind, stage in pairs:
+        name = f"{kind} {stage}"
+        ends, before = ended[name], ended[f"before {stage}"]
+        assert {verdict.outcome for verdict in ends.verdicts} == {Outcome.NAN}, name
+        assert {verdict.bad_step for verdict in ends.verdicts} == {5}, name
+        assert sample in ends.verdicts[1].bad_sample_ids, name
+        for end, expected in zip(ends.states, before.states, strict=True):
+            assert all(torch.equal(end.weights[n], w) for n, w in expected.weights.items()), name
+            assert end.optimizer.keys() == expected.optimizer.keys(), name
+            same = [torch.equal(end.optimizer[n], m) for n, m in expected.optimizer.items()]
+            assert all(same), name
 
 
-@slow
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "modes",
+    [
+        pytest.param(["bf16", "fp16", "bf16", "fp16"], id="some", marks=slow),
+        pytest.param(["fp16", "bf16", "fp16", "bf16"], id="rest", marks=nightly),
+    ],
+)
 def test_16_bits_compute_nearly_the_same(
-    stage: int, mode: str, reference: RankEnds, tmp_path: Path  # noqa: F811
-) -> None:  # fmt: skip
-    overrides = [*tiny_model(), *SGD, *BATCH, *deepspeed(stage), f"precision.mode={mode}"]
-    ends = run_ranks(tmp_path / "run", "lm_tiny", [*overrides, "train.micro_batch_size=2"])
-    for expected, found in zip(reference.rows, ends.rows, strict=True):
-        assert found.loss == pytest.approx(expected.loss, rel=1e-2)
-    good = [row for row in ends.rows if not row.skipped]
-    assert good[0].grad_norm == pytest.approx(reference.rows[0].grad_norm, rel=5e-2)
-    assert ends.rows[0].loss != reference.rows[0].loss, "it was computed in fp32"
-    assert {w.dtype for w in ends.states[0].weights.values()} == {torch.float32}
+    modes: list[str], reference: RankEnds, tmp_path: Path
+) -> None:
+    cases = {
+        f"{stage}, {mode}": lm(*deepspeed(stage, FOURTH), f"precision.mode={mode}")
+        for stage, mode in enumerate(modes)
+    }
+    for name, ends in run_each(tmp_path, "lm_tiny", cases).items():
+        for expected, found in zip(reference.rows, ends.rows, strict=True):
+            assert found.loss == pytest.approx(expected.loss, rel=1e-2), name
+        good = [row for row in ends.rows if not row.skipped]
+        assert good[0].grad_norm == pytest.approx(reference.rows[0].grad_norm, rel=5e-2), name
+        assert ends.rows[0].loss != reference.rows[0].loss, f"{name} was computed in fp32"
+        assert {w.dtype for w in ends.states[0].weights.values()} == {torch.float32}, name
 
 
-def build_ranks(folder: Path, overrides: list[str], look: Callable[[Any, Any], Any]) -> list[Any]:
-    """An engine on each rank, built and not trained; `look(engine, batches)` on each comes back."""
-    settings = [*tiny_model(), *overrides]
-    _, plan, run = prepare_run(folder, "lm_tiny", settings)
-    start_ranks(run, plan.world_size, partial(_look, settings, look))
-    return [torch.load(run.rank(rank) / "seen.pt", weights_only=False) for rank in range(2)]
+Look = Callable[[Any, Any], Any]
 
 
-def _look(settings: list[str], look: Callable[[Any, Any], Any], run: RunDir, place: Place) -> None:
-    seen = look(*build_engine(run, "lm_tiny", settings))
-    torch.save(seen, run.rank(place.rank) / "seen.pt")
+def build_ranks(folder: Path, cases: dict[str, list[str]], look: Look) -> dict[str, list[Any]]:
+    """Engines on two ranks, built one after the other and not trained; what `look(engine, batches)`
+    returned on each rank comes back."""
+    runs = {}
+    for name, overrides in cases.items():
+        settings = [*tiny_model(), *overrides]
+        runs[name] = prepare_run(folder / name, "lm_tiny", settings)[2], settings
+    start_ranks(RunDir(folder), 2, partial(_look, list(runs.values()), look))
+    return {
+        name: [torch.load(run.rank(rank) / "seen.pt", weights_only=False) for rank in range(2)]
+        for name, (run, _) in runs.items()
+    }
+
+
+def _look(runs: list[tuple[RunDir, list[str]]], look: Look, group: RunDir, place: Place) -> None:
+    for run, settings in runs:
+        seen = look(*build_engine(run, "lm_tiny", settings))
+        run.rank(place.rank).mkdir(parents=True, exist_ok=True)
+        torch.save(seen, run.rank(place.rank) / "seen.pt")
 
 
 STATE = [*BATCH, "optim.name=adamw", "train.micro_batch_size=2", "train.steps=9"]
@@ -158,17 +205,18 @@ SMALL_STAGE3 = [
 ]
 
 
+STAGES = {f"{stage}": [*STATE, *ODD, *deepspeed(stage)] for stage in range(4)}
+STAGES |= {"3, small parts": [*STAGES["3"], *SMALL_STAGE3]}
+
+
 @slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3, "3, small parts"])
-def test_what_is_held_is_what_was_estimated(stage: int | str, tmp_path: Path) -> None:
-    overrides = [*STATE, *ODD, *deepspeed(int(str(stage)[0]))]
-    overrides += SMALL_STAGE3 if stage == "3, small parts" else []
-    held = build_ranks(tmp_path / "run", overrides, _hold)
-    for rank, found in enumerate(held):
-        asked = find_strategy("deepspeed").estimate(*_described(overrides, rank))
-        assert (found.parameters, found.gradients, found.optimizer) == (
-            asked.parameters, asked.gradients, asked.optimizer,
-        )  # fmt: skip
+def test_what_is_held_is_what_was_estimated(tmp_path: Path) -> None:
+    for name, held in build_ranks(tmp_path, STAGES, _hold).items():
+        for rank, found in enumerate(held):
+            asked = find_strategy("deepspeed").estimate(*_described(STAGES[name], rank))
+            assert (found.parameters, found.gradients, found.optimizer) == (
+                asked.parameters, asked.gradients, asked.optimizer,
+            ), name  # fmt: skip
 
 
 def _described(overrides: list[str], rank: int) -> tuple[ModelShape, RunConfig, Share]:
@@ -200,11 +248,11 @@ def _counting(plain: Any, sent: list[int], is_second: bool) -> Any:
 
 
 @slow
-@pytest.mark.parametrize("stage", range(4))
-def test_what_is_sent_is_what_was_planned(stage: int, tmp_path: Path) -> None:
-    overrides = [*STATE, *ODD, *deepspeed(stage)]
-    planned = find_strategy("deepspeed").exchange(*_described(overrides, 0))
-    assert build_ranks(tmp_path / "run", overrides, _count) == [planned.sent] * 2
+def test_what_is_sent_is_what_was_planned(tmp_path: Path) -> None:
+    cases = {name: case for name, case in STAGES.items() if name in "0123"}
+    for name, sent in build_ranks(tmp_path, cases, _count).items():
+        planned = find_strategy("deepspeed").exchange(*_described(cases[name], 0))
+        assert sent == [planned.sent] * 2, name
 
 
 def _go_back(engine: Any, batches: Any) -> Any:
@@ -224,17 +272,16 @@ def _go_back(engine: Any, batches: Any) -> Any:
 
 
 @slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3, "3, small parts"])
 @pytest.mark.parametrize("mode", ["fp32", "fp16"])
-def test_state_survives_a_round_trip(stage: int | str, mode: str, tmp_path: Path) -> None:
-    overrides = [*STATE, *ODD, *deepspeed(int(str(stage)[0])), f"precision.mode={mode}"]
-    overrides += SMALL_STAGE3 if stage == "3, small parts" else []
-    for states in build_ranks(tmp_path / "run", overrides, _go_back):
-        kept, back, once, again = (state.weights | state.optimizer for state in states)
-        assert kept.keys() == back.keys() == once.keys() == again.keys()
-        assert all(torch.equal(kept[key], back[key]) for key in kept)
-        assert all(torch.equal(once[key], again[key]) for key in once)
-        assert any(not torch.equal(kept[key], once[key]) for key in kept), "nothing was trained"
+def test_state_survives_a_round_trip(mode: str, tmp_path: Path) -> None:
+    cases = {name: [*case, f"precision.mode={mode}"] for name, case in STAGES.items()}
+    for name, ranks in build_ranks(tmp_path, cases, _go_back).items():
+        for states in ranks:
+            kept, back, once, again = (state.weights | state.optimizer for state in states)
+            assert kept.keys() == back.keys() == once.keys() == again.keys(), name
+            assert all(torch.equal(kept[key], back[key]) for key in kept), name
+            assert all(torch.equal(once[key], again[key]) for key in once), name
+            assert any(not torch.equal(kept[key], once[key]) for key in kept), "nothing was trained"
 
 
 def _look_inside(engine: Any, batches: Any) -> Any:
@@ -246,53 +293,34 @@ def _look_inside(engine: Any, batches: Any) -> Any:
 def test_overrides_reach_the_live_engine(tmp_path: Path) -> None:
     section = "+strategy.deepspeed_config.zero_optimization"
     more = [f"{section}.reduce_bucket_size=12345", f"{section}.overlap_comm=true"]
-    for bucket, overlap, proofs in build_ranks(
-        tmp_path / "run", [*STATE, *deepspeed(2, *more), "precision.mode=bf16"], _look_inside
-    ):
+    cases = {"own": [*STATE, *deepspeed(2, *more), "precision.mode=bf16"]}
+    for bucket, overlap, proofs in build_ranks(tmp_path, cases, _look_inside)["own"]:
         assert (bucket, overlap) == (12345, True)
         assert [proof.what for proof in proofs if not proof.ok] == []
         assert any("bfloat16" in proof.effective for proof in proofs)
 
 
 @slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_offloaded_optimizer_computes_the_same(
-    stage: int, reference: RankEnds, tmp_path: Path  # noqa: F811
-) -> None:  # fmt: skip
-    """strategy.offload is idle on CPU ranks; through DeepSpeed's own key its path is taken."""
-    offload = "+strategy.deepspeed_config.zero_optimization.offload_optimizer.device=cpu"
-    overrides = [*tiny_model(), *SGD, *BATCH, *deepspeed(stage, offload)]
-    ends = run_ranks(tmp_path / "run", "lm_tiny", [*overrides, "train.micro_batch_size=2"])
-    assert_same_curve(reference, ends)
-    assert_same_weights(reference, ends)
-
-
-@slow
-def test_recomputation_under_stage_3(reference: RankEnds, tmp_path: Path) -> None:  # noqa: F811
-    overrides = [*tiny_model(), *SGD, *BATCH, *deepspeed(3), "train.micro_batch_size=2"]
-    recompute = ["train.activation_checkpointing=full"]
-    ends = run_ranks(tmp_path / "run", "lm_tiny", [*overrides, *recompute])
-    assert_same_curve(reference, ends)
-
-
-@slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_evaluation_between_steps(stage: int, corpus: Path, tmp_path: Path) -> None:
+def test_evaluation_between_steps(corpus: Path, tmp_path: Path) -> None:
     """Losses on validation data, and training goes on as if nobody had looked."""
     text = [f"data.source={corpus}", f"data.cache_dir={tmp_path / 'cache'}"]
     text += ["data.val_fraction=0.3", "train.eval_every=2", "train.eval_samples=8"]
-    common = [*tiny_model(), *SGD, *BATCH, "train.steps=6", "train.micro_batch_size=8", *text]
-    expected = run_ranks(tmp_path / "ddp", "lm_tiny", [*common, "launch.nproc=2"]).rows
-    found = run_ranks(tmp_path / "run", "lm_tiny", [*common, *deepspeed(stage)]).rows
-    assert [row.val_loss for row in found] == [
-        row.val_loss and pytest.approx(row.val_loss, rel=1e-5) for row in expected
-    ]
-    assert [row.loss for row in found] == [pytest.approx(row.loss, rel=1e-5) for row in expected]
-    assert found[-1].val_loss is not None
+    common = lm("train.steps=6", WHOLE, *text)
+    cases = {"ddp": [*common, "launch.nproc=2"]}
+    cases |= {f"{stage}": [*common, *deepspeed(stage)] for stage in (0, 3)}
+    ended = run_each(tmp_path / "runs", "lm_tiny", cases)
+    expected = ended.pop("ddp").rows
+    for name, ends in ended.items():
+        assert [row.val_loss for row in ends.rows] == [
+            row.val_loss and pytest.approx(row.val_loss, rel=1e-5) for row in expected
+        ], name
+        losses = [pytest.approx(row.loss, rel=1e-5) for row in expected]
+        assert [row.loss for row in ends.rows] == losses, name
+        assert ends.rows[-1].val_loss is not None
 
 
 @slow
 def test_a_key_that_deepspeed_does_not_know_is_a_config_error(tmp_path: Path) -> None:
     unknown = "+strategy.deepspeed_config.zero_optimization.reduce_buckets=1"
     with pytest.raises(AssertionError, match="ConfigError: DeepSpeed refuses its config"):
-        build_ranks(tmp_path / "run", [*STATE, *deepspeed(2, unknown)], _look_inside)
+        build_ranks(tmp_path, {"case": [*STATE, *deepspeed(2, unknown)]}, _look_inside)

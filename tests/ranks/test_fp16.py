@@ -9,7 +9,7 @@ import torch
 from paceline.errors import Outcome
 from paceline.strategies.precision import GROWTH_STEPS, LossScale
 from tests.harness import HeldSource, RankState, alone, prepare_run, run_here, run_ranks
-from tests.ranks.test_parity import BATCH, SGD, tiny_model
+from tests.parity import BATCH, SGD, tiny_model
 
 FP16 = [*tiny_model(), *SGD, *BATCH, "precision.mode=fp16", "train.micro_batch_size=8"]
 SHORT = ["train.steps=12"]

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.strategies import find_strategy
 from paceline.strategies.base import EngineParts
-from tests.harness import RankEnds, prepare_run, run_here, run_ranks
+from tests.harness import RankEnds, prepare_run, run_each, run_here, run_ranks
 
 pytest.importorskip("transformers")
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 STEPS = 6
 SGD = [
@@ -85,35 +86,37 @@ def reference(job: str, saved: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
-@pytest.mark.parametrize("row", TWO_RANKS)
-def test_two_ranks_equal_one(
-    job: str, row: str, reference: RankEnds, saved: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_equal_one(job: str, reference: RankEnds, saved: Path, tmp_path: Path) -> None:
     source, overrides = arguments(job, saved)
-    two = [*overrides, *TWO_RANKS[row], "train.micro_batch_size=4", "launch.nproc=2"]
-    assert_same(reference, run_ranks(tmp_path / "run", source, two))
+    two = [*overrides, "train.micro_batch_size=4", "launch.nproc=2"]
+    cases = {row: [*two, *more] for row, more in TWO_RANKS.items()}
+    for row, ends in run_each(tmp_path, source, cases).items():
+        assert_same(reference, ends, row)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("job", ["mae", "llama, loaded"])
+@pytest.mark.parametrize(
+    "job", [pytest.param("mae", marks=nightly), pytest.param("llama, loaded", marks=slow)]
+)
 def test_four_ranks_equal_one(job: str, reference: RankEnds, saved: Path, tmp_path: Path) -> None:
     """Two copies, each cut in two."""
     source, overrides = arguments(job, saved)
     four = [*overrides, *FOUR_RANKS, "train.micro_batch_size=2", "launch.nproc=4"]
-    assert_same(reference, run_ranks(tmp_path / "run", source, four))
+    assert_same(reference, run_ranks(tmp_path / "run", source, four), job)
 
 
-def assert_same(reference: RankEnds, ends: RankEnds) -> None:
+def assert_same(reference: RankEnds, ends: RankEnds, name: str) -> None:
     losses = [(a.loss, b.loss) for a, b in zip(reference.rows, ends.rows, strict=True)]
     assert len(losses) == STEPS and losses[-1][0] < losses[0][0]
     for expected, found in losses:
-        assert found == pytest.approx(expected, rel=1e-5)
-    assert ends.rows[0].grad_norm == pytest.approx(reference.rows[0].grad_norm, rel=1e-5)
+        assert found == pytest.approx(expected, rel=1e-5), name
+    assert ends.rows[0].grad_norm == pytest.approx(reference.rows[0].grad_norm, rel=1e-5), name
     expected_state = reference.states[0].weights
     for state in ends.states:
-        assert set(state.weights) == set(expected_state)
-        for name, weight in expected_state.items():
-            torch.testing.assert_close(state.weights[name], weight, rtol=1e-4, atol=1e-6)
+        assert set(state.weights) == set(expected_state), name
+        for key, weight in expected_state.items():
+            torch.testing.assert_close(
+                state.weights[key], weight, rtol=1e-4, atol=1e-6, msg=f"{name}: {key}"
+            )
 
 
 def test_loaded_weights_are_where_training_starts(saved: Path, tmp_path: Path) -> None:

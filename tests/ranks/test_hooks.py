@@ -9,8 +9,8 @@ from paceline.records import Audit, Plan
 from paceline.strategies.ddp import plan_exchange
 from paceline.strategies.shape import ParameterShape
 from tests.harness import run_here, run_ranks
-from tests.ranks.test_nan import COMMON, JOB, poisoned_sample
-from tests.ranks.test_parity import BATCH, SGD, assert_same_weights, tiny_model
+from tests.jobs import BAD, BAD_SETTINGS, poisoned_sample
+from tests.parity import BATCH, SGD, assert_same_weights, tiny_model
 
 STEPS = 12
 TWO = [*tiny_model(), *SGD, *BATCH, f"train.steps={STEPS}", "launch.nproc=2"]
@@ -41,14 +41,14 @@ def test_powersgd_forgets_a_bad_step(tmp_path: Path) -> None:
     """Its error memory would bring the NaN back for ever."""
     file = tmp_path / "bad_job.py"
     file.write_text(
-        JOB.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 1))")
+        BAD.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 1))")
     )
-    sample = poisoned_sample("", tmp_path, rank=1)
+    sample = poisoned_sample(rank=1)
     settings = [
         "launch.nproc=2", f"model.poison={sample}", "train.max_skips=1",
         "strategy.comm_hook=powersgd", "strategy.powersgd_start=2",
     ]  # fmt: skip
-    ends = run_ranks(tmp_path / "run", f"{file}:Bad", [*COMMON, *settings])
+    ends = run_ranks(tmp_path / "run", f"{file}:Bad", [*BAD_SETTINGS, *settings])
     assert {verdict.outcome for verdict in ends.verdicts} == {Outcome.OK}
     assert [row.step for row in ends.rows if row.skipped] == [5]
 

@@ -9,63 +9,19 @@ import torch
 
 from paceline.errors import Outcome
 from tests.harness import run_here, run_ranks
-
-JOB = """
-import torch
-from torch import nn
-from paceline import Section, Workload
-from pydantic import Field
-
-class Data:
-    fingerprint = "line"
-    def __len__(self): return 64
-    def __getitem__(self, index):
-        return {"x": torch.full((4,), index / 64), "id": torch.tensor(index)}
-
-class Model(Section):
-    poison: int = Field(-1, description="sample whose loss is bad")
-    kind: str = Field("nan", description="nan loss, inf loss with a finite gradient, or grad")
-
-class Bad(Workload):
-    Model = Model
-    def __init__(self): self.poison, self.kind = -1, "nan"
-    def build_model(self, config):
-        self.poison, self.kind = config.model.poison, config.model.kind
-        return nn.Linear(4, 1)
-    def build_data(self, config, split): return Data() if split == "train" else None
-    def loss(self, model, batch):
-        y = model(batch["x"]).squeeze(1)
-        bad = (batch["id"] == self.poison).any()
-        loss = (y ** 2).sum()
-        if self.kind == "nan" and bad: loss = loss * float("nan")
-        if self.kind == "inf": loss = loss + torch.where(bad, float("inf"), 0.0)
-        if self.kind == "grad" and bad: y.register_hook(lambda g: g * float("nan"))
-        return loss, len(y)
-"""
-STEPS = 8
-COMMON = [
-    f"train.steps={STEPS}", "train.micro_batch_size=4", "data.num_workers=0", "optim.lr=0.1",
-    "launch.device=cpu", "train.log_every=3",
-]  # fmt: skip
+from tests.jobs import BAD, poisoned_sample, write_bad_job
+from tests.jobs import BAD_SETTINGS as COMMON
+from tests.jobs import BAD_STEPS as STEPS
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> str:
-    (tmp_path / "bad_job.py").write_text(JOB)
-    return f"{tmp_path / 'bad_job.py'}:Bad"
-
-
-def poisoned_sample(job: str, tmp_path: Path, rank: int) -> int:
-    """A sample that `rank` of 2 meets in step 5."""
-    from paceline.data.cursor import Order, StepSlice
-
-    ids = Order(64, 0).at(StepSlice(4, 1, 2, rank).positions(4))
-    return int(ids[0])
+    return write_bad_job(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf", "grad"])
 def test_one_rank_stops_both_and_nothing_is_applied(job: str, kind: str, tmp_path: Path) -> None:
-    sample = poisoned_sample(job, tmp_path, rank=1)
+    sample = poisoned_sample(rank=1)
     overrides = [*COMMON, "launch.nproc=2", f"model.poison={sample}", f"model.kind={kind}"]
     ends = run_ranks(tmp_path / "run", job, overrides)
     assert {verdict.outcome for verdict in ends.verdicts} == {Outcome.NAN}
@@ -83,7 +39,7 @@ def test_one_rank_stops_both_and_nothing_is_applied(job: str, kind: str, tmp_pat
 @pytest.mark.parametrize("log_every", [1, 3, 100])
 def test_the_vetoed_step_leaves_no_trace(job: str, log_every: int, tmp_path: Path) -> None:
     """With skips allowed, the run goes on as if the bad step's gradient had been nothing."""
-    sample = poisoned_sample(job, tmp_path, rank=1)
+    sample = poisoned_sample(rank=1)
     skips = [
         "train.max_skips=1", "launch.nproc=2", f"model.poison={sample}",
         f"train.log_every={log_every}",
@@ -108,7 +64,7 @@ def test_a_loss_that_counts_wrongly_is_caught(tmp_path: Path) -> None:
     from paceline.errors import ConfigError
 
     file = tmp_path / "bad_job.py"
-    file.write_text(JOB.replace("return loss, len(y)", "return loss, 2 * len(y)"))
+    file.write_text(BAD.replace("return loss, len(y)", "return loss, 2 * len(y)"))
     with pytest.raises(ConfigError, match="summed 8 samples, but the workload promised 4"):
         run_here(tmp_path / "run", f"{file}:Bad", COMMON)
 
@@ -119,7 +75,7 @@ def test_a_loss_that_counts_wrongly_is_caught_where_sizes_vary(tmp_path: Path) -
     file = tmp_path / "bad_job.py"
     varying = "\n    def units_per_sample(self, config): return None\n"
     varying += "    def units(self, batch): return 2 * len(batch['id'])\n"
-    file.write_text(JOB + varying)
+    file.write_text(BAD + varying)
     with pytest.raises(ConfigError, match="summed 4 samples, but the workload promised 8"):
         run_here(tmp_path / "run", f"{file}:Bad", COMMON)
 
@@ -129,8 +85,8 @@ def test_a_bad_loss_whose_gradient_is_cut_off_is_noticed(tmp_path: Path) -> None
     same, and is found when losses are gathered."""
     file = tmp_path / "bad_job.py"
     cut = "        if bad: loss = torch.relu(-(y ** 2) - 1).sum() * float('inf')\n"
-    file.write_text(JOB.replace("        return loss, len(y)", cut + "        return loss, len(y)"))
-    sample = poisoned_sample("", tmp_path, rank=1)
+    file.write_text(BAD.replace("        return loss, len(y)", cut + "        return loss, len(y)"))
+    sample = poisoned_sample(rank=1)
     settings = ["launch.nproc=2", f"model.poison={sample}", "model.kind=none"]
     ends = run_ranks(tmp_path / "run", f"{file}:Bad", [*COMMON, *settings])
     assert {verdict.outcome for verdict in ends.verdicts} == {Outcome.NAN}

@@ -3,6 +3,7 @@
 SGD and not AdamW: AdamW divides the gradient by its own size and hides a wrong scale.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,11 @@ from tests.harness import (
     RankState,
     alone,
     prepare_run,
+    run_each,
     run_here,
     run_ranks,
 )
-
-STEPS = 50
-SGD = ["optim.name=sgd", "optim.lr=0.5", "optim.weight_decay=0.01", f"train.steps={STEPS}"]
-BATCH = ["train.global_batch_size=16", "train.log_every=7", "data.num_workers=0"]
+from tests.parity import BATCH, SGD, assert_same, assert_same_curve, tiny_model
 
 # One row a strategy and a way of splitting the batch.
 ROWS = {
@@ -87,76 +86,53 @@ ROWS |= {
         "train.activation_checkpointing=full",
     ],
 }
-# The quick suite takes one row of each kind; `make test-all` takes all.
-QUICK = {
+# The quick suite takes one row of each kind.
+QUICK = (
     "ddp",
     "ddp, accumulation, static graph",
     "zero1, accumulation",
     "zero2",
     "fsdp, accumulation",
     "pipeline, dualpipe, accumulation",
-}
-FOUR_RANKS = ["zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid"]
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> RankEnds:
-    folder = tmp_path_factory.mktemp("reference") / "run"
-    return run_here(folder, "lm_tiny", [*tiny_model(), *SGD, *BATCH, "train.micro_batch_size=16"])
-
-
-def tiny_model() -> list[str]:
-    return [
-        "data.source=synthetic",
-        "data.synthetic_samples=512",
-        "data.seq_len=16",
-        "model.dim=32",
-        "model.num_layers=2",
-        "train.eval_every=off",
-        "train.eval_samples=all",
-        "launch.device=cpu",
-    ]
-
-
-@pytest.mark.parametrize(
-    "row", [row if row in QUICK else pytest.param(row, marks=pytest.mark.slow) for row in ROWS]
 )
-def test_two_ranks_equal_one(row: str, reference: RankEnds, tmp_path: Path) -> None:
-    overrides = [*tiny_model(), *SGD, *BATCH, *ROWS[row], "launch.nproc=2"]
-    ends = run_ranks(tmp_path / "run", "lm_tiny", overrides)
-    assert_same_curve(reference, ends)
-    assert_same_weights(reference, ends)
+HYBRIDS = ("zero2_hybrid", "zero3_hybrid")
+
+
+def compare(rows: Iterable[str], reference: RankEnds, folder: Path) -> None:
+    """All rows in one group of two ranks, to be quick."""
+    common = [*tiny_model(), *SGD, *BATCH, "launch.nproc=2"]
+    ended = run_each(folder, "lm_tiny", {row: [*common, *ROWS[row]] for row in rows})
+    for row, ends in ended.items():
+        assert_same(reference, ends, row)
+
+
+def test_two_ranks_equal_one(reference: RankEnds, tmp_path: Path) -> None:
+    compare(QUICK, reference, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FOUR_RANKS)
-def test_four_ranks_equal_one(name: str, reference: RankEnds, tmp_path: Path) -> None:
+def test_two_ranks_equal_one_with_every_option(reference: RankEnds, tmp_path: Path) -> None:
+    compare([row for row in ROWS if row not in QUICK], reference, tmp_path)
+
+
+def four_ranks(name: str) -> list[str]:
     """Hybrids as 2 x 2: two copies, each cut in two."""
-    four = [f"strategy.name={name}", "train.micro_batch_size=2", "launch.nproc=4"]
-    hybrid = ["strategy.shard_size=2"] if name.endswith("hybrid") else []
-    ends = run_ranks(tmp_path / "run", "lm_tiny", [*tiny_model(), *SGD, *BATCH, *four, *hybrid])
-    assert_same_curve(reference, ends)
-    assert_same_weights(reference, ends)
+    hybrid = ["strategy.shard_size=2"] if name in HYBRIDS else []
+    batch = [*BATCH, "train.micro_batch_size=2", "launch.nproc=4"]
+    return [*tiny_model(), *SGD, *batch, f"strategy.name={name}", *hybrid]
 
 
-def assert_same_curve(reference: RankEnds, ends: RankEnds) -> None:
-    assert [row.step for row in ends.rows] == list(range(1, STEPS + 1))
-    losses = [(a.loss, b.loss) for a, b in zip(reference.rows, ends.rows, strict=True)]
-    assert losses[0][1] == pytest.approx(losses[0][0], rel=1e-6)
-    assert ends.rows[0].grad_norm == pytest.approx(reference.rows[0].grad_norm, rel=1e-5)
-    for expected, found in losses:
-        assert found == pytest.approx(expected, rel=1e-5)
-    assert losses[-1][0] != losses[0][0], "nothing was learned, so nothing was compared"
-
-
-def assert_same_weights(reference: RankEnds, ends: RankEnds) -> None:
-    expected = reference.states[0].weights
-    first = ends.states[0].weights
-    for name, weight in expected.items():
-        torch.testing.assert_close(first[name], weight, rtol=1e-4, atol=1e-6)
-    for other in ends.states[1:]:
-        for name in first:
-            assert torch.equal(first[name], other.weights[name]), f"replicas differ in {name}"
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(HYBRIDS, marks=pytest.mark.slow, id="hybrids"),
+        pytest.param(("zero1", "zero2", "zero3"), marks=pytest.mark.nightly, id="others"),
+    ],
+)
+def test_four_ranks_equal_one(names: list[str], reference: RankEnds, tmp_path: Path) -> None:
+    ended = run_each(tmp_path, "lm_tiny", {name: four_ranks(name) for name in names})
+    for name, ends in ended.items():
+        assert_same(reference, ends, name)
 
 
 def test_bf16_computes_nearly_the_same(reference: RankEnds, tmp_path: Path) -> None:

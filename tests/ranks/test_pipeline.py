@@ -2,67 +2,25 @@
 batch. SGD in fp32, as in test_parity.py; several runs share a group of processes, to be quick."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from paceline.errors import ConfigError
 from tests.harness import RankEnds, run_each, run_here
+from tests.pipeline_parity import ONE, SGD, assert_same, pipeline, slow
 
-STEPS, BATCH = 4, 16
-# A clip that bites in every step: a norm that is wrong on one rank moves the weights.
-SGD = [
-    "optim.name=sgd", "optim.lr=0.5", "optim.weight_decay=0.01", "optim.clip=0.4",
-    "optim.schedule.warmup_steps=1", f"train.steps={STEPS}", "train.log_every=1",
-    "data.num_workers=0", "checkpoint.at_end=false", "launch.device=cpu",
-]  # fmt: skip
 LM = [
     *SGD, "data.source=synthetic", "data.synthetic_samples=256", "data.seq_len=16", "model.dim=32",
     "model.num_layers=5", "train.eval_every=off",
 ]  # fmt: skip
 UNTIED = [*LM, "model.tied=false"]
-ONE = ["train.micro_batch_size=16", "train.grad_accum=1", "strategy.name=ddp"]
-TWO_A_RANK = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
 INNERS = ["ddp", "zero2", "zero3"]
-
-
-def slow(*values: object) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def pipeline(schedule: str, ranks: int = 2, dp: int = 1, accum: int = 1) -> list[str]:
-    """`ranks` in all, as `dp` pipelines; the batch of a step is always the same."""
-    stages = ranks // dp * (2 if schedule in TWO_A_RANK else 1)
-    return [
-        "strategy.name=pipeline", f"strategy.schedule={schedule}", f"strategy.stages={stages}",
-        f"train.micro_batch_size={BATCH // dp // accum}", f"train.grad_accum={accum}",
-        "strategy.microbatches=4", f"launch.nproc={ranks}",
-    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> RankEnds:
     return run_here(tmp_path_factory.mktemp("untied") / "run", "lm_tiny", [*UNTIED, *ONE])
-
-
-def assert_same(reference: RankEnds, ends: RankEnds, name: str, rel: float = 1e-5) -> None:
-    pairs = list(zip(reference.rows, ends.rows, strict=True))
-    for expected, found in pairs:
-        assert found.loss == pytest.approx(expected.loss, rel=rel), name
-        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=rel), name
-        if expected.val_loss is None:
-            assert found.val_loss is None, name
-        else:
-            assert found.val_loss == pytest.approx(expected.val_loss, rel=rel), name
-    assert pairs[0][0].loss != pairs[-1][0].loss, "nothing was learned"
-    weights = reference.states[0].weights
-    for state in ends.states:
-        assert set(state.weights) == set(weights), name
-        for key, weight in weights.items():
-            torch.testing.assert_close(
-                state.weights[key], weight, rtol=10 * rel, atol=rel / 10, msg=f"{name}: {key}"
-            )
 
 
 def test_every_step_is_clipped(untied: RankEnds) -> None:
@@ -77,7 +35,7 @@ def test_two_pipelines_of_two_ranks(inner: str, untied: RankEnds, tmp_path: Path
         assert_same(untied, ends, name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("inner", INNERS)
 def test_two_pipelines_of_every_other_schedule(
     inner: str, untied: RankEnds, tmp_path: Path
@@ -178,7 +136,7 @@ def test_half_precision_computes_nearly_the_same(untied: RankEnds, tmp_path: Pat
         assert {w.dtype for w in ends.states[0].weights.values()} == {torch.float32}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_stages(untied: RankEnds, tmp_path: Path) -> None:
     compiled = [*UNTIED, *pipeline("1f1b"), "train.compile=default"]
     ends = run_each(tmp_path, "lm_tiny", {"compiled": compiled})["compiled"]

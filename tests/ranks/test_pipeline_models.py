@@ -10,7 +10,7 @@ import torch
 from paceline.data.cursor import Order, StepSlice
 from paceline.errors import ConfigError, Outcome
 from tests.harness import run_each, run_here
-from tests.ranks.test_pipeline import BATCH, ONE, SGD, assert_same, pipeline, slow
+from tests.pipeline_parity import BATCH, ONE, SGD, assert_same, pipeline, slow
 
 LLAMA = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,

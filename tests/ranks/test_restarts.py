@@ -27,7 +27,7 @@ from paceline.records import Attempt, RankVerdict
 from paceline.records.rundir import RunDir
 from paceline.train.control import Ask
 from paceline.train.heartbeat import StepMark
-from tests.unit.test_launch import draw
+from tests.machines import draw
 
 RECOVERY_S = 5.0
 pytestmark = pytest.mark.timeout(60)

@@ -17,27 +17,12 @@ from paceline.plan.policy import effective_config
 from paceline.records.rundir import RunDir
 from paceline.records.tables import read_training
 from paceline.strategies.weights import fill_weights
-from paceline.verify.flow import run_verify
 from paceline.verify.judge import judge
 from paceline.verify.records import TrialHeld, VerifyReport
 from paceline.verify.trial import BYTES, EQUAL, POISONED, held_file, initial_file, state_file
 from paceline.verify.trials import expected_bytes
-from tests.conftest import needs_deepspeed
-
-CPU = ["launch.device=cpu"]
-
-
-def verify(names: list[str], overrides: list[str], folder: Path) -> VerifyReport:
-    return run_verify(names, [*CPU, *overrides], folder, lambda text: None)
-
-
-def assert_proven(report: VerifyReport, *names: str) -> None:
-    assert [proof.strategy for proof in report.proofs] == list(names)
-    for proof in report.proofs:
-        assert not proof.failure and not proof.skipped, proof
-        assert len(proof.checks) == 10
-        assert all(check.ok for check in proof.checks), proof
-    assert report.exit_code == 0
+from tests.proofs import CPU, assert_proven, verify
+from tests.skips import needs_deepspeed
 
 
 @pytest.fixture(scope="module")
@@ -145,25 +130,34 @@ def test_each_check_can_fail(name: str, proven: Path, tmp_path: Path) -> None:
     assert name in [check.name for check in checks if not check.ok]
 
 
-@pytest.mark.slow
+PLAIN, HYBRIDS = ("ddp", "zero1", "zero2", "zero3"), ("zero2_hybrid", "zero3_hybrid")
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_strategy_is_proven(ranks: int, tmp_path: Path) -> None:
-    names = ["ddp", "zero1", "zero2", "zero3"]
-    names += ["zero2_hybrid", "zero3_hybrid"] if ranks == 4 else []
-    assert_proven(verify(names, [f"launch.nproc={ranks}"], tmp_path / "v"), *names)
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        pytest.param(PLAIN, 2, marks=pytest.mark.slow),
+        pytest.param(HYBRIDS, 4, marks=pytest.mark.slow),
+        pytest.param(PLAIN, 4, marks=pytest.mark.nightly),
+    ],
+)
+def test_every_strategy_is_proven(names: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
+    assert_proven(verify([*names], [f"launch.nproc={ranks}"], tmp_path / "v"), *names)
 
 
 @needs_deepspeed
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)],
+)
 def test_every_stage_of_deepspeed_is_proven(ranks: int, tmp_path: Path) -> None:
     report = verify(["deepspeed"], [f"launch.nproc={ranks}"], tmp_path / "v")
     assert_proven(report, *(f"deepspeed_{stage}" for stage in range(4)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_compiled_and_recomputed_strategies_are_proven(tmp_path: Path) -> None:
     settings = ["train.compile=default", "train.activation_checkpointing=selective"]

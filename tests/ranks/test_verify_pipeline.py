@@ -6,14 +6,16 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.schedules.orders import NAMES
-from tests.ranks.test_verify import assert_proven, verify
+from tests.proofs import assert_proven, verify
 
 ALL = [f"pipeline_{name}" for name in NAMES]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    "num_ranks",
+    [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)],
+)
 def test_every_schedule_is_proven(num_ranks: int, tmp_path: Path) -> None:
     report = verify(["pipeline"], [f"launch.nproc={num_ranks}"], tmp_path / "run")
     assert_proven(report, *ALL)

@@ -15,7 +15,9 @@ import psutil
 import pytest
 
 from tests.cli.program import environment, free_port, paceline
+from tests.jobs import write_line_job
 from tests.schedulers.slurm import SlurmCluster, why_not
+from tests.skips import needs_deepspeed, needs_mpi
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -25,13 +27,11 @@ JOB = [
     "launch.device=cpu", "train.log_every=1", "optim.name=sgd",
 ]  # fmt: skip
 PACELINE = [sys.executable, "-m", "paceline"]
+BROKEN = "if os.environ['RANK'] == '1': raise ValueError('my own bug')"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
-needs_slurm = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
-needs_deepspeed = pytest.mark.skipif(
-    not (Path(sys.executable).parent / "deepspeed").exists(), reason="deepspeed is not installed"
-)
+needs_slurm = pytest.mark.skipif(why_not() is not None, reason=f"SLURM: {why_not()}")
+nightly = pytest.mark.nightly
 
 
 def losses(run: Path) -> list[float]:
@@ -111,6 +111,7 @@ def test_deepspeed_started_by_paceline(expected: dict[int, list[float]], tmp_pat
 DEEPSPEED = ["strategy.name=deepspeed", "strategy.stage=2"]
 
 
+@nightly
 @needs_deepspeed
 def test_deepspeed_under_its_own_launcher(expected: dict[int, list[float]], tmp_path: Path) -> None:
     """The strategy under the launcher of the same name: the losses of ddp under ours."""
@@ -128,6 +129,7 @@ def test_deepspeed_under_our_launcher(expected: dict[int, list[float]], tmp_path
     assert "DeepSpeed's config" in (tmp_path / "run/ranks/rank1/log.txt").read_text()
 
 
+@nightly
 @needs_mpi
 @needs_deepspeed
 def test_deepspeed_under_mpirun(expected: dict[int, list[float]], tmp_path: Path) -> None:
@@ -182,6 +184,7 @@ def test_srun_started_by_paceline(
     assert cluster.processes() == []
 
 
+@nightly
 @needs_slurm
 def test_a_lone_process_in_a_job_waits_for_nobody(
     expected: dict[int, list[float]], cluster: SlurmCluster, tmp_path: Path
@@ -198,6 +201,7 @@ def test_a_lone_process_in_a_job_waits_for_nobody(
     assert launcher_of(tmp_path / "run") == "local" and "has 2 nodes" in said
 
 
+@nightly
 @needs_slurm
 @needs_mpi
 def test_mpirun_inside_a_slurm_job(
@@ -300,7 +304,7 @@ def test_scancel_ends_ranks_in_order(cluster: SlurmCluster, tmp_path: Path) -> N
 def test_the_rank_that_fails_on_another_node_is_named(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    (tmp_path / "job.py").write_text(BROKEN)
+    write_line_job(tmp_path, BROKEN)
     argv = ["srun", "-N2", "--ntasks-per-node=1", *PACELINE, "train", "job.py:Job"]
     argv += ["train.steps=5", "train.micro_batch_size=4", "launch.device=cpu", "--out", "run"]
     done = cluster.run(argv, cwd=tmp_path, timeout=90)
@@ -311,25 +315,7 @@ def test_the_rank_that_fails_on_another_node_is_named(
     assert cluster.processes() == []
 
 
-BROKEN = """
-import os
-import torch
-from torch import nn
-from paceline import Workload
-
-class Data:
-    def __len__(self): return 64
-    def __getitem__(self, index): return torch.full((4,), index / 64)
-
-class Job(Workload):
-    def build_model(self, config): return nn.Linear(4, 1)
-    def build_data(self, config, split): return Data() if split == "train" else None
-    def loss(self, model, batch):
-        if os.environ["RANK"] == "1": raise ValueError("my own bug")
-        return model(batch).sum(), len(batch)
-"""
-
-
+@nightly
 @needs_slurm
 def test_two_torchrun_agents_meet_as_two_nodes(
     expected: dict[int, list[float]], cluster: SlurmCluster, tmp_path: Path
@@ -346,6 +332,7 @@ def test_two_torchrun_agents_meet_as_two_nodes(
     assert {rank["host"] for rank in launch["ranks"]} == {"n1", "n2"}
 
 
+@nightly
 def test_paceline_starts_one_torchrun_of_two(
     expected: dict[int, list[float]], tmp_path: Path
 ) -> None:
@@ -368,6 +355,7 @@ def test_paceline_starts_one_torchrun_of_two(
     same(tmp_path / "run", expected[2])
 
 
+@nightly
 @needs_slurm
 def test_check_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
     argv = ["srun", "-N2", "--ntasks-per-node=1", *PACELINE, "check", "--json"]
@@ -378,12 +366,17 @@ def test_check_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
     assert report["group"]["correctness"]["wrong"] == [] and len(report["group"]["pairs"]) == 1
 
 
-STARTERS = ["torchrun", pytest.param("mpi", marks=needs_mpi)]
-STARTERS += [pytest.param("deepspeed", marks=needs_deepspeed)]
+STARTERS = [
+    ("torchrun", signal.SIGKILL),
+    pytest.param("mpi", signal.SIGINT, marks=needs_mpi),
+    pytest.param("deepspeed", signal.SIGKILL, marks=needs_deepspeed),
+    pytest.param("torchrun", signal.SIGINT, marks=nightly),
+    pytest.param("mpi", signal.SIGKILL, marks=[needs_mpi, nightly]),
+    pytest.param("deepspeed", signal.SIGINT, marks=[needs_deepspeed, nightly]),
+]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("by", STARTERS)
+@pytest.mark.parametrize(("by", "number"), STARTERS)
 def test_nothing_outlives_a_command_that_paceline_started(
     by: str, number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.launch.slurm import SlurmLauncher, batch_script, own_command
-from tests.unit.test_launch import order_of
+from tests.machines import order_of
 
 # Told that time is up it says 75, as a run does that has written its checkpoint.
 PACELINE = """#!/bin/bash

@@ -11,7 +11,7 @@ from paceline.bench.target import LAB, find_names, load_targets, parse_target
 from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.plan.planner import make_plan
-from tests.unit.test_plan import env
+from tests.machines import machine as env
 
 NAMES = [
     "1f1b_2stages", "compile", "ddp", "ddp_bucket", "ddp_compression", "ddp_flash",

@@ -18,7 +18,7 @@ from paceline.workloads.causal_lm.workload import CausalLM
 from paceline.workloads.hf import pretrained
 from paceline.workloads.hf.model import init_module
 from paceline.workloads.hf.pretrained import check_weights, choose_weights, load_config, load_module
-from tests.unit.test_plan import plan
+from tests.machines import plan
 
 pytest.importorskip("transformers")
 

@@ -18,7 +18,7 @@ from paceline.checkpoint.tensors import TensorFiles, write_pieces
 from paceline.errors import ClusterError
 from paceline.records import Manifest
 from tests.harness import make_kept
-from tests.unit.test_checkpoint_folder import (
+from tests.saved import (
     QUICK,
     build_saver,
     build_savers,
@@ -34,7 +34,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from tests.harness import make_kept
-from tests.unit.test_checkpoint_folder import build_saver, save, some_pieces
+from tests.saved import build_saver, save, some_pieces
 from paceline.checkpoint.pieces import Piece
 
 saver = build_saver(Path(sys.argv[1]))

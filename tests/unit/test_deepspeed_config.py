@@ -10,7 +10,7 @@ from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.records import Finding, Plan
 from paceline.strategies.deepspeed_config import FIXED, OURS, merge
-from tests.unit.test_launch import box
+from tests.machines import box
 
 
 def planned(*overrides: str, on_gpu: bool = False) -> Plan:

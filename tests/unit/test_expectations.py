@@ -17,8 +17,8 @@ from paceline.bench.words import headline, rows_of
 from paceline.errors import ConfigError, LaunchError, Outcome
 from paceline.machine.facts import probe
 from paceline.records.swept import SweepRecord
+from tests.machines import machine
 from tests.measured import NUM_STEPS, make_row, make_run
-from tests.unit.test_plan import env as machine
 
 NOISE = (1.0, 1.004, 0.997, 1.002)
 Truth = dict[str, dict[str, Any]]

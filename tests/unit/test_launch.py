@@ -9,8 +9,8 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.job import load_job
-from paceline.launch import REGISTRY, find_launcher
-from paceline.launch.base import LaunchEnd, Order
+from paceline.launch import REGISTRY
+from paceline.launch.base import LaunchEnd
 from paceline.launch.blame import explain_stall
 from paceline.launch.cause import judge_end
 from paceline.launch.pulse import Pulse
@@ -22,39 +22,11 @@ from paceline.machine.hosts import read_hostfile
 from paceline.machine.topology import Topology
 from paceline.plan.crew import check_crew, choose_crew
 from paceline.plan.planner import make_plan
-from paceline.records import Env, Gpu, LaunchPlan, Limits, Link, RankEnd
+from paceline.records import Env, Gpu, Limits, Link, RankEnd
 from paceline.records.rundir import RunDir
-from paceline.run.flow import order_for
 from paceline.schedules.actions import Action, Kind
 from paceline.train.heartbeat import ActionMark
-from tests.unit.test_plan import env as machine
-
-
-def box(num_gpus: int, kind: str = "nvswitch", **more: object) -> Env:
-    """A machine of H100s whose every pair is joined by `kind`."""
-    gpus = [
-        Gpu(index=n, name="NVIDIA H100 80GB HBM3", uuid=f"GPU-{n}", compute_capability="9.0",
-            memory_bytes=80 << 30)
-        for n in range(num_gpus)
-    ]  # fmt: skip
-    nvlinks = 18 if kind.startswith("nv") else 0
-    pairs = [(a, b) for a in range(num_gpus) for b in range(a + 1, num_gpus)]
-    links = [Link(a=a, b=b, kind=kind, nvlinks=nvlinks) for a, b in pairs]
-    update = {"gpus": gpus, "links": links, "cuda": "13.0", "cores": 64} | more
-    return machine().model_copy(update=update)
-
-
-def draw(*overrides: str, env: Env | None = None, by: str = "local") -> LaunchPlan:
-    job = load_job("lm_tiny", [f"launch.launcher={by}", *overrides])
-    env = env or machine()
-    plan = make_plan(job, env)
-    return find_launcher(by).plan(order_for(job, env, plan))
-
-
-def order_of(*overrides: str) -> Order:
-    """What SLURM is asked to start."""
-    job = load_job("lm_tiny", ["launch.launcher=slurm", *overrides])
-    return order_for(job, machine(), make_plan(job, machine()))
+from tests.machines import box, draw, machine, order_of
 
 
 @pytest.mark.parametrize("by", sorted(REGISTRY))

@@ -15,7 +15,7 @@ from paceline.strategies.weights import fill_weights
 from paceline.workloads.mae.data import RandomImages
 from paceline.workloads.mae.model import build_mae, flops_per_sample, init_mae_module, mae_config
 from paceline.workloads.mae.workload import MaskedAutoencoder
-from tests.unit.test_plan import plan
+from tests.machines import plan
 
 pytest.importorskip("transformers")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.records import Finding, Plan
-from tests.unit.test_plan import plan
+from tests.machines import plan
 
 MODEL = ["strategy.name=pipeline", "model.num_layers=5", "model.tied=false"]
 

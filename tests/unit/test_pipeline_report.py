@@ -20,10 +20,10 @@ from paceline.schedules.requirements import AUTO_STAGES
 from paceline.schedules.timeline import Times
 from paceline.train.heartbeat import read_action
 from paceline.train.worker import RankRun
+from tests.machines import machine
+from tests.machines import plan as make_test_plan
 from tests.pipelined import plan_of, write_run
-from tests.unit.test_plan import env as machine
-from tests.unit.test_plan import plan as make_test_plan
-from tests.unit.test_report import verdict
+from tests.reported import verdict
 
 SLOW_LINK = Times([0.002, 0.002, 0.002, 0.003], 0.0025, 0.002, transfer_s=0.0008)
 

@@ -6,12 +6,11 @@ import pytest
 
 from paceline.config.load import recipe_names
 from paceline.errors import ClusterError, ConfigError
-from paceline.job import load_job
-from paceline.plan.planner import make_plan
-from paceline.records import Env, Gpu, Plan
+from paceline.records import Env
 from paceline.run.flow import require_feasible
+from tests.machines import GIB, plan
+from tests.machines import machine as env
 
-GIB = 2**30
 CNN = """
 import torch
 from paceline import Workload
@@ -26,25 +25,6 @@ class Cnn(Workload):
     def loss(self, model, batch):
         return model(batch).sum(), len(batch)
 """
-
-
-def env(num_gpus: int = 0, capability: str = "9.0", name: str = "NVIDIA H200") -> Env:
-    gpus = [
-        Gpu(
-            index=i, name=name, uuid=f"GPU-{i}", compute_capability=capability,
-            memory_bytes=141 * GIB,
-        )
-        for i in range(num_gpus)
-    ]  # fmt: skip
-    return Env(
-        host="box", os="Linux", cpu="a CPU", cores=16, memory_bytes=64 * GIB, gpus=gpus, links=[],
-        driver="580", python="3.11", torch="2.13", cuda="13.0" if num_gpus else None, nccl=None,
-        packages={}, git=None, variables={},
-    )  # fmt: skip
-
-
-def plan(*overrides: str, source: str = "lm_tiny", machine: Env | None = None) -> Plan:
-    return make_plan(load_job(source, list(overrides)), machine or env())
 
 
 @pytest.mark.parametrize("name", recipe_names())

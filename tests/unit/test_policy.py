@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.unit.test_plan import env, plan
+from tests.machines import machine as env
+from tests.machines import plan
 
 V100 = env(num_gpus=1, capability="7.0", name="Tesla V100-SXM2-16GB")
 H200 = env(num_gpus=1)

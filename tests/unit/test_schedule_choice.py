@@ -23,8 +23,8 @@ from paceline.schedules.simulate import pairing_of
 from paceline.schedules.sources import load_measured_times, load_times_file
 from paceline.schedules.timeline import Times
 from paceline.strategies.base import Share
+from tests.machines import machine as env
 from tests.pipelined import plan_of, write_run
-from tests.unit.test_plan import env
 
 EQUAL = "forward_s: 1e-3\ninput_s: 1e-3\nweight_s: 1e-3\ntransfer_s: 0\n"
 SMALL = ["launch.device=cpu", "train.micro_batch_size=16", "model.num_layers=8"]

@@ -10,8 +10,8 @@ import pytest
 from paceline.records import Attempt
 from paceline.records.rundir import RunDir
 from paceline.stats.figures import METRICS, RunFigures, measure_run
-from tests.unit.test_plan import plan
-from tests.unit.test_report import HEADER, STEPS_HEADER
+from tests.machines import plan
+from tests.reported import HEADER, STEPS_HEADER
 
 
 def write_run(folder: Path, step_s: Sequence[float], *, compile: str = "off") -> RunDir:

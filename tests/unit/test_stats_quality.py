@@ -21,6 +21,7 @@ def quality() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rho", [0.0, 0.9])
 def test_verdicts_are_as_good_as_promised(quality: ModuleType, rho: float) -> None:
     """150 sweeps: a share of 5 % is seen with an error of 1.8 %, so twice that is allowed on top;
