@@ -113,7 +113,7 @@ def stacked_bars(rows: dict[str, dict[str, float]]) -> str:
     if len(names) > MAX_BARS:
         by_length = sorted(names, key=lambda name: -total[name])
         names = [*by_length[: MAX_BARS // 2], *by_length[-MAX_BARS // 2 :]]
-    kinds = {phase: f"p{place}" for place, phase in enumerate(next(iter(rows.values())), 1)}
+    kinds = {phase: phase for phase in next(iter(rows.values()))}  # a class of the style sheet
     kinds |= {phase: phase for phase in ("other", "unaccounted") if phase in kinds}
     longest = max(total.values()) or 1.0
     bars = "".join(_bar_row(name, rows[name], kinds, longest) for name in names)

@@ -10,7 +10,8 @@ from paceline.cli import check as cli
 from paceline.machine import facts
 from paceline.machine.measures import CopyRate, Correctness, MatmulRate, PairSpeed
 from paceline.records import Env, Link
-from tests.unit.test_plan import env, plan
+from tests.machines import machine as env
+from tests.machines import plan
 
 
 def machine() -> Env:

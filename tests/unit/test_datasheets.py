@@ -11,7 +11,7 @@ from paceline.machine.datasheets import (
     expected_link_gb_per_s,
     find_peak,
 )
-from tests.unit.test_plan import env
+from tests.machines import machine as env
 
 # Name as its driver gives it: TFLOP/s in bf16, fp16, tf32, fp32, memory in GB/s.
 EXPECTED: dict[str, tuple[float | None, float | None, float | None, float | None, float]] = {

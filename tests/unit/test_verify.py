@@ -6,7 +6,7 @@ import pytest
 
 from paceline.errors import ClusterError
 from paceline.verify import flow
-from tests.unit.test_plan import env
+from tests.machines import machine as env
 
 
 def test_too_few_gpus_is_one_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
