@@ -9,19 +9,20 @@ from torch import nn
 
 from paceline.strategies.base import EngineParts
 from paceline.strategies.blocks import find_blocks, find_tail
+from paceline.strategies.objective import Objective
 from paceline.strategies.recompute import recompute_block
 from paceline.strategies.weights import fill_weights
 
 
 def compose(
     parts: EngineParts,
-    shard: Callable[[nn.Module], None] | None = None,
+    shard: Callable[[Objective], None] | None = None,
     rest: torch.device | None = None,
     cut: Callable[[nn.Module], None] | None = None,
-) -> nn.Module:
-    """The workload's model on the device, the same on every rank. `cut` leaves a stage of it,
-    `shard` a rank's piece of every weight, both in place; `rest` is where pieces lie between steps,
-    if not on the device."""
+) -> Objective:
+    """The workload's loss with its model on the device, the same on every rank. `cut` leaves a
+    stage of the model, `shard` a rank's piece of every weight, both in place; `rest` is where
+    pieces lie between steps, if not on the device."""
     model = build_model(parts)
     # Cut before all else: what another stage holds is not recomputed, compiled or filled here.
     if cut is not None:
@@ -38,13 +39,14 @@ def compose(
         for part in [*blocks, *find_tail(model)] if by_blocks else [model]:
             compile_in_place(part, parts)
     # Then shard, while the weights have no memory yet: a rank never holds the whole model.
+    objective = Objective(parts.workload, model)
     if shard is not None:
-        shard(model)
+        shard(objective)
     # Values last, into what is left of them on this rank. Replicas start equal by their seed.
     if parts.workload.meta_init:
         initialise = partial(parts.workload.init_weights, model)
         fill_weights(model, initialise, parts.config.train.seed, parts.device, rest)
-    return model
+    return objective
 
 
 def build_model(parts: EngineParts) -> nn.Module:

@@ -2,7 +2,6 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config.schema import RunConfig
@@ -11,6 +10,7 @@ from paceline.strategies.base import Engine, EngineParts, Share
 from paceline.strategies.compose import compose
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.hooks import CAST_TYPES, Traffic, plan_exchange, register_hook
+from paceline.strategies.objective import Objective
 from paceline.strategies.optim import build_optimizer
 from paceline.strategies.shape import ModelShape, sum_bytes
 
@@ -41,8 +41,9 @@ class Replicated:
         return plan_exchange(model.trainable, config.strategy)
 
     def build(self, parts: EngineParts) -> Engine:
-        module = compose(parts)
-        wrapping = wrap_ddp(parts, module) if self.wrap else Wrapping(module)
+        objective = compose(parts)
+        module = objective.model
+        wrapping = wrap_ddp(parts, objective) if self.wrap else Wrapping(objective)
         fused = parts.plan.fused_optimizer.value
         optimizer = build_optimizer(module.parameters(), parts.config.optim, fused)
         return ModuleEngine(parts, module, optimizer, wrapping)
@@ -98,10 +99,10 @@ def ddp_problems(config: RunConfig, model: ModelShape) -> list[Finding]:
     return found
 
 
-def wrap_ddp(parts: EngineParts, module: nn.Module) -> Wrapping:
+def wrap_ddp(parts: EngineParts, objective: Objective) -> Wrapping:
     strategy = parts.config.strategy
     wrapped = DistributedDataParallel(
-        module,
+        objective,
         bucket_cap_mb=strategy.bucket_mb,
         # Gradients live inside the buckets: no copy after the all-reduce, no second set.
         gradient_as_bucket_view=True,

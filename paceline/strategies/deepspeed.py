@@ -43,7 +43,8 @@ from paceline.strategies.deepspeed_state import (
     load_moments,
     load_weights,
 )
-from paceline.strategies.engine import build_scaler, compute_loss
+from paceline.strategies.engine import build_scaler
+from paceline.strategies.objective import Objective, compute_loss
 from paceline.strategies.optim import build_optimizer
 from paceline.strategies.precision import COMPUTE_TYPES
 from paceline.strategies.shape import ModelShape
@@ -81,10 +82,10 @@ class DeepSpeed:
 
     def build(self, parts: EngineParts) -> Engine:
         deepspeed = import_deepspeed(parts.device)
-        module = compose(parts)
+        objective = compose(parts)
         fused = parts.plan.fused_optimizer.value
-        optimizer = build_optimizer(module.parameters(), parts.config.optim, fused)
-        return DeepSpeedTraining(parts, deepspeed, _start(deepspeed, parts, module, optimizer))
+        optimizer = build_optimizer(objective.parameters(), parts.config.optim, fused)
+        return DeepSpeedTraining(parts, deepspeed, _start(deepspeed, parts, objective, optimizer))
 
 
 def _installation_problems() -> Iterator[Finding]:
@@ -148,7 +149,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 
 
 def _start(
-    deepspeed: ModuleType, parts: EngineParts, module: nn.Module, optimizer: Optimizer
+    deepspeed: ModuleType, parts: EngineParts, objective: Objective, optimizer: Optimizer
 ) -> Any:
     """DeepSpeed's engine on the process group that exists, with the config of the plan."""
     settings = copy.deepcopy(parts.plan.engine_config)
@@ -158,7 +159,7 @@ def _start(
     try:
         engine, *_ = deepspeed.initialize(
             args=SimpleNamespace(device_rank=parts.device.index or 0),
-            model=module,
+            model=objective,
             optimizer=optimizer,
             config=settings,
             dist_init_required=False,
@@ -175,7 +176,7 @@ class DeepSpeedTraining:
 
     def __init__(self, parts: EngineParts, deepspeed: ModuleType, engine: Any) -> None:
         self.parts, self.deepspeed, self.engine = parts, deepspeed, engine
-        self.module: nn.Module = engine.module
+        self.module: nn.Module = engine.module.model  # of the objective: the workload's own names
         self.stage = int(engine.zero_optimization_stage())
         self.inner: Optimizer = engine.basic_optimizer
         self.zero = torch.zeros((), device=parts.device)
@@ -247,9 +248,10 @@ class DeepSpeedTraining:
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Totals:
         self.module.eval()
-        loss, units = compute_loss(self.parts, self.engine, batch)
-        self.module.train()
-        return Totals(loss, units)
+        try:
+            return Totals(*compute_loss(self.parts, self.engine, batch))
+        finally:
+            self.module.train()
 
     def weights(self) -> dict[str, Tensor]:
         """Whole weights by the module's own names: all ranks must ask together."""

@@ -7,7 +7,7 @@ shards inside a node and replicates across nodes.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -54,8 +54,9 @@ class Zero1:
         return plan_exchange(model.trainable, config.strategy)
 
     def build(self, parts: EngineParts) -> Engine:
-        module = compose(parts)
-        wrapping = wrap_ddp(parts, module)
+        objective = compose(parts)
+        module = objective.model
+        wrapping = wrap_ddp(parts, objective)
         optim = parts.config.optim
         kind, settings = optimizer_kind(optim, parts.plan.fused_optimizer.value)
         optimizer = ZeroRedundancyOptimizer(
@@ -122,16 +123,17 @@ class Sharded:
         timeout_s = parts.config.launch.collective_timeout_s
         mesh = build_mesh(parts.plan, parts.device, timeout_s)
         rest = torch.device("cpu") if _offloads(parts) else None
-        module = compose(parts, lambda model: self.shard(model, parts, mesh), rest)
+        objective = compose(parts, lambda root: self.shard(root, parts, mesh), rest)
+        module = objective.model
         # Optimizer last: fully_shard replaces every parameter, an earlier one would step orphans.
         fused = parts.plan.fused_optimizer.value
         optimizer = build_optimizer(module.parameters(), parts.config.optim, fused)
         defers = parts.config.strategy.accumulate == "defer"
         wrapping = Wrapping(
-            module,
-            unsynced=(lambda: _deferred(module)) if defers else nullcontext,
-            proofs=lambda: _proofs(parts, module),
-            settle=lambda: reshard(module),
+            objective,
+            unsynced=(lambda: _deferred(objective)) if defers else nullcontext,
+            proofs=lambda: _proofs(objective),
+            settle=lambda: reshard(objective),
             shards=mesh.get_group(mesh.ndim - 1),
         )
         return ModuleEngine(parts, module, optimizer, wrapping)
@@ -140,7 +142,8 @@ class Sharded:
         asked = config.strategy.reshard_after_forward
         return self.reshard if asked == "auto" else asked
 
-    def shard(self, model: nn.Module, parts: EngineParts, mesh: DeviceMesh) -> None:
+    def shard(self, root: nn.Module, parts: EngineParts, mesh: DeviceMesh) -> None:
+        """Cut up the weights below `root`, whose forward pass begins and ends a microbatch's."""
         strategy = parts.config.strategy
         settings: dict[str, Any] = {
             "mesh": mesh,
@@ -150,11 +153,14 @@ class Sharded:
         if _offloads(parts):
             settings["offload_policy"] = CPUOffloadPolicy()
         # Blocks before the root: what is left over, embeddings and head, is the root's own.
-        blocks = find_blocks(model)
+        blocks = find_blocks(root)
         for block in blocks:
             fully_shard(block, **settings)
-        # The root's weights are needed first in backward: freeing them would gather them again.
-        fully_shard(model, **(settings | {"reshard_after_forward": False}))
+        # The root's weights are needed first in backward: freeing them would gather them again. It
+        # is given the batch: what of it meets no weight, such as targets, must not be rounded.
+        policy = replace(settings["mp_policy"], cast_forward_inputs=False)
+        own = {"reshard_after_forward": False, "mp_policy": policy}
+        fully_shard(root, **(settings | own))
         _prefetch(blocks, strategy.forward_prefetch, strategy.backward_prefetch)
 
 
@@ -260,7 +266,7 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
-def _proofs(parts: EngineParts, module: nn.Module) -> list[Proof]:
+def _proofs(module: nn.Module) -> list[Proof]:
     """How many units FSDP really made: one a block, and the rest of the model."""
     made = sum(isinstance(part, FSDPModule) for part in module.modules())
     blocks = len(find_blocks(module))

@@ -18,6 +18,7 @@ from paceline.strategies.compose import compose
 from paceline.strategies.ddp import DDP
 from paceline.strategies.engine import Wrapping
 from paceline.strategies.mesh import build_mesh
+from paceline.strategies.objective import Objective
 from paceline.strategies.optim import build_optimizer
 from paceline.strategies.pipeline.cut import cut_model, enter_at
 from paceline.strategies.pipeline.dualpipe import LANES, Lane
@@ -102,7 +103,7 @@ def _build_stage(parts: EngineParts, plan: PipelinePlan, index: int, mesh: Devic
         cut_model(model, held, region, parts.device)
         made.append(Stage(parts, model, region, index, len(plan.stages)))
 
-    def shard(model: nn.Module) -> None:
+    def shard(objective: Objective) -> None:
         if inner is None:
             return
         if parts.config.strategy.schedule in SPLIT_BACKWARDS:
@@ -113,7 +114,7 @@ def _build_stage(parts: EngineParts, plan: PipelinePlan, index: int, mesh: Devic
         else:
             inner.shard(made[0], parts, mesh)
 
-    model = compose(parts, shard, cut=cut)
+    model = compose(parts, shard, cut=cut).model
     if held.start > 0:
         enter_at(find_blocks(model)[0], region)
     return made[0]
