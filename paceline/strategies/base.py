@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.checkpoint.pieces import Piece, Source
 from paceline.config.schema import RunConfig
@@ -58,6 +58,10 @@ class Share:
 
 
 class Engine(Protocol):
+    """`module` holds this rank's weights, under the model's own names."""
+
+    module: nn.Module
+
     def forward_backward(
         self, batches: Sequence[Any], scale: float | Tensor, clock: Clock
     ) -> Totals:

@@ -21,7 +21,7 @@ from paceline.checkpoint.saver import Saver, Writer
 from paceline.checkpoint.tensors import TensorFiles
 from paceline.data.base import Dataset
 from paceline.data.cursor import Order, StepSlice
-from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource
+from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource, to_device
 from paceline.data.rng import capture_rng, restore_rng, seed_rng
 from paceline.errors import DataError, Outcome
 from paceline.job import Job
@@ -37,6 +37,7 @@ from paceline.train.audit import Auditor
 from paceline.train.control import ControlFiles, Requests
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
+from paceline.train.first_batch import FirstBatch, is_worth_asking
 from paceline.train.flops import flops_per_sample
 from paceline.train.heartbeat import ActionMark, Heartbeat, StepMark, Ticker
 from paceline.train.history import History, load_attempt
@@ -89,6 +90,7 @@ class RankRun:
                     self._settle_rng(found)
                     if parts.start.first_step <= self.plan.steps:
                         self._count_flops(parts.feed)
+                    self._check_first_batch(parts)
                     end = self._take_steps(parts)
                 self.notes += parts.keeper.parts.saver.notes
         except BaseException as error:
@@ -266,6 +268,17 @@ class RankRun:
         )
         if drawn:
             restore_rng(drawn, self.device)
+
+    def _check_first_batch(self, parts: LoopParts) -> None:
+        """A run that goes on was asked when it began."""
+        if parts.start.first_step > 1 or not is_worth_asking(self.job.workload, self.plan):
+            return
+        if self.plan.pipeline is not None:
+            self.notes.append("whether the loss is a sum is not checked in a pipeline")
+            return
+        batch = to_device(parts.feed.peek().batch, self.device)
+        workload = self.job.workload
+        FirstBatch(parts.engine, workload, self.plan, self.device, batch).require_summed_loss()
 
     def _verdict(self, outcome: Outcome, step: int, **more: Any) -> RankVerdict:
         active, reserved = peak_memory(self.device)
