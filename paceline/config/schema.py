@@ -201,6 +201,9 @@ class StrategyConfig(Section):
     find_unused_parameters: bool = Field(
         False, description="DDP: look for parameters that got no gradient; costs a walk each step."
     )
+    sync_batchnorm: bool = Field(
+        False, description="BatchNorm normalises by the samples of all ranks, not of each alone."
+    )
     deepspeed_config: dict[str, Any] = Field(
         {}, description="More of DeepSpeed's own config: +strategy.deepspeed_config.KEY=value."
     )

@@ -38,6 +38,7 @@ from paceline.records import (
 )
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Configured, Share, Strategy
+from paceline.strategies.batchnorm import batchnorm_findings
 from paceline.strategies.shape import ModelShape, measure_shape
 from paceline.workloads.base import Workload
 
@@ -109,6 +110,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *check_policy(config, env, plan, workload),
         *sharing.problems(config, env, model),
         *_recompute_problems(config, model),
+        *batchnorm_findings(config, strategy.value, batch, model),
         *check(config, env, plan),
     ]
     return plan.model_copy(update={"findings": findings})

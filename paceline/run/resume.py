@@ -25,7 +25,8 @@ from paceline.workloads.base import find_workload
 # Where ranks run, what is watched, how the work is shared: the same thing is computed.
 FREE = ("name", "launch.", "observe.", "audit.", "checkpoint.", "strategy.")
 FREE_KEYS = ("data.num_workers", "data.prefetch", "data.timeout_s", "train.log_every")
-NOT_FREE = ("strategy.comm_hook", "strategy.powersgd")  # these change the gradients
+# These change the gradients.
+NOT_FREE = ("strategy.comm_hook", "strategy.powersgd", "strategy.sync_batchnorm")
 BATCH = ("train.micro_batch_size", "train.grad_accum", "train.global_batch_size")
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.strategies.base import EngineParts
+from paceline.strategies.batchnorm import sync_batchnorm
 from paceline.strategies.blocks import find_blocks, find_tail
 from paceline.strategies.objective import Objective
 from paceline.strategies.recompute import recompute_block
@@ -27,6 +28,9 @@ def compose(
     # Cut before all else: what another stage holds is not recomputed, compiled or filled here.
     if cut is not None:
         cut(model)
+    # Then what the layers are, before anything takes hold of their forward.
+    if parts.config.strategy.sync_batchnorm:
+        sync_batchnorm(model, parts.device)
     blocks = find_blocks(model)
     # Recomputation first: compiled or sharded, a block's forward must already be the one that
     # forgets, so that the graph sees it, and weights are gathered once more for it.

@@ -106,6 +106,7 @@ def wrap_ddp(parts: EngineParts, objective: Objective) -> Wrapping:
         bucket_cap_mb=strategy.bucket_mb,
         # Gradients live inside the buckets: no copy after the all-reduce, no second set.
         gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # the engine does, after a step: a checkpoint needs them equal
         static_graph=strategy.static_graph,
         find_unused_parameters=strategy.find_unused_parameters,
     )

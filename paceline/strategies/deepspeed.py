@@ -33,6 +33,7 @@ from paceline.strategies.base import (
     Totals,
     normalise,
 )
+from paceline.strategies.batchnorm import SharedBuffers
 from paceline.strategies.clock import Clock
 from paceline.strategies.compose import compose
 from paceline.strategies.deepspeed_bytes import estimate_bytes, found_bytes, plan_bytes_sent
@@ -181,6 +182,7 @@ class DeepSpeedTraining:
         self.inner: Optimizer = engine.basic_optimizer
         self.zero = torch.zeros((), device=parts.device)
         self.scaler = build_scaler(parts)
+        self.buffers = SharedBuffers(self.module)
         # torch's GradScaler, once a group and blind to other ranks: ours takes its place.
         engine.torch_autocast_z0_gradscaler = None
         if self.stage > 0:
@@ -203,6 +205,7 @@ class DeepSpeedTraining:
             self.engine.backward(objective)
             loss_sums.append(loss.detach())
             count = count + units
+        self.buffers.agree()
         return Totals(loss_sums[0] if len(loss_sums) == 1 else torch.stack(loss_sums).sum(), count)
 
     def _scaled(self, scale: float | Tensor) -> float | Tensor:

@@ -17,6 +17,7 @@ from paceline.checkpoint.pieces import Piece, Source
 from paceline.data.loader import to_device
 from paceline.records import Proof, StateBytes
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
+from paceline.strategies.batchnorm import SharedBuffers
 from paceline.strategies.clock import Clock
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
 from paceline.strategies.objective import compute_loss
@@ -66,6 +67,7 @@ class ModuleEngine:
         self.precision = parts.plan.precision.value
         self.zero = torch.zeros((), device=parts.device)
         self.scaler = build_scaler(parts)
+        self.buffers = SharedBuffers(module)
         # On the device the fused kernel itself reads the veto and divides the gradient; the host
         # never has to look. What remembers a bad step must be told of it, so the host must look.
         on_cuda = parts.plan.fused_optimizer.value and self.parameters[0].device.type == "cuda"
@@ -87,6 +89,7 @@ class ModuleEngine:
                 objective.backward()
             loss_sums.append(loss.detach())
             count = count + units
+        self.buffers.agree()
         return Totals(loss_sums[0] if len(loss_sums) == 1 else torch.stack(loss_sums).sum(), count)
 
     def step(self, lr: float, clock: Clock) -> StepInfo:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.records import ModelSize
 from paceline.strategies.blocks import find_blocks, place_modules
@@ -35,12 +36,13 @@ class ParameterShape:
 @dataclass(frozen=True)
 class ModelShape:
     """Every parameter once, tied ones too. `positions`: how many of a sample go through each block,
-    where they differ."""
+    where they differ. `num_batchnorms`: layers that normalise by what one rank has of a batch."""
 
     parameters: Sequence[ParameterShape]
     num_units: int
     shares_across_units: bool = False
     positions: Sequence[int] = ()
+    num_batchnorms: int = 0
 
     @property
     def trainable(self) -> list[ParameterShape]:
@@ -119,4 +121,6 @@ def measure_shape(model: nn.Module) -> ModelShape:
             parameters.append(
                 ParameterShape(shape, p.element_size(), p.requires_grad, unit, at, is_matrix)
             )
-    return ModelShape(parameters, len(blocks) + 1, is_shared)
+    own = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    num_batchnorms = sum(not isinstance(m, nn.SyncBatchNorm) for m in own)
+    return ModelShape(parameters, len(blocks) + 1, is_shared, num_batchnorms=num_batchnorms)
