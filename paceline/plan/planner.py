@@ -41,6 +41,7 @@ from paceline.strategies.base import Configured, Share, Strategy
 from paceline.strategies.batchnorm import batchnorm_findings
 from paceline.strategies.shape import ModelShape, measure_shape
 from paceline.workloads.base import Workload
+from paceline.workloads.methods import check_methods
 
 MAX_LOADER_WORKERS = 4
 SHARDED = ("zero2", "zero3", "zero2_hybrid", "zero3_hybrid")
@@ -106,6 +107,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *problems,
         *batch_problems,
         *([mesh_problem] if mesh_problem else []),
+        *check_methods(type(workload)),
         *workload.problems(config),
         *check_policy(config, env, plan, workload),
         *sharing.problems(config, env, model),

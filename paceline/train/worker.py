@@ -23,7 +23,7 @@ from paceline.data.base import Dataset
 from paceline.data.cursor import Order, StepSlice
 from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource, to_device
 from paceline.data.rng import capture_rng, restore_rng, seed_rng
-from paceline.errors import DataError, Outcome
+from paceline.errors import ConfigError, DataError, Outcome
 from paceline.job import Job
 from paceline.machine.group import Meeting, Place, claim_device, join_group
 from paceline.plan.policy import effective_config
@@ -132,7 +132,7 @@ class RankRun:
         other."""
         job, plan, place, device = self.job, self.plan, self.place, self.device
         config, workload = job.config, job.workload
-        data = _require_data(workload.build_data(config, "train"), plan)
+        data = require_data(workload.build_data(config, "train"), plan)
         self.data_fingerprint = str(getattr(data, "fingerprint", "n/a"))
         apply_policy(plan)
         effective = effective_config(config, plan.attention.value)
@@ -365,11 +365,18 @@ def _microbatches(
     return Microbatches(source, num_steps * plan.batch.grad_accum, loader)
 
 
-def _require_data(data: Dataset | None, plan: Plan) -> Dataset:
+def require_data(data: Dataset | None, plan: Plan) -> Dataset:
     if data is not None and not hasattr(data, "__len__"):
         raise DataError(
             f"build_data returned a {type(data).__name__}, which has no length\n"
             "hint: return samples by index: __len__ and __getitem__"
+        )
+    ignored = [name for name in ("collate_fn", "collate") if hasattr(data, name)]
+    if ignored and not hasattr(data, "batch"):
+        raise ConfigError(
+            f"{type(data).__name__}.{ignored[0]} is a method that nothing calls\n"
+            "hint: write batch(self, indices), which returns a whole batch: return"
+            f" self.{ignored[0]}([self[int(i)] for i in indices])"
         )
     found = len(data) if data is not None else 0
     if data is None or found < plan.batch.global_size:
