@@ -235,6 +235,11 @@ class LaunchConfig(Section):
         "auto", description="Collectives library. auto: nccl on GPUs of their own, else gloo."
     )
     env: dict[str, str] = Field({}, description="Variables for every rank: launch.env.NAME=value.")
+    overcommit: bool = Field(
+        False,
+        description="Go on where weights, gradients and optimizer do not fit into memory; also to"
+        " plan here for a larger machine.",
+    )
     torchrun_args: list[str] = Field([], description="More arguments for torchrun, as a list.")
     fabric: Literal["auto", "off", "nvlink", "pcie", "frontier"] = Field(
         "auto", description="Preset of NCCL's variables. auto: the one that the probed links match."

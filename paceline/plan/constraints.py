@@ -55,21 +55,8 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
 
 
 def _memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Finding]:
-    if plan.device.value == "cuda":
-        yield from _gpu_memory_problems(config, plan, env)
-        return
-    needed = plan.state_bytes.peak * plan.crew.per_node
-    if needed > env.memory_bytes:
-        yield Finding(
-            severity="warning",
-            where="launch.nproc",
-            what=f"{plan.crew.per_node} ranks hold {needed / 2**30:.0f} GiB of state; this machine"
-            f" has {env.memory_bytes / 2**30:.0f} GiB",
-            cause="cluster",
-        )
-
-
-def _gpu_memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Finding]:
+    if plan.device.value != "cuda":
+        return  # plan/memory.py: ranks on CPUs share their machine's
     smallest = min((gpu.memory_bytes for gpu in env.gpus), default=0)
     state = plan.state_bytes
     needed = state.peak
@@ -79,11 +66,12 @@ def _gpu_memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Fi
         needed -= state.total
     if smallest and needed > smallest:
         yield Finding(
-            severity="error",
+            severity="warning" if config.launch.overcommit else "error",
             where="strategy.name",
             what=f"{plan.strategy.value} holds {needed / 2**30:.1f} GiB of state on every rank;"
             f" the smallest GPU has {smallest / 2**30:.1f} GiB",
-            hint="use a smaller model, strategy.name=zero3 on more ranks, or strategy.offload=true",
+            hint="use a smaller model, strategy.name=zero3 on more ranks, or strategy.offload=true;"
+            " a smaller microbatch does not help",
             cause="cluster",
         )
 

@@ -1,6 +1,6 @@
 """Config and env in, plan out: every choice with its reason, every problem at once.
 
-Needs no GPU and no process group: `paceline plan lm_1b launch.nproc=64` runs on a laptop.
+Needs no GPU and no process group: `paceline plan lm_tiny launch.nproc=64` runs on a laptop.
 """
 
 import traceback
@@ -17,6 +17,7 @@ from paceline.job import Job
 from paceline.machine.topology import Topology
 from paceline.plan.constraints import check
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
+from paceline.plan.memory import check_host_memory
 from paceline.plan.peaks import peak_flops
 from paceline.plan.pipelines import choose_pipeline
 from paceline.plan.policy import (
@@ -113,6 +114,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *sharing.problems(config, env, model),
         *_recompute_problems(config, model),
         *batchnorm_findings(config, strategy.value, batch, model),
+        *_host_memory_problems(config, env, plan, model),
         *check(config, env, plan),
     ]
     return plan.model_copy(update={"findings": findings})
@@ -126,6 +128,19 @@ def _recompute_problems(config: RunConfig, model: ModelShape) -> Iterator[Findin
             what="the model has no blocks: it is recomputed as a whole, which saves no memory",
             hint="put its repeated layers into an nn.ModuleList, and call each of them",
         )
+
+
+def _host_memory_problems(
+    config: RunConfig, env: Env, plan: Plan, model: ModelShape
+) -> Iterator[Finding]:
+    if plan.device.value != "cpu":
+        return
+    per_node = plan.crew.per_node
+    ranks = [estimate_rank(plan, config, model, rank).peak for rank in range(plan.world_size)]
+    held = max(sum(ranks[n : n + per_node]) for n in range(0, plan.world_size, per_node))
+    whole = _share({"dp": plan.world_size}, plan.precision.value, plan.batch)
+    sharded = find_strategy("zero3").estimate(model, config, whole).peak * per_node
+    yield from check_host_memory(config, env, plan, held, sharded)
 
 
 def estimate_rank(plan: Plan, config: RunConfig, model: ModelShape, rank: int) -> StateBytes:

@@ -96,7 +96,8 @@ class RankRun:
         except BaseException as error:
             with suppress(Exception):  # the error is what counts
                 self._save_passes()
-            self._save(self._verdict(outcome_of(error), self.clock.step, error=explain(error)))
+            told = explain(error, is_built=self.engine is not None)
+            self._save(self._verdict(outcome_of(error), self.clock.step, error=told))
             raise
         self._save_passes()
         verdict = self._verdict(
