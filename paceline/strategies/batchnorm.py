@@ -7,7 +7,6 @@ depend on how a batch is split, which `strategy.sync_batchnorm` takes the ranks 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -65,13 +64,8 @@ def sync_batchnorm(model: nn.Module, device: torch.device) -> None:
     way = _SyncedOnCpu if device.type == "cpu" else nn.SyncBatchNorm
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
-            module.__class__ = _synced(way, type(module))
-            module.process_group = None  # torch's word for all ranks
-
-
-@cache
-def _synced(way: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Synced{kind.__name__}", (way, kind), {})
+            kind = type(module)
+            module.__class__ = type(f"Synced{kind.__name__}", (way, kind), {"process_group": None})
 
 
 class _SyncedOnCpu(_BatchNorm):
@@ -121,7 +115,7 @@ class _SumOverRanks(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         total = gradient.contiguous().clone()
         dist.all_reduce(total)
         return total

@@ -65,11 +65,12 @@ class FirstBatch:
         if not can_cut(self.batch, size):
             return
         with _traceless(self.engine, self.device) as rewind:
-            # Halves, then a quarter and the rest: a chance likeness would not come twice.
-            for first in dict.fromkeys((size // 2, max(1, size // 4))):
+            # A quarter and the rest, then halves: a chance likeness would not come twice.
+            for first in dict.fromkeys((max(1, size // 4), size // 2)):
                 compared = self._compare(first, rewind)
                 if compared is None or not compared.is_mean:
                     return
+        assert compared is not None, "there is at least one cut"
         whole, parts = (x / self.plan.batch.dp for x in (compared.whole, compared.parts))
         raise ConfigError(
             f"{type(self.workload).__name__}.loss returns a mean: it is {whole:.4g} for the first"
