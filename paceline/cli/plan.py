@@ -43,7 +43,7 @@ def plan(
 ) -> None:
     """Show what a run would do: each choice with its reason, batch, memory, FLOPs, problems.
 
-    Example: paceline plan lm_1b launch.nproc=64
+    Example: paceline plan lm_1b launch.nproc=64 launch.overcommit=true
 
     Example: paceline plan lm_1b launch.nproc=4 --schedule all
     """

@@ -136,6 +136,9 @@ class StrategyConfig(Section):
     `strategies/`; `strategies.strategy_section` puts them side by side."""
 
     name: str = Field("ddp", description="How ranks share the work.")
+    sync_batchnorm: bool = Field(
+        False, description="BatchNorm normalises by the samples of all ranks, not of each alone."
+    )
 
     @classmethod
     def of(cls, config: "RunConfig") -> Self:
@@ -171,6 +174,11 @@ class LaunchConfig(Section):
         "auto", description="Collectives library. auto: nccl on GPUs of their own, else gloo."
     )
     env: dict[str, str] = Field({}, description="Variables for every rank: launch.env.NAME=value.")
+    overcommit: bool = Field(
+        False,
+        description="Go on where weights, gradients and optimizer do not fit into memory; also to"
+        " plan here for a larger machine.",
+    )
     torchrun_args: list[str] = Field([], description="More arguments for torchrun, as a list.")
     slurm_args: list[str] = Field(
         [],

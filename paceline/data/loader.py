@@ -103,7 +103,13 @@ def _sample(data: Dataset, index: int) -> Any:
 
 
 def _data_error(what: str, error: Exception) -> DataError:
-    return DataError(f"the data set failed on {what}: {type(error).__name__}: {error}")
+    hint = ""
+    if "stack expects each tensor to be equal size" in str(error):
+        hint = (
+            "\nhint: samples of different shapes need a rule: give the data set a method"
+            " batch(self, indices), which pads them and returns a whole batch"
+        )
+    return DataError(f"the data set failed on {what}: {type(error).__name__}: {error}{hint}")
 
 
 class Microbatches:

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.config.schema import RunConfig, Section
-from paceline.plan.crew import count_ranks
 from paceline.records import Env, Finding, Plan
-from paceline.strategies import all_strategies, find_strategy
+from paceline.strategies import find_strategy, most_sharding
 
 
 def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
@@ -36,39 +35,20 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
 
 
 def _memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Finding]:
-    if plan.on_gpu:
-        yield from _gpu_memory_problems(config, plan, env)
-        return
-    needed = plan.state_bytes.peak * plan.crew.per_node
-    if needed > env.memory_bytes:
-        yield Finding(
-            severity="warning",
-            where="launch.nproc",
-            what=f"{needed / 2**30:.0f} GiB of state, of {count_ranks(plan.crew.per_node)}; this"
-            f" machine has {env.memory_bytes / 2**30:.0f} GiB",
-            cause="cluster",
-        )
-
-
-def _gpu_memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Finding]:
+    if not plan.on_gpu:
+        return  # plan/memory.py: ranks on CPUs share their machine's
     smallest = min((gpu.memory_bytes for gpu in env.gpus), default=0)
     needed = find_strategy(plan.strategy.value).device_bytes(config, plan.state_bytes)
     if smallest and needed > smallest:
         yield Finding(
-            severity="error",
+            severity="warning" if config.launch.overcommit else "error",
             where="strategy.name",
             what=f"{plan.strategy.value} holds {needed / 2**30:.1f} GiB of state on every rank;"
             f" the smallest GPU has {smallest / 2**30:.1f} GiB",
-            hint=f"use a smaller model, {_sharding(config)} on more ranks, or"
-            " strategy.offload=true",
+            hint=f"use a smaller model, strategy.name={most_sharding(config).name} on more ranks,"
+            " or strategy.offload=true; a smaller microbatch does not help",
             cause="cluster",
         )
-
-
-def _sharding(config: RunConfig) -> str:
-    """Return `strategy.name=...` with the first that holds least: it shards weights too."""
-    most = max(all_strategies().values(), key=lambda known: known.zero_stage(config) or 0)
-    return f"strategy.name={most.name}"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Config and env in, plan out: every choice with its reason, every problem at once.
 
-Needs no GPU and no process group: `paceline plan lm_1b launch.nproc=64` runs on a laptop.
+Needs no GPU and no process group: `paceline plan lm_tiny launch.nproc=64` runs on a laptop.
 """
 
 import traceback
@@ -18,6 +18,7 @@ from paceline.machine.datasheets import choose_arithmetic, choose_peak
 from paceline.machine.topology import Topology
 from paceline.plan.constraints import check
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
+from paceline.plan.memory import check_host_memory
 from paceline.plan.policy import (
     check_policy,
     choose_attention,
@@ -36,11 +37,13 @@ from paceline.records import (
     Plan,
     StateBytes,
 )
-from paceline.strategies import find_strategy
+from paceline.strategies import find_strategy, most_sharding
 from paceline.strategies.base import Share, Strategy
+from paceline.strategies.batchnorm import batchnorm_findings
 from paceline.strategies.blocks import measure_shape
 from paceline.strategies.shape import ModelShape
 from paceline.workloads.base import Workload
+from paceline.workloads.methods import check_methods
 
 T = TypeVar("T")
 MAX_LOADER_WORKERS = 4
@@ -99,10 +102,13 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *check_crew(config.launch, env, crew, topology),
         *layout.problems,
         *batch_problems,
+        *check_methods(type(workload)),
         *workload.problems(config),
         *check_policy(config, env, plan, workload),
         *sharing.problems(config, crew, model),
         *_recompute_problems(config, model),
+        *batchnorm_findings(config, sharing, batch, model),
+        *_host_memory_problems(config, env, plan, model),
         *check(config, env, plan),
     ]
     return plan.model_copy(update={"findings": findings})
@@ -116,6 +122,20 @@ def _recompute_problems(config: RunConfig, model: ModelShape) -> Iterator[Findin
             what="the model has no blocks: it is recomputed as a whole, which saves no memory",
             hint="put its repeated layers into an nn.ModuleList, and call each of them",
         )
+
+
+def _host_memory_problems(
+    config: RunConfig, env: Env, plan: Plan, model: ModelShape
+) -> Iterator[Finding]:
+    if plan.on_gpu:
+        return
+    per_node = plan.crew.per_node
+    ranks = [estimate_rank(plan, config, model, rank).peak for rank in range(plan.world_size)]
+    held = max(sum(ranks[n : n + per_node]) for n in range(0, plan.world_size, per_node))
+    whole = _share({"dp": plan.world_size}, plan.precision.value, plan.batch)
+    sharding = most_sharding(config)
+    sharded = sharding.estimate(model, config, whole).peak * per_node
+    yield from check_host_memory(config, env, plan, held, (sharding, sharded))
 
 
 def estimate_rank(plan: Plan, config: RunConfig, model: ModelShape, rank: int) -> StateBytes:

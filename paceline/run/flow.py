@@ -43,7 +43,7 @@ from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
 from paceline.run.conclude import Circumstances, conclude
-from paceline.run.resume import Resumption
+from paceline.run.resume import Resumption, explain_schedule
 from paceline.workloads.base import code_fingerprint
 
 REFUSALS: dict[str, type[PacelineError]] = {
@@ -146,6 +146,8 @@ def resume_job(
         folder.require_writable()
         steps = folder.steps()
         talk.say(f"newest checkpoint: step {steps[0]}" if steps else "no checkpoint yet")
+        if told := explain_schedule(resumption, steps[0] if steps else 0):
+            talk.say(told)
         env, plan = decide(resumption.job, topology)
         if plan.batch.global_size != resumption.global_size:
             resumption = resumption.with_same_batch()

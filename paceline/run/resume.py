@@ -1,7 +1,8 @@
 """From a run directory and new overrides to the job that goes on in it.
 
 What has changed is shown. What changes the shape of the model is refused, what changes what is
-computed must be allowed, and how the same thing is computed may differ freely.
+computed must be allowed, and how the same thing is computed may differ freely. So may the number of
+steps: it is why most runs go on, and what it does to the learning rate is said.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from paceline.plan.planner import sketch_model
 from paceline.records import LaunchPlan, Plan
 from paceline.records.rundir import RunDir
 from paceline.strategies import lossy_keys
+from paceline.strategies.optim import learning_rate
 from paceline.strategies.stored import named_tensors, require_same_shapes
 from paceline.workloads.base import find_workload
 
@@ -27,6 +29,23 @@ from paceline.workloads.base import find_workload
 FREE = ("name", "launch.", "observe.", "audit.", "checkpoint.", "strategy.")
 FREE_KEYS = ("data.num_workers", "data.prefetch", "data.timeout_s", "train.log_every")
 BATCH = ("train.micro_batch_size", "train.grad_accum", "train.global_batch_size")
+STEPS = "train.steps"
+# What would be different from the checkpoint on, by how a key begins; the first that fits.
+REASONS = {
+    "optim.schedule": "the learning rate would leave the curve that it has followed",
+    "optim.": "the optimizer would make other updates of the same gradients",
+    "data.": "the steps to come would see other samples than this run was begun with",
+    "train.seed": "the data would come in another order, and dropout would draw other numbers",
+    "train.eval": "validation losses would not compare with those before",
+    "train.max_skips": "more or fewer bad steps would be borne than so far",
+    "train.compile": "compiled kernels round differently: no step would be bit for bit the same",
+    "train.activation_checkpointing": "what is computed again rounds as it likes",
+    "precision.": "numbers would be rounded differently from here on",
+    "attention.": "another kernel rounds differently",
+    "model.": "the model would compute something else with the same weights",
+    "strategy.": "gradients would be computed or sent differently",
+    **dict.fromkeys(BATCH, "a step would take another number of samples at the same learning rate"),
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +58,13 @@ class Change:
     def is_free(self) -> bool:
         if self.key in lossy_keys():
             return False
-        return self.key.startswith(FREE) or self.key in FREE_KEYS
+        return self.key.startswith(FREE) or self.key in (*FREE_KEYS, STEPS)
+
+    @property
+    def reason(self) -> str:
+        """Why it is not free, in plain words."""
+        fitting = (why for begin, why in REASONS.items() if self.key.startswith(begin))
+        return next(fitting, "the rest of the run would compute something else")
 
     def __str__(self) -> str:
         return f"{self.key}: {self.before} -> {self.after}"
@@ -85,6 +110,26 @@ def load_resumption(path: Path, overrides: Sequence[str], allow_change: bool) ->
     return Resumption(run, job, changes, Plan.load(run.plan).batch.global_size)
 
 
+def explain_schedule(resumption: Resumption, last_step: int) -> str:
+    """What another number of steps does to the learning rate after `last_step`; empty where it
+    does nothing."""
+    optim = resumption.job.config.optim
+    change = next((change for change in resumption.changes if change.key == STEPS), None)
+    if change is None:
+        return ""
+    if optim.schedule.name == "constant":
+        return "the learning rate is constant: more or fewer steps do not change it"
+    if not 0 < last_step < change.after:
+        return f"the cosine of the learning rate ends at step {change.after}"
+    then = learning_rate(last_step, change.before, optim)
+    now = learning_rate(last_step + 1, change.after, optim)
+    return (
+        f"the cosine of the learning rate now ends at step {change.after}, not {change.before}:"
+        f" step {last_step} took {then:.3g}, step {last_step + 1} takes {now:.3g}, and the last one"
+        f" {optim.lr * optim.schedule.floor:.3g}"
+    )
+
+
 def differences(before: RunConfig, after: RunConfig) -> Iterator[Change]:
     """Every key whose value is another one."""
     trees = (config.model_dump(mode="json") for config in (before, after))
@@ -104,7 +149,7 @@ def _require_outside(run: RunDir, workload: str) -> None:
 
 def _require_free(changes: Sequence[Change]) -> None:
     problems = [
-        f"{change}: this run would go on as another one\nhint: --allow-change accepts it"
+        f"{change}: {change.reason}\nhint: --allow-change accepts it; a new run keeps both apart"
         for change in changes
         if not change.is_free
     ]

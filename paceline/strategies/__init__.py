@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, create_model
 
-from paceline.config.schema import StrategyConfig
+from paceline.config.schema import RunConfig, StrategyConfig
 from paceline.errors import ConfigError
 from paceline.strategies.base import Strategy
 
@@ -60,9 +60,13 @@ def aliases() -> dict[str, str]:
 
 def lossy_keys() -> frozenset[str]:
     """Return the keys that change the gradients: a run with another value is another run."""
-    return frozenset(
-        f"strategy.{key}" for known in all_strategies().values() for key in known.lossy
-    )
+    own = [key for known in all_strategies().values() for key in known.lossy]
+    return frozenset(f"strategy.{key}" for key in ("sync_batchnorm", *own))
+
+
+def most_sharding(config: RunConfig) -> Strategy:
+    """Return the first of those that hold least per rank: they shard weights too."""
+    return max(all_strategies().values(), key=lambda known: known.zero_stage(config) or 0)
 
 
 @cache

@@ -23,7 +23,7 @@ from paceline.workloads.base import Workload
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from paceline.checkpoint.pieces import Piece, Source
     from paceline.schedules.passes import Pass
@@ -107,6 +107,10 @@ class Unread(NamedTuple):
 
 
 class Engine(Protocol):
+    """`module` holds this rank's weights, under the model's own names."""
+
+    module: nn.Module
+
     def forward_backward(
         self, batches: Sequence[Any], scale: float | Tensor, clock: Clock
     ) -> Totals:
@@ -159,10 +163,12 @@ class Strategy(ABC):
     # Its keys, in a section of their own. On the command line all sections are one: strategy.KEY.
     Settings: ClassVar[type[StrategyConfig]] = StrategyConfig
     # Keys of Settings that change the gradients, not only how they are summed.
-    lossy: ClassVar[tuple[str, ...]] = ()
+    lossy: ClassVar[tuple[str, ...]] = ()  # keys of its own that change the gradients
     alone: ClassVar[str] = ""  # the strategy that takes its place on one rank
     # True: one graph may hold the whole model, for nothing is exchanged inside it.
     compiles_whole: ClassVar[bool] = False
+    # True: ranks may stop in the middle of a forward pass to exchange BatchNorm's statistics.
+    syncs_batchnorm: ClassVar[bool] = True
     # True: a library updates the weights, and the audit looks for no optimizer of ours.
     updates_itself: ClassVar[bool] = False
 

@@ -1,6 +1,7 @@
 """The repeated parts of a model: what is sharded, recomputed or compiled one by one. Its sizes."""
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.strategies.shape import ModelShape, ParameterShape
 
@@ -86,4 +87,6 @@ def measure_shape(model: nn.Module) -> ModelShape:
             parameters.append(
                 ParameterShape(shape, p.element_size(), p.requires_grad, unit, at, is_matrix)
             )
-    return ModelShape(parameters, len(blocks) + 1, is_shared)
+    own = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    num_batchnorms = sum(not isinstance(m, nn.SyncBatchNorm) for m in own)
+    return ModelShape(parameters, len(blocks) + 1, is_shared, num_batchnorms=num_batchnorms)

@@ -1,20 +1,25 @@
 """The order in which a model is put together, written once, each line with its reason."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
 from paceline.strategies.base import EngineParts
+from paceline.strategies.batchnorm import has_statistics, sync_batchnorm, untracked
 from paceline.strategies.blocks import find_blocks, find_tail
+from paceline.strategies.objective import Objective
 from paceline.strategies.weights import fill_weights
 
 # What `selective` keeps: the products that cost most to repeat. All else is cheap to redo.
@@ -30,17 +35,20 @@ KEPT_OPS = {
 
 def compose(
     parts: EngineParts,
-    shard: Callable[[nn.Module], None] | None = None,
+    shard: Callable[[Objective], None] | None = None,
     rest: torch.device | None = None,
     cut: Callable[[nn.Module], None] | None = None,
-) -> nn.Module:
-    """The workload's model on the device, the same on every rank. `cut` leaves a stage of it,
-    `shard` a rank's piece of every weight, both in place; `rest` is where pieces lie between steps,
-    if not on the device."""
+) -> Objective:
+    """The workload's loss with its model on the device, the same on every rank. `cut` leaves a
+    stage of the model, `shard` a rank's piece of every weight, both in place; `rest` is where
+    pieces lie between steps, if not on the device."""
     model = build_model(parts)
     # Cut before all else: what another stage holds is not recomputed, compiled or filled here.
     if cut is not None:
         cut(model)
+    # Then what the layers are, before anything takes hold of their forward.
+    if parts.config.strategy.sync_batchnorm:
+        sync_batchnorm(model, parts.device)
     blocks = find_blocks(model)
     # Recomputation first: compiled or sharded, a block's forward must already be the one that
     # forgets, so that the graph sees it, and weights are gathered once more for it.
@@ -53,13 +61,14 @@ def compose(
         for part in [*blocks, *find_tail(model)] if by_blocks else [model]:
             compile_in_place(part, parts)
     # Then shard, while the weights have no memory yet: a rank never holds the whole model.
+    objective = Objective(parts.workload, model)
     if shard is not None:
-        shard(model)
+        shard(objective)
     # Values last, into what is left of them on this rank. Replicas start equal by their seed.
     if parts.workload.meta_init:
         initialise = partial(parts.workload.init_weights, model)
         fill_weights(model, initialise, parts.config.train.seed, parts.device, rest)
-    return model
+    return objective
 
 
 def build_model(parts: EngineParts) -> nn.Module:
@@ -89,7 +98,10 @@ def recompute_block(block: nn.Module, kind: str) -> None:
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    block.forward = _checkpointed(block.forward, options)
+    if has_statistics(block):
+        block.forward = _tracking_once(block, options)
+    else:
+        block.forward = _checkpointed(block.forward, options)
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -97,6 +109,31 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
         return checkpoint(forward, *args, **options, **kwargs)
 
     return run
+
+
+def _tracking_once(block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
+    """Recomputed, BatchNorm would count each microbatch twice. A compiled graph writes a buffer
+    once as it is, and has no room for a context of ours."""
+    contexts = partial(_contexts, block, options.get("context_fn", noop_context_fn))
+    compiled = _checkpointed(block.forward, options)
+    eager = _checkpointed(block.forward, options | {"context_fn": contexts})
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs) if is_compiling() else eager(*args, **kwargs)
+
+    return run
+
+
+def _contexts(block: nn.Module, inner: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return the contexts of the forward pass and of the one that repeats it."""
+    first, again = inner()
+
+    @contextmanager
+    def repeated() -> Iterator[None]:
+        with untracked(block), again:  # its copies are no part of what is repeated
+            yield
+
+    return first, repeated()
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -22,6 +22,7 @@ from paceline.strategies.base import Engine, EngineParts
 from paceline.strategies.compose import compose
 from paceline.strategies.ddp import MIN_RATE, DDPSettings
 from paceline.strategies.engine import ModuleEngine, Wrapping
+from paceline.strategies.objective import Objective
 from paceline.strategies.optim import build_optimizer, optimizer_kind, parameter_groups
 
 MIB = 2**20
@@ -45,20 +46,23 @@ class Traffic:
 
 def build_single(parts: EngineParts) -> Engine:
     """Build the plain model, without anyone to talk to."""
-    module = compose(parts)
-    return ModuleEngine(parts, module, _optimizer(parts, module), Wrapping(module))
+    objective = compose(parts)
+    module = objective.model
+    return ModuleEngine(parts, module, _optimizer(parts, module), Wrapping(objective))
 
 
 def build_ddp(parts: EngineParts) -> Engine:
-    module = compose(parts)
-    wrapping = wrap_ddp(parts, module)
+    objective = compose(parts)
+    module = objective.model
+    wrapping = wrap_ddp(parts, objective)
     return ModuleEngine(parts, module, _optimizer(parts, module), wrapping)
 
 
 def build_zero1(parts: EngineParts) -> Engine:
     """Build DDP with an optimizer that deals its state out by whole parameters."""
-    module = compose(parts)
-    wrapping, optim = wrap_ddp(parts, module), parts.config.optim
+    objective = compose(parts)
+    module = objective.model
+    wrapping, optim = wrap_ddp(parts, objective), parts.config.optim
     kind, settings = optimizer_kind(optim, parts.plan.fused_optimizer.value)
     groups = parameter_groups(module.parameters(), optim)
     optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=kind, **settings)
@@ -70,13 +74,14 @@ def _optimizer(parts: EngineParts, module: nn.Module) -> Optimizer:
     return build_optimizer(module.parameters(), parts.config.optim, fused)
 
 
-def wrap_ddp(parts: EngineParts, module: nn.Module) -> Wrapping:
+def wrap_ddp(parts: EngineParts, objective: Objective) -> Wrapping:
     settings = DDPSettings.of(parts.config)
     wrapped = DistributedDataParallel(
-        module,
+        objective,
         bucket_cap_mb=settings.bucket_mb,
         # Gradients live inside the buckets: no copy after the all-reduce, no second set.
         gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # the engine does, after a step: a checkpoint needs them equal
         static_graph=settings.static_graph,
         find_unused_parameters=settings.find_unused_parameters,
     )

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.pieces import Piece, Source
 from paceline.errors import ConfigError
 from paceline.records import Proof, StateBytes
+from paceline.records.phases import Phase
 from paceline.strategies.base import Engine, EngineParts, StepInfo
 from paceline.strategies.clock import Clock
 from paceline.strategies.compose import compose
@@ -34,6 +35,7 @@ from paceline.strategies.deepspeed_state import (
 )
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.gather import storage_bytes
+from paceline.strategies.objective import Objective
 from paceline.strategies.optim import build_optimizer
 from paceline.strategies.precision import COMPUTE_TYPES
 from paceline.strategies.stored import load_scale, scale_pieces
@@ -43,10 +45,10 @@ LOG = logging.getLogger("paceline")
 
 def build_deepspeed(parts: EngineParts) -> Engine:
     deepspeed = import_deepspeed(parts.device)
-    module = compose(parts)
+    objective = compose(parts)
     fused = parts.plan.fused_optimizer.value
-    optimizer = build_optimizer(module.parameters(), parts.config.optim, fused)
-    return DeepSpeedTraining(parts, deepspeed, _start(deepspeed, parts, module, optimizer))
+    optimizer = build_optimizer(objective.parameters(), parts.config.optim, fused)
+    return DeepSpeedTraining(parts, deepspeed, _start(deepspeed, parts, objective, optimizer))
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
@@ -69,7 +71,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 
 
 def _start(
-    deepspeed: ModuleType, parts: EngineParts, module: nn.Module, optimizer: Optimizer
+    deepspeed: ModuleType, parts: EngineParts, objective: Objective, optimizer: Optimizer
 ) -> Any:
     """DeepSpeed's engine on the process group that exists, with the config of the plan."""
     settings = copy.deepcopy(parts.plan.engine_config)
@@ -79,7 +81,7 @@ def _start(
     try:
         engine, *_ = deepspeed.initialize(
             args=SimpleNamespace(device_rank=parts.device.index or 0),
-            model=module,
+            model=objective,
             optimizer=optimizer,
             config=settings,
             dist_init_required=False,
@@ -100,7 +102,7 @@ class DeepSpeedTraining(ModuleEngine):
             unsynced=lambda: _before_the_last(engine),
             proofs=lambda: live_proofs(parts, engine),
         )
-        super().__init__(parts, engine.module, engine.basic_optimizer, wrapping)
+        super().__init__(parts, engine.module.model, engine.basic_optimizer, wrapping)
         self.deepspeed, self.engine = deepspeed, engine
         self.stage = int(engine.zero_optimization_stage())
         # With an accumulation of 1 in its config DeepSpeed divides by nothing; where a step ends
@@ -122,7 +124,7 @@ class DeepSpeedTraining(ModuleEngine):
         self.engine.backward(objective)
 
     def step(self, lr: float, clock: Clock) -> StepInfo:
-        clock.enter("optimizer")
+        clock.enter(Phase.OPTIMIZER)
         for group in self.inner.param_groups:
             group["lr"] = lr
         norm, skipped = self._update_replica() if self.stage == 0 else self._update_sharded()

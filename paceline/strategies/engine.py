@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.pieces import Piece, Source
 from paceline.data.loader import to_device
-from paceline.errors import ConfigError
 from paceline.records import Proof, StateBytes
 from paceline.records.phases import Phase
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
+from paceline.strategies.batchnorm import SharedBuffers
 from paceline.strategies.clock import Clock
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
-from paceline.strategies.precision import START_SCALE, LossScale, compute_context
+from paceline.strategies.objective import compute_loss
+from paceline.strategies.precision import START_SCALE, LossScale
 from paceline.strategies.stored import (
     load_module,
     load_optimizer,
@@ -35,13 +36,14 @@ TINY = 1e-6  # as in torch's clip_grad_norm_
 
 @dataclass(frozen=True)
 class Wrapping:
-    """What a strategy put around the model.
+    """What a strategy put around the objective.
 
-    `model` is called; `unsynced` holds back the exchange of gradients; `settle` frees what a
-    forward pass without a backward leaves; `forget` drops what the exchange remembers of a step
-    that was vetoed; `shards` are the ranks that each hold a piece of every gradient; `rehearsed`
-    is told after a rehearsal, by a wrapper that changes its ways after its first pass; `dealt` is
-    the optimizer that does the arithmetic, inside one that deals its state out by whole parameters.
+    `model` is called with a batch; `unsynced` holds back the exchange of gradients; `settle` frees
+    what a forward pass without a backward leaves; `forget` drops what the exchange remembers of a
+    step that was vetoed; `shards` are the ranks that each hold a piece of every gradient;
+    `rehearsed` is told after a rehearsal, by a wrapper that changes its ways after its first pass;
+    `dealt` is the optimizer that does the arithmetic, inside one that deals its state out by whole
+    parameters.
     """
 
     model: nn.Module
@@ -55,7 +57,8 @@ class Wrapping:
 
 
 class ModuleEngine:
-    """Forward and backward through `wrapping.model`; `module` is what holds the weights."""
+    """Forward and backward through `wrapping.model`; `module` is what holds the weights: the
+    workload's model, under its own names."""
 
     def __init__(
         self, parts: EngineParts, module: nn.Module, optimizer: Optimizer, wrapping: Wrapping
@@ -67,6 +70,7 @@ class ModuleEngine:
         self.precision = parts.plan.precision.value
         self.zero = torch.zeros((), device=parts.device)
         self.scaler = build_scaler(parts)
+        self.buffers = SharedBuffers(module)
         # On the device the fused kernel itself reads the veto and divides the gradient; the host
         # never has to look. What remembers a bad step must be told of it, so the host must look.
         on_cuda = parts.plan.fused_optimizer.value and self.parameters[0].device.type == "cuda"
@@ -87,6 +91,7 @@ class ModuleEngine:
                 self.backward(objective)
             loss_sums.append(loss.detach())
             count = count + units
+        self.buffers.agree()
         return Totals(loss_sums[0] if len(loss_sums) == 1 else torch.stack(loss_sums).sum(), count)
 
     def scaled(self, scale: float | Tensor) -> float | Tensor:
@@ -141,10 +146,11 @@ class ModuleEngine:
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Totals:
         self.module.eval()
-        loss, units = compute_loss(self.parts, self.wrapping.model, batch)
-        self.module.train()
-        self.wrapping.settle()
-        return Totals(loss, units)
+        try:
+            return Totals(*compute_loss(self.parts, self.wrapping.model, batch))
+        finally:
+            self.module.train()
+            self.wrapping.settle()
 
     def weights(self) -> dict[str, Tensor]:
         """Whole tensors, whatever is sharded: all ranks must ask together."""
@@ -193,15 +199,3 @@ def build_scaler(parts: EngineParts) -> LossScale | None:
     asked = parts.config.precision.loss_scale
     assert asked != "off", "refused by the plan"
     return LossScale(START_SCALE if asked == "auto" else asked, parts.device)
-
-
-def compute_loss(parts: EngineParts, model: nn.Module, batch: Any) -> tuple[Tensor, int | Tensor]:
-    with compute_context(parts.plan.precision.value, parts.device):
-        result = parts.workload.loss(model, batch)
-    if not isinstance(result, tuple) or len(result) != 2 or result[0].dim() != 0:
-        raise ConfigError(
-            f"{type(parts.workload).__name__}.loss must return two things: the loss summed"
-            " over the batch, a tensor without dimensions, and how many were summed\n"
-            'hint: return cross_entropy(..., reduction="sum"), len(targets)'
-        )
-    return result

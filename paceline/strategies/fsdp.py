@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,16 +25,17 @@ from paceline.strategies.zero import Gathering, ShardedSettings
 def build_sharded(parts: EngineParts, reshards: bool) -> Engine:
     mesh = build_mesh(parts.plan, parts.device, parts.config.launch.collective_timeout_s)
     rest = torch.device("cpu") if _offloads(parts) else None
-    module = compose(parts, lambda model: shard_model(model, parts, mesh, reshards), rest)
+    objective = compose(parts, lambda root: shard_model(root, parts, mesh, reshards), rest)
+    module = objective.model
     # Optimizer last: fully_shard replaces every parameter, an earlier one would step orphans.
     fused = parts.plan.fused_optimizer.value
     optimizer = build_optimizer(module.parameters(), parts.config.optim, fused)
     defers = ShardedSettings.of(parts.config).accumulate == "defer"
     wrapping = Wrapping(
-        module,
-        unsynced=(lambda: _deferred(module)) if defers else nullcontext,
-        proofs=lambda: _proofs(parts, module),
-        settle=lambda: reshard(module),
+        objective,
+        unsynced=(lambda: _deferred(objective)) if defers else nullcontext,
+        proofs=lambda: _proofs(objective),
+        settle=lambda: reshard(objective),
         shards=mesh.get_group(mesh.ndim - 1),
     )
     return ModuleEngine(parts, module, optimizer, wrapping)
@@ -49,9 +51,9 @@ def build_mesh(plan: Plan, device: torch.device, timeout_s: float) -> DeviceMesh
     return mesh
 
 
-def shard_model(model: nn.Module, parts: EngineParts, mesh: DeviceMesh, reshards: bool) -> None:
-    """Cut every weight over the last axis of `mesh`, in place; `reshards`: free what a block has
-    gathered after its forward pass."""
+def shard_model(root: nn.Module, parts: EngineParts, mesh: DeviceMesh, reshards: bool) -> None:
+    """Cut every weight below `root`, whose forward pass begins and ends a microbatch's, over the
+    last axis of `mesh`, in place; `reshards`: free what a block has gathered after its forward."""
     asked = Gathering.of(parts.config)
     settings: dict[str, Any] = {
         "mesh": mesh,
@@ -61,11 +63,13 @@ def shard_model(model: nn.Module, parts: EngineParts, mesh: DeviceMesh, reshards
     if _offloads(parts):
         settings["offload_policy"] = CPUOffloadPolicy()
     # Blocks before the root: what is left over, embeddings and head, is the root's own.
-    blocks = find_blocks(model)
+    blocks = find_blocks(root)
     for block in blocks:
         fully_shard(block, **settings)
-    # The root's weights are needed first in backward: freeing them would gather them again.
-    fully_shard(model, **(settings | {"reshard_after_forward": False}))
+    # The root's weights are needed first in backward: freeing them would gather them again. It is
+    # given the batch: what of it meets no weight, such as targets, must not be rounded.
+    policy = replace(settings["mp_policy"], cast_forward_inputs=False)
+    fully_shard(root, **(settings | {"reshard_after_forward": False, "mp_policy": policy}))
     _prefetch(blocks, asked.forward_prefetch, asked.backward_prefetch)
 
 
@@ -111,7 +115,7 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
-def _proofs(parts: EngineParts, module: nn.Module) -> list[Proof]:
+def _proofs(module: nn.Module) -> list[Proof]:
     """How many units FSDP really made: one a block, and the rest of the model."""
     made = sum(isinstance(part, FSDPModule) for part in module.modules())
     blocks = len(find_blocks(module))

@@ -16,18 +16,23 @@ from paceline.records import RankError
 TIMED_OUT = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective operation timeout")
 
 
-def explain(error: BaseException) -> RankError:
-    """The error as it goes into the rank's verdict."""
+def explain(error: BaseException, is_built: bool = True) -> RankError:
+    """The error as it goes into the rank's verdict; `is_built`: its model and optimizer are."""
     return RankError(
         kind=type(error).__name__,
-        message=str(error) + _hint(str(error)),
+        message=str(error) + _hint(str(error), is_built),
         place=_users_line(error),
         traceback="".join(traceback.format_exception(error)),
     )
 
 
-def _hint(message: str) -> str:
+def _hint(message: str, is_built: bool) -> str:
     """What to change, for errors of torch that do not say it in our words."""
+    if not is_built and ("can't allocate memory" in message or "out of memory" in message):
+        return (
+            "\nhint: the model itself does not fit: strategy.name=zero3 on more ranks or machines,"
+            " or a smaller model; a smaller microbatch does not help"
+        )
     hints = {
         "Expected to have finished reduction in the prior iteration": "some parameters got no"
         " gradient; set strategy.find_unused_parameters=true, or take them out of the model",

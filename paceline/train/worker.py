@@ -21,9 +21,9 @@ from paceline.checkpoint.saver import Saver, Writer
 from paceline.checkpoint.tensors import TensorFiles
 from paceline.data.base import Dataset
 from paceline.data.cursor import Order, StepSlice
-from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource
+from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource, to_device
 from paceline.data.rng import capture_rng, restore_rng, seed_rng
-from paceline.errors import DataError, Outcome
+from paceline.errors import ConfigError, DataError, Outcome
 from paceline.job import Job
 from paceline.machine.group import Meeting, Place, claim_device, join_group
 from paceline.plan.policy import effective_config
@@ -37,6 +37,7 @@ from paceline.train.audit import Auditor
 from paceline.train.control import ControlFiles, Requests
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
+from paceline.train.first_batch import FirstBatch, is_worth_asking
 from paceline.train.flops import flops_per_sample
 from paceline.train.heartbeat import ActionMark, Heartbeat, StepMark, Ticker
 from paceline.train.history import History, load_attempt
@@ -89,12 +90,14 @@ class RankRun:
                     self._settle_rng(found)
                     if parts.start.first_step <= self.plan.steps:
                         self._count_flops(parts.feed)
+                    self._check_first_batch(parts)
                     end = self._take_steps(parts)
                 self.notes += parts.keeper.parts.saver.notes
         except BaseException as error:
             with suppress(Exception):  # the error is what counts
                 self._save_passes()
-            self._save(self._verdict(outcome_of(error), self.clock.step, error=explain(error)))
+            told = explain(error, is_built=self.engine is not None)
+            self._save(self._verdict(outcome_of(error), self.clock.step, error=told))
             raise
         self._save_passes()
         verdict = self._verdict(
@@ -130,7 +133,7 @@ class RankRun:
         other."""
         job, plan, place, device = self.job, self.plan, self.place, self.device
         config, workload = job.config, job.workload
-        data = _require_data(workload.build_data(config, "train"), plan)
+        data = require_data(workload.build_data(config, "train"), plan)
         self.data_fingerprint = str(getattr(data, "fingerprint", "n/a"))
         apply_policy(plan)
         effective = effective_config(config, plan.attention.value)
@@ -266,6 +269,17 @@ class RankRun:
         if drawn:
             restore_rng(drawn, self.device)
 
+    def _check_first_batch(self, parts: LoopParts) -> None:
+        """A run that goes on was asked when it began."""
+        if parts.start.first_step > 1 or not is_worth_asking(self.job.workload, self.plan):
+            return
+        if self.plan.pipeline is not None:
+            self.notes.append("whether the loss is a sum is not checked in a pipeline")
+            return
+        batch = to_device(parts.feed.peek().batch, self.device)
+        workload = self.job.workload
+        FirstBatch(parts.engine, workload, self.plan, self.device, batch).require_summed_loss()
+
     def _verdict(self, outcome: Outcome, step: int, **more: Any) -> RankVerdict:
         active, reserved = peak_memory(self.device)
         return RankVerdict(
@@ -350,11 +364,18 @@ def _microbatches(
     return Microbatches(source, num_steps * plan.batch.grad_accum, loader)
 
 
-def _require_data(data: Dataset | None, plan: Plan) -> Dataset:
+def require_data(data: Dataset | None, plan: Plan) -> Dataset:
     if data is not None and not hasattr(data, "__len__"):
         raise DataError(
             f"build_data returned a {type(data).__name__}, which has no length\n"
             "hint: return samples by index: __len__ and __getitem__"
+        )
+    ignored = [name for name in ("collate_fn", "collate") if hasattr(data, name)]
+    if ignored and not hasattr(data, "batch"):
+        raise ConfigError(
+            f"{type(data).__name__}.{ignored[0]} is a method that nothing calls\n"
+            "hint: write batch(self, indices), which returns a whole batch: return"
+            f" self.{ignored[0]}([self[int(i)] for i in indices])"
         )
     found = len(data) if data is not None else 0
     if data is None or found < plan.batch.global_size:

@@ -115,8 +115,9 @@ def test_checkpoints_on_another_file_system(clean: Bench, bench: Bench) -> None:
     try:
         ran = train(bench, f"checkpoint.dir={elsewhere}", "train.steps=7")
         assert ran.code == 0 and (elsewhere / "run/step_7/manifest.json").is_file()
-        ran = resume(bench, f"train.steps={STEPS}", "--allow-change")
+        ran = resume(bench, f"train.steps={STEPS}")
         assert ran.code == 0 and len(rows(bench)) == STEPS
+        assert f"changed: train.steps: 7 -> {STEPS}" in ran.err
         # The same constant learning rate or not: the schedule knows the number of steps.
         assert [row[0] for row in rows(bench)] == [row[0] for row in rows(clean)]
     finally:

@@ -30,7 +30,7 @@ class Cnn(Workload):
 @pytest.mark.parametrize("name", recipe_names())
 @pytest.mark.parametrize("ranks", [1, 8, 64])
 def test_every_recipe_is_planned_for_any_world(name: str, ranks: int) -> None:
-    made = plan(f"launch.nproc={ranks}", source=name)
+    made = plan(f"launch.nproc={ranks}", "launch.overcommit=true", source=name)
     assert made.world_size == ranks == made.mesh["dp"]
     assert not made.problems()
 
@@ -125,6 +125,34 @@ def test_state_that_does_not_fit_is_refused() -> None:
     gpu = small.gpus[0].model_copy(update={"memory_bytes": 8 * GIB})
     made = plan(source="lm_1b", machine=small.model_copy(update={"gpus": [gpu]}))
     assert "holds 20.0 GiB" in made.problems()[0].what
+
+
+LARGE = ["model.dim=4096", "model.num_layers=80", "model.num_heads=32"]  # about 200 GiB
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        ([], "zero3 would still hold"),
+        (["launch.nproc=2", "strategy.name=zero3"], "take 4 machines or more like this one"),
+    ],
+)
+def test_weights_that_no_rank_could_hold_are_refused(overrides: list[str], hint: str) -> None:
+    with pytest.raises(ClusterError) as refused:
+        require_feasible(plan(*LARGE, *overrides))
+    assert "GiB of weights, gradients and optimizer, and it has 64 GiB" in str(refused.value)
+    assert hint in str(refused.value) and "micro_batch" not in str(refused.value)
+    made = plan(*LARGE, *overrides, "launch.overcommit=true")
+    assert not made.problems() and made.findings[0].severity == "warning"
+
+
+def test_ranks_on_cpus_share_their_machine() -> None:
+    """lm_1b: 20 GiB a replica. Four do not fit into 64 GiB, shared among four they do."""
+    with pytest.raises(ClusterError, match="4 ranks on this machine would hold 80 GiB") as refused:
+        require_feasible(plan("launch.nproc=4", source="lm_1b"))
+    assert "strategy.name=zero3 would hold" in str(refused.value)
+    require_feasible(plan("launch.nproc=4", "strategy.name=zero3", source="lm_1b"))
+    require_feasible(plan("launch.nproc=4", "strategy.name=pipeline", source="lm_1b"))
 
 
 def test_nccl_needs_gpus() -> None:

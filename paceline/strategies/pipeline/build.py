@@ -13,6 +13,7 @@ from paceline.strategies.blocks import find_blocks
 from paceline.strategies.compose import compose
 from paceline.strategies.engine import Wrapping
 from paceline.strategies.fsdp import build_mesh, reshard, shard_model
+from paceline.strategies.objective import Objective
 from paceline.strategies.optim import build_optimizer
 from paceline.strategies.pipeline.cut import cut_model, enter_at
 from paceline.strategies.pipeline.dualpipe import LANES, Lane
@@ -64,7 +65,7 @@ def _build_stage(parts: EngineParts, inner: Sharded | None, index: int, mesh: De
         cut_model(model, held, region, parts.device)
         made.append(Stage(parts, model, region, index, len(plan.stages)))
 
-    def shard(model: nn.Module) -> None:
+    def shard(objective: Objective) -> None:
         if inner is None:
             return
         # The backward of the weights, where it runs apart, looks for those that the forward has
@@ -72,7 +73,7 @@ def _build_stage(parts: EngineParts, inner: Sharded | None, index: int, mesh: De
         keeps = plan.schedule in SPLIT_BACKWARDS
         shard_model(made[0], parts, mesh, not keeps and inner.reshards(parts.config))
 
-    model = compose(parts, shard, cut=cut)
+    model = compose(parts, shard, cut=cut).model
     if held.start > 0:
         enter_at(find_blocks(model)[0], region)
     return made[0]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 from paceline.strategies.base import EngineParts
-from paceline.strategies.engine import compute_loss
+from paceline.strategies.objective import compute_loss
 from paceline.strategies.pipeline.ghosts import Reached, Region
 
 
@@ -56,7 +56,7 @@ class Stage(nn.Module):
         handed = None if self.is_first or received is None else received.to(self.parts.device)
         self.region.begin(handed)
         try:
-            loss, units = compute_loss(self.parts, self.model, self.batch)
+            loss, units = compute_loss(self.parts, self._objective, self.batch)
         except Reached as reached:
             return _ownable(reached.hidden.to(self.wire))
         finally:
@@ -68,6 +68,9 @@ class Stage(nn.Module):
             )
         self.done.append((loss.detach(), units))
         return torch.stack([loss])  # with an axis, along which torch puts microbatches together
+
+    def _objective(self, batch: Any) -> Any:
+        return self.parts.workload.loss(self.model, batch)
 
 
 def _ownable(hidden: Tensor) -> Tensor:

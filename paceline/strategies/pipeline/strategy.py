@@ -33,6 +33,7 @@ class Pipeline(Strategy):
     name = "pipeline"
     summary = "one process a stage of the model, microbatches sent from stage to stage"
     Settings = PipelineSettings
+    syncs_batchnorm = False
 
     def problems(self, config: RunConfig, crew: Crew, model: ModelShape) -> list[Finding]:
         return list(_problems(config, model))

@@ -1,0 +1,171 @@
+"""Before step 1: does a workload's loss return a sum, as the seam asks, or a mean?
+
+A mean would train without a word: its loss and its gradients are too small by the size of the
+microbatch, and change with it. A batch tells the two apart: its loss is the sum of what its parts
+give, or their mean. What depends on the batch as a whole, as contrastive losses do, is neither, and
+is left alone.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from paceline.data.rng import capture_rng, restore_rng
+from paceline.errors import ConfigError, PacelineError
+from paceline.records import Plan
+from paceline.strategies.base import Engine
+from paceline.strategies.gather import locals_of
+from paceline.workloads.base import Workload
+
+LOG = logging.getLogger("paceline")
+CLOSE = 0.05  # of the parts' losses: models that draw random numbers while they evaluate are noisy
+FAR = 0.25
+OURS = "paceline."
+
+
+class Compared(NamedTuple):
+    """Losses of a batch and of two parts of it, summed over all ranks. The mean of the parts is
+    taken in two ways, for they may be means over samples or over units."""
+
+    whole: float
+    parts: float
+    mean_by_samples: float
+    mean_by_units: float
+    size: float  # of the parts, without their signs
+
+    @property
+    def is_mean(self) -> bool:
+        """Clearly a mean and clearly no sum; never where a number is not finite."""
+        means = (self.mean_by_samples, self.mean_by_units)
+        is_near = min(abs(self.whole - mean) for mean in means) <= CLOSE * self.size / 2
+        return is_near and abs(self.whole - self.parts) > FAR * self.size
+
+
+@dataclass(frozen=True)
+class FirstBatch:
+    """The first microbatch, on its device, and what it takes to compute its loss."""
+
+    engine: Engine
+    workload: Workload
+    plan: Plan
+    device: torch.device
+    batch: Any
+
+    def require_summed_loss(self) -> None:
+        """Refuse a loss that is a mean over the batch; leave no trace otherwise. All ranks
+        together."""
+        size = self.plan.batch.micro
+        if not can_cut(self.batch, size):
+            return
+        with _traceless(self.engine, self.device) as rewind:
+            # A quarter and the rest, then halves: a chance likeness would not come twice.
+            for first in dict.fromkeys((max(1, size // 4), size // 2)):
+                compared = self._compare(first, rewind)
+                if compared is None or not compared.is_mean:
+                    return
+        assert compared is not None, "there is at least one cut"
+        whole, parts = (x / self.plan.batch.dp for x in (compared.whole, compared.parts))
+        raise ConfigError(
+            f"{type(self.workload).__name__}.loss returns a mean: it is {whole:.4g} for the first"
+            f" batch of {size} samples and {parts:.4g} for its parts together, where a sum is the"
+            " same. Paceline divides once, over all ranks and microbatches\n"
+            'hint: return the sum and the count: cross_entropy(..., reduction="sum"), len(targets)'
+        )
+
+    def _compare(self, first: int, rewind: Callable[[], None]) -> Compared | None:
+        """Cut after the first samples; None where nothing can be told, on every rank."""
+        size = self.plan.batch.micro
+        parts, samples = self._cut(first), [first, size - first]
+        units = self._units(parts, samples)
+        if units is None:
+            return None
+        found = torch.zeros(len(Compared._fields) + 1, dtype=torch.float64)
+        try:
+            losses = []
+            for part in [self.batch, *parts]:
+                rewind()
+                losses.append(float(self.engine.evaluate(part).loss_sum))
+            whole, *two = losses
+            means = (_mean(two, samples), _mean(two, units))
+            found[:-1] = torch.tensor([whole, sum(two), *means, sum(map(abs, two))])
+        except PacelineError:
+            raise
+        except Exception as error:
+            # A loss may be unable to evaluate; training shows whether it is wrong. But where others
+            # hold parts of the model they wait for this rank, and must see it end.
+            if not self._holds_all():
+                raise
+            LOG.info("not checked whether the loss is a sum: %s: %s", type(error).__name__, error)
+            found[-1] = 1
+        *figures, num_failed = self._sum(found)
+        return None if num_failed else Compared(*figures)
+
+    def _cut(self, first: int) -> list[Any]:
+        leaves, form = tree_flatten(self.batch)
+        return [
+            tree_unflatten([leaf[rows] for leaf in leaves], form)
+            for rows in (slice(first), slice(first, None))
+        ]
+
+    def _units(self, parts: list[Any], samples: list[int]) -> list[int] | None:
+        """What the losses of the parts are divided by; None where that of the batch is not their
+        sum: then a loss need not grow with the batch either."""
+        if self.plan.units_per_sample is not None:
+            return samples
+        units = [int(self.workload.units(part)) for part in parts]
+        is_sum = int(self.workload.units(self.batch)) == sum(units)
+        num_other = self._sum(torch.tensor([0.0 if is_sum else 1.0], dtype=torch.float64))
+        return None if any(num_other) else units
+
+    def _sum(self, values: Tensor) -> list[float]:
+        """Over all ranks."""
+        values = values.to(self.device)
+        dist.all_reduce(values)
+        numbers: list[float] = values.tolist()
+        return numbers
+
+    def _holds_all(self) -> bool:
+        """Whether this rank can run the model without waiting for another."""
+        held = sum(part.numel() for part in locals_of(self.engine.module.parameters()))
+        return held >= self.plan.model.num_trainable + self.plan.model.num_frozen
+
+
+def is_worth_asking(workload: Workload, plan: Plan) -> bool:
+    """Not of one sample, which is its own mean, nor of what we ship: its tests know."""
+    return plan.batch.micro > 1 and not type(workload).__module__.startswith(OURS)
+
+
+def can_cut(batch: Any, size: int) -> bool:
+    """Whether all of it is tensors with one row for each of `size` samples."""
+    leaves = tree_flatten(batch)[0]
+    return bool(leaves) and all(
+        torch.is_tensor(leaf) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves
+    )
+
+
+def _mean(losses: list[float], weights: list[int]) -> float:
+    total = sum(weights)
+    return sum(x * w for x, w in zip(losses, weights, strict=True)) / total if total else 0.0
+
+
+@contextmanager
+def _traceless(engine: Engine, device: torch.device) -> Iterator[Callable[[], None]]:
+    """Generators and buffers are put back, and nothing is compiled for these sizes. Yields what
+    puts the generators back in between, so that all passes draw alike."""
+    drawn = capture_rng(device)
+    kept = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield lambda: restore_rng(drawn, device)
+    finally:
+        restore_rng(drawn, device)
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)

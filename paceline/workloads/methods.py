@@ -1,0 +1,123 @@
+"""Methods of a workload that nothing would call: named before anything starts, with the right one.
+
+A hook of another framework would be ignored without a word, and the run would not be the one its
+author wrote: that is an error. Any other public method that neither Paceline nor the file's own
+code calls is a warning. Names that begin with an underscore are free.
+"""
+
+import ast
+import difflib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+
+from paceline.records import Finding
+from paceline.workloads.base import Workload
+
+OPTIMIZER = "set optim.name, optim.lr, optim.schedule.name and the other keys of optim instead"
+LOSS = "write loss(self, model, batch): it returns the summed loss and how many were summed"
+VALIDATION = (
+    'return validation data from build_data(self, config, split) where split is "val", and set'
+    " train.eval_every: `loss` is computed on it"
+)
+DATA = "return a data set from build_data(self, config, split)"
+COLLATE = "give the data set a method batch(self, indices), which returns a whole batch"
+METRICS = "nothing but the loss is recorded: compute others from a checkpoint"
+MODEL = "return a torch module from build_model(self, config), with a forward of its own"
+PREPARE = "write prepare(self, config, say): it runs once, before the ranks start"
+NO_HOOK = "there are no hooks around a step: do it in `loss`, or in the model's forward"
+
+# What other frameworks call, and what does it here.
+FOREIGN = {
+    "backward": NO_HOOK,
+    "build_criterion": LOSS,
+    "build_dataloader": DATA,
+    "build_dataset": DATA,
+    "build_datasets": DATA,
+    "build_loss": LOSS,
+    "build_lr_scheduler": OPTIMIZER,
+    "build_optimizer": OPTIMIZER,
+    "build_optimizers": OPTIMIZER,
+    "build_scheduler": OPTIMIZER,
+    "collate": COLLATE,
+    "collate_fn": COLLATE,
+    "compute_loss": LOSS,
+    "compute_metrics": METRICS,
+    "configure_callbacks": NO_HOOK,
+    "configure_gradient_clipping": "set optim.clip",
+    "configure_model": MODEL,
+    "configure_optimizers": OPTIMIZER,
+    "create_optimizer": OPTIMIZER,
+    "create_optimizer_and_scheduler": OPTIMIZER,
+    "create_scheduler": OPTIMIZER,
+    "data_collator": COLLATE,
+    "evaluate": VALIDATION,
+    "evaluation_step": VALIDATION,
+    "forward": MODEL,
+    "get_eval_dataloader": VALIDATION,
+    "get_train_dataloader": DATA,
+    "lr_scheduler_step": OPTIMIZER,
+    "optimizer_step": OPTIMIZER,
+    "optimizer_zero_grad": NO_HOOK,
+    "predict_step": NO_HOOK,
+    "prepare_data": PREPARE,
+    "setup": PREPARE,
+    "test_dataloader": VALIDATION,
+    "test_step": VALIDATION,
+    "train_dataloader": DATA,
+    "train_step": LOSS,
+    "training_step": LOSS,
+    "val_dataloader": VALIDATION,
+    "validation_step": VALIDATION,
+}
+FOREIGN_PREFIXES = (
+    "on_train_",
+    "on_validation_",
+    "on_epoch_",
+    "on_before_",
+    "on_after_",
+    "on_fit_",
+)
+SEAM = frozenset(name for name in dir(Workload) if not name.startswith("_"))
+
+
+def check_methods(kind: type[Workload]) -> Iterator[Finding]:
+    """One finding for each method that would be ignored."""
+    for owner in kind.__mro__:
+        if not issubclass(owner, Workload) or owner.__module__.startswith("paceline."):
+            continue
+        called = _attributes_read(owner)
+        for name, value in vars(owner).items():
+            is_method = isinstance(value, FunctionType | staticmethod | classmethod)
+            if is_method and not name.startswith("_") and name not in SEAM | called:
+                yield _ignored(kind, name)
+
+
+def _ignored(kind: type[Workload], name: str) -> Finding:
+    foreign = FOREIGN.get(name) or (NO_HOOK if name.startswith(FOREIGN_PREFIXES) else None)
+    if foreign is not None:
+        return Finding(
+            severity="error",
+            where=f"{kind.__name__}.{name}",
+            what="is a method of other frameworks, and Paceline never calls it",
+            hint=f"{foreign}; then take it out, or name it _{name}",
+        )
+    close = difflib.get_close_matches(name, SEAM, n=1, cutoff=0.7)
+    hint = f"did you mean {close[0]}?" if close else f"name it _{name} if that is meant"
+    return Finding(
+        severity="warning",
+        where=f"{kind.__name__}.{name}",
+        what="is called by nothing, neither by Paceline nor in its own file",
+        hint=hint,
+    )
+
+
+def _attributes_read(kind: type[Workload]) -> frozenset[str]:
+    """Names that the class's own file takes from any object, as in `self.collate`."""
+    try:
+        file = inspect.getsourcefile(kind)
+        tree = ast.parse(Path(file).read_bytes()) if file else ast.Module([], [])
+    except (OSError, TypeError, SyntaxError):
+        return frozenset()
+    return frozenset(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
