@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from paceline.job import load_job
-from paceline.plan.planner import measure_model
+from paceline.machine.facts import probe
+from paceline.plan.planner import make_plan, measure_model
 from paceline.strategies import all_strategies, find_strategy
 from paceline.strategies.base import Share
 from paceline.strategies.blocks import find_blocks, measure_shape
@@ -124,3 +125,44 @@ def test_an_encoder_that_sees_few_patches_costs_less_than_its_weights() -> None:
         shape.block_costs[0] / sum(shape.block_costs) for shape in (model, by_weights)
     )
     assert first < of_weights
+
+
+@pytest.mark.parametrize(
+    ("words", "stage", "shards"),
+    [
+        ("name=ddp", 0, False),
+        ("name=zero1", 1, False),
+        ("name=zero2", 2, True),
+        ("name=zero3_hybrid", 3, True),
+        ("name=deepspeed stage=2", 2, False),
+        ("name=pipeline", None, False),
+        ("name=pipeline inner=zero3", None, True),
+    ],
+)
+def test_each_says_what_it_shards(words: str, stage: int | None, shards: bool) -> None:
+    """The audit looks for the collectives of those that shard, and torch's fused SGD fails them."""
+    four = ["launch.nproc=4", "launch.device=cpu", "strategy.stages=2", "strategy.shard_size=2"]
+    sgd = ["optim.name=sgd", "optim.momentum=0.0"]
+    job = load_job("lm_tiny", [*four, *sgd, *(f"strategy.{word}" for word in words.split())])
+    plan = make_plan(job, probe())
+    strategy = find_strategy(plan.strategy.value)
+    assert strategy.zero_stage(job.config) == stage
+    assert strategy.shards(job.config) is shards
+    assert bool(strategy.collectives(job.config, plan)) is shards
+    assert plan.fused_optimizer.value is not shards
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [("ddp", "peak"), ("zero3", "gathered"), ("deepspeed", "without the optimizer")],
+)
+def test_what_is_offloaded_is_not_on_the_device(name: str, left: str) -> None:
+    config = load_job("lm_1b", [f"strategy.name={name}", "strategy.offload=true"]).config
+    strategy = find_strategy(name)
+    state = strategy.estimate(MODEL, config, Share(4, 0))
+    expected = {
+        "peak": state.peak,
+        "gathered": state.gathered,
+        "without the optimizer": state.peak - state.optimizer,
+    }[left]
+    assert strategy.device_bytes(config, state) == expected

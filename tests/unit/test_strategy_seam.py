@@ -18,7 +18,8 @@ from paceline.launch import REGISTRY as LAUNCHERS
 from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.records import Finding
-from paceline.strategies import aliases, all_strategies, strategy_section
+from paceline.run.resume import Change
+from paceline.strategies import aliases, all_strategies, find_strategy, strategy_section
 from paceline.sweep.flow import plan_sweep
 from paceline.sweep.spec import read_spec
 from tests.toy_strategy import Toy
@@ -210,3 +211,15 @@ def test_the_pages_name_every_strategy() -> None:
     assert {*all_strategies(), *aliases()} <= named
     proven = [name for name, known in all_strategies().items() if name != "single"]
     assert f"`strategy.name={'|'.join(proven)}`" in (ROOT / "README.md").read_text()
+
+
+def test_what_changes_the_gradients_is_another_run() -> None:
+    assert not Change("strategy.comm_hook", "none", "bf16").is_free
+    assert not Change("strategy.powersgd_rank", 1, 2).is_free
+    assert Change("strategy.bucket_mb", 25, 5).is_free and Change("strategy.name", 0, 1).is_free
+
+
+@pytest.mark.parametrize(("name", "lost"), [("ddp", 1), ("zero1", 1), ("zero2", 0)])
+def test_what_no_checkpoint_holds_is_said(name: str, lost: int) -> None:
+    config = load_job("lm_tiny", [f"strategy.name={name}", "strategy.comm_hook=powersgd"]).config
+    assert len(find_strategy(name).lost_on_resume(config)) == lost
