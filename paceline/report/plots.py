@@ -22,7 +22,7 @@ from paceline.records.words import duration, short
 SIDE = 1000  # of the drawing area, in its own units, both ways
 MAX_POINTS = 400
 MIN_TO_SMOOTH = 20
-MAX_BARS = 16
+FEW_BARS, MAX_BARS = 6, 16
 EMPTY = '<p class="empty">Nothing was recorded for this chart.</p>'
 Point = tuple[float, float]
 
@@ -125,7 +125,8 @@ def stacked_bars(rows: dict[str, dict[str, float]]) -> str:
         for phase, value in middle.items()
         if any(phases[phase] > 0 for phases in rows.values())
     )
-    return f'<div class="bars">{bars}</div><div class="parts">{parts}</div>'
+    size = "bars many" if len(names) > FEW_BARS else "bars"
+    return f'<div class="{size}">{bars}</div><div class="parts">{parts}</div>'
 
 
 def _bar_row(name: str, phases: dict[str, float], kinds: dict[str, str], longest: float) -> str:
@@ -158,11 +159,11 @@ def thin(series: Series) -> Series:
 
 def smooth(ys: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
     """Return the mean of the steps around each one, those that there are near the ends, and how
-    many they are: a thirtieth of all, at least 7. Too few steps, or one that is not finite: no
+    many they are: a hundredth of all, at least 7. Too few steps, or one that is not finite: no
     line."""
     if len(ys) < MIN_TO_SMOOTH or not np.isfinite(ys).all():
         return ys[:0], 0
-    reach = max(3, len(ys) // 60)
+    reach = max(3, len(ys) // 200)
     sums, places = np.concatenate([[0.0], np.cumsum(ys)]), np.arange(len(ys))
     start, end = np.maximum(0, places - reach), np.minimum(len(ys), places + reach + 1)
     return (sums[end] - sums[start]) / (end - start), 2 * reach + 1
