@@ -1,4 +1,4 @@
-"""The machines: what is there (facts, gpus, datasheets), who am I (topology), how to join (group)."""
+"""The machines: what is there (facts, gpus, datasheets), who am I (topology), joining (group)."""
 
 from paceline.machine.topology import Topology, resolve_topology
 
