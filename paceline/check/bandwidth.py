@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.check.answers import ALL_GATHER, REDUCE_SCATTER, exchange
 from paceline.check.collectives import why_no_send_recv
-from paceline.check.timer import plan_batches, synchronise, time_batch
+from paceline.check.rates import plan_batches, synchronise, time_batch
 from paceline.machine.measures import Speed
 
 SIZES = (8, 2**10, 2**20, 2**22, 2**24)

@@ -22,7 +22,7 @@ from paceline.launch.base import LaunchEnd, Order
 from paceline.launch.blame import explain_stall, missed_deadline
 from paceline.launch.muster import RollCall
 from paceline.machine.facts import probe
-from paceline.machine.kept_rates import keep_rates
+from paceline.machine.measures import keep_rates
 from paceline.machine.topology import Topology
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks, shares_gpus
 from paceline.records import Crew, Env, Finding, LaunchPlan, RankVerdict

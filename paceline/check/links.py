@@ -13,9 +13,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from paceline.check.bandwidth import line_up
-from paceline.check.collectives import why_no_send_recv
-from paceline.check.roll_call import gather_texts
-from paceline.check.timer import Batches, plan_batches, time_batch
+from paceline.check.collectives import gather_texts, why_no_send_recv
+from paceline.check.rates import Batches, plan_batches, time_batch
 from paceline.machine.measures import ClockOffset, PairSpeed
 
 Pair = tuple[int, int]

@@ -1,9 +1,8 @@
 """Environment lint: variables and a machine -> findings, before an hour of training is lost.
 
-The rules stand here, what is known of each variable in variables.py, how its value is read in
-values.py. Pure but for the probe and the look-up of MASTER_ADDR. A value is shown only of a
-variable with a row there, never under an unknown name: that may be a secret. Run by
-`paceline check`.
+Rules are here for what has cost somebody a night; what is known of names is in variables.py. Pure
+but for the probe and the look-up of MASTER_ADDR. A value is shown only under a name that is known:
+another may be a secret. Run by `paceline check`.
 """
 
 import ipaddress
@@ -17,16 +16,17 @@ from pathlib import Path
 
 import psutil
 
-from paceline.check.values import gloo_interfaces, nccl_interfaces, split_functions, unknown_parts
 from paceline.check.variables import (
-    ALGO,
+    ACROSS_NODES,
     ALIASES,
     COSTLY,
-    INSTEAD,
-    KNOWN,
+    FUNCTIONS,
+    NCCL_WORDS,
     OTHER_LIBRARIES,
-    OTHER_NAMES,
-    Variable,
+    REAL,
+    RENAMED,
+    SWITCHED_OFF,
+    UNREAD,
 )
 from paceline.records import Finding
 
@@ -61,19 +61,15 @@ class Situation:
     interfaces: tuple[str, ...]  # those with an address; empty: not known
     shm_free_bytes: int | None
     disk_free_bytes: int | None  # where the run directory lies
-    num_workers: int = 0  # loader processes of a rank, if known
-    sets_threads: bool = True  # Paceline sets OMP_NUM_THREADS for ranks itself
     resolve: Callable[[str], list[str]] = resolve_host
 
+    @property
+    def is_group(self) -> bool:
+        return self.num_nodes * self.ranks_here > 1
 
-def probe_situation(
-    num_nodes: int,
-    ranks_here: int,
-    folder: Path,
-    num_workers: int = 0,
-    sets_threads: bool = True,
-) -> Situation:
-    """This host as it is; `folder` is where run directories lie, or will."""
+
+def probe_situation(num_nodes: int, ranks_here: int, folder: Path) -> Situation:
+    """Look at this host; `folder` is where run directories lie, or will."""
     addresses, state = psutil.net_if_addrs(), psutil.net_if_stats()
     usable = [
         name
@@ -92,22 +88,15 @@ def probe_situation(
         interfaces=tuple(sorted(usable)),
         shm_free_bytes=shutil.disk_usage(shm).free if shm.is_dir() else None,
         disk_free_bytes=shutil.disk_usage(existing).free,
-        num_workers=num_workers,
-        sets_threads=sets_threads,
     )
 
 
 def lint(environment: Mapping[str, str], situation: Situation) -> list[Finding]:
-    """Everything wrong with, idle in or costly about the environment of ranks on this host."""
+    """Return everything wrong with, idle in or costly about the environment of ranks here."""
     found: list[Finding] = []
     for name, value in sorted(environment.items()):
-        variable = KNOWN.get(name)
-        if variable is None:
-            found += _check_name(name)
-        else:
-            found += [*_check_use(variable), *_check_value(variable, value)]
-            found += _check_cost(variable, value, situation)
-    found += _check_ring(environment.get("NCCL_ALGO", ""), situation)
+        found += [*_check_name(name), *_check_value(name, value, situation)]
+    found += _check_idle(environment)
     found += _check_threads(environment, situation)
     found += _check_master(environment.get("MASTER_ADDR", ""), situation)
     found += _check_interfaces(environment, situation)
@@ -119,20 +108,26 @@ def lint(environment: Mapping[str, str], situation: Situation) -> list[Finding]:
 
 
 def _check_name(name: str) -> Iterator[Finding]:
-    if len(name) < SHORTEST_MISSPELT or name in OTHER_NAMES:
-        return
-    if name.removeprefix("TORCH_").startswith(OTHER_LIBRARIES):
-        return
-    long = (known for known in KNOWN if len(known) >= SHORTEST_MISSPELT)
-    near = [known for known in long if one_edit_apart(name, known)]
-    if near:
-        what = " or ".join(f"{known} ({KNOWN[known].does})" for known in near)
-        yield Finding(
-            severity="warning",
-            where=name,
-            what=f"is set, and nothing reads it; one letter away is {what}",
-            hint=f"use {' or '.join(INSTEAD.get(known, known) for known in near)}, or unset it",
-        )
+    """Is it read at all, and under this name?"""
+    if name in UNREAD:
+        why, instead = UNREAD[name]
+        yield _find(name, f"is set, and nothing reads it: {why}", f"use {instead}")
+    elif name in RENAMED:
+        new, severity = RENAMED[name], "note" if name in ALIASES else "warning"
+        what = f"is the old name of {new}; torch still reads it"
+        yield _find(name, what, f"rename it to {new}", severity)
+    elif name not in REAL and (near := _misspelt(name)):
+        right = " or ".join(RENAMED.get(known, known) for known in near)
+        what = f"is set, and nothing reads it; one letter away is {' or '.join(near)}"
+        yield _find(name, what, f"use {right}, or unset it")
+
+
+def _misspelt(name: str) -> list[str]:
+    is_others = name.removeprefix("TORCH_").startswith(OTHER_LIBRARIES)
+    if len(name) < SHORTEST_MISSPELT or is_others:
+        return []
+    long = (known for known in (*REAL, *RENAMED) if len(known) >= SHORTEST_MISSPELT)
+    return sorted(known for known in long if one_edit_apart(name, known))
 
 
 def one_edit_apart(a: str, b: str) -> bool:
@@ -147,78 +142,47 @@ def one_edit_apart(a: str, b: str) -> bool:
     return short[1:] == long[1:] or swapped
 
 
-def _check_use(variable: Variable) -> Iterator[Finding]:
-    """Is it read at all, and under this name?"""
-    name, instead = variable.name, INSTEAD.get(variable.name)
-    if variable.reader == "nothing":
-        yield Finding(
-            severity="warning",
-            where=name,
-            what=f"is set, and nothing reads it: {variable.does}",
-            hint=f"use {instead}" if instead else "unset it",
-        )
-    elif instead:
-        yield Finding(
-            severity="note" if name in ALIASES else "warning",
-            where=name,
-            what=f"is the old name of {instead}; {variable.reader} still reads it",
-            hint=f"rename it to {instead}",
-        )
-
-
 # Values
 
 
-def _check_value(variable: Variable, value: str) -> Iterator[Finding]:
-    values = variable.values
-    if values is None or (not value and values.empty):
-        return
-    bad = unknown_parts(values, value)
+def _check_value(name: str, value: str, situation: Situation) -> Iterator[Finding]:
+    costs, cost = COSTLY.get(RENAMED.get(name, name), ((), ""))
+    is_free = name in ACROSS_NODES and situation.num_nodes == 1
+    if value.strip().lower() in costs and not is_free:
+        what = f"{_shown(value)} was asked: {cost}"
+        yield _find(name, what, "unset it, unless you are looking for a fault")
+    # NCCL reads numbers by strtoll: NCCL_IB_DISABLE=true disables nothing.
+    is_flag = name in REAL and re.fullmatch(r"NCCL_\w+_(DISABLE|ENABLE)", name)
+    if is_flag and value.strip() and not re.match(r"\s*[+-]?\d", value):
+        what = f"{_shown(value)} is not a number, and NCCL takes any word as 0"
+        yield _find(name, what, "set it to 1 or 0, or unset it")
+    if name in NCCL_WORDS:
+        yield from _check_words(name, value, situation)
+
+
+def _check_words(name: str, value: str, situation: Situation) -> Iterator[Finding]:
+    known = {word.lower() for word in (*NCCL_WORDS[name], *FUNCTIONS)}
+    words = [word.removeprefix("^") for word in re.split("[,;:]", value)]
+    bad = [word for word in words if word and word.lower() not in known]
     if bad:
-        within = "" if bad == [value] else f" in {_shown(value)}"
-        then = f": {values.otherwise}" if values.otherwise else ""
-        yield Finding(
-            severity="error" if values.refused else "warning",
-            where=variable.name,
-            what=f"{' and '.join(map(_shown, bad))}{within} is no value {variable.reader} knows"
-            f"{then}",
-            hint=f"it takes {values.describe()}; or unset it",
+        what = (
+            f"{' and '.join(map(_shown, bad))} is no value NCCL knows: NCCL since 2.24 refuses it,"
         )
+        hint = f"it takes {', '.join(NCCL_WORDS[name])}, as a list with commas; or unset it"
+        yield _find(name, f"{what} and no communicator is made", hint, "error")
+    is_short = not any(mark in value for mark in "^:") and "ring" not in value.lower()
+    if name == "NCCL_ALGO" and value and is_short and not bad and situation.is_group:
+        what = f"{_shown(value)} leaves broadcast and reduce without an algorithm: they have only"
+        what += " Ring, and NCCL since 2.24 fails rather than use it unasked"
+        yield _find(name, what, "name the function: NCCL_ALGO=allreduce:tree, or add Ring")
 
 
-def _check_ring(text: str, situation: Situation) -> Iterator[Finding]:
-    """Only Ring broadcasts and reduces; since NCCL 2.24 it must be allowed for them."""
-    alone = situation.num_nodes * situation.ranks_here <= 1
-    if alone or not text or unknown_parts(ALGO, text):
-        return
-    allowed = {"broadcast": True, "reduce": True}
-    for function, words in split_functions(text.lower()):
-        ring = ("ring" in words.removeprefix("^").split(",")) != words.startswith("^")
-        for name in allowed:
-            if function in (None, name):
-                allowed[name] = ring
-    lacking = [name for name, ring in allowed.items() if not ring]
-    if lacking:
-        yield Finding(
-            severity="warning",
-            where="NCCL_ALGO",
-            what=f"{_shown(text)} leaves {' and '.join(lacking)} without an algorithm: they have"
-            " only Ring, and NCCL since 2.24 fails rather than use it unasked",
-            hint="name the function: NCCL_ALGO=allreduce:tree, or add Ring",
-        )
-
-
-def _check_cost(variable: Variable, value: str, situation: Situation) -> Iterator[Finding]:
-    costly = COSTLY.get(variable.name) or COSTLY.get(INSTEAD.get(variable.name, ""))
-    if costly is None or (costly.across_nodes and situation.num_nodes == 1):
-        return
-    if value.strip().lower() in {at.lower() for at in costly.at}:
-        yield Finding(
-            severity="warning",
-            where=variable.name,
-            what=f"{_shown(value)} was asked: {costly.cost}",
-            hint="unset it, unless you are looking for a fault",
-        )
+def _check_idle(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Settings that another one switches off."""
+    for switch, names in SWITCHED_OFF.items():
+        for name in names:
+            if environment.get(switch) == "1" and environment.get(name):
+                yield _find(name, f"has no effect: {switch} is 1", f"unset {name} or {switch}")
 
 
 # Against the machine
@@ -228,46 +192,30 @@ def _check_threads(environment: Mapping[str, str], situation: Situation) -> Iter
     ranks, cores = situation.ranks_here, situation.cores
     share = max(1, cores // max(1, ranks))
     if not environment.get("OMP_NUM_THREADS", "").strip() and ranks > 1:
-        then = f"each takes its share of {cores} cores, set by Paceline"
-        if not situation.sets_threads:
-            then = f"each starts {cores} threads, {ranks} x {cores} on {cores} cores"
-        yield Finding(
-            severity="note" if situation.sets_threads else "warning",
-            where="OMP_NUM_THREADS",
-            what=f"is unset with {ranks} ranks on this host: {then}",
-            hint="" if situation.sets_threads else f"export OMP_NUM_THREADS={share}",
-        )
+        what = f"is unset with {ranks} ranks on this host: each takes its share of {cores} cores,"
+        yield _find("OMP_NUM_THREADS", f"{what} set by Paceline", severity="note")
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         first = environment.get(name, "").split(",")[0].strip()
         threads = int(first) if re.fullmatch(r"[0-9]{1,9}", first) else 0
+        if first and not threads:
+            yield _find(name, f"{_shown(first)} is not a number of threads", f"set it to {share}")
         if threads * ranks > cores:
-            yield Finding(
-                severity="warning",
-                where=name,
-                what=f"{threads} threads x {ranks} ranks on {cores} cores: they take turns",
-                hint=f"set it to {share}" if threads > share else "start fewer ranks",
-            )
+            on = "1 rank" if ranks == 1 else f"{ranks} ranks"
+            hint = f"set it to {share}" if threads > share else "start fewer ranks"
+            yield _find(name, f"{threads} threads x {on} on {cores} cores: they take turns", hint)
 
 
 def _check_master(host: str, situation: Situation) -> Iterator[Finding]:
-    if not host:
-        return
-    addresses = situation.resolve(host)
-    if not addresses:
-        yield Finding(
-            severity="error",
-            where="MASTER_ADDR",
-            what=f"{_shown(host)} does not resolve on this host: ranks cannot meet there",
-            hint="set it to a name or an address of rank 0's host that every host can look up",
-        )
-    elif situation.num_nodes > 1 and all(map(_stays_here, addresses)):
-        yield Finding(
-            severity="error",
-            where="MASTER_ADDR",
-            what=f"{_shown(host)} is {', '.join(addresses)}, this host itself; with"
-            f" {situation.num_nodes} hosts the others wait for a rank 0 of their own",
-            hint="set it to the address of rank 0's host on the network between them",
-        )
+    addresses = situation.resolve(host) if host else []
+    if host and not addresses:
+        what = f"{_shown(host)} does not resolve on this host: ranks cannot meet there"
+        hint = "set it to a name or an address of rank 0's host that every host can look up"
+        yield _find("MASTER_ADDR", what, hint, "error")
+    elif host and situation.num_nodes > 1 and all(map(_stays_here, addresses)):
+        what = f"{_shown(host)} is {', '.join(addresses)}, this host itself; with"
+        what += f" {situation.num_nodes} hosts the others wait for a rank 0 of their own"
+        hint = "set it to the address of rank 0's host on the network between them"
+        yield _find("MASTER_ADDR", what, hint, "error")
 
 
 def _stays_here(address: str) -> bool:
@@ -291,37 +239,44 @@ def _check_interfaces(environment: Mapping[str, str], situation: Situation) -> I
         else:
             continue
         syntax = "prefixes, =exact names or ^all but these" if "NCCL" in name else "exact names"
-        yield Finding(
-            severity="error",
-            where=name,
-            what=what,
-            hint=f"it takes {syntax}, with commas and no spaces; or unset it",
-        )
+        hint = f"it takes {syntax}, with commas and no spaces; or unset it"
+        yield _find(name, what, hint, "error")
+
+
+def nccl_interfaces(asked: str, here: tuple[str, ...]) -> list[str]:
+    """Those NCCL uses (ncclFindInterfaces in src/misc/socket.cc): prefixes, =exact, ^all but."""
+    rest = asked.removeprefix("^")
+    parts = (part.split(":")[0] for part in rest.removeprefix("=").split(","))
+    named = tuple(part for part in parts if part)
+    exact, without = rest.startswith("="), asked.startswith("^")
+    fits = [not named or (name in named if exact else name.startswith(named)) for name in here]
+    return [name for name, fit in zip(here, fits, strict=True) if fit != without]
+
+
+def gloo_interfaces(asked: str, here: tuple[str, ...]) -> list[str]:
+    """Those gloo uses: exact names, and none at all when one of them is not here."""
+    named = asked.split(",")
+    return named if set(named) <= set(here) else []
 
 
 def _check_machine(situation: Situation) -> Iterator[Finding]:
     shm, disk = situation.shm_free_bytes, situation.disk_free_bytes
-    sharing = situation.ranks_here > 1 or situation.num_workers > 0
-    if shm is not None and sharing and shm < SHM_NEEDED_BYTES:
-        yield Finding(
-            severity="warning",
-            where="/dev/shm",
-            what=f"{shm / 2**20:.0f} MiB free for {situation.ranks_here} ranks with"
-            f" {situation.num_workers} loaders each; NCCL and loaders pass data there, and NCCL's"
-            f" guide asks for {SHM_NEEDED_BYTES / GIB:.0f} GiB (docker gives 64 MiB)",
-            hint="docker: --shm-size=1g or --ipc=host; kubernetes: an emptyDir of medium Memory"
-            " on /dev/shm",
-            cause="cluster",
-        )
+    if shm is not None and situation.ranks_here > 1 and shm < SHM_NEEDED_BYTES:
+        what = f"{shm / 2**20:.0f} MiB free for {situation.ranks_here} ranks; NCCL and loaders pass"
+        what += " data there, and NCCL's guide asks for 1 GiB (docker gives 64 MiB)"
+        hint = "docker: --shm-size=1g or --ipc=host; kubernetes: an emptyDir of medium Memory there"
+        yield _find("/dev/shm", what, hint, cause="cluster")
     if disk is not None and disk < DISK_NEEDED_BYTES:
-        yield Finding(
-            severity="warning",
-            where="disk",
-            what=f"{disk / GIB:.1f} GiB free where the run directory lies; less than"
-            f" {DISK_NEEDED_BYTES / GIB:.0f} GiB is soon filled by checkpoints",
-            hint="free some, or choose another folder with --out",
-            cause="cluster",
-        )
+        what = f"{disk / GIB:.1f} GiB free where the run directory lies; less than"
+        what += f" {DISK_NEEDED_BYTES / GIB:.0f} GiB is soon filled by checkpoints"
+        yield _find("disk", what, "free some, or choose another folder with --out", cause="cluster")
+
+
+def _find(
+    where: str, what: str, hint: str = "", severity: str = "warning", cause: str = "config"
+) -> Finding:
+    words = {"severity": severity, "where": where, "what": what, "hint": hint, "cause": cause}
+    return Finding.model_validate(words)
 
 
 def _shown(value: str) -> str:

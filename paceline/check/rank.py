@@ -1,22 +1,24 @@
 """What one rank does for `paceline check`: say where it is, test and time the collectives with the
 others, time its own device. Leaves checkup.json; rank 0 also leaves group.json."""
 
+import json
 import logging
 import os
 import platform
 import socket
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from paceline.check.bandwidth import measure_collectives
-from paceline.check.collectives import verify_collectives
+from paceline.check.collectives import turn_key, verify_collectives
 from paceline.check.links import measure_clock_offsets, measure_pairs
 from paceline.check.lint import lint, probe_situation
 from paceline.check.rates import measure_rates
 from paceline.check.records import GroupCheckup, RankCheckup, checkup_path, group_path
-from paceline.check.roll_call import find_missing_ranks
 from paceline.errors import ClusterError, Outcome
 from paceline.machine.facts import probe_network_gb_per_s
 from paceline.machine.group import Meeting, Place, claim_device, join_group
@@ -25,6 +27,7 @@ from paceline.records.rundir import RunDir
 
 LOG = logging.getLogger("paceline")
 BARRIER_S = 30.0
+GRACE_S = 5.0  # how much longer the others wait for rank 0's list than rank 0 waits for them
 LAUNCH_ENV = "launch.env"
 
 
@@ -98,3 +101,33 @@ def _examine_group(run: RunDir, place: Place, device: torch.device) -> None:
         GroupCheckup(correctness=correctness, speeds=speeds, pairs=pairs, clocks=clocks).save(
             group_path(run)
         )
+
+
+def find_missing_ranks(store: Store, rank: int, world_size: int, timeout_s: float) -> list[int]:
+    """Ranks that did not call this within `timeout_s`, the same list on all that did.
+
+    Needs no process group: call it before `init_process_group`, which waits without naming anyone.
+    """
+    key = turn_key(store, "roll", rank)
+    store.set(f"{key}/{rank}", "here")
+    if rank != 0:
+        if not _appears(store, f"{key}/missing", timeout_s + GRACE_S):
+            return [0]
+        return [int(missing) for missing in json.loads(store.get(f"{key}/missing"))]
+    deadline = time.monotonic() + timeout_s
+    missing = [
+        peer
+        for peer in range(world_size)
+        if not _appears(store, f"{key}/{peer}", deadline - time.monotonic())
+    ]
+    store.set(f"{key}/missing", json.dumps(missing))
+    return missing
+
+
+def _appears(store: Store, key: str, timeout_s: float) -> bool:
+    try:
+        # Past the deadline a key that is there still counts; zero means "no limit" to some stores.
+        store.wait([key], timedelta(seconds=max(timeout_s, 0.01)))
+    except RuntimeError:  # stores differ in which subclass they raise
+        return False
+    return True

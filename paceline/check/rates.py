@@ -1,18 +1,20 @@
-"""What can one device do? Matrix products by precision and memory copies, as measured here.
+"""What can one device do? Matrix products by precision and memory copies, as measured here; and how
+work that may run behind the host's back is timed: in batches between two synchronisations.
 
 `measure_rates(device)` needs no process group. Ranks that share a CPU share its memory: called by
 all of them at once, it says what each gets while the others work too.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 import psutil
 import torch
 
-from paceline.check.timer import plan_batches, time_batch
 from paceline.machine.measures import CopyRate, MatmulRate, Rate
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -20,6 +22,8 @@ CPU_SIDE, GPU_SIDES = 1024, (8192, 4096, 2048, 1024)
 CPU_COPY_BYTES, GPU_COPY_BYTES = 2**28, 2**30  # beyond caches
 BUDGET_S = 0.6  # for each figure
 WARM_UPS = 2
+NUM_BATCHES = 5
+MAX_PER_BATCH = 500
 DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
@@ -121,3 +125,34 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How often to time something: `num` batches of `size` runs."""
+
+    num: int
+    size: int
+
+
+def plan_batches(trial_s: float, budget_s: float) -> Batches:
+    """As many runs of `trial_s` as the budget holds, in five batches; at least one run."""
+    affordable = int(budget_s / max(trial_s, 1e-9))
+    if affordable < NUM_BATCHES:
+        return Batches(num=max(affordable, 1), size=1)
+    return Batches(num=NUM_BATCHES, size=min(affordable // NUM_BATCHES, MAX_PER_BATCH))
+
+
+def time_batch(run: Callable[[], object], size: int, device: torch.device) -> float:
+    """Seconds of one run, averaged over `size` runs back to back and the device's end of them."""
+    synchronise(device)
+    started = time.perf_counter()
+    for _ in range(size):
+        run()
+    synchronise(device)
+    return (time.perf_counter() - started) / size
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -24,7 +24,7 @@ from math import prod
 
 from paceline.config.schema import RunConfig
 from paceline.machine.datasheets import choose_peak, expected_link_gb_per_s, find_sheet
-from paceline.machine.kept_rates import load_link, load_matmul_tflops
+from paceline.machine.measures import load_link, load_matmul_tflops
 from paceline.records import Crew, Env, Sourced
 from paceline.strategies.base import Share
 from paceline.strategies.pipeline.strategy import PIPELINE

@@ -11,7 +11,7 @@ from paceline.launch.base import LaunchEnd
 from paceline.launch.cause import Ending, completed_steps, judge_end, load_verdicts, stop_notes
 from paceline.machine.datasheets import choose_arithmetic
 from paceline.machine.facts import hardware_fingerprint
-from paceline.machine.kept_rates import load_matmul_tflops
+from paceline.machine.measures import load_matmul_tflops
 from paceline.records import (
     Attempt,
     Audit,

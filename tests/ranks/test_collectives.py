@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tests.harness  # noqa: F401  its fork server has torch loaded
-from paceline.check import answers, roll_call
+from paceline.check import answers
+from paceline.check import rank as rank_module
 from paceline.check.bandwidth import LOADS, measure_collectives
 from paceline.check.collectives import verify_collectives
 from paceline.check.links import measure_clock_offsets, measure_pairs
-from paceline.check.roll_call import find_missing_ranks
+from paceline.check.rank import find_missing_ranks
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60
@@ -196,7 +197,7 @@ def test_speeds_add_up(tmp_path: Path, world_size: int) -> None:
 
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_missing_rank_is_named(absent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "GRACE_S", 0.3)
+    monkeypatch.setattr(rank_module, "GRACE_S", 0.3)
     store = dist.HashStore()
 
     def call(rank: int, timeout_s: float) -> list[int]:

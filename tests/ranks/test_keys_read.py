@@ -136,12 +136,11 @@ def _draw_launches(tmp_path: Path) -> None:
     """Keys that only another launcher looks at."""
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=2\nb slots=2\n")
-    job = load_job(
-        "lm_tiny", ["launch.launcher=torchrun", f"launch.hostfile={hostfile}", "launch.device=cpu"]
-    )
     env = probe()
-    plan = make_plan(job, env)
-    find_launcher(plan.crew.launcher.value).plan(order_for(job, env, plan))
+    for by in ("torchrun", "slurm"):
+        asked = [f"launch.launcher={by}", f"launch.hostfile={hostfile}", "launch.device=cpu"]
+        job = load_job("lm_tiny", asked)
+        find_launcher(by).plan(order_for(job, env, make_plan(job, env)))
     # Keys of a strategy that may not be installed: its config is generated without it.
     make_plan(load_job("lm_tiny", ["strategy.name=deepspeed", "launch.device=cpu"]), env)
 

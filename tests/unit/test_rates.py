@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.check import rates
-from paceline.check.timer import Batches, plan_batches
+from paceline.check.rates import Batches, plan_batches
 from paceline.machine.measures import CopyRate, MatmulRate
 
 

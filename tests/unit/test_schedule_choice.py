@@ -7,8 +7,7 @@ import pytest
 
 from paceline.errors import ConfigError, DataError
 from paceline.job import load_job
-from paceline.machine.kept_rates import keep_rates
-from paceline.machine.measures import MatmulRate, PairSpeed
+from paceline.machine.measures import MatmulRate, PairSpeed, keep_rates
 from paceline.machine.topology import Topology
 from paceline.plan.compare_schedules import Question, compare_for, cut_batch, read_names
 from paceline.plan.costs import block_width, count_blocks
