@@ -11,7 +11,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from paceline.job import Job, load_job
 from paceline.machine.facts import probe
 from paceline.machine.group import Place, claim_device, join_group
 from paceline.plan.planner import make_plan
-from paceline.records import BestMetric, DataPosition, Kept, Plan, RankVerdict
+from paceline.records import BestMetric, DataPosition, Env, Kept, Plan, RankVerdict
 from paceline.records.rundir import RunDir
 from paceline.records.tables import TrainingRow, read_training
 from paceline.run.flow import require_feasible
@@ -37,7 +38,7 @@ from paceline.strategies.stored import SCALER
 from paceline.train.worker import RankRun
 
 TIMEOUT_S, EACH_S = 90, 20
-multiprocessing.set_forkserver_preload(["tests.harness"])
+PRELOADED = ["tests.preloaded", "tests.harness"]
 
 
 @dataclass
@@ -104,10 +105,16 @@ class RankEnds:
         return list(read_training(self.run.training))
 
 
+@cache
+def machine() -> Env:
+    """This one, asked once."""
+    return probe()
+
+
 def prepare_run(folder: Path, source: str, overrides: list[str]) -> tuple[Job, Plan, RunDir]:
     """A planned job and its run directory, as the flow would make them."""
     job = load_job(source, overrides)
-    plan = make_plan(job, probe())
+    plan = make_plan(job, machine())
     require_feasible(plan)
     job.workload.prepared = job.workload.prepare(job.config, lambda text: None)
     run = RunDir.create("test", folder)
@@ -151,6 +158,7 @@ def start_ranks(
 ) -> None:
     """`work` on each of so many processes, which have joined a group; what one raised is raised
     here."""
+    warm_fork_server()
     context = multiprocessing.get_context("forkserver")
     processes = [
         context.Process(target=_rank, args=(run, Place(rank, rank, world_size), work))
@@ -167,6 +175,12 @@ def start_ranks(
     failures = [path.read_text() for path in run.ranks.glob("*/error.txt")]
     assert not failures, "\n".join(failures)
     assert not stuck, f"{len(stuck)} ranks did not finish in {limit_s:g} s"
+
+
+def warm_fork_server() -> None:
+    """Let the server that ranks are forked from have all loaded that they need."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
 
 
 def run_here(folder: Path, source: str, overrides: list[str]) -> RankEnds:

@@ -4,11 +4,13 @@ from pathlib import Path
 
 from paceline.verify.flow import run_verify
 from paceline.verify.records import VerifyReport
+from tests.harness import warm_fork_server
 
 CPU = ["launch.device=cpu"]
 
 
 def verify(names: list[str], overrides: list[str], folder: Path) -> VerifyReport:
+    warm_fork_server()
     return run_verify(names, [*CPU, *overrides], folder, lambda text: None)
 
 

@@ -14,12 +14,10 @@ by a twin that is forked before the program's first line, and waits to be made t
 import array
 import atexit
 import gc
-import importlib
 import io
 import json
 import multiprocessing.util
 import os
-import pkgutil
 import runpy
 import select
 import signal
@@ -135,7 +133,10 @@ def main() -> None:
     they end as the interpreter ends any program."""
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C for pytest
-    preload()
+    import tests.preloaded  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # pages that no collection touches stay shared
     program = serve(control)
     if program is not None:
         run_to_end(program)
@@ -156,29 +157,6 @@ def run_to_end(program: Callable[[], None]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code & 0xFF)
-
-
-def preload() -> None:
-    import numpy  # noqa: F401
-    import torch  # noqa: F401
-
-    import paceline
-
-    for module in pkgutil.walk_packages(paceline.__path__, "paceline."):
-        if not module.name.endswith("__main__"):
-            _import(module.name)
-    gc.collect()
-    gc.freeze()  # pages that no collection touches stay shared
-
-
-def _import(name: str) -> None:
-    """What changes its importer's signals is meant for the fork server, which shall import it."""
-    before = {number: signal.getsignal(number) for number in DEAF_TO}
-    importlib.import_module(name)
-    if before != {number: signal.getsignal(number) for number in DEAF_TO}:
-        del sys.modules[name]
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def serve(control: socket.socket) -> Callable[[], None] | None:

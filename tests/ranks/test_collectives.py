@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import tests.harness  # noqa: F401  its fork server has torch loaded
 from paceline.check import answers
 from paceline.check import rank as rank_module
 from paceline.check.bandwidth import LOADS, measure_collectives
 from paceline.check.collectives import verify_collectives
 from paceline.check.links import measure_clock_offsets, measure_pairs
 from paceline.check.rank import find_missing_ranks
+from tests.harness import warm_fork_server
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60
@@ -29,6 +29,7 @@ TIMEOUT_S = 60
 
 def run_group(folder: Path, world_size: int, task: Callable[[int], Any]) -> list[Any]:
     """What `task(rank)` returned on every rank of a gloo group, through JSON."""
+    warm_fork_server()
     context = multiprocessing.get_context("forkserver")
     processes = [
         context.Process(target=_rank, args=(str(folder), world_size, rank, task))

@@ -21,9 +21,13 @@ def test_every_schedule_is_proven(num_ranks: int, tmp_path: Path) -> None:
     assert_proven(report, *ALL)
 
 
-def test_a_schedule_is_named_or_set(tmp_path: Path) -> None:
+def test_a_schedule_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no strategy 'pipeline_2f2b'"):
         verify(["pipeline_2f2b"], ["launch.nproc=2"], tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_schedule_can_be_set(tmp_path: Path) -> None:
     settings = ["launch.nproc=2", "strategy.schedule=gpipe"]
     report = verify(["pipeline"], settings, tmp_path / "run")
     assert_proven(report, "pipeline_gpipe")
