@@ -19,7 +19,7 @@ from paceline.config.schema import CheckConfig
 from paceline.errors import EXIT_CODES, ClusterError, Outcome
 from paceline.launch.base import LaunchEnd, Order
 from paceline.launch.blame import explain_stall, missed_deadline
-from paceline.launch.muster import RollCall
+from paceline.launch.rendezvous import RollCall
 from paceline.machine.facts import probe
 from paceline.machine.kept_rates import keep_rates
 from paceline.machine.topology import Topology

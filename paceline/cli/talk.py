@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from paceline.errors import Outcome, PacelineError
-from paceline.launch.cause import REFUSALS, STOPS
+from paceline.launch.ending import REFUSALS, STOPS
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
 

@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 from paceline.machine import resolve_topology
 
 if TYPE_CHECKING:
-    from paceline.launch.muster import RollCall
+    from paceline.launch.rendezvous import RollCall
 
 
 def require_alone(verb: str) -> None:
@@ -34,7 +34,7 @@ def among_ranks() -> Iterator[RollCall | None]:
     if topology.is_alone:
         yield None
         return
-    from paceline.launch.muster import muster  # imports torch
+    from paceline.launch.rendezvous import muster  # imports torch
 
     with muster(topology) as call:
         if topology.rank > 0:

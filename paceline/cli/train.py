@@ -15,7 +15,7 @@ from paceline.errors import ConfigError, StopAsked
 
 if TYPE_CHECKING:
     from paceline.cli.talk import ConsoleTalk
-    from paceline.launch.muster import RollCall
+    from paceline.launch.rendezvous import RollCall
     from paceline.records import Result
 
 

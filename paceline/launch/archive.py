@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from paceline.errors import Outcome
-from paceline.launch.cause import completed_steps
+from paceline.launch.ending import completed_steps
 from paceline.records import Attempt, AttemptSummary, LaunchPlan
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir

@@ -13,7 +13,7 @@ from paceline.errors import LoaderError, Outcome
 from paceline.launch.archive import archive_attempt, begin_attempt, finish_attempt
 from paceline.launch.base import LaunchEnd
 from paceline.launch.blame import missed_deadline
-from paceline.launch.cause import Ending, judge_end
+from paceline.launch.ending import Ending, judge_end
 from paceline.launch.signals import Notes, noted_signals
 from paceline.launch.supervisor import log_line
 from paceline.records import Attempt, LaunchPlan, Limits

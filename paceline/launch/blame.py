@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.launch.pulse import Beat, last_beat
+from paceline.launch.deadlines import Beat, last_beat
 from paceline.records import LaunchPlan, RankEnd
 from paceline.records.rundir import RunDir
 from paceline.train.heartbeat import read_action

@@ -20,8 +20,8 @@ import psutil
 
 from paceline.errors import ClusterError
 from paceline.launch.base import MEMBER, LaunchEnd, Order
+from paceline.launch.deadlines import Pulse
 from paceline.launch.member import load_ends, starter_variable
-from paceline.launch.pulse import Pulse
 from paceline.launch.signals import Notes, kill_time, noted_signals, repeats
 from paceline.launch.supervisor import POLL_S, modified_at
 from paceline.records import LaunchPlan, Limits

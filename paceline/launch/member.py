@@ -19,9 +19,9 @@ from paceline.launch.archive import archive_rank
 from paceline.launch.attempts import Start, run_attempts
 from paceline.launch.base import LaunchEnd, Order, draw_plan, rank_device, rank_gpu
 from paceline.launch.local import build_ticket
-from paceline.launch.muster import RollCall, muster
 from paceline.launch.process import wait_for_any
 from paceline.launch.rank import TASKS, save_failure
+from paceline.launch.rendezvous import RollCall, muster
 from paceline.launch.signals import Notes, noted_signals
 from paceline.launch.supervisor import Supervisor
 from paceline.machine.group import Place

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from paceline.errors import Outcome
 from paceline.launch.base import LaunchEnd
+from paceline.launch.deadlines import Deadline, Pulse
 from paceline.launch.process import REAP_S, RankProcess, count_oom_kills, wait_for_any
-from paceline.launch.pulse import Deadline, Pulse
 from paceline.launch.rank import RankTicket, rank_main
 from paceline.launch.signals import Notes, kill_time, request_for
 from paceline.records import Limits, RankEnd, RankVerdict
@@ -31,7 +31,10 @@ DUMP_S = 2.0  # how long a stack dump may take before ranks are ended
 CONTROL_S = 1.0
 ASK_S = 1.0  # a rank that is only starting has not heard the request: it is repeated
 SETTLE_S = 0.2
-PRELOADED = ["paceline.launch.nursery", rank_main.__module__]  # by the server that ranks fork from
+PRELOADED = [
+    "paceline.launch.fork_server_init",
+    rank_main.__module__,
+]  # by the server that ranks fork from
 
 
 class Supervisor:

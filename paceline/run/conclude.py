@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from paceline.errors import EXIT_CODES
 from paceline.launch.archive import finish_attempt, list_attempts, measure_ettr, summarise
 from paceline.launch.base import LaunchEnd
-from paceline.launch.cause import Ending, completed_steps, judge_end, load_verdicts, stop_notes
+from paceline.launch.ending import Ending, completed_steps, judge_end, load_verdicts, stop_notes
 from paceline.machine.facts import hardware_fingerprint
 from paceline.machine.kept_rates import load_matmul_tflops
 from paceline.records import (

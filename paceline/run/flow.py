@@ -33,7 +33,7 @@ from paceline.launch.archive import (
 from paceline.launch.base import RUN_DIR, LaunchEnd, Launcher, Order
 from paceline.launch.follow import Follower
 from paceline.launch.member import MemberLauncher
-from paceline.launch.muster import RollCall
+from paceline.launch.rendezvous import RollCall
 from paceline.launch.signals import Notes, noted_signals
 from paceline.machine.facts import probe
 from paceline.machine.topology import Topology

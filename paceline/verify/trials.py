@@ -12,7 +12,7 @@ from paceline.job import Job
 from paceline.launch import find_launcher
 from paceline.launch.base import LaunchEnd
 from paceline.launch.blame import explain_stall, missed_deadline
-from paceline.launch.cause import load_verdicts
+from paceline.launch.ending import load_verdicts
 from paceline.plan.planner import estimate_rank, make_plan, measure_model
 from paceline.plan.policy import effective_config
 from paceline.records import Env, Plan, StateBytes

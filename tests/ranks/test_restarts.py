@@ -19,7 +19,7 @@ import pytest
 from paceline.errors import DataError, LoaderError, Outcome
 from paceline.launch.archive import archive_left_over, begin_attempt, list_attempts
 from paceline.launch.base import LaunchEnd
-from paceline.launch.cause import judge_end
+from paceline.launch.ending import judge_end
 from paceline.launch.local import run_local
 from paceline.launch.rank import Post, answering
 from paceline.launch.signals import Heard, kill_time

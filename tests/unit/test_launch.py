@@ -11,8 +11,8 @@ from paceline.job import load_job
 from paceline.launch import REGISTRY, find_launcher
 from paceline.launch.base import LaunchEnd
 from paceline.launch.blame import explain_stall
-from paceline.launch.cause import judge_end
-from paceline.launch.pulse import Pulse
+from paceline.launch.deadlines import Pulse
+from paceline.launch.ending import judge_end
 from paceline.launch.slurm import batch_script
 from paceline.machine.fabric import choose_fabric
 from paceline.machine.facts import allowed_variables

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paceline.errors import Outcome
 from paceline.launch.base import LaunchEnd
 from paceline.launch.blame import explain_stall, missed_deadline
-from paceline.launch.pulse import last_beat
+from paceline.launch.deadlines import last_beat
 from paceline.records import Failure, RankEnd, RankVerdict
 from paceline.records.rundir import RunDir
 from paceline.train.heartbeat import read_action, read_mark
