@@ -28,9 +28,9 @@ from torch.distributed.launcher.api import elastic_launch
 
 from paceline.config.schema import LaunchConfig
 from paceline.errors import Outcome
-from paceline.launch.base import Order
+from paceline.launch.base import LaunchOrder
 from paceline.launch.local import LocalLauncher, run_local
-from paceline.launch.rank import Post
+from paceline.launch.rank import RankContext
 from paceline.machine.facts import probe
 from paceline.machine.group import join_group
 from paceline.machine.topology import Topology
@@ -57,15 +57,15 @@ def arrive(folder: Path, rank: int) -> None:
     (folder / f"rank{rank}").write_text(str(time.time()))
 
 
-def noop_rank(post: Post) -> None:
+def noop_rank(context: RankContext) -> None:
     import torch
 
-    join_group("gloo", post.place, torch.device("cpu"), post.meeting.connect(), 60)
-    arrive(post.run.root, post.place.rank)
+    join_group("gloo", context.place, torch.device("cpu"), context.store.connect(), 60)
+    arrive(context.run.root, context.place.rank)
     verdict = RankVerdict(
-        rank=post.place.rank, host="here", outcome=Outcome.OK, step=0, ended_at=time.time()
+        rank=context.place.rank, host="here", outcome=Outcome.OK, step=0, ended_at=time.time()
     )
-    verdict.save(post.run.verdict(post.place.rank))
+    verdict.save(context.run.verdict(context.place.rank))
 
 
 def noop_elastic(folder: str) -> None:
@@ -78,7 +78,7 @@ def launch_paceline(folder: Path) -> None:
     settings = LaunchConfig(nproc=RANKS, device="cpu")
     env = probe_once()
     crew = choose_crew(settings, env, Topology())
-    plan = LocalLauncher().plan(Order(settings, crew, env, 1, "train", run_dir=str(folder)))
+    plan = LocalLauncher().plan(LaunchOrder(settings, crew, env, 1, "train", run_dir=str(folder)))
     end = run_local(plan, RunDir(folder), noop_rank)
     assert set(end.exit_codes.values()) == {0}, end
 

@@ -17,9 +17,9 @@ from paceline.check.records import (
 from paceline.config.load import dump_config, read_draft, validate
 from paceline.config.schema import CheckConfig
 from paceline.errors import EXIT_CODES, ClusterError, Outcome
-from paceline.launch.base import LaunchEnd, Order
+from paceline.launch.base import LaunchEnd, LaunchOrder
 from paceline.launch.blame import explain_stall, missed_deadline
-from paceline.launch.rendezvous import RollCall
+from paceline.launch.rendezvous import Rendezvous
 from paceline.machine.facts import probe
 from paceline.machine.kept_rates import keep_rates
 from paceline.machine.topology import Topology
@@ -40,11 +40,11 @@ def load_settings(overrides: Sequence[str]) -> CheckConfig:
 
 
 def run_check(
-    settings: CheckConfig, out: Path | None, say: Say, call: RollCall | None = None
+    settings: CheckConfig, out: Path | None, say: Say, rendezvous: Rendezvous | None = None
 ) -> CheckReport:
     """Examine the machines; a finding of severity error means that they are not fit."""
     started_at = time.time()
-    env, topology = probe(), call.topology if call else Topology()
+    env, topology = probe(), rendezvous.topology if rendezvous else Topology()
     crew = choose_crew(settings.launch, env, topology)
     threads = choose_threads(settings.launch, env, crew, workers=0).value
     findings = list(check_crew(settings.launch, env, crew, topology))
@@ -54,12 +54,12 @@ def run_check(
     if any(finding.severity == "error" for finding in findings):
         findings += _lint_here(crew, run)
         ranks, group = list[RankCheckup](), None
-        if call is not None:
-            call.dismiss(EXIT_CODES[Outcome.REFUSED_CLUSTER])
+        if rendezvous is not None:
+            rendezvous.publish_exit(EXIT_CODES[Outcome.REFUSED_CLUSTER])
     else:
-        order = Order(settings.launch, crew, env, threads, "check", run_dir=str(run.root))
+        order = LaunchOrder(settings.launch, crew, env, threads, "check", run_dir=str(run.root))
         say(f"starting {count_ranks(crew.world_size)} to measure with, in {run.root}")
-        findings += _examine(order, run, call)
+        findings += _examine(order, run, rendezvous)
         ranks, group = _load(run, crew.world_size)
         findings += judge(ranks, group, env, shares_gpus(settings.launch))
         findings += _alone(crew) + _keep(env, crew, threads, ranks, group)
@@ -99,9 +99,9 @@ def _keep(
     return []
 
 
-def _examine(order: Order, run: RunDir, call: RollCall | None) -> list[Finding]:
+def _examine(order: LaunchOrder, run: RunDir, rendezvous: Rendezvous | None) -> list[Finding]:
     """Run the ranks; what stopped them from finishing is a finding too."""
-    launcher = choose_launcher(order.crew, call, order.settings.start_s)
+    launcher = choose_launcher(order.crew, rendezvous, order.settings.start_s)
     launch = launcher.plan(order)
     limits = launch.limits.model_copy(
         update={

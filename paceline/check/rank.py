@@ -19,7 +19,8 @@ from paceline.check.records import GroupCheckup, RankCheckup, checkup_path, grou
 from paceline.check.roll_call import find_missing_ranks
 from paceline.errors import ClusterError, Outcome
 from paceline.machine.facts import probe_network_gb_per_s
-from paceline.machine.group import Meeting, Place, claim_device, join_group
+from paceline.machine.group import StoreAddress, claim_device, join_group
+from paceline.machine.topology import RankId
 from paceline.records import Env, Finding, LaunchPlan, RankVerdict
 from paceline.records.rundir import RunDir
 
@@ -28,17 +29,17 @@ BARRIER_S = 30.0
 LAUNCH_ENV = "launch.env"
 
 
-def examine_rank(run: RunDir, launch: LaunchPlan, place: Place, meeting: Meeting) -> None:
+def examine_rank(run: RunDir, launch: LaunchPlan, place: RankId, store: StoreAddress) -> None:
     crew = launch.crew
     device = claim_device(crew.device.value, place, crew.device_indices)
     found = _look_around(run, launch, place, device)
     found.save(checkup_path(run, place.rank))
-    store = meeting.connect()
-    missing = find_missing_ranks(store, place.rank, place.world_size, BARRIER_S)
+    connected = store.connect()
+    missing = find_missing_ranks(connected, place.rank, place.world_size, BARRIER_S)
     if missing:
         names = ", ".join(str(rank) for rank in missing)
         raise ClusterError(f"ranks {names} did not reach the first barrier in {BARRIER_S:g} s")
-    join_group(crew.backend.value, place, device, store, launch.limits.collective_s)
+    join_group(crew.backend.value, place, device, connected, launch.limits.collective_s)
     if place.world_size > 1:
         _examine_group(run, place, device)
     LOG.info("timing the device")
@@ -51,7 +52,7 @@ def examine_rank(run: RunDir, launch: LaunchPlan, place: Place, meeting: Meeting
 
 
 def _look_around(
-    run: RunDir, launch: LaunchPlan, place: Place, device: torch.device
+    run: RunDir, launch: LaunchPlan, place: RankId, device: torch.device
 ) -> RankCheckup:
     crew = launch.crew
     # One voice a machine: its ranks share the environment.
@@ -87,7 +88,7 @@ def _users_environment(run: RunDir, launch: LaunchPlan) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in own}
 
 
-def _examine_group(run: RunDir, place: Place, device: torch.device) -> None:
+def _examine_group(run: RunDir, place: RankId, device: torch.device) -> None:
     LOG.info("testing the collectives")
     correctness = verify_collectives(device)
     LOG.info("timing the collectives")

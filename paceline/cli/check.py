@@ -34,10 +34,10 @@ def check(
     from paceline.cli.together import among_ranks
 
     talk = ConsoleTalk()
-    with among_ranks() as call, refusals_on_stdout(as_json):
+    with among_ranks() as rendezvous, refusals_on_stdout(as_json):
         from paceline.check.flow import load_settings, run_check, save_snapshot  # imports torch
 
-        report = run_check(load_settings(overrides or []), out, talk.say, call)
+        report = run_check(load_settings(overrides or []), out, talk.say, rendezvous)
         if snapshot is not None:
             from paceline.machine.facts import probe
 

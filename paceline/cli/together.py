@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 from paceline.machine import resolve_topology
 
 if TYPE_CHECKING:
-    from paceline.launch.rendezvous import RollCall
+    from paceline.launch.rendezvous import Rendezvous
 
 
 def require_alone(verb: str) -> None:
@@ -27,18 +27,18 @@ def require_alone(verb: str) -> None:
 
 
 @contextmanager
-def among_ranks() -> Iterator[RollCall | None]:
+def among_ranks() -> Iterator[Rendezvous | None]:
     """The meeting with the other ranks, for rank 0; None in a process that is alone. Any other
     rank takes part in what rank 0 decides and leaves here with its own exit code."""
     topology = resolve_topology()
     if topology.is_alone:
         yield None
         return
-    from paceline.launch.rendezvous import muster  # imports torch
+    from paceline.launch.rendezvous import join_rendezvous  # imports torch
 
-    with muster(topology) as call:
+    with join_rendezvous(topology) as rendezvous:
         if topology.rank > 0:
-            from paceline.launch.member import attend
+            from paceline.launch.member import follow_rank0
 
-            raise typer.Exit(attend(call))
-        yield call
+            raise typer.Exit(follow_rank0(rendezvous))
+        yield rendezvous

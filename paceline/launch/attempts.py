@@ -14,7 +14,7 @@ from paceline.launch.archive import archive_attempt, begin_attempt, finish_attem
 from paceline.launch.base import LaunchEnd
 from paceline.launch.blame import missed_deadline
 from paceline.launch.ending import Ending, judge_end
-from paceline.launch.signals import Notes, noted_signals
+from paceline.launch.signals import SignalLog, logged_signals
 from paceline.launch.supervisor import log_line
 from paceline.records import Attempt, LaunchPlan, Limits
 from paceline.records.rundir import RunDir
@@ -28,7 +28,7 @@ class Start:
     """What differs between two starts of the same ranks."""
 
     limits: Limits
-    notes: Notes
+    signals: SignalLog
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,20 @@ def run_attempts(
     launch: LaunchPlan,
     run: RunDir,
     start: Callable[[Start], LaunchEnd],
-    announce: Callable[[int | None], None] = lambda number: None,
+    publish_next: Callable[[int | None], None] = lambda number: None,
 ) -> LaunchEnd:
-    """Start ranks until they end well or another attempt is not worth it. `announce` is told the
-    number of an attempt that another one follows, or None. Without attempt.json there is one."""
+    """Start ranks until they end well or another attempt is not worth it. `publish_next` is told
+    the number of an attempt that another one follows, or None. Without attempt.json it is one."""
     began_at, before = time.monotonic(), None
-    with noted_signals() as notes:
+    with logged_signals() as signals:
         for restarts in itertools.count():
-            end = start(Start(_what_is_left(launch.limits, began_at), notes))
+            end = start(Start(_what_is_left(launch.limits, began_at), signals))
             if not run.attempt.is_file():  # a check, a proof: nothing to go on from
                 break
             ending = judge_end(run, launch.crew.world_size, end)
             decision = decide(launch, end, (before, ending), restarts)
-            if decision.again and notes.ending:  # it came when no rank was there to hear it
-                end = replace(end, signal=notes.first)
+            if decision.again and signals.stops:  # it came when no rank was there to hear it
+                end = replace(end, signal=signals.first)
                 ending, decision = judge_end(run, launch.crew.world_size, end), Decision(False)
             ended = _finish(run, launch, ending, decision.why_not)
             if not decision.again:
@@ -62,9 +62,9 @@ def run_attempts(
             log_line(run, f"attempt {ended.number} failed: {ended.cause}: all ranks start again")
             archive_attempt(run, ended)
             begin_attempt(run, True, ended.halt_seen, ended.allow_change)
-            announce(ended.number)
+            publish_next(ended.number)
             before = ending
-    announce(None)
+    publish_next(None)
     return end
 
 

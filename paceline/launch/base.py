@@ -17,7 +17,7 @@ MEMBER = ("-m", "paceline.launch.member")  # what an external launcher starts on
 
 
 @dataclass(frozen=True)
-class Order:
+class LaunchOrder:
     """What is to be started, whoever asked for it."""
 
     settings: LaunchConfig
@@ -44,7 +44,7 @@ class LaunchEnd:
 
 
 class Launcher(Protocol):
-    def plan(self, order: Order) -> LaunchPlan:
+    def plan(self, order: LaunchOrder) -> LaunchPlan:
         """Which process runs where, with which environment. Touches nothing."""
         ...
 
@@ -53,7 +53,7 @@ class Launcher(Protocol):
         ...
 
 
-def draw_plan(order: Order, argv: Sequence[str], hosts: Sequence[str]) -> LaunchPlan:
+def draw_plan(order: LaunchOrder, argv: Sequence[str], hosts: Sequence[str]) -> LaunchPlan:
     """The plan of any launcher: it differs in its command and in its hosts, one name a node."""
     crew, settings = order.crew, order.settings
     fabric = choose_fabric(settings.fabric, order.env, crew, f"{order.run_dir}/miopen")
@@ -115,7 +115,7 @@ def _places(crew: Crew, settings: LaunchConfig, hosts: Sequence[str]) -> list[Ra
 
 
 def _environment(
-    order: Order, fabric: dict[str, tuple[str, str]]
+    order: LaunchOrder, fabric: dict[str, tuple[str, str]]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """What ranks get beside our own environment. What the user has set is never replaced."""
     asked = order.settings.env
@@ -136,7 +136,7 @@ def device_names(devices: Iterable[int]) -> list[str]:
     return [names[n] if n < len(names) else str(n) for n in devices]
 
 
-def _overruled(order: Order, fabric: dict[str, tuple[str, str]]) -> list[Finding]:
+def _overruled(order: LaunchOrder, fabric: dict[str, tuple[str, str]]) -> list[Finding]:
     own = order.env.variables | order.settings.env
     return [
         Finding(

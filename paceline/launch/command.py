@@ -19,10 +19,10 @@ from pathlib import Path
 import psutil
 
 from paceline.errors import ClusterError
-from paceline.launch.base import MEMBER, LaunchEnd, Order
-from paceline.launch.deadlines import Pulse
+from paceline.launch.base import MEMBER, LaunchEnd, LaunchOrder
+from paceline.launch.deadlines import Deadlines
 from paceline.launch.member import load_ends, starter_variable
-from paceline.launch.signals import Notes, kill_time, noted_signals, repeats
+from paceline.launch.signals import SignalLog, kill_time, logged_signals, repeats
 from paceline.launch.supervisor import POLL_S, modified_at
 from paceline.records import LaunchPlan, Limits
 from paceline.records.files import write_atomic
@@ -34,7 +34,7 @@ HASTE_S = 3.0  # the same after a second Ctrl-C, when they kill at once
 LAST_LINES = 8
 
 
-def member_argv(order: Order) -> list[str]:
+def member_argv(order: LaunchOrder) -> list[str]:
     """What every rank runs: this very python, so that all nodes use the same environment."""
     return [sys.executable, *MEMBER, order.run_dir]
 
@@ -49,7 +49,7 @@ def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> 
     a launcher that passes it on to its ranks, and SIGTERM for one that has no such signal."""
     name = Path(launch.argv[0]).name
     run.stop_request.unlink(missing_ok=True)
-    with noted_signals() as notes, run.launcher_log.open("ab") as log:
+    with logged_signals() as signals, run.launcher_log.open("ab") as log:
         process = subprocess.Popen(
             launch.argv,
             env=dict(os.environ) | launch.env | starter_variable(),
@@ -60,7 +60,7 @@ def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> 
             preexec_fn=partial(_end_with_parent, stop),
         )
         try:
-            end = CommandWatch(process, notes, run, launch, stop).watch()
+            end = CommandWatch(process, signals, run, launch, stop).watch()
         finally:
             if process.poll() is None:
                 process.kill()
@@ -68,7 +68,7 @@ def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> 
             _end_session(process.pid, launch.limits.grace_s + EXTRA_S)
             run.stop_request.unlink(missing_ok=True)
     ends = load_ends(run, launch.crew.world_size)
-    asked = notes.first if not end.had_failed else None
+    asked = signals.first if not end.had_failed else None
     refusal = ""
     if end.stall:
         refusal = f"{name} had not started every rank in time{_last_words(run.launcher_log)}"
@@ -91,12 +91,12 @@ class CommandWatch:
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        notes: Notes,
+        signals: SignalLog,
         run: RunDir,
         launch: LaunchPlan,
         stop: int,
     ) -> None:
-        self.process, self.notes, self.run, self.launch = process, notes, run, launch
+        self.process, self.signals, self.run, self.launch = process, signals, run, launch
         self.stop, self.end = stop, CommandEnd()
         self._dumps = self._num_asked = 0
         self._kill_at = float("inf")
@@ -105,7 +105,7 @@ class CommandWatch:
     def watch(self) -> CommandEnd:
         while self.process.poll() is None:
             self._answer()
-            if self.notes.ending:
+            if self.signals.stops:
                 self._pass_on()
             elif not self.end.stall:
                 self._keep_deadlines()
@@ -115,15 +115,15 @@ class CommandWatch:
         return self.end
 
     def _answer(self) -> None:
-        if self.notes.dumps > self._dumps:
-            self._dumps = self.notes.dumps
+        if self.signals.dumps > self._dumps:
+            self._dumps = self.signals.dumps
             request_dump(self.run)
 
     def _pass_on(self) -> None:
         """Through a file: torchrun and mpirun give their ranks less time than they may need, and
         make one signal of all. Through the launcher as well where that does no harm, for members
         on other machines that do not see the file soon."""
-        asked = [self.notes.ending[0], *repeats(self.notes.ending)]
+        asked = [self.signals.stops[0], *repeats(self.signals.stops)]
         if len(asked) == self._num_asked:
             return
         if not self._num_asked:
@@ -133,14 +133,14 @@ class CommandWatch:
         write_atomic(self.run.stop_request, " ".join(str(heard.number) for heard in asked))
         if self.stop == signal.SIGUSR2:
             os.killpg(self.process.pid, self.stop)
-        kill_at = kill_time(self.notes.ending, self.launch.limits.grace_s)
+        kill_at = kill_time(self.signals.stops, self.launch.limits.grace_s)
         # Members end their ranks first.
         self._kill_at = kill_at + (EXTRA_S if kill_at > asked[-1].at else HASTE_S)
 
     def _keep_deadlines(self) -> None:
         if modified_at(self.run.attempt) != self._attempt_seen:
             self._watch_attempt()
-        self.end.stall = self._pulse.missed() or ""
+        self.end.stall = self._deadlines.missed() or ""
         if self.end.stall:
             self.end.had_failed = self._has_failed()
             self._kill_at = time.monotonic() + self.launch.limits.grace_s + EXTRA_S
@@ -150,7 +150,7 @@ class CommandWatch:
         """Each attempt has its heartbeats, and its time to start."""
         self._attempt_seen = modified_at(self.run.attempt)
         ranks, limits = range(self.launch.crew.world_size), _later(self.launch.limits)
-        self._pulse = Pulse(self.run, ranks, limits)
+        self._deadlines = Deadlines(self.run, ranks, limits)
 
     def _has_failed(self) -> bool:
         ends = load_ends(self.run, self.launch.crew.world_size)

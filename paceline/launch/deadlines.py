@@ -37,7 +37,7 @@ def last_beat(path: Path) -> Beat:
     return Beat(beat["time"], beat["step"], beat["phase"], beat.get("marks", 0))
 
 
-class Pulse:
+class Deadlines:
     """Call `missed` often; it looks at the files only now and then."""
 
     def __init__(

@@ -3,7 +3,7 @@
 import socket
 
 from paceline.errors import ConfigError
-from paceline.launch.base import MEMBER, LaunchEnd, Order, device_names, draw_plan
+from paceline.launch.base import MEMBER, LaunchEnd, LaunchOrder, device_names, draw_plan
 from paceline.launch.command import require_program, run_command
 from paceline.machine.hosts import read_hostfile
 from paceline.plan.crew import visible_devices
@@ -12,7 +12,7 @@ from paceline.records.rundir import RunDir
 
 
 class DeepSpeedLauncher:
-    def plan(self, order: Order) -> LaunchPlan:
+    def plan(self, order: LaunchOrder) -> LaunchPlan:
         crew, hostfile = order.crew, order.settings.hostfile
         # The runner drops CUDA_VISIBLE_DEVICES beside --include: name the machine's own numbers.
         numbers = device_names(visible_devices(order.settings) or range(crew.per_node))

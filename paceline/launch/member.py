@@ -17,15 +17,14 @@ from pathlib import Path
 from paceline.errors import ClusterError, PacelineError
 from paceline.launch.archive import archive_rank
 from paceline.launch.attempts import Start, run_attempts
-from paceline.launch.base import LaunchEnd, Order, draw_plan, rank_device, rank_gpu
-from paceline.launch.local import build_ticket
+from paceline.launch.base import LaunchEnd, LaunchOrder, draw_plan, rank_device, rank_gpu
+from paceline.launch.local import build_spec
 from paceline.launch.process import wait_for_any
 from paceline.launch.rank import TASKS, save_failure
-from paceline.launch.rendezvous import RollCall, muster
-from paceline.launch.signals import Notes, noted_signals
+from paceline.launch.rendezvous import Rendezvous, join_rendezvous
+from paceline.launch.signals import SignalLog, logged_signals
 from paceline.launch.supervisor import Supervisor
-from paceline.machine.group import Place
-from paceline.machine.topology import Topology, resolve_topology
+from paceline.machine.topology import RankId, Topology, resolve_topology
 from paceline.records import LaunchPlan, RankEnd, RankPlace
 from paceline.records.rundir import RunDir
 
@@ -40,10 +39,10 @@ class MemberLauncher:
     """Rank 0's side of a run that another launcher has started: the seam with nothing to start
     but this process's own rank."""
 
-    call: RollCall
+    rendezvous: Rendezvous
     places: list[RankPlace]
 
-    def plan(self, order: Order) -> LaunchPlan:
+    def plan(self, order: LaunchOrder) -> LaunchPlan:
         hosts = [self.places[0].host] * order.crew.world_size
         places = [
             place.model_copy(
@@ -58,24 +57,24 @@ class MemberLauncher:
 
     def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
         run.stop_request.unlink(missing_ok=True)  # one that was killed may have left it
-        self.call.publish(run_dir=str(run.root))
-        return sit(run, launch, self.call)
+        self.rendezvous.publish(run_dir=str(run.root))
+        return supervise_member(run, launch, self.rendezvous)
 
 
-def attend(call: RollCall) -> int:
+def follow_rank0(rendezvous: Rendezvous) -> int:
     """A member that is not rank 0: wait for orders, follow them, return an exit code."""
-    orders = call.orders()
+    orders = rendezvous.wait_for_orders()
     if "exit_code" in orders:
         return int(orders["exit_code"])  # rank 0 has said why
     run = RunDir(Path(str(orders["run_dir"])))
     if not run.launch.is_file():
-        call.tell_failure(call.topology.rank)
+        rendezvous.publish_failure(rendezvous.topology.rank)
         raise ClusterError(
             f"{run.root}, which rank 0 made, is not on {socket.gethostname()}\n"
             "hint: give --out a directory on a file system that all nodes share"
         )
-    end = sit(run, LaunchPlan.load(run.launch), call)
-    return end_code(end.ends[call.topology.rank])
+    end = supervise_member(run, LaunchPlan.load(run.launch), rendezvous)
+    return end_code(end.ends[rendezvous.topology.rank])
 
 
 def end_code(end: RankEnd) -> int:
@@ -85,20 +84,20 @@ def end_code(end: RankEnd) -> int:
     return end.exit_code if end.exit_code >= 0 else 128 - end.exit_code
 
 
-def sit(run: RunDir, launch: LaunchPlan, call: RollCall) -> LaunchEnd:
+def supervise_member(run: RunDir, launch: LaunchPlan, rendezvous: Rendezvous) -> LaunchEnd:
     """Supervise this member's own rank over all attempts. Rank 0 decides whether another follows,
     because it reads every rank's last words; the others wait for its word."""
-    seat = Seat(run, launch, call)
-    if call.topology.rank == 0:
-        return run_attempts(launch, run, seat.lead, call.announce)
+    seat = MemberRun(run, launch, rendezvous)
+    if rendezvous.topology.rank == 0:
+        return run_attempts(launch, run, seat.lead, rendezvous.publish_next)
     return seat.follow()
 
 
-class Seat:
+class MemberRun:
     """One member's place in a run."""
 
-    def __init__(self, run: RunDir, launch: LaunchPlan, call: RollCall) -> None:
-        self.run, self.launch, self.call = run, launch, call
+    def __init__(self, run: RunDir, launch: LaunchPlan, rendezvous: Rendezvous) -> None:
+        self.run, self.launch, self.rendezvous = run, launch, rendezvous
         # In a container the launcher may be outside: then there is no parent to see.
         self.above = [os.pidfd_open(pid) for pid in (os.getppid(), *_starter()) if pid]
         self._asked_at = time.monotonic()
@@ -106,7 +105,7 @@ class Seat:
     def lead(self, this: Start) -> LaunchEnd:
         """Rank 0: its own rank, and then how all have ended."""
         own = self.start(this)
-        self.call.wait_for_ends(self.launch.limits.grace_s + LAST_WORDS_S)
+        self.rendezvous.wait_for_ends(self.launch.limits.grace_s + LAST_WORDS_S)
         ends = load_ends(self.run, self.launch.crew.world_size)
         signals = [end.signal for end in ends.values() if end.signal is not None]
         # A launcher ends everybody when one rank fails: then the signal is not the cause.
@@ -117,39 +116,41 @@ class Seat:
 
     def follow(self) -> LaunchEnd:
         """Any other rank: start it as often as rank 0 says."""
-        with noted_signals() as notes:
+        with logged_signals() as signals:
             while True:
-                end = self.start(Start(self.launch.limits, notes))
-                failed = self.launch.max_restarts and self.call.hear(self._is_deserted)
+                end = self.start(Start(self.launch.limits, signals))
+                failed = self.launch.max_restarts and self.rendezvous.wait_for_next(
+                    self._is_deserted
+                )
                 if not failed:
                     break
-                archive_rank(self.run, failed, self.call.topology.rank)
+                archive_rank(self.run, failed, self.rendezvous.topology.rank)
         return end
 
     def start(self, this: Start) -> LaunchEnd:
         """This member's own rank to its end; the others are told how it went."""
-        at, call = self.call.topology, self.call
-        place = Place(at.rank, at.local_rank, at.world_size)
+        at, rendezvous = self.rendezvous.topology, self.rendezvous
+        place = RankId(at.rank, at.local_rank, at.world_size)
         task = TASKS[self.launch.task]
-        ticket = build_ticket(self.launch, self.run, place, call.ranks_meeting, task)
-        end = Supervisor(self.run, [ticket], this.limits, self._is_over).run(this.notes)
+        spec = build_spec(self.launch, self.run, place, rendezvous.rank_store, task)
+        end = Supervisor(self.run, [spec], this.limits, self._is_over).run(this.signals)
         if at.rank not in end.ends:
-            end.ends[at.rank] = self._never_started(this.notes)
+            end.ends[at.rank] = self._never_started(this.signals)
         if end.ends[at.rank].failed:
-            call.tell_failure(at.rank)
-        call.tell_end()
+            rendezvous.publish_failure(at.rank)
+        rendezvous.publish_end()
         return end
 
-    def _never_started(self, notes: Notes) -> RankEnd:
+    def _never_started(self, signals: SignalLog) -> RankEnd:
         """A signal came first. The others wait for this rank, and rank 0 for a word of it."""
-        assert notes.first is not None, "nothing else keeps a rank from being started"
-        rank = self.call.topology.rank
+        assert signals.first is not None, "nothing else keeps a rank from being started"
+        rank = self.rendezvous.topology.rank
         end = RankEnd(
             rank=rank,
             host=socket.gethostname(),
-            exit_code=-notes.first,
+            exit_code=-signals.first,
             asked_to_end=True,
-            signal=notes.first,
+            signal=signals.first,
             failed=True,
         )
         self.run.rank(rank).mkdir(parents=True, exist_ok=True)
@@ -167,7 +168,7 @@ class Seat:
         if time.monotonic() - self._asked_at < POLL_S:
             return False
         self._asked_at = time.monotonic()
-        return self.call.has_failed()
+        return self.rendezvous.has_failed()
 
 
 def starter_variable() -> dict[str, str]:
@@ -194,10 +195,10 @@ def main(arguments: list[str]) -> int:
     topology = resolve_topology()
     try:
         _require_as_planned(topology, launch)
-        with muster(topology, START_S) as call:
+        with join_rendezvous(topology, START_S) as rendezvous:
             if topology.rank == 0:
-                call.wait_for_all(launch.limits.start_s or START_S)
-            return end_code(sit(run, launch, call).ends[topology.rank])
+                rendezvous.wait_for_all(launch.limits.start_s or START_S)
+            return end_code(supervise_member(run, launch, rendezvous).ends[topology.rank])
     except PacelineError as error:
         run.rank(topology.rank).mkdir(parents=True, exist_ok=True)
         save_failure(run, topology.rank, error)

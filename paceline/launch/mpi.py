@@ -5,7 +5,7 @@ import socket
 import subprocess
 
 from paceline.errors import ClusterError
-from paceline.launch.base import LaunchEnd, Order, draw_plan
+from paceline.launch.base import LaunchEnd, LaunchOrder, draw_plan
 from paceline.launch.command import member_argv, require_program, run_command
 from paceline.machine.hosts import read_hostfile
 from paceline.records import LaunchPlan
@@ -13,7 +13,7 @@ from paceline.records.rundir import RunDir
 
 
 class MpiLauncher:
-    def plan(self, order: Order) -> LaunchPlan:
+    def plan(self, order: LaunchOrder) -> LaunchPlan:
         crew, hostfile = order.crew, order.settings.hostfile
         hosts = [order.env.host] * crew.num_nodes
         where: list[str] = []

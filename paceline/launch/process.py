@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from paceline.launch.rank import RankTicket, rank_main
+from paceline.launch.rank import RankSpec, rank_main
 
 REAP_S = 10.0
 
@@ -29,16 +29,16 @@ class RankProcess:
     done_at: float = 0.0
 
     @classmethod
-    def start(cls, ticket: RankTicket) -> "RankProcess":
+    def start(cls, spec: RankSpec) -> "RankProcess":
         context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=rank_main, args=(ticket,), name=f"rank{ticket.place.rank}")
+        process = context.Process(target=rank_main, args=(spec,), name=f"rank{spec.place.rank}")
         process.start()
         assert process.pid is not None, "it has been started"
         try:
             pidfd = os.pidfd_open(process.pid)
         except ProcessLookupError:  # it is gone already; its exit code tells
             pidfd = -1
-        return cls(ticket.place.rank, process, pidfd)
+        return cls(spec.place.rank, process, pidfd)
 
     @property
     def is_alive(self) -> bool:

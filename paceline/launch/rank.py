@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from paceline.errors import EXIT_CODES
 from paceline.job import reload_job
-from paceline.machine.group import Meeting, Place
+from paceline.machine.group import StoreAddress
+from paceline.machine.topology import RankId
 from paceline.records import LaunchPlan, Plan, RankVerdict
 from paceline.records.rundir import RunDir
 from paceline.train.control import Ask, Requests
@@ -44,16 +45,16 @@ ASKS = {
 
 
 @dataclass(frozen=True)
-class Post:
+class RankContext:
     """Where a rank stands, where it meets the others, where its files go, what is asked of it."""
 
     run: RunDir
-    place: Place
-    meeting: Meeting
+    place: RankId
+    store: StoreAddress
     requests: Requests
 
 
-Task = Callable[[Post], None]
+Task = Callable[[RankContext], None]
 
 
 def answering(task: Task) -> Task:
@@ -63,34 +64,34 @@ def answering(task: Task) -> Task:
 
 
 @dataclass(frozen=True)
-class RankTicket:
+class RankSpec:
     """What travels to a rank; the environment is never written to a file."""
 
     run_dir: str
     working_dir: str
     environment: dict[str, str]
-    place: Place
-    meeting: Meeting
+    place: RankId
+    store: StoreAddress
     supervisor_pid: int
     temporary: str  # where the fork server's socket lies; a killed supervisor leaves it behind
     task: Task
 
 
-def rank_main(ticket: RankTicket) -> None:
+def rank_main(spec: RankSpec) -> None:
     """Run one rank to its verdict. A failure ends the process with the outcome's exit code."""
-    post = Post(RunDir(Path(ticket.run_dir)), ticket.place, ticket.meeting, Requests())
-    _apply_environment(ticket)
+    context = RankContext(RunDir(Path(spec.run_dir)), spec.place, spec.store, Requests())
+    _apply_environment(spec)
     os.setpgid(0, 0)  # Ctrl-C reaches the supervisor alone, which ends the ranks in order
-    _redirect(post.run.rank_log(post.place.rank))
-    _die_with(ticket.supervisor_pid, ticket.temporary)
-    _dump_stacks_on_request(post.run.stacks(post.place.rank))
-    _take_signals(post.requests if getattr(ticket.task, "answers", False) else None)
+    _redirect(context.run.rank_log(context.place.rank))
+    _die_with(spec.supervisor_pid, spec.temporary)
+    _dump_stacks_on_request(context.run.stacks(context.place.rank))
+    _take_signals(context.requests if getattr(spec.task, "answers", False) else None)
     try:
-        ticket.task(post)
+        spec.task(context)
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
-        _require_verdict(post, error)
+        _require_verdict(context, error)
         _end_children()
         os._exit(EXIT_CODES[outcome_of(error)])
     _end_children()
@@ -119,34 +120,34 @@ def _take_signals(requests: Requests | None) -> None:
 
 
 @answering
-def train_rank(post: Post) -> None:
+def train_rank(context: RankContext) -> None:
     """The task of `paceline train`."""
-    plan = Plan.load(post.run.plan)
+    plan = Plan.load(context.run.plan)
     torch.set_num_threads(plan.threads.value)
-    launch = LaunchPlan.load(post.run.launch)
-    job = reload_job(post.run, launch.workload)
-    place = post.place
+    launch = LaunchPlan.load(context.run.launch)
+    job = reload_job(context.run, launch.workload)
+    place = context.place
     LOG.info("rank %d of %d: process %d", place.rank, place.world_size, os.getpid())
-    rank = RankRun(job, plan, post.run, place, post.meeting, requests=post.requests)
+    rank = RankRun(job, plan, context.run, place, context.store, requests=context.requests)
     verdict = rank.execute()
     LOG.info("%s after step %d", verdict.outcome, verdict.step)
 
 
-def check_rank(post: Post) -> None:
+def check_rank(context: RankContext) -> None:
     """The task of `paceline check`."""
     from paceline.check.rank import examine_rank  # a page of measuring that no run needs
 
-    launch = LaunchPlan.load(post.run.launch)
+    launch = LaunchPlan.load(context.run.launch)
     torch.set_num_threads(launch.threads)
-    examine_rank(post.run, launch, post.place, post.meeting)
+    examine_rank(context.run, launch, context.place, context.store)
 
 
-def verify_rank(post: Post) -> None:
+def verify_rank(context: RankContext) -> None:
     """The task of `paceline verify`."""
     from paceline.verify.trial import try_rank
 
-    torch.set_num_threads(LaunchPlan.load(post.run.launch).threads)
-    try_rank(post.run, post.place, post.meeting)
+    torch.set_num_threads(LaunchPlan.load(context.run.launch).threads)
+    try_rank(context.run, context.place, context.store)
 
 
 TASKS: dict[str, Task] = {"train": train_rank, "check": check_rank, "verify": verify_rank}
@@ -165,10 +166,10 @@ def save_failure(run: RunDir, rank: int, error: BaseException) -> None:
     verdict.save(run.verdict(rank))
 
 
-def _require_verdict(post: Post, error: BaseException) -> None:
+def _require_verdict(context: RankContext, error: BaseException) -> None:
     """A rank that failed before its run began has not said why yet."""
-    if not post.run.verdict(post.place.rank).is_file():
-        save_failure(post.run, post.place.rank, error)
+    if not context.run.verdict(context.place.rank).is_file():
+        save_failure(context.run, context.place.rank, error)
 
 
 def _end_children() -> None:
@@ -187,11 +188,11 @@ def _release_semaphores() -> None:
             registered()
 
 
-def _apply_environment(ticket: RankTicket) -> None:
+def _apply_environment(spec: RankSpec) -> None:
     """The fork server's own variables are those of the first run in its process."""
     os.environ.clear()
-    os.environ.update(ticket.environment)
-    os.chdir(ticket.working_dir)
+    os.environ.update(spec.environment)
+    os.chdir(spec.working_dir)
 
 
 def _redirect(log: Path) -> None:

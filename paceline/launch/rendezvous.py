@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from paceline.errors import EXIT_CODES, ClusterError, LaunchError, Outcome, PacelineError
-from paceline.machine.group import Meeting, serve_store
+from paceline.machine.group import StoreAddress, serve_store
 from paceline.machine.topology import LOOPBACK, Topology
 from paceline.records import RankPlace
 
@@ -34,19 +34,19 @@ CRASHED = EXIT_CODES[Outcome.CRASHED]
 
 
 @dataclass
-class RollCall:
+class Rendezvous:
     """One member's view of all the members of a run."""
 
     topology: Topology
     store: Store
-    meeting: Meeting
+    address: StoreAddress
     server: TCPStore | None  # kept alive by rank 0
     round: int = 0  # of starts: each has words of its own
 
     @property
-    def ranks_meeting(self) -> Meeting:
+    def rank_store(self) -> StoreAddress:
         """Where the ranks of this round meet: they find nothing that an earlier one has left."""
-        return replace(self.meeting, prefix=f"{self.meeting.prefix}/{self.round}")
+        return replace(self.address, prefix=f"{self.address.prefix}/{self.round}")
 
     def wait_for_all(self, start_s: float) -> list[RankPlace]:
         """Rank 0: hosts and local ranks of everybody, or an error that lists the missing."""
@@ -64,7 +64,7 @@ class RollCall:
         """Rank 0 tells the others what to do: take part in run_dir, or leave with exit_code."""
         self.store.set("orders", json.dumps(message))
 
-    def dismiss(self, exit_code: int) -> None:
+    def publish_exit(self, exit_code: int) -> None:
         """Rank 0 leaves: tell those who have come, and give them a moment to hear it."""
         with suppress(RuntimeError):
             self.publish(exit_code=exit_code)
@@ -74,7 +74,7 @@ class RollCall:
                     return
                 time.sleep(POLL_S)
 
-    def orders(self) -> dict[str, str | int]:
+    def wait_for_orders(self) -> dict[str, str | int]:
         """What rank 0 has decided. It may prepare data for an hour; it may not vanish."""
         while True:
             try:
@@ -87,11 +87,11 @@ class RollCall:
             except dist.DistNetworkError as error:
                 raise LaunchError("rank 0 left before it had planned the run") from error
 
-    def tell_failure(self, rank: int) -> None:
+    def publish_failure(self, rank: int) -> None:
         with suppress(RuntimeError):
             self.store.set(f"{self.round}/failed", str(rank))
 
-    def tell_end(self) -> None:
+    def publish_end(self) -> None:
         with suppress(RuntimeError):
             self.store.add(f"{self.round}/ended", 1)
 
@@ -111,13 +111,13 @@ class RollCall:
                     return
                 time.sleep(POLL_S)
 
-    def announce(self, number: int | None) -> None:
+    def publish_next(self, number: int | None) -> None:
         """Rank 0: the attempt of this number has failed and another follows; None: none does."""
         with suppress(RuntimeError):
             self.store.set(f"{self.round}/word", AGAIN + str(number) if number else STOP)
         self.round += 1
 
-    def hear(self, is_over: Callable[[], bool]) -> int | None:
+    def wait_for_next(self, is_over: Callable[[], bool]) -> int | None:
         """What rank 0 announces. It may not come: then there is nobody to go on with."""
         while not is_over():
             try:
@@ -132,26 +132,26 @@ class RollCall:
 
 
 @contextmanager
-def muster(topology: Topology, connect_s: float = CONNECT_S) -> Iterator[RollCall]:
-    """Stand at the meeting point. Should rank 0 leave with an error, the others learn its code."""
+def join_rendezvous(topology: Topology, connect_s: float = CONNECT_S) -> Iterator[Rendezvous]:
+    """Stand at the address point. Should rank 0 leave with an error, the others learn its code."""
     _require_address(topology)
     is_host = topology.rank == 0 and not topology.agent_store
     server = _serve(topology) if is_host else None
     # A restart by torchrun meets at the same store, under a name of its own.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    meeting = Meeting(
+    address = StoreAddress(
         topology.master_addr, topology.master_port, f"paceline/{attempt}", server is not None
     )
-    store = _connect(topology, meeting, connect_s)
+    store = _connect(topology, address, connect_s)
     here = {"host": socket.gethostname(), "local_rank": topology.local_rank}
     store.set(f"here/{topology.rank}", json.dumps(here))
-    call = RollCall(topology, store, meeting, server)
+    call = Rendezvous(topology, store, address, server)
     try:
         yield call
     except BaseException as error:
         if topology.rank == 0:
             code = error.exit_code if isinstance(error, PacelineError) else CRASHED
-            call.dismiss(code)
+            call.publish_exit(code)
         raise
 
 
@@ -166,14 +166,14 @@ def _require_address(topology: Topology) -> None:
         ) from error
 
 
-def _connect(topology: Topology, meeting: Meeting, connect_s: float) -> Store:
+def _connect(topology: Topology, address: StoreAddress, connect_s: float) -> Store:
     """A name that means "this machine" here, while rank 0 is on another, is tried for a moment
     only: it may be right, when several nodes stand on one machine, but is hardly ever."""
     name, port = topology.master_addr, topology.master_port
     is_suspect = topology.node_rank > 0 and _means_here(name)
     patience_s = min(connect_s, SUSPECT_S) if is_suspect else connect_s
     try:
-        return meeting.connect(patience_s)
+        return address.connect(patience_s)
     except RuntimeError as error:  # torch's network and store errors are both
         if is_suspect:
             raise ClusterError(

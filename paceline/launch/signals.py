@@ -16,55 +16,55 @@ TWICE_S = 0.5  # one Ctrl-C may reach us twice: from the terminal, and through a
 HURRY_S = 10.0  # what is left of the grace after a second request
 
 
-class Heard(NamedTuple):
+class Received(NamedTuple):
     number: int
     at: float  # time.monotonic
 
 
 @dataclass
-class Notes:
+class SignalLog:
     """What signals asked for. Handlers write here and do nothing else."""
 
-    ending: list[Heard] = field(default_factory=list)
+    stops: list[Received] = field(default_factory=list)
     dumps: int = 0
 
-    def hear(self, number: int) -> None:
-        self.ending.append(Heard(number, time.monotonic()))
+    def add(self, number: int) -> None:
+        self.stops.append(Received(number, time.monotonic()))
 
     @property
     def first(self) -> int | None:
         """The signal that began the end."""
-        return self.ending[0].number if self.ending else None
+        return self.stops[0].number if self.stops else None
 
 
 @contextmanager
-def noted_signals() -> Iterator[Notes]:
-    """Take note of signals meanwhile; afterwards every handler is what it was. Whoever takes notes
+def logged_signals() -> Iterator[SignalLog]:
+    """Take note of signals meanwhile; afterwards every handler is what it was. Whoever logs signals
     around this hears of them too: of a run, the sweep that it belongs to."""
-    notes = Notes()
+    signals = SignalLog()
     if threading.current_thread() is not threading.main_thread():
-        yield notes  # only the main thread may have handlers; its owner decides about signals
+        yield signals  # only the main thread may have handlers; its owner decides about signals
         return
 
     def note(number: int, frame: Any) -> None:
         if number == signal.SIGUSR1:
-            notes.dumps += 1
+            signals.dumps += 1
         else:
-            notes.hear(number)
+            signals.add(number)
 
     # nohup has had SIGHUP ignored, and so it stays.
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
     watched = [number for number in (*ENDING, signal.SIGUSR1) if number not in ignored]
     before = {number: signal.signal(number, note) for number in watched}
-    note.notes = notes  # type: ignore[attr-defined]
+    note.signals = signals  # type: ignore[attr-defined]
     try:
-        yield notes
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        outer = getattr(before[signal.SIGINT], "notes", None)
-        if isinstance(outer, Notes):
-            outer.ending += notes.ending
+        outer = getattr(before[signal.SIGINT], "signals", None)
+        if isinstance(outer, SignalLog):
+            outer.stops += signals.stops
 
 
 def request_for(number: int) -> int:
@@ -72,12 +72,12 @@ def request_for(number: int) -> int:
     return signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
 
 
-def repeats(heard: Sequence[Heard]) -> list[Heard]:
+def repeats(heard: Sequence[Received]) -> list[Received]:
     """Those that are requests of their own, and no echo of the first."""
     return [later for later in heard[1:] if later.at - heard[0].at >= TWICE_S]
 
 
-def kill_time(heard: Sequence[Heard], grace_s: float) -> float:
+def kill_time(heard: Sequence[Received], grace_s: float) -> float:
     """When ranks that are still there are killed, on the monotonic clock. The second Ctrl-C does
     so at once; any other repetition leaves them a moment."""
     kill_at = heard[0].at + grace_s

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 
 from paceline.errors import ClusterError, ConfigError
-from paceline.launch.base import LaunchEnd, Order, draw_plan
+from paceline.launch.base import LaunchEnd, LaunchOrder, draw_plan
 from paceline.launch.command import member_argv, require_program, run_command
 from paceline.machine.topology import expand_nodes
 from paceline.records import Crew, LaunchPlan
@@ -51,7 +51,7 @@ exit $code
 
 
 class SlurmLauncher:
-    def plan(self, order: Order) -> LaunchPlan:
+    def plan(self, order: LaunchOrder) -> LaunchPlan:
         crew = order.crew
         argv = [
             "srun",
@@ -79,7 +79,7 @@ class SlurmLauncher:
         return run_command(launch, run, stop=signal.SIGUSR2)
 
 
-def _hosts(order: Order) -> list[str]:
+def _hosts(order: LaunchOrder) -> list[str]:
     """The nodes of this job, or numbers where there is no job yet."""
     names = expand_nodes(os.environ.get("SLURM_JOB_NODELIST", ""))
     count = order.crew.num_nodes

@@ -1,7 +1,7 @@
 """The owner of ranks on this machine: starts them, watches them, ends them, leaves none behind.
 
 It never touches CUDA and never waits for a rank, so whatever a rank is stuck in, this answers.
-A loop in the main thread; signal handlers only take notes.
+A loop in the main thread; signal handlers only take signals.
 
     a signal to us       ranks are asked to stop in order, and killed when the grace is over
     a rank has failed    the others are killed at once: without it they can do nothing useful, and
@@ -19,10 +19,10 @@ from pathlib import Path
 
 from paceline.errors import Outcome
 from paceline.launch.base import LaunchEnd
-from paceline.launch.deadlines import Deadline, Pulse
+from paceline.launch.deadlines import Deadline, Deadlines
 from paceline.launch.process import REAP_S, RankProcess, count_oom_kills, wait_for_any
-from paceline.launch.rank import RankTicket, rank_main
-from paceline.launch.signals import Notes, kill_time, request_for
+from paceline.launch.rank import RankSpec, rank_main
+from paceline.launch.signals import SignalLog, kill_time, request_for
 from paceline.records import Limits, RankEnd, RankVerdict
 from paceline.records.rundir import RunDir
 
@@ -38,16 +38,16 @@ PRELOADED = [
 
 
 class Supervisor:
-    """Runs `tickets` to their ends. `is_over` says that the run has ended elsewhere."""
+    """Runs `specs` to their ends. `is_over` says that the run has ended elsewhere."""
 
     def __init__(
         self,
         run: RunDir,
-        tickets: Sequence[RankTicket],
+        specs: Sequence[RankSpec],
         limits: Limits,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.run_dir, self.tickets, self.limits, self.is_over = run, tickets, limits, is_over
+        self.run_dir, self.specs, self.limits, self.is_over = run, specs, limits, is_over
         self.ranks: list[RankProcess] = []
         self.stall: Deadline | None = None
         self.signal: int | None = None
@@ -57,30 +57,30 @@ class Supervisor:
         self._control_seen = modified_at(run.dump_request)
         self._oom_kills = count_oom_kills()
 
-    def run(self, notes: Notes) -> LaunchEnd:
-        """`notes` are taken by the caller, who may have had a signal before the first rank."""
+    def run(self, signals: SignalLog) -> LaunchEnd:
+        """`signals` are taken by the caller, who may have had a signal before the first rank."""
         multiprocessing.set_forkserver_preload(PRELOADED)
         try:
-            self._start(notes)
-            pulse = Pulse(self.run_dir, [r.rank for r in self.ranks], self.limits)
+            self._start(signals)
+            deadlines = Deadlines(self.run_dir, [r.rank for r in self.ranks], self.limits)
             while self._wait():
-                self._answer(notes)
-                if notes.ending and not self.has_killed:
-                    self.signal = notes.first
+                self._answer(signals)
+                if signals.stops and not self.has_killed:
+                    self.signal = signals.first
                     self._ask_to_stop()
-                if why := self._why_kill(notes, pulse):
+                if why := self._why_kill(signals, deadlines):
                     self._kill_all(why)
                 self._end_lingering()
         finally:
             self._kill_all("the supervisor leaves")
-        self._settle(notes)
+        self._settle(signals)
         return self._conclude()
 
-    def _start(self, notes: Notes) -> None:
-        for ticket in self.tickets:
-            if not notes.ending:
-                self.ranks.append(RankProcess.start(ticket))
-                self._log(f"rank {ticket.place.rank} is process {self.ranks[-1].process.pid}")
+    def _start(self, signals: SignalLog) -> None:
+        for spec in self.specs:
+            if not signals.stops:
+                self.ranks.append(RankProcess.start(spec))
+                self._log(f"rank {spec.place.rank} is process {self.ranks[-1].process.pid}")
 
     def _log(self, text: str) -> None:
         log_line(self.run_dir, text)
@@ -92,15 +92,15 @@ class Supervisor:
             connection.wait(alive, timeout=POLL_S)
         return any(r.is_alive for r in self.ranks)
 
-    def _answer(self, notes: Notes) -> None:
+    def _answer(self, signals: SignalLog) -> None:
         """Stack dumps by signal; by files, which no launcher can swallow, dumps and the end."""
         asked = False
         if time.monotonic() - self._control_at >= CONTROL_S:
             self._control_at = time.monotonic()
             asked = self._dump_was_requested()
-            self._hear_of_stop(notes)
-        if notes.dumps > self._dumps_done or asked:
-            self._dumps_done = notes.dumps
+            self._read_stop_request(signals)
+        if signals.dumps > self._dumps_done or asked:
+            self._dumps_done = signals.dumps
             self.dump_stacks("on request")
 
     def _dump_was_requested(self) -> bool:
@@ -109,25 +109,25 @@ class Supervisor:
         self._control_seen = found
         return is_new and found is not None
 
-    def _hear_of_stop(self, notes: Notes) -> None:
+    def _read_stop_request(self, signals: SignalLog) -> None:
         """What our starter was asked (command.py), unless the launcher has passed it on."""
         try:
             asked = [int(word) for word in self.run_dir.stop_request.read_text().split()]
         except (OSError, ValueError):
             return
-        for number in asked[len(notes.ending) :]:
-            notes.hear(number)
+        for number in asked[len(signals.stops) :]:
+            signals.add(number)
 
-    def _why_kill(self, notes: Notes, pulse: Pulse) -> str:
+    def _why_kill(self, signals: SignalLog, deadlines: Deadlines) -> str:
         """Why no rank may go on; empty: they may."""
         failed = [r for r in self.ranks if not r.is_alive and self._has_failed(r)]
         if failed and not any(self._timed_out(r) for r in failed):
             return f"rank {failed[0].rank} has failed"
         if self.is_over():
             return "the run has ended elsewhere"
-        if notes.ending:
-            return self._why_impatient(notes)
-        stall: Deadline | None = "collective" if failed else pulse.missed()
+        if signals.stops:
+            return self._why_impatient(signals)
+        stall: Deadline | None = "collective" if failed else deadlines.missed()
         if stall is None or self.has_killed:
             return ""
         self.stall = stall
@@ -136,12 +136,12 @@ class Supervisor:
         self.dump_stacks(f"the {stall} deadline has passed")
         return f"the {stall} deadline has passed"
 
-    def _why_impatient(self, notes: Notes) -> str:
-        if len(self.ranks) < len(self.tickets):
+    def _why_impatient(self, signals: SignalLog) -> str:
+        if len(self.ranks) < len(self.specs):
             return "the signal came before all ranks had started"
-        if time.monotonic() < kill_time(notes.ending, self.limits.grace_s):
+        if time.monotonic() < kill_time(signals.stops, self.limits.grace_s):
             return ""
-        again = len(notes.ending) > 1
+        again = len(signals.stops) > 1
         return "we got another signal" if again else f"{self.limits.grace_s:g} s of grace are over"
 
     def _has_failed(self, rank: RankProcess) -> bool:
@@ -209,13 +209,13 @@ class Supervisor:
             if rank.pidfd >= 0:
                 wait_for_any([rank.pidfd], REAP_S)
 
-    def _settle(self, notes: Notes) -> None:
+    def _settle(self, signals: SignalLog) -> None:
         """A launcher that ends a run signals every supervisor, and ranks fail as their peers go.
         A failure beside such a signal is the run's end, not its cause."""
-        if any(self._has_failed(r) for r in self.ranks) and not notes.ending:
+        if any(self._has_failed(r) for r in self.ranks) and not signals.stops:
             time.sleep(SETTLE_S)
-        if notes.ending and self.signal is None and not self.has_killed:
-            self.signal = notes.first
+        if signals.stops and self.signal is None and not self.has_killed:
+            self.signal = signals.first
             for rank in self.ranks:
                 rank.asked_to_end = True
 

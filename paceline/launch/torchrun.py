@@ -8,7 +8,7 @@ import socket
 import sys
 import uuid
 
-from paceline.launch.base import MEMBER, LaunchEnd, Order, draw_plan
+from paceline.launch.base import MEMBER, LaunchEnd, LaunchOrder, draw_plan
 from paceline.launch.command import run_command
 from paceline.machine.hosts import read_hostfile
 from paceline.records import Finding, LaunchPlan
@@ -16,7 +16,7 @@ from paceline.records.rundir import RunDir
 
 
 class TorchrunLauncher:
-    def plan(self, order: Order) -> LaunchPlan:
+    def plan(self, order: LaunchOrder) -> LaunchPlan:
         crew, settings = order.crew, order.settings
         argv = [
             *(sys.executable, "-m", "torch.distributed.run"),
@@ -52,7 +52,7 @@ def _elsewhere(plan: LaunchPlan) -> list[Finding]:
     ]
 
 
-def _endpoint(order: Order) -> str:
+def _endpoint(order: LaunchOrder) -> str:
     """On one node any free port of loopback; on several a place that all can name."""
     asked = order.settings.rdzv_endpoint
     if asked != "auto":
@@ -63,7 +63,7 @@ def _endpoint(order: Order) -> str:
         return f"{_hosts(order)[0]}:{probe.getsockname()[1]}"
 
 
-def _hosts(order: Order) -> list[str]:
+def _hosts(order: LaunchOrder) -> list[str]:
     """Agents get their ranks in the order they arrive: beyond this node they have no name yet."""
     count, hostfile = order.crew.num_nodes, order.settings.hostfile
     if hostfile != "none":

@@ -8,20 +8,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from paceline.machine.topology import RankId
+
 CONNECT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this rank stands among the others."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-
-
-@dataclass(frozen=True)
-class Meeting:
+class StoreAddress:
     """A store that outlives any rank. Each start of ranks takes a `prefix` of its own, so that a
     rank never reads the address of one that died before it. `is_served_here`: by this process or
     its parent, whatever name the others know its machine by."""
@@ -60,7 +53,7 @@ def serve_store(port: int = 0, is_public: bool = False, timeout_s: float = CONNE
         raise
 
 
-def claim_device(kind: str, place: Place, indices: list[int]) -> torch.device:
+def claim_device(kind: str, place: RankId, indices: list[int]) -> torch.device:
     """This rank's device. `indices` are those of the visible GPUs that local ranks take."""
     if kind == "cpu":
         return torch.device("cpu")
@@ -72,7 +65,7 @@ def claim_device(kind: str, place: Place, indices: list[int]) -> torch.device:
 
 
 def join_group(
-    backend: str, place: Place, device: torch.device, store: Store, timeout_s: float
+    backend: str, place: RankId, device: torch.device, store: Store, timeout_s: float
 ) -> None:
     """`timeout_s` is how long a collective may wait; it reaches the backend."""
     dist.init_process_group(

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.errors import ConfigError
-from paceline.records import Part
 
 LauncherName = Literal["alone", "env", "torchrun", "deepspeed", "slurm", "mpi"]
 # Below the range from which kernels hand out ports to clients.
@@ -23,13 +22,21 @@ FIRST_PORT, NUM_PORTS = 10_000, 20_000
 LOOPBACK = re.compile(r"^(localhost|127\..*|::1)$")
 
 
-class Topology(Part):
-    """Where this process stands. One that is alone may start ranks itself."""
+@dataclass(frozen=True)
+class RankId:
+    """Which rank a process is: the one answer to "who am I" in every stage of a run."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+
+@dataclass(frozen=True)
+class Topology(RankId):
+    """A `RankId` with what its launcher's variables say of the other ranks. A process that is
+    alone may start ranks itself."""
 
     launcher: LauncherName = "alone"
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
     local_world_size: int = 1
     node_rank: int = 0
     num_nodes: int = 1

@@ -30,11 +30,11 @@ from paceline.launch.archive import (
     find_halt,
     put_back_decisions,
 )
-from paceline.launch.base import RUN_DIR, LaunchEnd, Launcher, Order
+from paceline.launch.base import RUN_DIR, LaunchEnd, Launcher, LaunchOrder
 from paceline.launch.follow import Follower
 from paceline.launch.member import MemberLauncher
-from paceline.launch.rendezvous import RollCall
-from paceline.launch.signals import Notes, noted_signals
+from paceline.launch.rendezvous import Rendezvous
+from paceline.launch.signals import SignalLog, logged_signals
 from paceline.machine.facts import probe
 from paceline.machine.topology import Topology
 from paceline.plan.planner import make_plan
@@ -62,7 +62,7 @@ class Talk(Protocol):
     def say(self, text: str) -> None: ...
 
     def training(self, run: RunDir, plan: Plan) -> Callable[[dict[str, str]], None]:
-        """Ranks are starting; returns what to call with each new row of training.csv."""
+        """Ranks are starting; returns what to rendezvous with each new row of training.csv."""
         ...
 
     def trained(self) -> None: ...
@@ -81,9 +81,9 @@ def require_feasible(plan: Plan) -> None:
         raise REFUSALS[problems[0].cause]([str(problem) for problem in problems])
 
 
-def order_for(job: Job, env: Env, plan: Plan, run_dir: str = RUN_DIR) -> Order:
+def order_for(job: Job, env: Env, plan: Plan, run_dir: str = RUN_DIR) -> LaunchOrder:
     """What a launcher is asked to start for a training run."""
-    return Order(
+    return LaunchOrder(
         settings=job.config.launch,
         crew=plan.crew,
         env=env,
@@ -94,11 +94,11 @@ def order_for(job: Job, env: Env, plan: Plan, run_dir: str = RUN_DIR) -> Order:
     )
 
 
-def choose_launcher(crew: Crew, call: RollCall | None, start_s: float) -> Launcher:
+def choose_launcher(crew: Crew, rendezvous: Rendezvous | None, start_s: float) -> Launcher:
     """Ours to start, or started already: then all members must have come."""
-    if call is None:
+    if rendezvous is None:
         return find_launcher(crew.launcher.value)
-    return MemberLauncher(call, call.wait_for_all(start_s))
+    return MemberLauncher(rendezvous, rendezvous.wait_for_all(start_s))
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,11 @@ class Decided:
     started_at: float
 
 
-def run_job(job: Job, out: Path | None, talk: Talk, call: RollCall | None = None) -> Result:
-    """Train `job` in a new run directory and write its result and report. `call` is the meeting
-    with the other ranks when a launcher has started this process as rank 0 of several."""
-    env, plan = decide(job, call.topology if call else None)
-    return run_decided(prepare(job, env, plan, talk, call), out, talk)
+def run_job(job: Job, out: Path | None, talk: Talk, rendezvous: Rendezvous | None = None) -> Result:
+    """Train `job` in a new run directory and write its result and report. `rendezvous` is with
+    the other ranks, when a launcher has started this process as rank 0 of several."""
+    env, plan = decide(job, rendezvous.topology if rendezvous else None)
+    return run_decided(prepare(job, env, plan, talk, rendezvous), out, talk)
 
 
 def run_decided(decided: Decided, out: Path | None, talk: Talk) -> Result:
@@ -130,10 +130,10 @@ def run_decided(decided: Decided, out: Path | None, talk: Talk) -> Result:
 
 
 def resume_job(
-    resumption: Resumption, allow_change: bool, talk: Talk, call: RollCall | None = None
+    resumption: Resumption, allow_change: bool, talk: Talk, rendezvous: Rendezvous | None = None
 ) -> Result:
     """Go on in a run's own directory, from its newest checkpoint that can be trusted."""
-    run, topology = resumption.run, call.topology if call else None
+    run, topology = resumption.run, rendezvous.topology if rendezvous else None
     with run.lock():
         if (result := _finished(resumption)) is not None:
             talk.say(f"all {result.steps} steps are taken already: nothing to do")
@@ -148,7 +148,7 @@ def resume_job(
         if plan.batch.global_size != resumption.global_size:
             resumption = resumption.with_same_batch()
             env, plan = decide(resumption.job, topology)
-        decided = prepare(resumption.job, env, plan, talk, call)
+        decided = prepare(resumption.job, env, plan, talk, rendezvous)
         return _train_in(run, decided, talk, Resuming(allow_change))
 
 
@@ -167,11 +167,13 @@ def _finished(resumption: Resumption) -> Result | None:
     return result if is_over else None
 
 
-def prepare(job: Job, env: Env, plan: Plan, talk: Talk, call: RollCall | None = None) -> Decided:
+def prepare(
+    job: Job, env: Env, plan: Plan, talk: Talk, rendezvous: Rendezvous | None = None
+) -> Decided:
     """All that can fail before a rank starts, and the data."""
     started_at = time.time()
     require_feasible(plan)
-    launcher = choose_launcher(plan.crew, call, job.config.launch.start_s)
+    launcher = choose_launcher(plan.crew, rendezvous, job.config.launch.start_s)
     for finding in plan.findings:
         talk.say(f"{finding.severity}: {finding}")
     prepared = job.workload.prepare(job.config, talk.say)
@@ -186,9 +188,9 @@ def _train_in(
     """Write the decisions, run the ranks, conclude. The run directory is locked."""
     job, env, plan = decided.job, decided.env, decided.plan
     # A signal is noted from here on, and answered when the record is whole.
-    with noted_signals() as notes:
+    with logged_signals() as signals:
         launch = _decide_launch(run, decided, talk, resuming)
-        end = _launch(run, decided, launch, talk, notes)
+        end = _launch(run, decided, launch, talk, signals)
         CheckpointFolder.of_run(run, job.config.checkpoint).sweep()
         known = Circumstances(
             end=end,
@@ -255,14 +257,14 @@ def _save_decisions(run: RunDir, job: Job, env: Env, plan: Plan, launch: LaunchP
 
 
 def _launch(
-    run: RunDir, decided: Decided, launch: LaunchPlan, talk: Talk, notes: Notes
+    run: RunDir, decided: Decided, launch: LaunchPlan, talk: Talk, signals: SignalLog
 ) -> LaunchEnd:
     plan = decided.plan
     follower = Follower(run, plan.world_size, talk.training(run, plan), talk.say)
     follower.start()
     try:
-        if notes.first is not None:  # from here on the launcher takes its own notes
-            return LaunchEnd(signal=notes.first)
+        if signals.first is not None:  # from here on the launcher takes its own signals
+            return LaunchEnd(signal=signals.first)
         return decided.launcher.run(launch, run)
     finally:
         follower.stop()

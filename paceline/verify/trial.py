@@ -19,7 +19,8 @@ from paceline.checkpoint.pieces import Piece
 from paceline.checkpoint.restore import choose_checkpoint
 from paceline.errors import Outcome
 from paceline.job import reload_job
-from paceline.machine.group import Meeting, Place
+from paceline.machine.group import StoreAddress
+from paceline.machine.topology import RankId
 from paceline.plan.policy import effective_config
 from paceline.records import LaunchPlan, Plan
 from paceline.records.rundir import RunDir
@@ -53,10 +54,10 @@ def held_file(trial: RunDir, rank: int) -> Path:
     return trial.rank(rank) / "held.json"
 
 
-def try_rank(run: RunDir, place: Place, meeting: Meeting) -> None:
+def try_rank(run: RunDir, place: RankId, store: StoreAddress) -> None:
     """All trials of one strategy. The first joins the group, the others find it."""
     launch = LaunchPlan.load(run.launch)
-    first: Meeting | None = meeting
+    first: StoreAddress | None = store
     for name in (EQUAL, BEFORE, POISONED, AFTER, BYTES, BROKEN):
         trial = trial_dir(run, name)
         if trial.plan.is_file():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from paceline.config.schema import RunConfig
 from paceline.errors import Outcome
 from paceline.job import load_job
-from paceline.machine.group import Place
+from paceline.machine.topology import RankId
 from paceline.plan.planner import measure_model
 from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy
@@ -133,7 +133,7 @@ def build_ranks(folder: Path, overrides: list[str], look: Callable[[Any, Any], A
     return [torch.load(run.rank(rank) / "seen.pt", weights_only=False) for rank in range(2)]
 
 
-def _look(settings: list[str], look: Callable[[Any, Any], Any], run: RunDir, place: Place) -> None:
+def _look(settings: list[str], look: Callable[[Any, Any], Any], run: RunDir, place: RankId) -> None:
     seen = look(*build_engine(run, "lm_tiny", settings))
     torch.save(seen, run.rank(place.rank) / "seen.pt")
 

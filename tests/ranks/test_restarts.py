@@ -21,8 +21,8 @@ from paceline.launch.archive import archive_left_over, begin_attempt, list_attem
 from paceline.launch.base import LaunchEnd
 from paceline.launch.ending import judge_end
 from paceline.launch.local import run_local
-from paceline.launch.rank import Post, answering
-from paceline.launch.signals import Heard, kill_time
+from paceline.launch.rank import RankContext, answering
+from paceline.launch.signals import Received, kill_time
 from paceline.records import Attempt, RankVerdict
 from paceline.records.rundir import RunDir
 from paceline.train.control import Ask
@@ -42,18 +42,18 @@ def own_fork_server() -> Iterator[None]:
     server._stop()
 
 
-def leave(post: Post, outcome: Outcome, step: int) -> None:
+def leave(context: RankContext, outcome: Outcome, step: int) -> None:
     RankVerdict(
-        rank=post.place.rank, host="here", outcome=outcome, step=step, ended_at=time.time()
-    ).save(post.run.verdict(post.place.rank))
+        rank=context.place.rank, host="here", outcome=outcome, step=step, ended_at=time.time()
+    ).save(context.run.verdict(context.place.rank))
 
 
-def beat(post: Post, step: int) -> None:
-    rank = post.place.rank
+def beat(context: RankContext, step: int) -> None:
+    rank = context.place.rank
     line = {"time": time.time(), "rank": rank, "step": step, "phase": "forward", "marks": step}
-    with post.run.heartbeat(rank).open("a") as file:
+    with context.run.heartbeat(rank).open("a") as file:
         file.write(json.dumps(line) + "\n")
-    StepMark(post.run.step_mark(rank)).set(step)
+    StepMark(context.run.step_mark(rank)).set(step)
 
 
 def segfault() -> None:
@@ -83,41 +83,41 @@ TROUBLES: dict[str, Callable[[], object]] = {
 }
 
 
-def fail_at_first(post: Post) -> None:
+def fail_at_first(context: RankContext) -> None:
     """Rank 1 fails in the first FAILS attempts, while the others are busy outside any collective;
     then all is well. With DRIFT the failure comes a step later in each attempt."""
-    attempt = Attempt.load(post.run.attempt)
+    attempt = Attempt.load(context.run.attempt)
     if attempt.number > int(os.environ["FAILS"]):
-        beat(post, 1)
-        (post.run.root / f"well{post.place.rank}").write_text(str(time.time()))
-        return leave(post, Outcome.OK, 1)
+        beat(context, 1)
+        (context.run.root / f"well{context.place.rank}").write_text(str(time.time()))
+        return leave(context, Outcome.OK, 1)
     step = 3 + attempt.number * int(os.environ.get("DRIFT", "0"))
-    beat(post, step)
-    if post.place.rank != 1:
+    beat(context, step)
+    if context.place.rank != 1:
         time.sleep(1000)
     time.sleep(0.3)  # the others are asleep
-    (post.run.root / "failed").write_text(str(time.time()))
+    (context.run.root / "failed").write_text(str(time.time()))
     TROUBLES[os.environ["TROUBLE"]]()
 
 
 @answering
-def stop_when_asked(post: Post) -> None:
+def stop_when_asked(context: RankContext) -> None:
     """The answer of a loop: all that were asked leave."""
-    (post.run.root / f"ready{post.place.rank}").touch()
-    while post.requests.asked is Ask.NOTHING:
+    (context.run.root / f"ready{context.place.rank}").touch()
+    while context.requests.asked is Ask.NOTHING:
         time.sleep(0.01)
-    asked = post.requests.asked
-    leave(post, Outcome.PREEMPTED if asked is Ask.PREEMPT else Outcome.INTERRUPTED, 7)
+    asked = context.requests.asked
+    leave(context, Outcome.PREEMPTED if asked is Ask.PREEMPT else Outcome.INTERRUPTED, 7)
 
 
 @answering
-def never_stop(post: Post) -> None:
-    (post.run.root / f"ready{post.place.rank}").touch()
+def never_stop(context: RankContext) -> None:
+    (context.run.root / f"ready{context.place.rank}").touch()
     time.sleep(1000)
 
 
-def has_no_ear(post: Post) -> None:
-    never_stop(post)
+def has_no_ear(context: RankContext) -> None:
+    never_stop(context)
 
 
 class Bench:
@@ -128,7 +128,7 @@ class Bench:
         self.run.config.write_text("name: r\n")
         begin_attempt(self.run, resume=False)
 
-    def go(self, task: Callable[[Post], None], *overrides: str, **env: str) -> LaunchEnd:
+    def go(self, task: Callable[[RankContext], None], *overrides: str, **env: str) -> LaunchEnd:
         asked = [f"launch.env.{name}={value}" for name, value in env.items()]
         launch = draw("launch.nproc=2", "launch.device=cpu", *overrides, *asked)
         launch.save(self.run.launch)
@@ -268,8 +268,8 @@ def test_f17_a_rank_that_never_comes_back_is_bounded(bench: Bench) -> None:
     assert [a.outcome for a in list_attempts(bench.run)] == [Outcome.CRASHED, Outcome.STALL]
 
 
-def hang_in_the_second(post: Post) -> None:
-    if Attempt.load(post.run.attempt).number == 1:
+def hang_in_the_second(context: RankContext) -> None:
+    if Attempt.load(context.run.attempt).number == 1:
         complain()
     time.sleep(1000)
 
@@ -337,12 +337,12 @@ def test_a_task_without_an_ear_is_ended_by_the_signal(bench: Bench) -> None:
 def test_patience() -> None:
     """Grace of 60 s; the first signal came at 100."""
     term, interrupt = signal.SIGTERM, signal.SIGINT
-    assert kill_time([Heard(term, 100)], 60) == 160
-    assert kill_time([Heard(interrupt, 100), Heard(interrupt, 100.1)], 60) == 160, "an echo"
-    assert kill_time([Heard(interrupt, 100), Heard(interrupt, 102)], 60) == 102
-    assert kill_time([Heard(term, 100), Heard(term, 102)], 60) == 112
-    assert kill_time([Heard(term, 100), Heard(interrupt, 102)], 60) == 112
-    assert kill_time([Heard(term, 100), Heard(term, 155)], 60) == 160, "never longer"
+    assert kill_time([Received(term, 100)], 60) == 160
+    assert kill_time([Received(interrupt, 100), Received(interrupt, 100.1)], 60) == 160, "an echo"
+    assert kill_time([Received(interrupt, 100), Received(interrupt, 102)], 60) == 102
+    assert kill_time([Received(term, 100), Received(term, 102)], 60) == 112
+    assert kill_time([Received(term, 100), Received(interrupt, 102)], 60) == 112
+    assert kill_time([Received(term, 100), Received(term, 155)], 60) == 160, "never longer"
 
 
 def test_an_attempt_that_nobody_saw_the_end_of(bench: Bench) -> None:

@@ -11,7 +11,7 @@ from paceline.job import load_job
 from paceline.launch import REGISTRY, find_launcher
 from paceline.launch.base import LaunchEnd
 from paceline.launch.blame import explain_stall
-from paceline.launch.deadlines import Pulse
+from paceline.launch.deadlines import Deadlines
 from paceline.launch.ending import judge_end
 from paceline.launch.slurm import batch_script
 from paceline.machine.fabric import choose_fabric
@@ -258,51 +258,51 @@ LIMITS = Limits(start_s=300, progress_s=60, total_s=1000, grace_s=1, collective_
 
 def test_deadlines_are_read_from_heartbeats(tmp_path: Path) -> None:
     run, clock = RunDir(tmp_path), Clock()
-    pulse = Pulse(run, [0, 1], LIMITS, clock)
+    deadlines = Deadlines(run, [0, 1], LIMITS, clock)
     clock.now = 200
-    assert pulse.missed() is None, "still starting"
+    assert deadlines.missed() is None, "still starting"
     for second in range(200, 320, 10):  # rank 1 loads for long, and says so
         beat(run, 0, second, 0, "start")
         beat(run, 1, second, 0, "start")
         clock.now = second
-        missed = pulse.missed()
+        missed = deadlines.missed()
     assert missed == "start"
 
 
 def test_a_rank_that_stands_still_is_overdue_though_its_thread_beats(tmp_path: Path) -> None:
     run, clock = RunDir(tmp_path), Clock()
-    pulse = Pulse(run, [0, 1], LIMITS, clock)
+    deadlines = Deadlines(run, [0, 1], LIMITS, clock)
     found = []
     for second in range(1, 100):
         beat(run, 0, second, step=second)
         beat(run, 1, second, step=7)
         clock.now = second
-        found.append(pulse.missed())
+        found.append(deadlines.missed())
     assert found.index("progress") in range(60, 64)
 
 
 def test_a_frozen_rank_is_overdue_before_its_first_step_too(tmp_path: Path) -> None:
     run, clock = RunDir(tmp_path), Clock()
-    pulse = Pulse(run, [0], LIMITS, clock)
+    deadlines = Deadlines(run, [0], LIMITS, clock)
     beat(run, 0, 1, step=0, phase="start")
     clock.now = 2
-    assert pulse.missed() is None
+    assert deadlines.missed() is None
     clock.now = 70
-    assert pulse.missed() == "progress"
+    assert deadlines.missed() == "progress"
 
 
 def test_the_total_deadline_and_ranks_that_have_finished(tmp_path: Path) -> None:
     run, clock = RunDir(tmp_path), Clock()
-    pulse = Pulse(run, [0], LIMITS, clock)
+    deadlines = Deadlines(run, [0], LIMITS, clock)
     beat(run, 0, 1, step=3)
     clock.now = 2
-    pulse.missed()
+    deadlines.missed()
     run.rank(0).mkdir(parents=True)
     run.verdict(0).write_text("{}")
     clock.now = 500
-    assert pulse.missed() is None, "it has said its last word"
+    assert deadlines.missed() is None, "it has said its last word"
     clock.now = 1001
-    assert pulse.missed() == "total"
+    assert deadlines.missed() == "total"
 
 
 def test_the_rank_that_is_behind_is_blamed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from paceline.job import load_job
 from paceline.launch.archive import archive_rank, begin_attempt
 from paceline.launch.base import LaunchEnd
-from paceline.machine.group import Place
+from paceline.machine.topology import RankId
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
@@ -113,7 +113,7 @@ def test_only_ranks_of_a_pipeline_mark_their_actions(has_pipeline: bool, tmp_pat
     begin_attempt(run, resume=False)
     plan = Plan.load(run.plan)
     plan = plan if has_pipeline else plan.model_copy(update={"pipeline": None})
-    rank = RankRun(load_job("lm_tiny", []), plan, run, Place(2, 2, 4))
+    rank = RankRun(load_job("lm_tiny", []), plan, run, RankId(2, 2, 4))
     with rank._observed():
         rank.clock.on_action(Action(Kind.INPUT, 2, 5))
         seen = read_action(run.action_mark(2))

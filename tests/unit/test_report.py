@@ -9,7 +9,7 @@ import pytest
 
 from paceline.config.schema import LaunchConfig
 from paceline.errors import Outcome
-from paceline.launch.base import LaunchEnd, Order, draw_plan
+from paceline.launch.base import LaunchEnd, LaunchOrder, draw_plan
 from paceline.plan.planner import make_plan
 from paceline.records import RankEnd, RankError, RankVerdict, Result
 from paceline.records.rundir import RunDir
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> RunDir:
     plan.save(made.plan)
     machine().save(made.env)
     made.config.write_text("name: fixture\n")
-    order = Order(LaunchConfig(), plan.crew, machine(), 1, "train", "lm")
+    order = LaunchOrder(LaunchConfig(), plan.crew, machine(), 1, "train", "lm")
     draw_plan(order, argv=[], hosts=["box"]).save(made.launch)
     lines = [
         f"{s},{5 / s},0.1,1.5,0.5,32,4096,0,{int(s <= 5)},{2.0 if s == 20 else ''}\n"
