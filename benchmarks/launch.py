@@ -26,13 +26,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 from torch.distributed.launcher.api import elastic_launch
 
-from paceline.config.schema import LaunchConfig
 from paceline.errors import Outcome
-from paceline.launch.base import LaunchOrder
-from paceline.launch.local import LocalLauncher, run_local
-from paceline.launch.rank import RankContext
+from paceline.launch.base import LaunchOrder, RankContext, Task
+from paceline.launch.local import LocalLauncher
 from paceline.machine.facts import probe
 from paceline.machine.group import join_group
+from paceline.machine.launchers import launch_section
 from paceline.machine.topology import Topology
 from paceline.plan.crew import choose_crew
 from paceline.records import RankVerdict
@@ -68,6 +67,9 @@ def noop_rank(context: RankContext) -> None:
     verdict.save(context.run.verdict(context.place.rank))
 
 
+NOOP = Task("noop", noop_rank, "none")
+
+
 def noop_elastic(folder: str) -> None:
     dist.init_process_group("gloo")
     arrive(Path(folder), dist.get_rank())
@@ -75,12 +77,12 @@ def noop_elastic(folder: str) -> None:
 
 
 def launch_paceline(folder: Path) -> None:
-    settings = LaunchConfig(nproc=RANKS, device="cpu")
+    settings = launch_section()(nproc=RANKS, device="cpu")
     env = probe_once()
     crew = choose_crew(settings, env, Topology())
-    plan = LocalLauncher().plan(LaunchOrder(settings, crew, env, 1, "train", run_dir=str(folder)))
-    end = run_local(plan, RunDir(folder), noop_rank)
-    assert set(end.exit_codes.values()) == {0}, end
+    plan = LocalLauncher().plan(LaunchOrder(settings, crew, env, 1, NOOP, run_dir=str(folder)))
+    end = LocalLauncher().run(plan, RunDir(folder), NOOP)
+    assert set(end.seen.exit_codes.values()) == {0}, end
 
 
 def launch_elastic(folder: Path) -> None:

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from paceline.config.load import Draft, load_config, read_draft, validate
 from paceline.config.schema import RunConfig, run_schema
 from paceline.errors import ConfigError
+from paceline.machine.launchers import launch_section
 from paceline.records.files import fingerprint
 from paceline.records.rundir import RunDir
 from paceline.workloads.base import Workload, find_workload
@@ -53,14 +54,19 @@ def load_job(source: str, overrides: Sequence[str]) -> Job:
     if not isinstance(chosen, str) or "${" in chosen:
         raise ConfigError([*draft.problems, f"{draft.place} must set workload to a plain name"])
     workload = find_workload(chosen, typed=typed is not None)
-    config = validate(draft, run_schema(workload.Model, workload.Data))
+    config = validate(draft, job_schema(workload))
     return Job(config, workload(), (source, *overrides))
+
+
+def job_schema(workload: type[Workload]) -> type[RunConfig]:
+    """Return every key of a run of `workload`, those of all launchers included."""
+    return run_schema(workload.Model, workload.Data, launch=launch_section())
 
 
 def reload_job(run: RunDir, workload: str) -> Job:
     """The job of a run directory; `workload` is what was typed, from launch.json, not the YAML."""
     kind = find_workload(workload, typed=True)
-    job = Job(load_config(run.config, run_schema(kind.Model, kind.Data)), kind())
+    job = Job(load_config(run.config, job_schema(kind)), kind())
     job.workload.prepared = json.loads(run.data.read_text())
     return job
 

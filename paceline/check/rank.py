@@ -18,8 +18,10 @@ from paceline.check.rates import measure_rates
 from paceline.check.records import GroupCheckup, RankCheckup, checkup_path, group_path
 from paceline.check.roll_call import find_missing_ranks
 from paceline.errors import ClusterError, Outcome
+from paceline.launch.base import RankContext, Task
 from paceline.machine.facts import probe_network_gb_per_s
-from paceline.machine.group import StoreAddress, claim_device, join_group
+from paceline.machine.group import claim_device, join_group
+from paceline.machine.launchers import is_local
 from paceline.machine.topology import RankId
 from paceline.records import Env, Finding, LaunchPlan, RankVerdict
 from paceline.records.rundir import RunDir
@@ -29,17 +31,20 @@ BARRIER_S = 30.0
 LAUNCH_ENV = "launch.env"
 
 
-def examine_rank(run: RunDir, launch: LaunchPlan, place: RankId, store: StoreAddress) -> None:
+def examine_rank(context: RankContext) -> None:
+    """The task of `paceline check`."""
+    run, place, launch = context.run, context.place, LaunchPlan.load(context.run.launch)
+    torch.set_num_threads(launch.threads)
     crew = launch.crew
     device = claim_device(crew.device.value, place, crew.device_indices)
     found = _look_around(run, launch, place, device)
     found.save(checkup_path(run, place.rank))
-    connected = store.connect()
-    missing = find_missing_ranks(connected, place.rank, place.world_size, BARRIER_S)
+    store = context.store.connect()
+    missing = find_missing_ranks(store, place.rank, place.world_size, BARRIER_S)
     if missing:
         names = ", ".join(str(rank) for rank in missing)
         raise ClusterError(f"ranks {names} did not reach the first barrier in {BARRIER_S:g} s")
-    join_group(crew.backend.value, place, device, connected, launch.limits.collective_s)
+    join_group(crew.backend.value, place, device, store, launch.limits.collective_s)
     if place.world_size > 1:
         _examine_group(run, place, device)
     LOG.info("timing the device")
@@ -49,6 +54,9 @@ def examine_rank(run: RunDir, launch: LaunchPlan, place: RankId, store: StoreAdd
     RankVerdict(
         rank=place.rank, host=found.host, outcome=Outcome.OK, step=0, ended_at=time.time()
     ).save(run.verdict(place.rank))
+
+
+CHECK = Task("check", examine_rank, "paceline.check")
 
 
 def _look_around(
@@ -83,7 +91,7 @@ def _users_environment(run: RunDir, launch: LaunchPlan) -> dict[str, str]:
     """This rank's, without what Paceline itself has put there."""
     asked = {name for name, why in launch.reasons.items() if why == LAUNCH_ENV}
     own = set(launch.env) - set(Env.load(run.env).variables) - asked
-    if launch.launcher == "local":
+    if is_local(launch.launcher):  # the store is ours
         own |= {"MASTER_ADDR", "MASTER_PORT"}
     return {name: value for name, value in os.environ.items() if name not in own}
 

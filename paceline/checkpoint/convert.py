@@ -25,6 +25,7 @@ from paceline.checkpoint.tensors import TensorFiles
 from paceline.config.load import check_plain, read_plain
 from paceline.config.schema import run_schema
 from paceline.errors import ConfigError, DataError, RestoreError, SaveError
+from paceline.machine.launchers import launch_section
 from paceline.records.base import Part
 from paceline.records.files import sync_directory, write_atomic
 from paceline.records.rundir import RunDir, slug
@@ -144,7 +145,8 @@ def _transformers_model(run: RunDir, tree: dict[str, Any], say: Say) -> Any:
         return None
     if not kind.from_transformers:
         return None
-    config = check_plain(tree, run_schema(kind.Model, kind.Data), str(run.config))
+    schema = run_schema(kind.Model, kind.Data, launch=launch_section())
+    config = check_plain(tree, schema, str(run.config))
     workload = kind()
     workload.prepared = _prepared(run)
     with torch.device("meta"):

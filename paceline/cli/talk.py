@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from paceline.errors import Outcome, PacelineError
-from paceline.launch.ending import REFUSALS, STOPS
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
 
@@ -110,7 +109,7 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
     """The last lines of a run: how it ended, its figures with their window, its report."""
     if result.outcome is Outcome.OK:
         talk.say(f"finished {result.steps} steps, loss {_number(result.final_loss)}{_val(result)}")
-    elif result.outcome in STOPS:
+    elif result.outcome.is_stop:
         said = f"{result.outcome} after step {result.steps} (exit {result.exit_code})"
         talk.say(f"{said}{_way_on(result, run)}")
     else:
@@ -157,7 +156,7 @@ def say_failure(talk: ConsoleTalk, result: Result) -> None:
     )
     for other in failure.others:
         talk.say(f"  then {other}")
-    if result.outcome not in REFUSALS:  # a refusal has said all there is to know
+    if not result.outcome.is_refusal:  # a refusal has said all there is to know
         talk.say(f"the end of its log, {shown(run.root / failure.log)}:")
         for line in _tail(run.root / failure.log):
             talk.say(f"    {line}")

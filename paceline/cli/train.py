@@ -12,9 +12,11 @@ import typer
 
 from paceline.cli.arguments import SOURCE, JsonFlag, OutOption, Overrides
 from paceline.errors import ConfigError, StopAsked
+from paceline.machine.process import ignore_stop_signals, signal_handlers
 
 if TYPE_CHECKING:
     from paceline.cli.talk import ConsoleTalk
+    from paceline.launch.base import Task
     from paceline.launch.rendezvous import Rendezvous
     from paceline.records import Result
 
@@ -84,7 +86,7 @@ def go_on(
 
         resumption = load_resumption(resume, overrides, allow_change)
         talk.say("checking the machine and planning")
-        return resume_job(resumption, allow_change, talk, rendezvous)
+        return resume_job(resumption, talk, rendezvous)
 
     _to_the_end(run, as_json)
 
@@ -95,15 +97,19 @@ def _to_the_end(run: Callable[[ConsoleTalk, Rendezvous | None], Result], as_json
     from paceline.records.rundir import RunDir
 
     talk = ConsoleTalk()
-    with among_ranks() as rendezvous, refusals_on_stdout(as_json), stoppable():
+    with among_ranks(_load_task) as rendezvous, refusals_on_stdout(as_json), stoppable():
         result = run(talk, rendezvous)
-    # All that is left is to say so: one more signal must not replace the run's exit code.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()  # all that is left is to say how it ended
     say_result(talk, result, RunDir(Path(result.run_dir)))
     if as_json:
         print_json(result.to_json())
     raise typer.Exit(result.exit_code)
+
+
+def _load_task() -> Task:
+    from paceline.run.rank import TRAIN
+
+    return TRAIN
 
 
 @contextmanager
@@ -117,9 +123,5 @@ def stoppable() -> Iterator[None]:
             " prepared stays\nhint: the same command goes on from there"
         )
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    try:
+    with signal_handlers(stop, (signal.SIGTERM, signal.SIGUSR2)):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

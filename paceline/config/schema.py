@@ -207,7 +207,9 @@ class StrategyConfig(Section):
 
 
 class LaunchConfig(Section):
-    launcher: Literal["auto", "local", "torchrun", "slurm", "mpi", "deepspeed"] = Field(
+    """What all launchers have in common; `machine/launchers.py` lists them and adds their own."""
+
+    launcher: str = Field(
         "auto", description="What starts the ranks. auto: whoever started this process, else local."
     )
     nproc: Literal["auto"] | Positive = Field(
@@ -215,12 +217,6 @@ class LaunchConfig(Section):
     )
     nnodes: Literal["auto"] | Positive = Field(
         "auto", description="Machines. auto: those of the hostfile or the allocation, else 1."
-    )
-    hostfile: Literal["none"] | str = Field(
-        "none", description="Machines for mpi, deepspeed and torchrun: lines of NAME slots=N."
-    )
-    rdzv_endpoint: Literal["auto"] | str = Field(
-        "auto", description="HOST:PORT where torchrun's agents meet. auto: this host, a free port."
     )
     devices: Literal["auto"] | list[Count] = Field(
         "auto", description="GPUs by index, one for each rank of a machine; twice the same shares."
@@ -232,7 +228,6 @@ class LaunchConfig(Section):
         "auto", description="Collectives library. auto: nccl on GPUs of their own, else gloo."
     )
     env: dict[str, str] = Field({}, description="Variables for every rank: launch.env.NAME=value.")
-    torchrun_args: list[str] = Field([], description="More arguments for torchrun, as a list.")
     fabric: Literal["auto", "off", "nvlink", "pcie", "frontier"] = Field(
         "auto", description="Preset of NCCL's variables. auto: the one that the probed links match."
     )
@@ -264,13 +259,6 @@ class LaunchConfig(Section):
             if "\0" in value:
                 raise ValueError(f"the value of {name} holds a null byte")
         return env
-
-    @field_validator("rdzv_endpoint")
-    @classmethod
-    def _endpoint_is_plain(cls, endpoint: str) -> str:
-        if endpoint != "auto" and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-]*:\d{1,5}", endpoint):
-            raise ValueError(f"{endpoint!r} is not HOST:PORT")
-        return endpoint
 
 
 class DataConfig(Section):
@@ -364,10 +352,14 @@ class CheckConfig(Section):
 
 
 @cache
-def run_schema(model: type[Section], data: type[DataConfig]) -> type[RunConfig]:
-    """`RunConfig` with a workload's own `model` and `data` sections in place."""
+def run_schema(
+    model: type[Section], data: type[DataConfig], launch: type[LaunchConfig] = LaunchConfig
+) -> type[RunConfig]:
+    """Return `RunConfig` with a workload's own `model` and `data`, and with the launchers' keys:
+    `job.py` passes them in."""
     sections: dict[str, Any] = {
         "model": (model, Field(default_factory=model, description="The workload's model.")),
         "data": (data, Field(default_factory=data, description="The workload's data.")),
+        "launch": (launch, Field(default_factory=launch, description="Where ranks run.")),
     }
     return create_model("RunConfig", __base__=RunConfig, **sections)

@@ -9,8 +9,9 @@ from multiprocessing import forkserver
 from multiprocessing.util import get_temp_dir
 
 from paceline.launch.attempts import Start, run_attempts
-from paceline.launch.base import LaunchEnd, LaunchOrder, draw_plan
-from paceline.launch.rank import TASKS, RankSpec, Task
+from paceline.launch.base import LaunchOrder, Task, draw_plan
+from paceline.launch.ending import Ending, LaunchEnd
+from paceline.launch.rank import RankSpec
 from paceline.launch.supervisor import PRELOADED, Supervisor
 from paceline.machine.group import StoreAddress, serve_store
 from paceline.machine.topology import RankId
@@ -25,8 +26,8 @@ class LocalLauncher:
     def plan(self, order: LaunchOrder) -> LaunchPlan:
         return draw_plan(order, argv=[], hosts=[order.env.host] * order.crew.num_nodes)
 
-    def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
-        return run_local(launch, run, TASKS[launch.task])
+    def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
+        return run_attempts(launch, run, partial(_start_all, launch, run, task))
 
 
 def warm_up() -> None:
@@ -36,14 +37,9 @@ def warm_up() -> None:
     forkserver.ensure_running()
 
 
-def run_local(launch: LaunchPlan, run: RunDir, task: Task) -> LaunchEnd:
-    """Any task on the ranks of a plan."""
-    return run_attempts(launch, run, partial(_start_all, launch, run, task))
-
-
 def _start_all(launch: LaunchPlan, run: RunDir, task: Task, this: Start) -> LaunchEnd:
-    """The store is ours and each attempt's own: a free port, and no rank's death ends the place
-    where ranks meet."""
+    """Run one attempt. It has a store of its own, in this process: on a free port, and no rank's
+    death ends the place where ranks meet."""
     server = serve_store()
     store = StoreAddress(LOOPBACK, server.port, uuid.uuid4().hex)
     world = launch.crew.world_size
@@ -56,8 +52,9 @@ def _start_all(launch: LaunchPlan, run: RunDir, task: Task, this: Start) -> Laun
 def build_spec(
     launch: LaunchPlan, run: RunDir, place: RankId, store: StoreAddress, task: Task
 ) -> RankSpec:
-    """The environment of this run, here and now: the fork server has that of its first one."""
-    told = {
+    """Return what a rank needs to start. Its environment is that of this run, here and now: the
+    fork server has the one of its first run."""
+    identity = {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
         "WORLD_SIZE": str(place.world_size),
@@ -70,7 +67,7 @@ def build_spec(
     return RankSpec(
         run_dir=str(run.root),
         working_dir=os.getcwd(),
-        environment=dict(os.environ) | launch.env | told,
+        environment=dict(os.environ) | launch.env | identity,
         place=place,
         store=store,
         supervisor_pid=os.getpid(),
@@ -80,7 +77,8 @@ def build_spec(
 
 
 def temporary_folder() -> str:
-    """Where the fork server has its socket. A long TMPDIR is left aside: none could be there."""
+    """Return where the fork server has its socket. A long TMPDIR is not used: a path in it would be
+    too long for one."""
     before = tempfile.tempdir
     if len(tempfile.gettempdir()) > MAX_TEMPORARY:
         tempfile.tempdir = "/tmp"

@@ -7,8 +7,9 @@ import signal
 from collections.abc import Sequence
 
 from paceline.errors import ClusterError, ConfigError
-from paceline.launch.base import LaunchEnd, LaunchOrder, draw_plan
+from paceline.launch.base import LaunchOrder, Task, draw_plan
 from paceline.launch.command import member_argv, require_program, run_command
+from paceline.launch.ending import Ending
 from paceline.machine.topology import expand_nodes
 from paceline.records import Crew, LaunchPlan
 from paceline.records.rundir import RunDir
@@ -67,7 +68,7 @@ class SlurmLauncher:
         ]
         return draw_plan(order, argv, _hosts(order))
 
-    def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
+    def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
         if "SLURM_JOB_ID" not in os.environ:
             raise ClusterError(
                 "launch.launcher=slurm starts ranks with srun inside a job, and this is none\n"
@@ -80,7 +81,7 @@ class SlurmLauncher:
 
 
 def _hosts(order: LaunchOrder) -> list[str]:
-    """The nodes of this job, or numbers where there is no job yet."""
+    """Return the nodes of this job, or numbers where there is no job yet."""
     names = expand_nodes(os.environ.get("SLURM_JOB_NODELIST", ""))
     count = order.crew.num_nodes
     return (names + [f"node{n}" for n in range(len(names), count)])[:count]

@@ -1,4 +1,4 @@
-"""The machines: what is there (facts), who am I (rendezvous), is it fit (lint, collectives)."""
+"""The machines: what is there (facts), who am I (topology), what starts ranks (launchers)."""
 
 from paceline.machine.topology import Topology, resolve_topology
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.config.schema import RunConfig, Section
+from paceline.machine.launchers import foreign_keys
 from paceline.records import Env, Finding, Plan
 
 
@@ -178,13 +179,9 @@ def _strategy_rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
 
 def _launch_rules(plan: Plan) -> tuple[Idle, ...]:
     by = plan.crew.launcher.value
-    takes_hostfile = by in ("mpi", "deepspeed", "torchrun")
     return (
         Idle("launch", ("devices",), plan.device.value == "cpu", "the ranks are on CPU"),
-        Idle("launch", ("hostfile",), not takes_hostfile, f"{by} starts the ranks"),
-        Idle(
-            "launch", ("torchrun_args", "rdzv_endpoint"), by != "torchrun", f"{by} starts the ranks"
-        ),
+        Idle("launch", foreign_keys(by), True, f"{by} starts the ranks"),
     )
 
 

@@ -6,7 +6,6 @@ not run again.
 """
 
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -73,7 +72,7 @@ class Turn:
 
 
 class SweepRunner:
-    """`signals` are of the signals since the sweep began: whoever makes a runner takes them."""
+    """`signals` logs those since the sweep began; whoever makes a runner has it."""
 
     def __init__(
         self, record: SweepRecord, folder: SweepDir, talk: SweepTalk, signals: SignalLog,
@@ -113,8 +112,7 @@ class SweepRunner:
     def is_stopped(self) -> bool:
         """A signal may have come during a run, between two, or while a table was written."""
         if self.signals.first is not None and not self.stopped_by:
-            is_ctrl_c = self.signals.first == signal.SIGINT
-            self.stopped_by = Outcome.INTERRUPTED if is_ctrl_c else Outcome.PREEMPTED
+            self.stopped_by = Outcome.of_signal(self.signals.first)
         return bool(self.stopped_by)
 
     def _take(self, turn: Turn, steps: int) -> None:

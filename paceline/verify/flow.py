@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.errors import EXIT_CODES, ConfigError, LaunchError, Outcome, PacelineError
+from paceline.errors import ConfigError, LaunchError, Outcome, PacelineError
 from paceline.machine.facts import probe
 from paceline.plan.pipelines import ranks_of_pipeline
 from paceline.plan.planner import ALIASES, make_plan
@@ -71,7 +71,7 @@ def run_verify(
         run_dir=str(run.root),
         world_size=world,
         device=device,
-        exit_code=EXIT_CODES[outcome],
+        exit_code=outcome.exit_code,
         proofs=proofs,
         elapsed_s=time.time() - started_at,
     )

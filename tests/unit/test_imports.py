@@ -95,7 +95,7 @@ def test_runs_without_torch(name: str) -> None:
 
 
 def test_every_module_imports() -> None:
-    # The nursery makes its process deaf to signals, and this one has tests to run that send some.
+    # It makes its process ignore signals, and this one has tests to run that send some.
     for module in set(modules()) - {"paceline.__main__", "paceline.launch.fork_server_init"}:
         importlib.import_module(module)
 

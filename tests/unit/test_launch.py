@@ -8,15 +8,14 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.job import load_job
-from paceline.launch import REGISTRY, find_launcher
-from paceline.launch.base import LaunchEnd
-from paceline.launch.blame import explain_stall
-from paceline.launch.deadlines import Deadlines
-from paceline.launch.ending import judge_end
+from paceline.launch import find_launcher
+from paceline.launch.deadlines import Deadlines, explain_missed
+from paceline.launch.ending import LaunchEnd, judge_end
 from paceline.launch.slurm import batch_script
 from paceline.machine.fabric import choose_fabric
 from paceline.machine.facts import allowed_variables
 from paceline.machine.hosts import read_hostfile
+from paceline.machine.launchers import LAUNCHERS
 from paceline.machine.rocm import rocm_gpus
 from paceline.machine.topology import Topology
 from paceline.plan.crew import check_crew, choose_crew
@@ -50,7 +49,7 @@ def draw(*overrides: str, env: Env | None = None, by: str = "local") -> LaunchPl
     return find_launcher(by).plan(order_for(job, env, plan))
 
 
-@pytest.mark.parametrize("by", sorted(REGISTRY))
+@pytest.mark.parametrize("by", sorted(LAUNCHERS))
 def test_every_launcher_draws_words_and_a_map(by: str) -> None:
     plan = draw("launch.nproc=2", "launch.device=cpu", "launch.env.NAME=a b; c", by=by)
     assert all(isinstance(word, str) for word in plan.argv)
@@ -67,7 +66,7 @@ def test_torchrun_words() -> None:
     plan = draw(*more, "launch.torchrun_args=[--tee,'3']", "launch.device=cpu", by="torchrun")
     text = " ".join(plan.argv)
     assert "-m torch.distributed.run --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d" in text
-    assert "--rdzv-endpoint head:4444" in text and "--tee 3 -m paceline.launch.member" in text
+    assert "--rdzv-endpoint head:4444" in text and "--tee 3 -m paceline.run RUN_DIR" in text
     assert len(plan.ranks) == 32 and plan.crew.num_nodes == 4
 
 
@@ -108,7 +107,7 @@ def test_deepspeed_words(tmp_path: Path) -> None:
     assert "--include a:0,4@b:0,4 --master_addr a" in " ".join(many.argv)
 
 
-@pytest.mark.parametrize("by", sorted(set(REGISTRY) - {"deepspeed"}))
+@pytest.mark.parametrize("by", sorted(set(LAUNCHERS) - {"deepspeed"}))
 def test_devices_work_for_every_launcher(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     plan = draw("launch.devices=[0,4]", env=box(8), by=by)
@@ -311,10 +310,10 @@ def test_the_rank_that_is_behind_is_blamed(tmp_path: Path) -> None:
     for rank, phase in ((0, "backward"), (1, "data"), (2, "backward")):
         beat(run, rank, 100, 9, phase)
     ends = {r: RankEnd(rank=r, host="h", exit_code=-15, stall="progress") for r in range(3)}
-    rank, why = explain_stall(run, ends, "progress")
+    rank, why = explain_missed(run, ends, "progress")
     assert rank == 1 and "at step 9 in data it is behind rank 0, which waits in backward" in why
     ends[2] = ends[2].model_copy(update={"was_stopped": True})
-    assert explain_stall(run, ends, "progress")[0] == 2
+    assert explain_missed(run, ends, "progress")[0] == 2
 
 
 def test_a_stalled_pipeline_blames_the_rank_at_work(tmp_path: Path) -> None:
@@ -327,14 +326,14 @@ def test_a_stalled_pipeline_blames_the_rank_at_work(tmp_path: Path) -> None:
     marks = [ActionMark(run.action_mark(rank)) for rank in (0, 1)]
     marks[1].set(Action(Kind.WEIGHT, 1, 12))
     ends = {r: RankEnd(rank=r, host="h", exit_code=-9, stall="progress") for r in (0, 1)}
-    rank, why = explain_stall(run, ends, "progress")
+    rank, why = explain_missed(run, ends, "progress")
     assert rank == 1 and "it alone is at work on a microbatch" in why
     failure = judge_end(run, 2, LaunchEnd(ends)).failure
     assert failure is not None and failure.message.startswith(
         "rank 1 stalled in stage 1, backward of the weights of microbatch 12: no progress for"
     )
     marks[1].set(None)
-    assert explain_stall(run, ends, "progress")[0] == 0, "by phases, as without a pipeline"
+    assert explain_missed(run, ends, "progress")[0] == 0, "by phases, as without a pipeline"
 
 
 def test_amd_gpus_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +362,7 @@ def test_deepspeed_names_the_machines_own_numbers(monkeypatch: pytest.MonkeyPatc
         draw("launch.device=cuda", env=box(1), by="deepspeed")
 
 
-@pytest.mark.parametrize("by", sorted(set(REGISTRY) - {"slurm"}))
+@pytest.mark.parametrize("by", sorted(set(LAUNCHERS) - {"slurm"}))
 def test_too_many_devices_is_an_error_for_every_launcher(by: str) -> None:
     told = crew_problems(box(1), Topology(), f"launch.launcher={by}", "launch.nproc=4")
     assert "error: launch.nproc: each rank wants a GPU: 4 asked for, 1 usable here" in told

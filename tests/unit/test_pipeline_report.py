@@ -8,7 +8,7 @@ import pytest
 
 from paceline.job import load_job
 from paceline.launch.archive import archive_rank, begin_attempt
-from paceline.launch.base import LaunchEnd
+from paceline.launch.ending import LaunchEnd, judge_end
 from paceline.machine.topology import RankId
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
@@ -46,7 +46,8 @@ def piped(folder: Path, name: str, times: Times | None) -> tuple[RunDir, Result]
 
 
 def finish(run: RunDir, plan: Plan) -> Result:
-    known = Circumstances(LaunchEnd(), "c", "k", {}, 1.0, 11.0)
+    ending = judge_end(run, plan.world_size, LaunchEnd())
+    known = Circumstances(ending, "c", "k", {}, 1.0, 11.0)
     result = conclude(run, plan, machine(), known)
     result.save(run.result)
     write_report(run)

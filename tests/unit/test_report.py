@@ -9,13 +9,15 @@ import pytest
 
 from paceline.config.schema import LaunchConfig
 from paceline.errors import Outcome
-from paceline.launch.base import LaunchEnd, LaunchOrder, draw_plan
+from paceline.launch.base import LaunchOrder, draw_plan
+from paceline.launch.ending import LaunchEnd, judge_end
 from paceline.plan.planner import make_plan
 from paceline.records import RankEnd, RankError, RankVerdict, Result
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
 from paceline.report.plots import Axes, Series, line_chart, thin, ticks
 from paceline.run.conclude import Circumstances, conclude
+from paceline.run.rank import TRAIN
 from paceline.schedules.actions import Action, Kind
 from paceline.train.heartbeat import ActionMark, StepMark, read_action
 from tests.unit.test_plan import env as machine
@@ -36,7 +38,7 @@ def run(tmp_path: Path) -> RunDir:
     plan.save(made.plan)
     machine().save(made.env)
     made.config.write_text("name: fixture\n")
-    order = LaunchOrder(LaunchConfig(), plan.crew, machine(), 1, "train", "lm")
+    order = LaunchOrder(LaunchConfig(), plan.crew, machine(), 1, TRAIN, "lm")
     draw_plan(order, argv=[], hosts=["box"]).save(made.launch)
     lines = [
         f"{s},{5 / s},0.1,1.5,0.5,32,4096,0,{int(s <= 5)},{2.0 if s == 20 else ''}\n"
@@ -65,7 +67,8 @@ def ended(codes: dict[int, int]) -> LaunchEnd:
 
 
 def finish(run: RunDir, end: LaunchEnd | None = None) -> Result:
-    known = Circumstances(end or LaunchEnd(), "c", "k", {"unigram_entropy": 3.25}, 1.0, 11.0)
+    ending = judge_end(run, 2, end or LaunchEnd())
+    known = Circumstances(ending, "c", "k", {"unigram_entropy": 3.25}, 1.0, 11.0)
     result = conclude(run, make_test_plan("launch.nproc=2", "name=fixture"), machine(), known)
     result.save(run.result)
     write_report(run)
