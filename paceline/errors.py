@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar, Self
 
+FACTS = ("is_refusal", "is_retryable", "is_stop", "is_orderly", "beats_stop")
+
 
 class Outcome(StrEnum):
     """How a run ended. One row per outcome; nobody else lists them.
@@ -61,11 +63,9 @@ class Outcome(StrEnum):
         member = str.__new__(cls, value)
         member._value_ = value
         member.exit_code, member.words = exit_code, words
-        member.is_refusal = "is_refusal" in facts
-        member.is_retryable = "is_retryable" in facts
-        member.is_stop = "is_stop" in facts
-        member.is_orderly = "is_orderly" in facts
-        member.beats_stop = "beats_stop" in facts
+        assert set(facts) <= set(FACTS), f"{value} has a fact that nobody asks for"
+        for fact in FACTS:
+            setattr(member, fact, fact in facts)
         return member
 
     @classmethod

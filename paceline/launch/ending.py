@@ -53,7 +53,7 @@ class LaunchEnd:
 @dataclass(frozen=True)
 class Ending:
     """How an attempt ended. `kind` is the class of the error in the verdict of the rank to blame;
-    empty where it has told none."""
+    empty where that verdict has none."""
 
     outcome: Outcome
     failure: Failure | None

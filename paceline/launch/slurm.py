@@ -88,8 +88,8 @@ def _hosts(order: LaunchOrder) -> list[str]:
 
 
 def batch_script(name: str, file: str, crew: Crew, asked: Sequence[str]) -> str:
-    """A job for sbatch that runs the same `paceline train`, in a directory named by the job's
-    number so that a requeued one finds it. `name` is a slug; every other word is quoted."""
+    """Return a job for sbatch that runs the same `paceline train`, in a directory named by the
+    job's number so that a requeued one finds it. `name` is a slug; every other word is quoted."""
     program = shutil.which("paceline")
     if program is None:
         raise ConfigError("`paceline` is not on PATH, and the batch script must call it")

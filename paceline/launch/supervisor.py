@@ -30,7 +30,7 @@ from paceline.train.control import modified_at
 POLL_S = 0.05
 DUMP_S = 2.0  # how long a stack dump may take before ranks are ended
 CONTROL_S = 1.0
-ASK_S = 1.0  # a rank that is only starting has not heard the request: it is repeated
+ASK_S = 1.0  # a rank that is only starting ignores the request: it is repeated
 SETTLE_S = 0.2
 # What the server that ranks are forked from imports, in this order: what a training rank needs.
 PRELOADED = ["paceline.launch.fork_server_init", rank_main.__module__, "paceline.train.worker"]

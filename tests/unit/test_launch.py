@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, Outcome
 from paceline.job import load_job
 from paceline.launch import find_launcher
+from paceline.launch.base import Task
 from paceline.launch.deadlines import Deadlines, explain_missed
 from paceline.launch.ending import LaunchEnd, judge_end
+from paceline.launch.member import take_part
 from paceline.launch.slurm import batch_script
 from paceline.machine.fabric import choose_fabric
 from paceline.machine.facts import allowed_variables
@@ -380,3 +382,17 @@ def test_a_secret_is_no_setting_and_no_record(name: str) -> None:
     with pytest.raises(ConfigError, match="looks like a secret"):
         load_job("lm_tiny", [f"launch.env.{name}=x"])
     assert allowed_variables({name: "x", "NCCL_DEBUG": "INFO"}) == {"NCCL_DEBUG": "INFO"}
+
+
+def test_a_process_takes_part_only_in_what_its_own_verb_has_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """launch.json says what ranks were planned for; it never chooses what is run."""
+    run = RunDir.create("r", tmp_path / "run")
+    run.config.write_text("name: r\n")
+    draw("launch.nproc=1", "launch.device=cpu").save(run.launch)
+    work: list[str] = []
+    other = Task("other", lambda context: work.append("ran"), "none")
+    assert take_part(other, [str(run.root)]) == Outcome.CRASHED.exit_code
+    assert "planned for `train`, and this process runs `other`" in capsys.readouterr().err
+    assert work == [] and run.verdict(0).is_file()
