@@ -26,13 +26,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 from torch.distributed.launcher.api import elastic_launch
 
-from paceline.config.schema import LaunchConfig
 from paceline.errors import Outcome
-from paceline.launch.base import Order
-from paceline.launch.local import LocalLauncher, run_local
-from paceline.launch.rank import Post
+from paceline.launch.base import LaunchOrder, RankContext, Task
+from paceline.launch.local import LocalLauncher
 from paceline.machine.facts import probe
 from paceline.machine.group import join_group
+from paceline.machine.launchers import launch_section
 from paceline.machine.topology import Topology
 from paceline.plan.crew import choose_crew
 from paceline.records import RankVerdict
@@ -57,15 +56,18 @@ def arrive(folder: Path, rank: int) -> None:
     (folder / f"rank{rank}").write_text(str(time.time()))
 
 
-def noop_rank(post: Post) -> None:
+def noop_rank(context: RankContext) -> None:
     import torch
 
-    join_group("gloo", post.place, torch.device("cpu"), post.meeting.connect(), 60)
-    arrive(post.run.root, post.place.rank)
+    join_group("gloo", context.place, torch.device("cpu"), context.store.connect(), 60)
+    arrive(context.run.root, context.place.rank)
     verdict = RankVerdict(
-        rank=post.place.rank, host="here", outcome=Outcome.OK, step=0, ended_at=time.time()
+        rank=context.place.rank, host="here", outcome=Outcome.OK, step=0, ended_at=time.time()
     )
-    verdict.save(post.run.verdict(post.place.rank))
+    verdict.save(context.run.verdict(context.place.rank))
+
+
+NOOP = Task("noop", noop_rank, "none")
 
 
 def noop_elastic(folder: str) -> None:
@@ -75,12 +77,12 @@ def noop_elastic(folder: str) -> None:
 
 
 def launch_paceline(folder: Path) -> None:
-    settings = LaunchConfig(nproc=RANKS, device="cpu")
+    settings = launch_section()(nproc=RANKS, device="cpu")
     env = probe_once()
     crew = choose_crew(settings, env, Topology())
-    plan = LocalLauncher().plan(Order(settings, crew, env, 1, "train", run_dir=str(folder)))
-    end = run_local(plan, RunDir(folder), noop_rank)
-    assert set(end.exit_codes.values()) == {0}, end
+    plan = LocalLauncher().plan(LaunchOrder(settings, crew, env, 1, NOOP, run_dir=str(folder)))
+    end = LocalLauncher().run(plan, RunDir(folder), NOOP)
+    assert set(end.seen.exit_codes.values()) == {0}, end
 
 
 def launch_elastic(folder: Path) -> None:

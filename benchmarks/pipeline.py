@@ -45,7 +45,8 @@ from pipeline_contenders import CONTENDERS, Setup, load_bench, set_turns
 from step_overhead import Turns, median_interval
 
 from paceline.machine.facts import probe
-from paceline.machine.group import Place, join_group
+from paceline.machine.group import join_group
+from paceline.machine.topology import RankId
 from paceline.plan.planner import make_plan
 from paceline.records import PipelineFacts
 from paceline.records.rundir import RunDir
@@ -118,7 +119,7 @@ def contend(race: Race, contender: str, rank: int, folder: Path, referee: Connec
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # below Python: the profiler talks in C++
     os.dup2(1, 2)
     set_turns(Turns(referee, SEGMENT))
-    place = Place(rank, rank, race.setup.ranks)
+    place = RankId(rank, rank, race.setup.ranks)
     try:
         store = dist.FileStore(str(folder / "store"), race.setup.ranks)
         join_group("gloo", place, torch.device("cpu"), store, 600)

@@ -20,7 +20,7 @@ from paceline.config.schema import Positive, Section
 from paceline.data.cursor import Order, StepSlice
 from paceline.job import Job, load_job
 from paceline.machine.facts import probe
-from paceline.machine.group import Place
+from paceline.machine.topology import RankId
 from paceline.plan.planner import make_plan
 from paceline.records.rundir import RunDir
 from paceline.records.tables import read_training
@@ -239,7 +239,7 @@ def ours(setup: Setup, name: str, rank: int, steps: int, folder: Path) -> list[f
     sys.modules["paceline_job_pipeline_contenders"].set_turns(TURNS)  # the copy that the job uses
     run = RunDir(folder)
     run.config.write_text(dump_config(job.config))
-    RankRun(job, make_plan(job, probe()), run, Place(rank, rank, setup.ranks)).execute()
+    RankRun(job, make_plan(job, probe()), run, RankId(rank, rank, setup.ranks)).execute()
     return [row.loss for row in read_training(run.training)] if rank == 0 else []
 
 

@@ -42,7 +42,8 @@ from paceline.config.schema import Positive, Section
 from paceline.data.cursor import Order
 from paceline.job import Job, load_job
 from paceline.machine.facts import probe
-from paceline.machine.group import Place, join_group
+from paceline.machine.group import join_group
+from paceline.machine.topology import RankId
 from paceline.plan.planner import make_plan
 from paceline.records.rundir import RunDir
 from paceline.records.tables import read_training
@@ -190,7 +191,7 @@ def paceline_loop(size: Size) -> list[float]:
 def _run_rank(job: Job, run: RunDir) -> list[Any]:
     plan = make_plan(job, probe())
     run.config.write_text(dump_config(job.config))
-    place = Place(0, 0, 1)
+    place = RankId(0, 0, 1)
     join_group(plan.backend.value, place, torch.device("cpu"), dist.HashStore(), 60)
     try:
         RankRun(job, plan, run, place).execute()

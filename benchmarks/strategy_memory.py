@@ -28,7 +28,8 @@ from torch import nn
 
 from paceline.job import load_job
 from paceline.machine.facts import probe
-from paceline.machine.group import Place, join_group
+from paceline.machine.group import join_group
+from paceline.machine.topology import RankId
 from paceline.plan.planner import estimate_rank, make_plan, measure_model
 from paceline.plan.policy import effective_config
 from paceline.records import Plan, StateBytes
@@ -65,7 +66,7 @@ def measure_rank(name: str, ranks: int, rank: int, folder: str) -> None:
     job = load_job("lm_tiny", overrides(name, ranks))
     plan = make_plan(job, probe())
     store = dist.FileStore(f"{folder}/store", ranks)
-    join_group("gloo", Place(rank, rank, ranks), torch.device("cpu"), store, 60)
+    join_group("gloo", RankId(rank, rank, ranks), torch.device("cpu"), store, 60)
     config = effective_config(job.config, plan.attention.value)
     parts = EngineParts(config, plan, job.workload, torch.device("cpu"))
     engine: Any = find_strategy(plan.strategy.value).build(parts)

@@ -38,7 +38,8 @@ from paceline.config.load import dump_config
 from paceline.data.cursor import Order, StepSlice
 from paceline.job import load_job
 from paceline.machine.facts import probe
-from paceline.machine.group import Place, join_group
+from paceline.machine.group import join_group
+from paceline.machine.topology import RankId
 from paceline.plan.planner import make_plan
 from paceline.records.rundir import RunDir
 from paceline.records.tables import read_training
@@ -103,7 +104,7 @@ def ours(strategy: str) -> Callable[[Size, int], list[float]]:
         with tempfile.TemporaryDirectory() as folder:
             run_dir = RunDir.create("bench", Path(folder))
             run_dir.config.write_text(dump_config(job.config))
-            RankRun(job, make_plan(job, probe()), run_dir, Place(rank, rank, RANKS)).execute()
+            RankRun(job, make_plan(job, probe()), run_dir, RankId(rank, rank, RANKS)).execute()
             return [row.loss for row in read_training(run_dir.training)] if rank == 0 else []
 
     return run
@@ -126,7 +127,7 @@ def contend(name: str, size: Size, rank: int, store: str, referee: Connection) -
     sys.stdout = sys.stderr = open(os.devnull, "w")
     step_overhead.TURNS = Turns(referee, size["segment"])
     files = dist.FileStore(store, RANKS)
-    join_group("gloo", Place(rank, rank, RANKS), torch.device("cpu"), files, 600)
+    join_group("gloo", RankId(rank, rank, RANKS), torch.device("cpu"), files, 600)
     referee.send(CONTENDERS[name](size, rank)[:COMPARED])
     os._exit(0)
 

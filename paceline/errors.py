@@ -11,54 +11,74 @@
     ├── RestoreError         no checkpoint can be trusted                 exit 9
     └── StopAsked            a signal came before any rank had started    exit 75
 
-Library code raises these; only `paceline.cli` prints them and exits. What happens to a rank is no
-exception in the supervisor: it is an outcome, read from the rank's verdict (conclude.py).
+Library code raises these; only `paceline.cli` prints them and exits. What happens to a rank is not
+an exception in the supervisor: it is an outcome, read from the rank's verdict (launch/ending.py).
+
+A new way to end is one row of `Outcome` and, where code raises it, one class.
 """
 
+import signal
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Self
+
+FACTS = ("is_refusal", "is_retryable", "is_stop", "is_orderly", "beats_stop")
 
 
 class Outcome(StrEnum):
-    """How a run ended. `EXIT_CODES` maps each to the process exit code of every verb."""
+    """How a run ended. One row per outcome; nobody else lists them.
 
-    OK = "ok"
-    CHECK_FAILED = "check_failed"
-    REFUSED_CONFIG = "refused_config"
-    REFUSED_CLUSTER = "refused_cluster"
-    REFUSED_DATA = "refused_data"
-    CRASHED = "crashed"
-    STALL = "stall"
-    NAN = "nan"
-    CHECKPOINT_NOT_WRITTEN = "checkpoint_not_written"
-    NO_VALID_CHECKPOINT = "no_valid_checkpoint"
-    OUT_OF_RESOURCES = "out_of_resources"
-    PREEMPTED = "preempted"
-    INTERRUPTED = "interrupted"
+    name and value, exit code of every verb, what it means, and what follows from it:
+    `is_refusal`    ours, in words for people: the error's class and its log say nothing more
+    `is_retryable`  another attempt of the same run may succeed
+    `is_stop`       somebody asked for it: not a failure, and the run can be resumed
+    `is_orderly`    all ranks left together, after the same step
+    `beats_stop`    decides even if a stop was asked: exit code 75 would promise a sound checkpoint
+    """
 
+    exit_code: int
+    words: str
+    is_refusal: bool
+    is_retryable: bool
+    is_stop: bool
+    is_orderly: bool
+    beats_stop: bool
 
-EXIT_CODES: dict[Outcome, int] = {
-    Outcome.OK: 0,
-    Outcome.CHECK_FAILED: 1,
-    Outcome.REFUSED_CONFIG: 2,
-    Outcome.REFUSED_CLUSTER: 3,
-    Outcome.REFUSED_DATA: 4,
-    Outcome.CRASHED: 5,
-    Outcome.STALL: 6,
-    Outcome.NAN: 7,
-    Outcome.CHECKPOINT_NOT_WRITTEN: 8,
-    Outcome.NO_VALID_CHECKPOINT: 9,
-    Outcome.OUT_OF_RESOURCES: 10,
-    Outcome.PREEMPTED: 75,
-    Outcome.INTERRUPTED: 130,
-}
+    OK = "ok", 0, "ok", "is_orderly"
+    CHECK_FAILED = "check_failed", 1, "a check or a proof failed"
+    REFUSED_CONFIG = "refused_config", 2, "config", "is_refusal"
+    REFUSED_CLUSTER = "refused_cluster", 3, "machine", "is_refusal"
+    REFUSED_DATA = "refused_data", 4, "data", "is_refusal"
+    CRASHED = "crashed", 5, "a rank died", "is_retryable"
+    STALL = "stall", 6, "a deadline passed", "is_retryable"
+    NAN = "nan", 7, "not a number", "is_orderly"
+    CHECKPOINT_NOT_WRITTEN = "checkpoint_not_written", 8, "checkpoint not written", "beats_stop"
+    NO_VALID_CHECKPOINT = "no_valid_checkpoint", 9, "no checkpoint can be trusted"
+    OUT_OF_RESOURCES = "out_of_resources", 10, "out of memory", "is_retryable"
+    PREEMPTED = "preempted", 75, "preempted: resume it with --resume", "is_stop", "is_orderly"
+    INTERRUPTED = "interrupted", 130, "interrupted", "is_stop", "is_orderly"
+
+    # Rows give all; the defaults are for `Outcome("ok")`, which only looks a row up.
+    def __new__(cls, value: str, exit_code: int = 5, words: str = "", *facts: str) -> Self:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.exit_code, member.words = exit_code, words
+        assert set(facts) <= set(FACTS), f"{value} has a fact that nobody asks for"
+        for fact in FACTS:
+            setattr(member, fact, fact in facts)
+        return member
+
+    @classmethod
+    def of_signal(cls, number: int) -> "Outcome":
+        """Return what a run ends as that this signal has stopped."""
+        return cls.INTERRUPTED if number == signal.SIGINT else cls.PREEMPTED
 
 
 class PacelineError(Exception):
     """One or more problems for a person: each says what was asked, what is true, what to change."""
 
     outcome: ClassVar[Outcome] = Outcome.CRASHED
+    is_retryable: ClassVar[bool] = False  # True where the class knows better than its outcome
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -66,7 +86,7 @@ class PacelineError(Exception):
 
     @property
     def exit_code(self) -> int:
-        return EXIT_CODES[self.outcome]
+        return self.outcome.exit_code
 
 
 class ConfigError(PacelineError):
@@ -86,7 +106,9 @@ class DataError(PacelineError):
 
 
 class LoaderError(DataError):
-    """Not the data's fault for certain: another attempt may succeed."""
+    """May not be the fault of the data: another attempt may succeed."""
+
+    is_retryable = True
 
 
 class LaunchError(PacelineError):
@@ -103,3 +125,11 @@ class RestoreError(PacelineError):
 
 class StopAsked(PacelineError):
     outcome = Outcome.PREEMPTED
+
+
+def is_retryable_kind(kind: str) -> bool:
+    """Say so of an error that is known by the name of its class only, as a verdict has it."""
+    known = {PacelineError}
+    while more := {sub for cls in known for sub in cls.__subclasses__()} - known:
+        known |= more
+    return any(cls.__name__ == kind and cls.is_retryable for cls in known)

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from paceline.config.load import Draft, load_config, read_draft, validate
 from paceline.config.schema import RunConfig, run_schema
 from paceline.errors import ConfigError
+from paceline.machine.launchers import launch_section
 from paceline.records.files import fingerprint
 from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy, strategy_section
@@ -63,8 +64,8 @@ def load_job(source: str, overrides: Sequence[str]) -> Job:
 
 
 def job_schema(workload: type[Workload]) -> type[RunConfig]:
-    """Return every key of a run of `workload`, those of all strategies included."""
-    return run_schema(workload.Model, workload.Data, strategy_section())
+    """Return every key of a run of `workload`, those of all strategies and launchers included."""
+    return run_schema(workload.Model, workload.Data, strategy_section(), launch_section())
 
 
 def reload_job(run: RunDir, workload: str) -> Job:

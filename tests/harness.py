@@ -26,7 +26,8 @@ from paceline.config.load import dump_config
 from paceline.data.loader import collate
 from paceline.job import Job, load_job
 from paceline.machine.facts import probe
-from paceline.machine.group import Place, claim_device, join_group
+from paceline.machine.group import claim_device, join_group
+from paceline.machine.topology import RankId
 from paceline.plan.planner import make_plan
 from paceline.records import BestMetric, DataPosition, Env, Kept, Plan, RankVerdict
 from paceline.records.rundir import RunDir
@@ -153,7 +154,7 @@ def _ends(run: RunDir, world_size: int) -> RankEnds:
 def start_ranks(
     run: RunDir,
     world_size: int,
-    work: Callable[[RunDir, Place], object],
+    work: Callable[[RunDir, RankId], object],
     limit_s: float = TIMEOUT_S,
 ) -> None:
     """`work` on each of so many processes, which have joined a group; what one raised is raised
@@ -161,7 +162,7 @@ def start_ranks(
     warm_fork_server()
     context = multiprocessing.get_context("forkserver")
     processes = [
-        context.Process(target=_rank, args=(run, Place(rank, rank, world_size), work))
+        context.Process(target=_rank, args=(run, RankId(rank, rank, world_size), work))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -186,7 +187,7 @@ def warm_fork_server() -> None:
 def run_here(folder: Path, source: str, overrides: list[str]) -> RankEnds:
     """The same for one rank, in this process: for tests that look inside it."""
     job, plan, run = prepare_run(folder, source, [*overrides, "launch.nproc=1"])
-    place = Place(0, 0, 1)
+    place = RankId(0, 0, 1)
     device = claim_device(plan.device.value, place, [])
     join_group(plan.backend.value, place, device, dist.HashStore(), TIMEOUT_S)
     try:
@@ -202,14 +203,14 @@ def run_here(folder: Path, source: str, overrides: list[str]) -> RankEnds:
 def alone() -> Iterator[None]:
     """A process group of this process only."""
     device = torch.device("cpu")
-    join_group("gloo", Place(0, 0, 1), device, dist.HashStore(), TIMEOUT_S)
+    join_group("gloo", RankId(0, 0, 1), device, dist.HashStore(), TIMEOUT_S)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def _rank(run: RunDir, place: Place, work: Callable[[RunDir, Place], object]) -> None:
+def _rank(run: RunDir, place: RankId, work: Callable[[RunDir, RankId], object]) -> None:
     run.rank(place.rank).mkdir(parents=True, exist_ok=True)
     try:
         torch.set_num_threads(1)
@@ -221,7 +222,7 @@ def _rank(run: RunDir, place: Place, work: Callable[[RunDir, Place], object]) ->
     os._exit(0)  # gloo sometimes aborts in interpreter exit, after the verdict
 
 
-def _train(source: str, overrides: list[str], run: RunDir, place: Place) -> None:
+def _train(source: str, overrides: list[str], run: RunDir, place: RankId) -> None:
     job = load_job(source, overrides)
     job.workload.prepared = json.loads(run.data.read_text())
     rank_run = RankRun(job, Plan.load(run.plan), run, place)
@@ -231,7 +232,7 @@ def _train(source: str, overrides: list[str], run: RunDir, place: Place) -> None
 
 
 def _train_each(
-    source: str, runs: list[tuple[RunDir, list[str]]], group: RunDir, place: Place
+    source: str, runs: list[tuple[RunDir, list[str]]], group: RunDir, place: RankId
 ) -> None:
     for run, overrides in runs:
         try:

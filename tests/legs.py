@@ -17,7 +17,7 @@ from paceline.checkpoint.saver import Saver, Writer
 from paceline.checkpoint.tensors import TensorFiles
 from paceline.config.schema import CheckpointConfig
 from paceline.data.rng import capture_rng
-from paceline.machine.group import Place
+from paceline.machine.topology import RankId
 from paceline.records import Plan
 from paceline.records.rundir import RunDir
 from paceline.strategies.base import Engine
@@ -62,7 +62,7 @@ def run_legs(root: Path, job: str, legs: list[Leg], start: Path | None = None) -
 
 
 def _take_legs(
-    job: str, legs: list[Leg], folders: list[Path | None], group: RunDir, place: Place
+    job: str, legs: list[Leg], folders: list[Path | None], group: RunDir, place: RankId
 ) -> None:
     for leg, before, folder in zip(legs, folders, folders[1:], strict=False):
         assert folder is not None
@@ -86,7 +86,7 @@ def _take_legs(
             torch.save(weights, folder / "next.pt")
 
 
-def _writer(folder: Path, place: Place, state: str) -> Writer:
+def _writer(folder: Path, place: RankId, state: str) -> Writer:
     return Writer(
         CheckpointFolder(folder / "checkpoints"),
         CheckpointConfig.model_validate({"mode": "sync", "state": state}),

@@ -2,7 +2,7 @@
 
 from paceline.job import load_job
 from paceline.launch import find_launcher
-from paceline.launch.base import Order
+from paceline.launch.base import LaunchOrder
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Gpu, LaunchPlan, Link, Plan
 from paceline.run.flow import order_for
@@ -46,7 +46,7 @@ def box(num_gpus: int, kind: str = "nvswitch", **more: object) -> Env:
     return MACHINE.model_copy(update=update)
 
 
-def order_of(*overrides: str) -> Order:
+def order_of(*overrides: str) -> LaunchOrder:
     """What SLURM is asked to start."""
     job = load_job("lm_tiny", ["launch.launcher=slurm", *overrides])
     return order_for(job, MACHINE, make_plan(job, MACHINE))

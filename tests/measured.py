@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.load import dump_config
-from paceline.errors import EXIT_CODES, Outcome
+from paceline.errors import Outcome
 from paceline.job import Job, load_job
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Fingerprints, Plan, Result
@@ -55,7 +55,7 @@ def make_result(run: RunDir, config: str, **more: Any) -> Result:
     outcome = more.get("outcome", Outcome.OK)
     facts: dict[str, Any] = {
         "run_dir": str(run.root), "name": "x", "outcome": outcome,
-        "exit_code": EXIT_CODES[outcome], "steps": NUM_STEPS, "final_loss": 2.0, "val_loss": None,
+        "exit_code": outcome.exit_code, "steps": NUM_STEPS, "final_loss": 2.0, "val_loss": None,
         "step_s": None, "samples_per_s": None, "tokens_per_s": None, "steps_per_s": None,
         "tflops_per_rank": None, "mfu": None, "mfu_note": "", "window": None,
         "peak_active_bytes": None, "peak_reserved_bytes": 2**29, "rank_memory": [],
@@ -72,6 +72,6 @@ def make_row(group: str, repeat: int, run_dir: str, outcome: Outcome = Outcome.O
     known = {
         "mode": "bench", "group": group, "repeat": str(repeat), "run_dir": run_dir,
         "status": SUCCESS if outcome is Outcome.OK else FAILED, "outcome": str(outcome),
-        "exit_code": str(EXIT_CODES[outcome]),
+        "exit_code": str(outcome.exit_code),
     }  # fmt: skip
     return dict.fromkeys(COLUMNS, NOT_THERE) | known

@@ -4,11 +4,13 @@ from pathlib import Path
 
 from paceline.config.schema import LaunchConfig
 from paceline.errors import Outcome
-from paceline.launch.base import LaunchEnd, Order, draw_plan
+from paceline.launch.base import LaunchOrder, draw_plan
+from paceline.launch.ending import LaunchEnd, judge_end
 from paceline.records import RankEnd, RankVerdict, Result
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
 from paceline.run.conclude import Circumstances, conclude
+from paceline.run.rank import TRAIN
 from tests.machines import machine
 from tests.machines import plan as make_test_plan
 
@@ -25,7 +27,7 @@ def write_run(folder: Path) -> RunDir:
     plan.save(made.plan)
     machine().save(made.env)
     made.config.write_text("name: fixture\ntrain:\n  log_every: 5\n")
-    order = Order(LaunchConfig(), plan.crew, machine(), 1, "train", "lm")
+    order = LaunchOrder(LaunchConfig(), plan.crew, machine(), 1, TRAIN, "lm")
     draw_plan(order, argv=[], hosts=["box"]).save(made.launch)
     lines = [
         f"{s},{5 / s},0.1,1.5,0.5,32,4096,0,{int(s <= 5)},{2.0 if s == 20 else ''}\n"
@@ -54,7 +56,8 @@ def ended(codes: dict[int, int]) -> LaunchEnd:
 
 
 def finish(run: RunDir, end: LaunchEnd | None = None) -> Result:
-    known = Circumstances(end or LaunchEnd(), "c", "k", {"unigram_entropy": 3.25}, 1.0, 11.0)
+    ending = judge_end(run, 2, end or LaunchEnd())
+    known = Circumstances(ending, "c", "k", {"unigram_entropy": 3.25}, 1.0, 11.0)
     result = conclude(run, make_test_plan("launch.nproc=2", "name=fixture"), machine(), known)
     result.save(run.result)
     write_report(run)

@@ -17,7 +17,7 @@ from paceline.bench.records import BenchReport, GateRow, PairResult
 from paceline.bench.target import load_targets
 from paceline.bench.words import summarise
 from paceline.config.overrides import parse_override
-from paceline.errors import EXIT_CODES, ConfigError, Outcome, PacelineError
+from paceline.errors import ConfigError, Outcome, PacelineError
 from paceline.machine.facts import probe
 from paceline.records import Env
 from paceline.records.files import write_atomic
@@ -95,7 +95,7 @@ class _Bench:
     def report(self, outcome: Outcome) -> BenchReport:
         return BenchReport(
             out=str(self.root),
-            exit_code=EXIT_CODES[outcome],
+            exit_code=outcome.exit_code,
             hardware=hardware_of(self.env),
             margin=self.settings.margin,
             started_at=self.started_at,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from paceline.bench.runner import PairRunner, Ran
-from paceline.launch.signals import noted_signals
+from paceline.launch.signals import logged_signals
 from paceline.records.rundir import RunLock
 from paceline.records.swept import SweepRecord
 from paceline.sweep.flow import open_folder, report_sweep
@@ -16,9 +16,9 @@ def through_sweeps(talk: SweepTalk) -> PairRunner:
 
     def run_pair(record: SweepRecord, root: Path) -> Ran:
         folder = open_folder(record, root.name, root)
-        with RunLock(folder.root), noted_signals() as notes:
+        with RunLock(folder.root), logged_signals() as signals:
             record.save(folder.record)
-            runner = SweepRunner(record, folder, talk, notes)
+            runner = SweepRunner(record, folder, talk, signals)
             try:
                 runner.run_phase(record.phases[0])
             finally:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.check.judge import expect, judge
 from paceline.check.lint import lint, probe_situation
+from paceline.check.rank import CHECK
 from paceline.check.records import (
     CheckReport,
     Expected,
@@ -17,18 +18,19 @@ from paceline.check.records import (
 )
 from paceline.config.load import dump_config, read_draft, validate
 from paceline.config.schema import CheckConfig
-from paceline.errors import EXIT_CODES, ClusterError, Outcome
-from paceline.launch.base import LaunchEnd, Order
-from paceline.launch.blame import explain_stall, missed_deadline
-from paceline.launch.muster import RollCall
+from paceline.errors import ClusterError, Outcome
+from paceline.launch.base import LaunchOrder, with_short_limits
+from paceline.launch.ending import Ending, untold_cause
+from paceline.launch.rendezvous import Rendezvous
 from paceline.machine.facts import probe
+from paceline.machine.launchers import check_schema
 from paceline.machine.measures import keep_rates
 from paceline.machine.topology import Topology
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks, shares_gpus
-from paceline.records import Crew, Env, Finding, LaunchPlan, RankVerdict
+from paceline.records import Crew, Env, Finding
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
-from paceline.run.flow import choose_launcher, in_peace
+from paceline.run.flow import choose_launcher, run_short_task
 
 TOTAL_S = 180.0  # a check that takes longer has hung
 COLLECTIVE_S = 30.0  # none that it starts takes a second
@@ -37,15 +39,15 @@ Say = Callable[[str], None]
 
 
 def load_settings(overrides: Sequence[str]) -> CheckConfig:
-    return validate(read_draft(None, overrides), CheckConfig)
+    return validate(read_draft(None, overrides), check_schema())
 
 
 def run_check(
-    settings: CheckConfig, out: Path | None, say: Say, call: RollCall | None = None
+    settings: CheckConfig, out: Path | None, say: Say, rendezvous: Rendezvous | None = None
 ) -> CheckReport:
     """Examine the machines; a finding of severity error means that they are not fit."""
     started_at = time.time()
-    env, topology = probe(), call.topology if call else Topology()
+    env, topology = probe(), rendezvous.topology if rendezvous else Topology()
     crew = choose_crew(settings.launch, env, topology)
     threads = choose_threads(settings.launch, env, crew, workers=0).value
     findings = list(check_crew(settings.launch, env, crew, topology))
@@ -55,12 +57,12 @@ def run_check(
     if any(finding.severity == "error" for finding in findings):
         findings += _lint_here(crew, run)
         ranks, group, expected = list[RankCheckup](), None, Expected()
-        if call is not None:
-            call.dismiss(EXIT_CODES[Outcome.REFUSED_CLUSTER])
+        if rendezvous is not None:
+            rendezvous.publish_exit(Outcome.REFUSED_CLUSTER.exit_code)
     else:
-        order = Order(settings.launch, crew, env, threads, "check", run_dir=str(run.root))
+        order = LaunchOrder(settings.launch, crew, env, threads, CHECK, run_dir=str(run.root))
         say(f"starting {count_ranks(crew.world_size)} to measure with, in {run.root}")
-        findings += _examine(order, run, call)
+        findings += _examine(order, run, rendezvous)
         ranks, group = _load(run, crew.world_size)
         expected = expect(ranks, env)
         findings += judge(ranks, group, expected, shares_gpus(settings.launch))
@@ -69,7 +71,7 @@ def run_check(
     report = CheckReport(
         run_dir=str(run.root),
         fit=fit,
-        exit_code=EXIT_CODES[Outcome.OK if fit else Outcome.REFUSED_CLUSTER],
+        exit_code=(Outcome.OK if fit else Outcome.REFUSED_CLUSTER).exit_code,
         crew=crew,
         ranks=ranks,
         group=group,
@@ -102,41 +104,30 @@ def _keep(
     return []
 
 
-def _examine(order: Order, run: RunDir, call: RollCall | None) -> list[Finding]:
+def _examine(order: LaunchOrder, run: RunDir, rendezvous: Rendezvous | None) -> list[Finding]:
     """Run the ranks; what stopped them from finishing is a finding too."""
-    launcher = choose_launcher(order.crew, call, order.settings.start_s)
+    launcher = choose_launcher(order.crew, rendezvous, order.settings.start_s)
     launch = launcher.plan(order)
-    limits = launch.limits.model_copy(
-        update={
-            "start_s": None,
-            "progress_s": None,
-            "total_s": launch.limits.total_s or TOTAL_S,
-            "collective_s": min(launch.limits.collective_s, COLLECTIVE_S),
-        }
-    )
-    launch = launch.model_copy(update={"limits": limits})
-    launch.save(run.launch)
-    with run.lock(), in_peace():
-        end = launcher.run(launch, run)
-    if end.signal is not None:
-        raise KeyboardInterrupt
-    return [*launch.findings, *_failures(run, launch, end)]
+    launch = with_short_limits(launch, launch.limits.total_s or TOTAL_S, COLLECTIVE_S)
+    ending = run_short_task(launcher, launch, run, CHECK)
+    return [*launch.findings, *_failures(run, ending)]
 
 
-def _failures(run: RunDir, launch: LaunchPlan, end: LaunchEnd) -> list[Finding]:
-    if end.refusal:
-        return [_error("launcher", end.refusal, f"see {run.launcher_log}")]
-    deadline = missed_deadline(end.ends)
-    if deadline:
-        rank, why = explain_stall(run, end.ends, deadline)
+def _failures(run: RunDir, ending: Ending) -> list[Finding]:
+    """Return an error for each rank that did not finish, of which an attempt names only one."""
+    seen = ending.seen
+    if (untold := untold_cause(run, seen)) is not None:
+        rank, why = untold
+        if rank is None:
+            return [_error("launcher", why, f"see {run.launcher_log}")]
         return [_error(f"rank {rank}", why, f"see {run.stacks(rank)}")]
     failed = []
-    for rank in range(launch.crew.world_size):
-        verdict = RankVerdict.load(run.verdict(rank)) if run.verdict(rank).is_file() else None
+    for rank in range(ending.num_ranks):
+        verdict = ending.verdicts.get(rank)
         if verdict is not None and verdict.error is None:
             continue
-        code = end.exit_codes.get(rank)
-        asked = rank in end.ends and end.ends[rank].asked_to_end
+        code = seen.exit_codes.get(rank)
+        asked = rank in seen.ends and seen.ends[rank].asked_to_end
         said = verdict.error.message if verdict and verdict.error else f"ended with {code}"
         hint = f"the end of its log is in {run.rank_log(rank)}"
         failed.append((asked, _error(f"rank {rank}", said, hint)))

@@ -20,8 +20,11 @@ from paceline.check.lint import lint, probe_situation
 from paceline.check.rates import measure_rates
 from paceline.check.records import GroupCheckup, RankCheckup, checkup_path, group_path
 from paceline.errors import ClusterError, Outcome
+from paceline.launch.base import RankContext, Task
 from paceline.machine.facts import probe_network_gb_per_s
-from paceline.machine.group import Meeting, Place, claim_device, join_group
+from paceline.machine.group import claim_device, join_group
+from paceline.machine.launchers import is_local
+from paceline.machine.topology import RankId
 from paceline.records import Env, Finding, LaunchPlan, RankVerdict
 from paceline.records.rundir import RunDir
 
@@ -31,12 +34,15 @@ GRACE_S = 5.0  # how much longer the others wait for rank 0's list than rank 0 w
 LAUNCH_ENV = "launch.env"
 
 
-def examine_rank(run: RunDir, launch: LaunchPlan, place: Place, meeting: Meeting) -> None:
+def examine_rank(context: RankContext) -> None:
+    """The task of `paceline check`."""
+    run, place, launch = context.run, context.place, LaunchPlan.load(context.run.launch)
+    torch.set_num_threads(launch.threads)
     crew = launch.crew
     device = claim_device(crew.device.value, place, crew.device_indices)
     found = _look_around(run, launch, place, device)
     found.save(checkup_path(run, place.rank))
-    store = meeting.connect()
+    store = context.store.connect()
     missing = find_missing_ranks(store, place.rank, place.world_size, BARRIER_S)
     if missing:
         names = ", ".join(str(rank) for rank in missing)
@@ -53,8 +59,11 @@ def examine_rank(run: RunDir, launch: LaunchPlan, place: Place, meeting: Meeting
     ).save(run.verdict(place.rank))
 
 
+CHECK = Task("check", examine_rank, "paceline.check")
+
+
 def _look_around(
-    run: RunDir, launch: LaunchPlan, place: Place, device: torch.device
+    run: RunDir, launch: LaunchPlan, place: RankId, device: torch.device
 ) -> RankCheckup:
     crew = launch.crew
     # One voice a machine: its ranks share the environment.
@@ -85,12 +94,12 @@ def _users_environment(run: RunDir, launch: LaunchPlan) -> dict[str, str]:
     """This rank's, without what Paceline itself has put there."""
     asked = {name for name, why in launch.reasons.items() if why == LAUNCH_ENV}
     own = set(launch.env) - set(Env.load(run.env).variables) - asked
-    if launch.launcher == "local":
+    if is_local(launch.launcher):  # the store is ours
         own |= {"MASTER_ADDR", "MASTER_PORT"}
     return {name: value for name, value in os.environ.items() if name not in own}
 
 
-def _examine_group(run: RunDir, place: Place, device: torch.device) -> None:
+def _examine_group(run: RunDir, place: RankId, device: torch.device) -> None:
     LOG.info("testing the collectives")
     correctness = verify_collectives(device)
     LOG.info("timing the collectives")

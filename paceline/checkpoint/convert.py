@@ -144,8 +144,8 @@ def _transformers_model(run: RunDir, tree: dict[str, Any], say: Say) -> Any:
         return None
     if not kind.from_transformers:
         return None
-    # How ranks shared the work is no part of the model.
-    rest = {key: value for key, value in tree.items() if key != "strategy"}
+    # How ranks shared the work, and where they ran, is no part of the model.
+    rest = {key: value for key, value in tree.items() if key not in ("strategy", "launch")}
     config = check_plain(rest, run_schema(kind.Model, kind.Data), str(run.config))
     workload = kind()
     workload.prepared = _prepared(run)

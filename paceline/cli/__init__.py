@@ -23,7 +23,7 @@ from paceline.cli import (
     train,
     verify,
 )
-from paceline.errors import EXIT_CODES, Outcome, PacelineError
+from paceline.errors import Outcome, PacelineError
 
 app = typer.Typer(
     name="paceline",
@@ -73,11 +73,11 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(EXIT_CODES[Outcome.INTERRUPTED])
+        sys.exit(Outcome.INTERRUPTED.exit_code)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of stdout left, as `head` does
         sys.exit(0)
     except Exception:
         traceback.print_exc()
         print("this is a bug in Paceline: please report it with the lines above", file=sys.stderr)
-        sys.exit(EXIT_CODES[Outcome.CRASHED])
+        sys.exit(Outcome.CRASHED.exit_code)

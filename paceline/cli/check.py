@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from paceline.check.records import CheckReport
+    from paceline.launch.base import Task
     from paceline.machine.measures import Speed
 
 LARGE_BYTES = 1 << 20
@@ -34,10 +35,10 @@ def check(
     from paceline.cli.together import among_ranks
 
     talk = ConsoleTalk()
-    with among_ranks() as call, refusals_on_stdout(as_json):
+    with among_ranks(_load_task) as rendezvous, refusals_on_stdout(as_json):
         from paceline.check.flow import load_settings, run_check, save_snapshot  # imports torch
 
-        report = run_check(load_settings(overrides or []), out, talk.say, call)
+        report = run_check(load_settings(overrides or []), out, talk.say, rendezvous)
         if snapshot is not None:
             from paceline.machine.facts import probe
 
@@ -47,6 +48,12 @@ def check(
     else:
         _print(report)
     raise typer.Exit(report.exit_code)
+
+
+def _load_task() -> "Task":
+    from paceline.check.rank import CHECK
+
+    return CHECK
 
 
 def _print(report: "CheckReport") -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.arguments import JsonFlag
-from paceline.errors import EXIT_CODES, Outcome
+from paceline.errors import Outcome
 
 if TYPE_CHECKING:
     from paceline.checkpoint.survey import Listed, Verified
@@ -85,7 +85,7 @@ def verify(run_dir: RunArgument, as_json: JsonFlag = False) -> None:
     if not sound:
         raise RestoreError(f"no checkpoint in {folder.root} can be trusted")
     is_ok = len(sound) == len(found)
-    raise typer.Exit(EXIT_CODES[Outcome.OK if is_ok else Outcome.CHECK_FAILED])
+    raise typer.Exit((Outcome.OK if is_ok else Outcome.CHECK_FAILED).exit_code)
 
 
 @app.command()

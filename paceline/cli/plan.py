@@ -11,7 +11,7 @@ from paceline.cli.arguments import JsonFlag, Overrides, Source
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from paceline.launch.base import Order
+    from paceline.launch.base import LaunchOrder
     from paceline.records import Plan
 
 
@@ -115,7 +115,7 @@ def _require_new(file: Path) -> None:
         raise ConfigError(f"{file}: there is no folder {file.parent}\nhint: make it first")
 
 
-def _write_batch(file: Path, name: str, order: "Order", asked: "Sequence[str]") -> None:
+def _write_batch(file: Path, name: str, order: "LaunchOrder", asked: "Sequence[str]") -> None:
     from paceline.launch.slurm import batch_script
     from paceline.records.files import write_atomic
     from paceline.records.rundir import slug

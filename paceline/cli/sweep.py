@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.arguments import JsonFlag, Overrides
-from paceline.errors import EXIT_CODES, Outcome
+from paceline.errors import Outcome
+from paceline.machine.process import ignore_stop_signals
 
 if TYPE_CHECKING:
     from paceline.sweep.flow import SweepEnd
@@ -111,8 +111,7 @@ def _to_the_end(spec: SweepSpec, out: Path | None, dry_run: bool, as_json: bool)
         if as_json:
             print_json(record.to_json())
         raise typer.Exit
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     talk.conclude(end, folder)
     if as_json:
         print_json(json.dumps(_body(end, folder), indent=2))
@@ -122,10 +121,11 @@ def _to_the_end(spec: SweepSpec, out: Path | None, dry_run: bool, as_json: bool)
 def exit_code(end: SweepEnd) -> int:
     """A stop comes first; then: a run failed, nothing was measured, or the target is not met."""
     if end.stopped_by:
-        return EXIT_CODES[Outcome(end.stopped_by)]
+        return Outcome(end.stopped_by).exit_code
     target = end.judgement.target
     is_short = end.judgement.winner is None or (target is not None and not target.is_met)
-    return EXIT_CODES[Outcome.CHECK_FAILED if is_short or end.num_failed else Outcome.OK]
+    outcome = Outcome.CHECK_FAILED if is_short or end.num_failed else Outcome.OK
+    return outcome.exit_code
 
 
 def _body(end: SweepEnd, folder: SweepDir) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from paceline.errors import Outcome, PacelineError
-from paceline.launch.cause import REFUSALS, STOPS
 from paceline.records import Plan, Result, words
 from paceline.records.rundir import RunDir
 from paceline.records.words import count, duration, elapsed, number
@@ -110,10 +109,9 @@ def refusals_on_stdout(as_json: bool) -> Iterator[None]:
 def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
     """The last lines of a run: how it ended, its figures with their window, its report."""
     if result.outcome is Outcome.OK:
-        talk.say(
-            f"finished {result.steps} steps, loss {words.shown(result.final_loss)}{_val(result)}"
-        )
-    elif result.outcome in STOPS:
+        loss = words.shown(result.final_loss)
+        talk.say(f"finished {result.steps} steps, loss {loss}{_val(result)}")
+    elif result.outcome.is_stop:
         said = f"{result.outcome} after step {result.steps} (exit {result.exit_code})"
         talk.say(f"{said}{_way_on(result, run)}")
     else:
@@ -159,7 +157,7 @@ def say_failure(talk: ConsoleTalk, result: Result) -> None:
     )
     for other in failure.others:
         talk.say(f"  then {other}")
-    if result.outcome not in REFUSALS:  # a refusal has said all there is to know
+    if not result.outcome.is_refusal:  # a refusal has said all there is to know
         talk.say(f"the end of its log, {shown(run.root / failure.log)}:")
         for line in _tail(run.root / failure.log):
             talk.say(f"    {line}")

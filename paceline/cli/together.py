@@ -1,8 +1,8 @@
-"""A verb under torchrun, srun, mpirun or deepspeed: rank 0 leads, the others take part."""
+"""A verb under torchrun, srun, mpirun or deepspeed: rank 0 leads, the others follow it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -10,9 +10,11 @@ import typer
 
 from paceline.errors import ConfigError
 from paceline.machine import resolve_topology
+from paceline.machine.launchers import any_wide_launcher
 
 if TYPE_CHECKING:
-    from paceline.launch.muster import RollCall
+    from paceline.launch.base import Task
+    from paceline.launch.rendezvous import Rendezvous
 
 
 def require_alone(verb: str) -> None:
@@ -21,24 +23,25 @@ def require_alone(verb: str) -> None:
     if not topology.is_alone:
         raise ConfigError(
             f"paceline {verb} was started as {topology.world_size} ranks; it starts the ranks of"
-            f" its runs itself\nhint: start it once; launch.launcher=torchrun, slurm, mpi or"
-            " deepspeed says by what its runs are started"
+            f" its runs itself\nhint: start it once; launch.launcher={any_wide_launcher()} says by"
+            " what its runs are started"
         )
 
 
 @contextmanager
-def among_ranks() -> Iterator[RollCall | None]:
-    """The meeting with the other ranks, for rank 0; None in a process that is alone. Any other
-    rank takes part in what rank 0 decides and leaves here with its own exit code."""
+def among_ranks(load_task: Callable[[], Task]) -> Iterator[Rendezvous | None]:
+    """Yield the rendezvous with the other ranks to rank 0, and None to a process that is alone. Any
+    other rank follows rank 0 here and leaves with its own exit code: it runs the task of the verb,
+    which is loaded only now because that imports torch."""
     topology = resolve_topology()
     if topology.is_alone:
         yield None
         return
-    from paceline.launch.muster import muster  # imports torch
+    from paceline.launch.rendezvous import join_rendezvous
 
-    with muster(topology) as call:
+    with join_rendezvous(topology) as rendezvous:
         if topology.rank > 0:
-            from paceline.launch.member import attend
+            from paceline.launch.member import follow_rank0
 
-            raise typer.Exit(attend(call))
-        yield call
+            raise typer.Exit(follow_rank0(rendezvous, load_task()))
+        yield rendezvous

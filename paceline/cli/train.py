@@ -12,10 +12,12 @@ import typer
 
 from paceline.cli.arguments import SOURCE, JsonFlag, OutOption, Overrides
 from paceline.errors import ConfigError, StopAsked
+from paceline.machine.process import ignore_stop_signals, signal_handlers
 
 if TYPE_CHECKING:
     from paceline.cli.talk import ConsoleTalk
-    from paceline.launch.muster import RollCall
+    from paceline.launch.base import Task
+    from paceline.launch.rendezvous import Rendezvous
     from paceline.records import Result
 
 
@@ -61,12 +63,12 @@ def finish(source: str, overrides: list[str], out: Path | None, as_json: bool) -
     """Run a job to its report, say how it ended, and leave with its exit code."""
     from paceline.job import load_job
 
-    def run(talk: ConsoleTalk, call: RollCall | None) -> Result:
+    def run(talk: ConsoleTalk, rendezvous: Rendezvous | None) -> Result:
         job = load_job(source, overrides)
         talk.say("checking the machine and planning")
         from paceline.run.flow import run_job  # imports torch: only once the config is right
 
-        return run_job(job, out, talk, call)
+        return run_job(job, out, talk, rendezvous)
 
     _to_the_end(run, as_json)
 
@@ -78,32 +80,36 @@ def go_on(
     if out is not None:
         raise ConfigError("--resume goes on in the run's own directory; it takes no --out")
 
-    def run(talk: ConsoleTalk, call: RollCall | None) -> Result:
+    def run(talk: ConsoleTalk, rendezvous: Rendezvous | None) -> Result:
         from paceline.run.flow import resume_job
         from paceline.run.resume import load_resumption
 
         resumption = load_resumption(resume, overrides, allow_change)
         talk.say("checking the machine and planning")
-        return resume_job(resumption, allow_change, talk, call)
+        return resume_job(resumption, talk, rendezvous)
 
     _to_the_end(run, as_json)
 
 
-def _to_the_end(run: Callable[[ConsoleTalk, RollCall | None], Result], as_json: bool) -> None:
+def _to_the_end(run: Callable[[ConsoleTalk, Rendezvous | None], Result], as_json: bool) -> None:
     from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout, say_result
     from paceline.cli.together import among_ranks
     from paceline.records.rundir import RunDir
 
     talk = ConsoleTalk()
-    with among_ranks() as call, refusals_on_stdout(as_json), stoppable():
-        result = run(talk, call)
-    # All that is left is to say so: one more signal must not replace the run's exit code.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    with among_ranks(_load_task) as rendezvous, refusals_on_stdout(as_json), stoppable():
+        result = run(talk, rendezvous)
+    ignore_stop_signals()  # all that is left is to say how it ended
     say_result(talk, result, RunDir(Path(result.run_dir)))
     if as_json:
         print_json(result.to_json())
     raise typer.Exit(result.exit_code)
+
+
+def _load_task() -> Task:
+    from paceline.run.rank import TRAIN
+
+    return TRAIN
 
 
 @contextmanager
@@ -117,9 +123,5 @@ def stoppable() -> Iterator[None]:
             " prepared stays\nhint: the same command goes on from there"
         )
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    try:
+    with signal_handlers(stop, (signal.SIGTERM, signal.SIGUSR2)):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

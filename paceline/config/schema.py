@@ -11,8 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
-from paceline.config.slurm_args import explain_refusal
-
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -149,7 +147,9 @@ class StrategyConfig(Section):
 
 
 class LaunchConfig(Section):
-    launcher: Literal["auto", "local", "torchrun", "slurm", "mpi", "deepspeed"] = Field(
+    """What all launchers have in common; `machine/launchers.py` lists them and adds their own."""
+
+    launcher: str = Field(
         "auto", description="What starts the ranks. auto: whoever started this process, else local."
     )
     nproc: Literal["auto"] | Positive = Field(
@@ -157,12 +157,6 @@ class LaunchConfig(Section):
     )
     nnodes: Literal["auto"] | Positive = Field(
         "auto", description="Machines. auto: those of the hostfile or the allocation, else 1."
-    )
-    hostfile: Literal["none"] | str = Field(
-        "none", description="Machines for mpi, deepspeed and torchrun: lines of NAME slots=N."
-    )
-    rdzv_endpoint: Literal["auto"] | str = Field(
-        "auto", description="HOST:PORT where torchrun's agents meet. auto: this host, a free port."
     )
     devices: Literal["auto"] | list[Count] = Field(
         "auto", description="GPUs by index, one for each rank of a machine; twice the same shares."
@@ -178,11 +172,6 @@ class LaunchConfig(Section):
         False,
         description="Go on where weights, gradients and optimizer do not fit into memory; also to"
         " plan here for a larger machine.",
-    )
-    torchrun_args: list[str] = Field([], description="More arguments for torchrun, as a list.")
-    slurm_args: list[str] = Field(
-        [],
-        description="More options for srun and sbatch, as a list: [--gres=gpu:8,--time=1:00:00].",
     )
     fabric: Literal["auto", "off", "nvlink", "pcie", "frontier"] = Field(
         "auto", description="Preset of NCCL's variables. auto: the one that the probed links match."
@@ -215,21 +204,6 @@ class LaunchConfig(Section):
             if "\0" in value:
                 raise ValueError(f"the value of {name} holds a null byte")
         return env
-
-    @field_validator("slurm_args")
-    @classmethod
-    def _slurm_args_run_nothing(cls, arguments: list[str]) -> list[str]:
-        refusals = [explain_refusal(argument) for argument in arguments]
-        if any(refusals):
-            raise ValueError("; ".join(refusal for refusal in refusals if refusal))
-        return arguments
-
-    @field_validator("rdzv_endpoint")
-    @classmethod
-    def _endpoint_is_plain(cls, endpoint: str) -> str:
-        if endpoint != "auto" and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-]*:\d{1,5}", endpoint):
-            raise ValueError(f"{endpoint!r} is not HOST:PORT")
-        return endpoint
 
 
 class DataConfig(Section):
@@ -333,12 +307,14 @@ def run_schema(
     model: type[Section],
     data: type[DataConfig],
     strategy: type[StrategyConfig] = StrategyConfig,
+    launch: type[LaunchConfig] = LaunchConfig,
 ) -> type[RunConfig]:
-    """Return `RunConfig` with a workload's own `model` and `data`, and with the strategies' keys:
-    `job.py` passes them in. Without those only the name of a strategy can be set."""
+    """Return `RunConfig` with a workload's own `model` and `data`, and with the keys of strategies
+    and launchers: `job.py` passes them in. Without those only the common ones can be set."""
     sections: dict[str, Any] = {
         "model": (model, Field(default_factory=model, description="The workload's model.")),
         "data": (data, Field(default_factory=data, description="The workload's data.")),
         "strategy": (strategy, Field(default_factory=strategy, description="Parallelism.")),
+        "launch": (launch, Field(default_factory=launch, description="Where ranks run.")),
     }
     return create_model("RunConfig", __base__=RunConfig, **sections)

@@ -3,7 +3,6 @@
 A loader's state is one number, the next microbatch: to resume is to start counting there.
 """
 
-import ctypes
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from paceline.data.base import CountsUnits, Dataset
 from paceline.data.cursor import Indices, Order, StepSlice
 from paceline.data.rng import seed_rng
 from paceline.errors import DataError, LoaderError
+from paceline.machine.process import die_with_parent
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_NAMED = 8
 BLOCK = 128  # microbatches whose sample ids are computed together: the hash costs more than the sum
 
@@ -219,5 +218,5 @@ def _quiet_worker(_: int) -> None:
     And they end with it, even one that hangs in a user's code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     torch.set_num_threads(1)

@@ -7,7 +7,6 @@ A token is a byte; 256 stands between documents. A document belongs to train or 
 the hash of its content, so neither changes when files are added or the order differs.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ from torch import Tensor
 from paceline.data.settings import TextData
 from paceline.errors import DataError
 from paceline.records import Part, Record
-from paceline.records.files import fingerprint, sync_directory
+from paceline.records.files import FileLock, fingerprint, sync_directory
 
 DOCUMENT_END = 256
 DTYPE = np.dtype("<u2")
@@ -74,7 +73,7 @@ def prepare_tokens(data: TextData, say: Callable[[str], None]) -> tuple[Path, Ma
         _require_text(files)
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(home.with_suffix(".lock")):
+        with FileLock(home.with_suffix(".lock")):  # two processes never build the same shards
             if not (home / "manifest.json").is_file():
                 total_mb = sum(path.stat().st_size for path in files) / 1e6
                 say(f"reading {len(files)} files ({total_mb:.1f} MB) of {data.source} as bytes")
@@ -313,17 +312,3 @@ def _map_shard(path: Path, shard: Shard) -> NDArray[np.uint16]:
             f"hint: delete {path.parent} and it is made anew"
         )
     return np.memmap(path, dtype=DTYPE, mode="r")
-
-
-class _locked:
-    """An exclusive lock on a file, so that two processes never build the same shards."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        self.handle = self.path.open("w")
-        fcntl.flock(self.handle, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        self.handle.close()

@@ -1,7 +1,7 @@
-"""Attempts on disk: attempt.json of the one that lives, attempts/<n>/ of those that have ended.
+"""Attempts on disk: attempt.json is the live one's, attempts/<n>/ has those that have ended.
 
 What the next attempt writes anew is moved there, and decisions are copied, so that the evidence of
-every failure stays. Logs and tables are appended to and stay where they are.
+every failure is kept. Logs and tables are appended to and stay where they are.
 """
 
 import os
@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from paceline.errors import Outcome
-from paceline.launch.cause import completed_steps
+from paceline.launch.ending import Ending, Verdicts, completed_steps, load_verdicts
 from paceline.records import Attempt, AttemptSummary, LaunchPlan
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
@@ -28,7 +27,7 @@ HALT_NOTE = (
 def begin_attempt(
     run: RunDir, resume: bool, halt_seen: int | None = None, allow_change: bool = False
 ) -> Attempt:
-    """attempt.json of the next start of all ranks. What an earlier one left is moved away."""
+    """Write attempt.json of the next start of all ranks; move away what an earlier one left."""
     archive_left_over(run)
     number = 1 + max(past_numbers(run), default=0)
     attempt = Attempt(
@@ -43,22 +42,21 @@ def begin_attempt(
 
 
 def find_halt(run: RunDir, say: Callable[[str], None]) -> int | None:
-    """The .HALT of an earlier run, by its time of modification: it is not meant for this one."""
+    """Return when a .HALT of before was modified, in nanoseconds: it is not meant for this run."""
     if not run.halt.exists():
         return None
     say(HALT_NOTE)
     return run.halt.stat().st_mtime_ns
 
 
-def finish_attempt(
-    run: RunDir, num_ranks: int, outcome: Outcome, cause: str = "", stopped: str = ""
-) -> Attempt:
-    """Complete attempt.json. `cause` is a failure's message, of which the first line is kept."""
-    first, last = _span(run, num_ranks)
+def finish_attempt(run: RunDir, ending: Ending, cause: str = "", stopped: str = "") -> Attempt:
+    """Complete attempt.json. `cause` is a failure's message, of which the first line is kept;
+    `stopped` says why no other attempt followed."""
+    first, last = _span(run, ending.num_ranks, ending.verdicts)
     ended = Attempt.load(run.attempt).model_copy(
         update={
             "ended_at": time.time(),
-            "outcome": outcome,
+            "outcome": ending.outcome,
             "first_step": first,
             "last_step": last,
             "cause": cause.partition("\n")[0],
@@ -70,20 +68,21 @@ def finish_attempt(
 
 
 def archive_left_over(run: RunDir) -> None:
-    """Before the decisions of a resumed run are written: the last attempt, however it ended."""
+    """Archive the last attempt, however it ended, before a resumed run writes its decisions."""
     if not run.attempt.is_file():
         return
     attempt = Attempt.load(run.attempt)
     if attempt.ended_at is None:
         num_ranks = LaunchPlan.load(run.launch).crew.world_size if run.launch.is_file() else 0
-        first, last = _span(run, num_ranks)
+        first, last = _span(run, num_ranks, load_verdicts(run, num_ranks))
         known = {"ended_at": _last_sign(run), "first_step": first, "last_step": last}
         attempt = attempt.model_copy(update=known | {"cause": CUT_OFF})
     archive_attempt(run, attempt)
 
 
 def archive_attempt(run: RunDir, ended: Attempt) -> None:
-    """Its own record goes last: whoever is killed on the way finds it there and does it again."""
+    """Move an ended attempt to its folder. Its own record goes last: if this process is killed on
+    the way, the next one finds attempt.json still there and does it again."""
     folder = run.past_attempt(ended.number)
     folder.mkdir(parents=True, exist_ok=True)
     for path in (run.plan, run.launch, run.config, run.env, run.data):
@@ -98,7 +97,7 @@ def archive_attempt(run: RunDir, ended: Attempt) -> None:
 
 
 def put_back_decisions(run: RunDir) -> None:
-    """After a resume that took no step: the run is still what the attempt before it was."""
+    """After a resume that took no step, restore the decisions of the attempt before it."""
     attempt = Attempt.load(run.attempt)
     if attempt.number > 1 and read_mark(run.step_mark(0)) == 0:
         for path in (run.plan, run.launch, run.config, run.env, run.data):
@@ -108,8 +107,8 @@ def put_back_decisions(run: RunDir) -> None:
 
 
 def archive_rank(run: RunDir, number: int, rank: int) -> None:
-    """What a rank's next process writes anew. On a file system over a network its own machine does
-    so too, though another has done it, and so sees that the files are gone."""
+    """Move what a rank's next process writes anew. On a network file system the rank's own machine
+    does so too, though another has done it: only then does it see that the files are gone."""
     folder = run.past_attempt(number)
     inside = folder / run.rank(rank).relative_to(run.root)
     inside.mkdir(parents=True, exist_ok=True)
@@ -125,7 +124,7 @@ def past_numbers(run: RunDir) -> list[int]:
 
 
 def list_attempts(run: RunDir) -> list[Attempt]:
-    """All that the run directory knows of, the last one included."""
+    """Return all attempts that the run directory knows of, the last one included."""
     paths = [run.past_attempt(number) / run.attempt.name for number in past_numbers(run)]
     return [Attempt.load(path) for path in (*paths, run.attempt) if path.is_file()]
 
@@ -149,16 +148,17 @@ def _move(paths: Iterable[Path], folder: Path) -> None:
             continue
 
 
-def _span(run: RunDir, num_ranks: int) -> tuple[int, int]:
-    """First and last step that this attempt took, as far as known; 0: none."""
+def _span(run: RunDir, num_ranks: int, verdicts: Verdicts) -> tuple[int, int]:
+    """Return the first and last step that this attempt took, as far as known; 0: none."""
     if read_mark(run.step_mark(0)) == 0 or num_ranks == 0:
         return 0, 0
-    first = Attempt.load(run.attempt).first_step or 1  # rank 0 says what it goes on from
+    first = Attempt.load(run.attempt).first_step or 1  # rank 0 says where it resumed
     rows = read_training(run.training)
-    return first, max(first, completed_steps(run, num_ranks, rows[-1].step if rows else 0))
+    recorded = rows[-1].step if rows else 0
+    return first, max(first, completed_steps(run, num_ranks, verdicts, recorded))
 
 
 def _last_sign(run: RunDir) -> float:
-    """When somebody last wrote: the heartbeats of an attempt that nobody saw the end of."""
+    """Return when an attempt that nobody saw the end of last wrote a heartbeat."""
     beats = [path.stat().st_mtime for path in run.root.glob("heartbeat_rank*.jsonl")]
     return max([*beats, run.attempt.stat().st_mtime])

@@ -1,7 +1,8 @@
 """Attempts: after a failure all ranks start again from the last checkpoint, so often and no more.
 
-Here is the policy, the same for ranks of our own (local.py) and for members (member.py): which
-failures are worth another attempt, and when two of them are the same one.
+Here is the policy, the same for ranks that we fork (local.py) and for those that each have a
+supervisor of their own (member.py): which failures are worth another attempt, and when two of them
+are the same one.
 """
 
 import itertools
@@ -9,17 +10,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from paceline.errors import LoaderError, Outcome
+from paceline.errors import is_retryable_kind
 from paceline.launch.archive import archive_attempt, begin_attempt, finish_attempt
-from paceline.launch.base import LaunchEnd
-from paceline.launch.blame import missed_deadline
-from paceline.launch.cause import Ending, judge_end
-from paceline.launch.signals import Notes, noted_signals
+from paceline.launch.deadlines import missed_deadline
+from paceline.launch.ending import Ending, LaunchEnd, judge_end
+from paceline.launch.signals import SignalLog, logged_signals
 from paceline.launch.supervisor import log_line
 from paceline.records import Attempt, LaunchPlan, Limits
 from paceline.records.rundir import RunDir
 
-WORTH_ANOTHER = (Outcome.CRASHED, Outcome.STALL, Outcome.OUT_OF_RESOURCES)
 LAST_MOMENT_S = 0.1
 
 
@@ -28,7 +27,7 @@ class Start:
     """What differs between two starts of the same ranks."""
 
     limits: Limits
-    notes: Notes
+    signals: SignalLog
 
 
 @dataclass(frozen=True)
@@ -41,41 +40,44 @@ def run_attempts(
     launch: LaunchPlan,
     run: RunDir,
     start: Callable[[Start], LaunchEnd],
-    announce: Callable[[int | None], None] = lambda number: None,
-) -> LaunchEnd:
-    """Start ranks until they end well or another attempt is not worth it. `announce` is told the
-    number of an attempt that another one follows, or None. Without attempt.json there is one."""
+    publish_next: Callable[[int | None], None] = lambda number: None,
+) -> Ending:
+    """Start ranks until they end well or another attempt is not worth it; return how the last one
+    ended. `publish_next` is called after each attempt: with its number if another one follows, and
+    with None if none does. A task that keeps no attempt.json has one attempt."""
     began_at, before = time.monotonic(), None
-    with noted_signals() as notes:
+    with logged_signals() as signals:
         for restarts in itertools.count():
-            end = start(Start(_what_is_left(launch.limits, began_at), notes))
+            seen = start(Start(_what_is_left(launch.limits, began_at), signals))
+            ending = judge_end(run, launch.crew.world_size, seen)
             if not run.attempt.is_file():  # a check, a proof: nothing to go on from
                 break
-            ending = judge_end(run, launch.crew.world_size, end)
-            decision = decide(launch, end, (before, ending), restarts)
-            if decision.again and notes.ending:  # it came when no rank was there to hear it
-                end = replace(end, signal=notes.first)
-                ending, decision = judge_end(run, launch.crew.world_size, end), Decision(False)
-            ended = _finish(run, launch, ending, decision.why_not)
+            decision = decide(launch, before, ending, restarts)
+            if decision.again and signals.stops:
+                # It came after the ranks had failed, when none was there to be asked: the user
+                # wants the end, so this attempt ends as stopped and nothing starts again.
+                seen = replace(seen, signal=signals.first)
+                ending, decision = judge_end(run, launch.crew.world_size, seen), Decision(False)
+            ended = _finish(run, ending, decision.why_not)
             if not decision.again:
                 break
+            # The order matters to a kill at any point: attempt.json of the ended attempt is moved
+            # last (archive.py), the next one's is written before other supervisors hear of it.
             log_line(run, f"attempt {ended.number} failed: {ended.cause}: all ranks start again")
             archive_attempt(run, ended)
             begin_attempt(run, True, ended.halt_seen, ended.allow_change)
-            announce(ended.number)
+            publish_next(ended.number)
             before = ending
-    announce(None)
-    return end
+    publish_next(None)
+    return ending
 
 
-def decide(
-    launch: LaunchPlan, end: LaunchEnd, last_two: tuple[Ending | None, Ending], restarts: int
-) -> Decision:
-    """Is another attempt worth it?"""
-    before, now = last_two
-    if launch.max_restarts == 0 or end.signal is not None or not is_worth_another(now, end):
+def decide(launch: LaunchPlan, before: Ending | None, now: Ending, restarts: int) -> Decision:
+    """Decide whether another attempt is worth it. A reason is given where one was allowed, and
+    would have followed but for something that the user should know."""
+    if launch.max_restarts == 0 or now.seen.signal is not None or not is_worth_another(now):
         return Decision(False)
-    missing = [rank for rank in range(launch.crew.world_size) if rank not in end.ends]
+    missing = [rank for rank in range(now.num_ranks) if rank not in now.seen.ends]
     if missing:
         return Decision(False, f"not started again: rank {missing[0]} has no supervisor any more")
     if before is not None and are_alike(before, now):
@@ -91,15 +93,16 @@ def decide(
     return Decision(True)
 
 
-def is_worth_another(ending: Ending, end: LaunchEnd) -> bool:
-    """A rank that died may not die again; a refusal stays one, and so does a bad loss."""
-    if end.refusal or missed_deadline(end.ends) == "total":
+def is_worth_another(ending: Ending) -> bool:
+    """True for a failure that may not come again. A refusal would, and so would a bad loss; and
+    the time of launch.total_s is up whoever uses it."""
+    if ending.seen.refusal or missed_deadline(ending.seen.ends) == "total":
         return False
-    return ending.outcome in WORTH_ANOTHER or ending.kind == LoaderError.__name__
+    return ending.outcome.is_retryable or is_retryable_kind(ending.kind)
 
 
 def are_alike(one: Ending, other: Ending) -> bool:
-    """The same rank, step and words: a third time would be the same."""
+    """True for the same rank, step and words: a third attempt would end the same."""
     a, b = one.failure, other.failure
     if a is None or b is None or a.rank != b.rank:
         return False
@@ -108,17 +111,17 @@ def are_alike(one: Ending, other: Ending) -> bool:
     return a.step == b.step
 
 
-def _finish(run: RunDir, launch: LaunchPlan, ending: Ending, why_not: str) -> Attempt:
+def _finish(run: RunDir, ending: Ending, why_not: str) -> Attempt:
     failure = ending.failure
     cause = f"rank {failure.rank} at step {failure.step}: {failure.message}" if failure else ""
     number = Attempt.load(run.attempt).number
     if why_not and number > 1:
         why_not += f"; what attempt {number - 1} left is in attempts/{number - 1}"
-    return finish_attempt(run, launch.crew.world_size, ending.outcome, cause, why_not)
+    return finish_attempt(run, ending, cause, why_not)
 
 
 def _what_is_left(limits: Limits, began_at: float) -> Limits:
-    """launch.total_s is for all attempts together."""
+    """Return the limits of the next attempt: launch.total_s is for all of them together."""
     if limits.total_s is None:
         return limits
     left_s = limits.total_s - (time.monotonic() - began_at)

@@ -1,68 +1,82 @@
-"""The launcher seam: a plan that can be printed and tested, and a run of it."""
+"""The seams: a verb hands down a `Task`, a `Launcher` plans and runs ranks that do it."""
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from paceline.config.schema import LaunchConfig
+from paceline.launch.ending import Ending
 from paceline.machine.fabric import choose_fabric
+from paceline.machine.group import StoreAddress
+from paceline.machine.topology import RankId
 from paceline.plan.crew import visible_devices
-from paceline.records import Crew, Env, Finding, LaunchPlan, Limits, RankEnd, RankPlace
+from paceline.records import Crew, Env, Finding, LaunchPlan, Limits, RankPlace
 from paceline.records.rundir import RunDir
+from paceline.train.control import Requests
 
-RUN_DIR = "RUN_DIR"  # stands in a plan that nobody runs
-MEMBER = ("-m", "paceline.launch.member")  # what an external launcher starts on every rank
+RUN_DIR = "RUN_DIR"  # in the place of a directory, in a plan that nobody runs
 
 
 @dataclass(frozen=True)
-class Order:
-    """What is to be started, whoever asked for it."""
+class RankContext:
+    """What a rank is given: who it is, where ranks meet, where its files go, what is asked of it
+    while it runs."""
+
+    run: RunDir
+    place: RankId
+    store: StoreAddress
+    requests: Requests
+
+
+@dataclass(frozen=True)
+class Task:
+    """What ranks do. Each verb that starts ranks has one and hands it down; `name` is written to
+    launch.json only so that a process which takes part can see that it runs the same verb."""
+
+    name: str
+    work: Callable[[RankContext], None]  # a function of a module: it travels to ranks by its name
+    module: str  # `python -m MODULE RUN_DIR` takes part with one rank (member.take_part)
+    # The work looks at its requests: signals only note them. Without, a rank dies on a signal.
+    polls_requests: bool = False
+    # A failed attempt leaves something to go on from, so launch.max_restarts counts.
+    is_restartable: bool = False
+
+
+@dataclass(frozen=True)
+class LaunchOrder:
+    """What is to be started, whichever verb asked for it."""
 
     settings: LaunchConfig
     crew: Crew
     env: Env
     threads: int
-    task: Literal["train", "check", "verify"]
+    task: Task
     workload: str = ""
     run_dir: str = RUN_DIR
     workers: int = 0  # loader processes that each rank wants
 
 
-@dataclass
-class LaunchEnd:
-    """What the launcher saw. Whether the run went well is for the ranks' verdicts to say."""
-
-    ends: dict[int, RankEnd] = field(default_factory=dict)
-    signal: int | None = None
-    refusal: str = ""  # why a command could not start the ranks
-    stall: str = ""  # the deadline by which it should have
-
-    @property
-    def exit_codes(self) -> dict[int, int]:
-        return {rank: end.exit_code for rank, end in self.ends.items()}
-
-
 class Launcher(Protocol):
-    def plan(self, order: Order) -> LaunchPlan:
-        """Which process runs where, with which environment. Touches nothing."""
+    def plan(self, order: LaunchOrder) -> LaunchPlan:
+        """Decide which process runs where, with which environment. Touches nothing."""
         ...
 
-    def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
-        """Start the ranks, wait for all of them, leave none behind."""
+    def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
+        """Start the ranks, wait for all of them, leave none behind; say how it ended."""
         ...
 
 
-def draw_plan(order: Order, argv: Sequence[str], hosts: Sequence[str]) -> LaunchPlan:
-    """The plan of any launcher: it differs in its command and in its hosts, one name a node."""
+def draw_plan(order: LaunchOrder, argv: Sequence[str], hosts: Sequence[str]) -> LaunchPlan:
+    """Return the plan of any launcher: they differ in the command and in the host of each node."""
     crew, settings = order.crew, order.settings
     fabric = choose_fabric(settings.fabric, order.env, crew, Path(order.run_dir).name)
     env, reasons = _environment(order, fabric.variables)
     return LaunchPlan(
         launcher=crew.launcher.value,
         argv=list(argv),
-        task=order.task,
+        task=order.task.name,
         workload=_absolute(order.workload),
         crew=crew,
         threads=order.threads,
@@ -71,10 +85,22 @@ def draw_plan(order: Order, argv: Sequence[str], hosts: Sequence[str]) -> Launch
         reasons=reasons,
         ranks=_places(crew, settings, hosts),
         limits=limits_of(settings),
-        # Whatever else ranks do is short, and starts from nothing each time.
-        max_restarts=settings.max_restarts if order.task == "train" else 0,
+        max_restarts=settings.max_restarts if order.task.is_restartable else 0,
         findings=[*fabric.findings, *_overruled(order, fabric.variables)],
     )
+
+
+def with_short_limits(
+    launch: LaunchPlan, total_s: float, collective_s: float | None = None
+) -> LaunchPlan:
+    """Return the plan with the limits of a task that takes no steps: only the whole is timed."""
+    limits = {
+        "start_s": None,
+        "progress_s": None,
+        "total_s": total_s,
+        "collective_s": min(launch.limits.collective_s, collective_s or float("inf")),
+    }
+    return launch.model_copy(update={"limits": launch.limits.model_copy(update=limits)})
 
 
 def limits_of(settings: LaunchConfig) -> Limits:
@@ -88,15 +114,15 @@ def limits_of(settings: LaunchConfig) -> Limits:
 
 
 def rank_device(crew: Crew, local_rank: int) -> str:
-    """`cuda:1`, counted among the GPUs that the ranks see."""
-    if not crew.on_gpu:
+    """Return `cuda:1`, counted among the GPUs that the ranks see."""
+    if crew.device.value == "cpu":
         return "cpu"
     indices = crew.device_indices
     return f"cuda:{indices[local_rank] if local_rank < len(indices) else local_rank}"
 
 
 def rank_gpu(settings: LaunchConfig, local_rank: int) -> int | None:
-    """The GPU as `launch.devices` counts it, where that differs from torch's count."""
+    """Return the GPU as `launch.devices` counts it, where that differs from torch's count."""
     if settings.devices == "auto" or local_rank >= len(settings.devices):
         return None
     return settings.devices[local_rank]
@@ -116,9 +142,9 @@ def _places(crew: Crew, settings: LaunchConfig, hosts: Sequence[str]) -> list[Ra
 
 
 def _environment(
-    order: Order, fabric: dict[str, tuple[str, str]]
+    order: LaunchOrder, fabric: dict[str, tuple[str, str]]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """What ranks get beside our own environment. What the user has set is never replaced."""
+    """Return what ranks get beside our own environment, and why. What the user set stays."""
     asked = order.settings.env
     chosen = {"OMP_NUM_THREADS": (str(order.threads), "the plan's threads a rank")}
     chosen |= {name: pair for name, pair in fabric.items() if name not in order.env.variables}
@@ -130,14 +156,14 @@ def _environment(
 
 
 def device_names(devices: Iterable[int]) -> list[str]:
-    """`launch.devices` counts the GPUs that are visible now, which may be some of the machine's:
-    their numbers there, or their UUIDs."""
+    """Return the machine's own numbers or UUIDs of these devices: `launch.devices` counts among the
+    GPUs that are visible now."""
     now = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in now.split(",")] if now else []
     return [names[n] if n < len(names) else str(n) for n in devices]
 
 
-def _overruled(order: Order, fabric: dict[str, tuple[str, str]]) -> list[Finding]:
+def _overruled(order: LaunchOrder, fabric: dict[str, tuple[str, str]]) -> list[Finding]:
     own = order.env.variables | order.settings.env
     return [
         Finding(
@@ -151,7 +177,7 @@ def _overruled(order: Order, fabric: dict[str, tuple[str, str]]) -> list[Finding
 
 
 def _absolute(workload: str) -> str:
-    """FILE.py:Class with a full path: a rank must find it whatever its working directory."""
+    """Return FILE.py:Class with a full path: a rank finds it whatever its working directory."""
     if ".py:" not in workload:
         return workload
     file, _, name = workload.rpartition(":")

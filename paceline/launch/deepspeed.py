@@ -1,19 +1,19 @@
 """DeepSpeed's launcher: `--include` on this machine, `--hostfile` on several."""
 
-import socket
-
 from paceline.errors import ConfigError
-from paceline.launch.base import MEMBER, LaunchEnd, Order, device_names, draw_plan
+from paceline.launch.base import LaunchOrder, Task, device_names, draw_plan
 from paceline.launch.command import require_program, run_command
-from paceline.machine.hosts import read_hostfile
+from paceline.launch.ending import Ending
+from paceline.machine.hosts import free_port, read_hostfile
+from paceline.machine.launchers import HostfileConfig
 from paceline.plan.crew import visible_devices
 from paceline.records import LaunchPlan
 from paceline.records.rundir import RunDir
 
 
 class DeepSpeedLauncher:
-    def plan(self, order: Order) -> LaunchPlan:
-        crew, hostfile = order.crew, order.settings.hostfile
+    def plan(self, order: LaunchOrder) -> LaunchPlan:
+        crew, hostfile = order.crew, HostfileConfig.of(order.settings).hostfile
         # The runner drops CUDA_VISIBLE_DEVICES beside --include: name the machine's own numbers.
         numbers = device_names(visible_devices(order.settings) or range(crew.per_node))
         if crew.on_gpu and not all(number.isdigit() for number in numbers):
@@ -38,15 +38,15 @@ class DeepSpeedLauncher:
         argv = [
             "deepspeed",
             *where,
-            *("--master_port", str(_free_port())),
+            *("--master_port", str(free_port())),
             "--no_local_rank",
             "--module",
-            MEMBER[1],
+            order.task.module,
             order.run_dir,
         ]
         return self._without_visible(draw_plan(order, argv, hosts))
 
-    def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
+    def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
         require_program("deepspeed", "pip install deepspeed, or choose another launch.launcher")
         return run_command(launch, run)
 
@@ -56,8 +56,3 @@ class DeepSpeedLauncher:
         env = {name: text for name, text in launch.env.items() if name != "CUDA_VISIBLE_DEVICES"}
         reasons = {name: why for name, why in launch.reasons.items() if name in env}
         return launch.model_copy(update={"env": env, "reasons": reasons})
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])

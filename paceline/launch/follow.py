@@ -1,5 +1,5 @@
-"""Following a live run from its files: rank logs into train.log, training.csv into progress, a new
-attempt into a line for the user."""
+"""Follows a live run by its files: copies rank logs into train.log, turns rows of training.csv into
+progress, and a new attempt into a line for the user."""
 
 import csv
 import os
@@ -25,16 +25,16 @@ class Tail:
 
     @classmethod
     def from_end(cls, path: Path) -> "Tail":
-        """Of what is written from now on: an earlier attempt's lines have been told."""
+        """Return a tail of what is written from now on: what is there is an earlier attempt's."""
         return cls(path, path.stat().st_size if path.is_file() else 0)
 
     def lines(self, last: bool = False) -> list[str]:
-        """Lines since the last call; with `last`, the unfinished one too."""
+        """Return the lines since the last call; with `last`, the unfinished one too."""
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     # A new attempt has cut off what its checkpoint does not hold. What is left has
-                    # been told.
+                    # been returned before.
                     self._offset, self._rest = file.seek(0, os.SEEK_END), b""
                 file.seek(self._offset)
                 new = file.read()
@@ -49,8 +49,8 @@ class Tail:
 
 
 class Follower(Ticker):
-    """A thread of the supervisor; `on_row` gets each new row of training.csv, in order, and the
-    last one of those that are there already. `say` is told of every attempt after the first."""
+    """A thread of the supervisor. `on_row` gets each new row of training.csv, in order, and first
+    the last one of those that are there already; `say` gets a line per attempt but the first."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Follower(Ticker):
         self._train_log = run.train_log.open("a", buffering=1)
         self._training, self._columns = Tail(run.training), list[str]()
         self._attempt = self._find_attempt()
-        self._tell(self._new_rows()[-1:])
+        self._pass_rows(self._new_rows()[-1:])
 
     def stop(self) -> None:
         super().stop()
@@ -74,8 +74,8 @@ class Follower(Ticker):
 
     def tick(self) -> None:
         self._copy_logs(last=False)
-        self._tell(self._new_rows())
-        self._tell_attempt()
+        self._pass_rows(self._new_rows())
+        self._say_attempt()
 
     def _new_rows(self) -> list[list[str]]:
         rows = list(csv.reader(self._training.lines()))
@@ -83,19 +83,19 @@ class Follower(Ticker):
             self._columns, *rows = rows
         return rows
 
-    def _tell(self, rows: list[list[str]]) -> None:
+    def _pass_rows(self, rows: list[list[str]]) -> None:
         for row in rows:
             if len(row) == len(self._columns):
                 self._on_row(dict(zip(self._columns, row, strict=True)))
 
     def _find_attempt(self) -> Attempt | None:
-        """None too in the moment between two attempts."""
+        """Return the live attempt; None in the moment between two."""
         try:
             return Attempt.load(self._files.attempt)
         except DataError:
             return None
 
-    def _tell_attempt(self) -> None:
+    def _say_attempt(self) -> None:
         found = self._find_attempt()
         if found is None or self._attempt is None or found.number == self._attempt.number:
             self._attempt = self._attempt or found

@@ -9,11 +9,13 @@ from multiprocessing import forkserver
 from multiprocessing.util import get_temp_dir
 
 from paceline.launch.attempts import Start, run_attempts
-from paceline.launch.base import LaunchEnd, Order, draw_plan
-from paceline.launch.rank import TASKS, RankTicket, Task
+from paceline.launch.base import LaunchOrder, Task, draw_plan
+from paceline.launch.ending import Ending, LaunchEnd
+from paceline.launch.rank import RankSpec
 from paceline.launch.supervisor import PRELOADED, Supervisor
 from paceline.machine.fabric import make_node_caches
-from paceline.machine.group import Meeting, Place, serve_store
+from paceline.machine.group import StoreAddress, serve_store
+from paceline.machine.topology import RankId
 from paceline.records import LaunchPlan
 from paceline.records.rundir import RunDir
 
@@ -22,11 +24,11 @@ LOOPBACK = "127.0.0.1"
 
 
 class LocalLauncher:
-    def plan(self, order: Order) -> LaunchPlan:
+    def plan(self, order: LaunchOrder) -> LaunchPlan:
         return draw_plan(order, argv=[], hosts=[order.env.host] * order.crew.num_nodes)
 
-    def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
-        return run_local(launch, run, TASKS[launch.task])
+    def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
+        return run_attempts(launch, run, partial(_start_all, launch, run, task))
 
 
 def warm_up() -> None:
@@ -36,43 +38,39 @@ def warm_up() -> None:
     forkserver.ensure_running()
 
 
-def run_local(launch: LaunchPlan, run: RunDir, task: Task) -> LaunchEnd:
-    """Any task on the ranks of a plan."""
-    return run_attempts(launch, run, partial(_start_all, launch, run, task))
-
-
 def _start_all(launch: LaunchPlan, run: RunDir, task: Task, this: Start) -> LaunchEnd:
-    """The store is ours and each attempt's own: a free port, and no rank's death ends the place
-    where ranks meet."""
-    store = serve_store()
-    meeting = Meeting(LOOPBACK, store.port, uuid.uuid4().hex)
+    """Run one attempt. It has a store of its own, in this process: on a free port, and no rank's
+    death ends the place where ranks meet."""
+    server = serve_store()
+    store = StoreAddress(LOOPBACK, server.port, uuid.uuid4().hex)
     world = launch.crew.world_size
-    tickets = [
-        build_ticket(launch, run, Place(rank, rank, world), meeting, task) for rank in range(world)
+    specs = [
+        build_spec(launch, run, RankId(rank, rank, world), store, task) for rank in range(world)
     ]
-    return Supervisor(run, tickets, this.limits).run(this.notes)
+    return Supervisor(run, specs, this.limits).run(this.signals)
 
 
-def build_ticket(
-    launch: LaunchPlan, run: RunDir, place: Place, meeting: Meeting, task: Task
-) -> RankTicket:
-    """The environment of this run, here and now: the fork server has that of its first one."""
-    told = {
+def build_spec(
+    launch: LaunchPlan, run: RunDir, place: RankId, store: StoreAddress, task: Task
+) -> RankSpec:
+    """Return what a rank needs to start. Its environment is that of this run, here and now: the
+    fork server has the one of its first run."""
+    identity = {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
         "WORLD_SIZE": str(place.world_size),
         "LOCAL_WORLD_SIZE": str(launch.crew.per_node),
-        "MASTER_ADDR": meeting.host,
-        "MASTER_PORT": str(meeting.port),
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
         # For a library that joins by these variables: somebody serves the store already.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    return RankTicket(
+    return RankSpec(
         run_dir=str(run.root),
         working_dir=os.getcwd(),
-        environment=make_node_caches(dict(os.environ) | launch.env, place.local_rank) | told,
+        environment=make_node_caches(dict(os.environ) | launch.env, place.local_rank) | identity,
         place=place,
-        meeting=meeting,
+        store=store,
         supervisor_pid=os.getpid(),
         temporary=temporary_folder(),
         task=task,
@@ -80,7 +78,8 @@ def build_ticket(
 
 
 def temporary_folder() -> str:
-    """Where the fork server has its socket. A long TMPDIR is left aside: none could be there."""
+    """Return where the fork server has its socket. A long TMPDIR is not used: a path in it would be
+    too long for one."""
     before = tempfile.tempdir
     if len(tempfile.gettempdir()) > MAX_TEMPORARY:
         tempfile.tempdir = "/tmp"

@@ -1,30 +1,31 @@
-"""One rank under somebody else's launcher: torchrun, srun, mpirun, deepspeed.
+"""One rank under a launcher: torchrun, srun, mpirun, deepspeed.
 
-The process that the launcher starts is a supervisor of one rank, its child. So a rank that hangs,
-crashes or is killed is seen and told, whatever the launcher does about it.
+The process that the launcher starts is a member of the run: the supervisor of one rank, its child.
+So a rank that hangs, crashes or is killed is seen and reported, whatever the launcher does.
 
-    paceline train RECIPE                       under a launcher: rank 0 plans, the others follow
-    python -m paceline.launch.member RUN_DIR    started by a launcher of ours: the plan is there
+    paceline train RECIPE           in each process of a launcher: rank 0 plans, others follow it
+    python -m paceline.run RUN_DIR  started by a launcher that we called: the plan is there already
 """
 
 import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import ClusterError, PacelineError
+from paceline.errors import ClusterError, LaunchError, PacelineError
 from paceline.launch.archive import archive_rank
 from paceline.launch.attempts import Start, run_attempts
-from paceline.launch.base import LaunchEnd, Order, draw_plan, rank_device, rank_gpu
-from paceline.launch.local import build_ticket
-from paceline.launch.muster import RollCall, muster
+from paceline.launch.base import LaunchOrder, Task, draw_plan, rank_device, rank_gpu
+from paceline.launch.ending import Ending, LaunchEnd
+from paceline.launch.local import build_spec
 from paceline.launch.process import wait_for_any
-from paceline.launch.rank import TASKS, save_failure
-from paceline.launch.signals import Notes, noted_signals
+from paceline.launch.rank import save_failure
+from paceline.launch.rendezvous import Rendezvous, join_rendezvous
+from paceline.launch.signals import SignalLog, logged_signals
 from paceline.launch.supervisor import Supervisor
-from paceline.machine.group import Place
 from paceline.machine.topology import Topology, resolve_topology
 from paceline.records import LaunchPlan, RankEnd, RankPlace
 from paceline.records.rundir import RunDir
@@ -32,18 +33,18 @@ from paceline.records.rundir import RunDir
 STARTER = "PACELINE_STARTER"
 POLL_S = 1.0
 START_S = 300.0
-LAST_WORDS_S = 15.0  # how long rank 0 waits for the others to say how they ended
+LAST_ENDS_S = 15.0  # how long rank 0 waits for the others to publish that they have ended
 
 
 @dataclass(frozen=True)
 class MemberLauncher:
-    """Rank 0's side of a run that another launcher has started: the seam with nothing to start
-    but this process's own rank."""
+    """Rank 0's side of a run whose processes another launcher has started: a launcher with nothing
+    to start but this process's own rank."""
 
-    call: RollCall
+    rendezvous: Rendezvous
     places: list[RankPlace]
 
-    def plan(self, order: Order) -> LaunchPlan:
+    def plan(self, order: LaunchOrder) -> LaunchPlan:
         hosts = [self.places[0].host] * order.crew.world_size
         places = [
             place.model_copy(
@@ -56,57 +57,92 @@ class MemberLauncher:
         ]
         return draw_plan(order, argv=[], hosts=hosts).model_copy(update={"ranks": places})
 
-    def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
-        run.stop_request.unlink(missing_ok=True)  # one that was killed may have left it
-        self.call.publish(run_dir=str(run.root))
-        return sit(run, launch, self.call)
+    def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
+        run.stop_request.unlink(missing_ok=True)  # a run that was killed may have left it
+        self.rendezvous.publish_orders(run_dir=str(run.root))
+        return MemberRun(run, launch, self.rendezvous, task).lead()
 
 
-def attend(call: RollCall) -> int:
-    """A member that is not rank 0: wait for orders, follow them, return an exit code."""
-    orders = call.orders()
+def follow_rank0(rendezvous: Rendezvous, task: Task) -> int:
+    """Take part as any other rank: wait for rank 0's orders, run this rank, return an exit code."""
+    orders = rendezvous.wait_for_orders()
     if "exit_code" in orders:
         return int(orders["exit_code"])  # rank 0 has said why
-    run = RunDir(Path(str(orders["run_dir"])))
-    if not run.launch.is_file():
-        call.tell_failure(call.topology.rank)
-        raise ClusterError(
-            f"{run.root}, which rank 0 made, is not on {socket.gethostname()}\n"
-            "hint: give --out a directory on a file system that all nodes share"
-        )
-    end = sit(run, LaunchPlan.load(run.launch), call)
-    return end_code(end.ends[call.topology.rank])
+    run, rank = RunDir(Path(str(orders["run_dir"]))), rendezvous.topology.rank
+    try:
+        if not run.launch.is_file():
+            raise ClusterError(
+                f"{run.root}, which rank 0 made, is not on {socket.gethostname()}\n"
+                "hint: give --out a directory on a file system that all nodes share"
+            )
+        launch = LaunchPlan.load(run.launch)
+        _require_same_task(launch, task)
+    except PacelineError:
+        rendezvous.publish_failure(rank)
+        raise
+    return exit_code_of(MemberRun(run, launch, rendezvous, task).follow().ends[rank])
 
 
-def end_code(end: RankEnd) -> int:
-    """A member's exit code: what a shell would say of its rank."""
+def take_part(task: Task, arguments: Sequence[str]) -> int:
+    """Take part in a run that is planned already: RUN_DIR is the last argument. This is what the
+    command of a launcher runs on every rank (`Task.module`)."""
+    run = RunDir.open(Path(arguments[-1]))
+    launch = LaunchPlan.load(run.launch)
+    topology = resolve_topology()
+    try:
+        _require_same_task(launch, task)
+        _require_as_planned(topology, launch)
+        with join_rendezvous(topology, START_S) as rendezvous:
+            member = MemberRun(run, launch, rendezvous, task)
+            if topology.rank > 0:
+                return exit_code_of(member.follow().ends[topology.rank])
+            rendezvous.wait_for_all(launch.limits.start_s or START_S)
+            return exit_code_of(member.lead().seen.ends[topology.rank])
+    except PacelineError as error:
+        run.rank(topology.rank).mkdir(parents=True, exist_ok=True)
+        save_failure(run, topology.rank, error)
+        print(f"rank {topology.rank}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def exit_code_of(end: RankEnd) -> int:
+    """Return a member's exit code: what a shell would say of its rank."""
     if not end.failed:
         return 0
     return end.exit_code if end.exit_code >= 0 else 128 - end.exit_code
 
 
-def sit(run: RunDir, launch: LaunchPlan, call: RollCall) -> LaunchEnd:
-    """Supervise this member's own rank over all attempts. Rank 0 decides whether another follows,
-    because it reads every rank's last words; the others wait for its word."""
-    seat = Seat(run, launch, call)
-    if call.topology.rank == 0:
-        return run_attempts(launch, run, seat.lead, call.announce)
-    return seat.follow()
+class MemberRun:
+    """One member's part in a run: its own rank, over all attempts. Rank 0 decides whether another
+    attempt follows, because it reads every rank's files; the others wait for what it publishes."""
 
-
-class Seat:
-    """One member's place in a run."""
-
-    def __init__(self, run: RunDir, launch: LaunchPlan, call: RollCall) -> None:
-        self.run, self.launch, self.call = run, launch, call
+    def __init__(self, run: RunDir, launch: LaunchPlan, rendezvous: Rendezvous, task: Task) -> None:
+        self.run, self.launch, self.rendezvous, self.task = run, launch, rendezvous, task
         # In a container the launcher may be outside: then there is no parent to see.
         self.above = [os.pidfd_open(pid) for pid in (os.getppid(), *_starter()) if pid]
         self._asked_at = time.monotonic()
 
-    def lead(self, this: Start) -> LaunchEnd:
-        """Rank 0: its own rank, and then how all have ended."""
-        own = self.start(this)
-        self.call.wait_for_ends(self.launch.limits.grace_s + LAST_WORDS_S)
+    def lead(self) -> Ending:
+        """Run all attempts as rank 0."""
+        publish = self.rendezvous.publish_next
+        return run_attempts(self.launch, self.run, self._lead_attempt, publish)
+
+    def follow(self) -> LaunchEnd:
+        """Run all attempts as any other rank: as often as rank 0 says."""
+        with logged_signals() as signals:
+            while True:
+                end = self._run_rank(Start(self.launch.limits, signals))
+                if not self.launch.max_restarts:
+                    return end
+                failed = self.rendezvous.wait_for_next(self._is_deserted)
+                if not failed:
+                    return end
+                archive_rank(self.run, failed, self.rendezvous.topology.rank)
+
+    def _lead_attempt(self, this: Start) -> LaunchEnd:
+        """Run rank 0's own rank, then read how all have ended."""
+        own = self._run_rank(this)
+        self.rendezvous.wait_for_ends(self.launch.limits.grace_s + LAST_ENDS_S)
         ends = load_ends(self.run, self.launch.crew.world_size)
         signals = [end.signal for end in ends.values() if end.signal is not None]
         # A launcher ends everybody when one rank fails: then the signal is not the cause.
@@ -115,41 +151,29 @@ class Seat:
         found = own.signal or (signals[0] if signals else None)
         return LaunchEnd(ends=ends, signal=found if alone_to_blame and complete else None)
 
-    def follow(self) -> LaunchEnd:
-        """Any other rank: start it as often as rank 0 says."""
-        with noted_signals() as notes:
-            while True:
-                end = self.start(Start(self.launch.limits, notes))
-                failed = self.launch.max_restarts and self.call.hear(self._is_deserted)
-                if not failed:
-                    break
-                archive_rank(self.run, failed, self.call.topology.rank)
+    def _run_rank(self, this: Start) -> LaunchEnd:
+        """Run this member's own rank once, and publish how it went."""
+        topology, rendezvous = self.rendezvous.topology, self.rendezvous
+        spec = build_spec(self.launch, self.run, topology, rendezvous.rank_store, self.task)
+        end = Supervisor(self.run, [spec], this.limits, self._is_over).run(this.signals)
+        if topology.rank not in end.ends:
+            end.ends[topology.rank] = self._never_started(this.signals)
+        if end.ends[topology.rank].failed:
+            rendezvous.publish_failure(topology.rank)
+        rendezvous.publish_end()
         return end
 
-    def start(self, this: Start) -> LaunchEnd:
-        """This member's own rank to its end; the others are told how it went."""
-        at, call = self.call.topology, self.call
-        place = Place(at.rank, at.local_rank, at.world_size)
-        task = TASKS[self.launch.task]
-        ticket = build_ticket(self.launch, self.run, place, call.ranks_meeting, task)
-        end = Supervisor(self.run, [ticket], this.limits, self._is_over).run(this.notes)
-        if at.rank not in end.ends:
-            end.ends[at.rank] = self._never_started(this.notes)
-        if end.ends[at.rank].failed:
-            call.tell_failure(at.rank)
-        call.tell_end()
-        return end
-
-    def _never_started(self, notes: Notes) -> RankEnd:
-        """A signal came first. The others wait for this rank, and rank 0 for a word of it."""
-        assert notes.first is not None, "nothing else keeps a rank from being started"
-        rank = self.call.topology.rank
+    def _never_started(self, signals: SignalLog) -> RankEnd:
+        """Return, and leave on disk, the end of a rank before whose start a signal came: the other
+        ranks wait for it, and rank 0 for its file."""
+        assert signals.first is not None, "nothing else keeps a rank from being started"
+        rank = self.rendezvous.topology.rank
         end = RankEnd(
             rank=rank,
             host=socket.gethostname(),
-            exit_code=-notes.first,
+            exit_code=-signals.first,
             asked_to_end=True,
-            signal=notes.first,
+            signal=signals.first,
             failed=True,
         )
         self.run.rank(rank).mkdir(parents=True, exist_ok=True)
@@ -157,52 +181,42 @@ class Seat:
         return end
 
     def _is_deserted(self) -> bool:
-        """Has the launcher gone, or who started it?"""
+        """True when the launcher is gone, or the process that called it."""
         return bool(self.above) and wait_for_any(self.above, 0)
 
     def _is_over(self) -> bool:
-        """Asks now and then: has another rank failed?"""
+        """True when the run has ended elsewhere; asks the store only now and then."""
         if self._is_deserted():
             return True
         if time.monotonic() - self._asked_at < POLL_S:
             return False
         self._asked_at = time.monotonic()
-        return self.call.has_failed()
+        return self.rendezvous.has_failed()
 
 
 def starter_variable() -> dict[str, str]:
-    """Tells members which process of which host runs their launcher's command."""
+    """Return the variable that tells members which process of which host runs their launcher."""
     return {STARTER: f"{socket.gethostname()}:{os.getpid()}"}
 
 
 def _starter() -> list[int]:
-    """That process, where it is on this host: some launchers die and leave their own behind."""
+    """Return that process, where it is on this host: some launchers die and leave their own."""
     host, _, pid = os.environ.get(STARTER, "").rpartition(":")
     return [int(pid)] if host == socket.gethostname() and pid.isdigit() else []
 
 
 def load_ends(run: RunDir, num_ranks: int) -> dict[int, RankEnd]:
-    """How each rank's process ended; one whose supervisor was killed has left no word."""
+    """Return how each rank's process ended; one whose supervisor was killed has left no file."""
     paths = {rank: run.rank_end(rank) for rank in range(num_ranks)}
     return {rank: RankEnd.load(path) for rank, path in paths.items() if path.is_file()}
 
 
-def main(arguments: list[str]) -> int:
-    """Take part in a run that is planned already: RUN_DIR is the last argument."""
-    run = RunDir.open(Path(arguments[-1]))
-    launch = LaunchPlan.load(run.launch)
-    topology = resolve_topology()
-    try:
-        _require_as_planned(topology, launch)
-        with muster(topology, START_S) as call:
-            if topology.rank == 0:
-                call.wait_for_all(launch.limits.start_s or START_S)
-            return end_code(sit(run, launch, call).ends[topology.rank])
-    except PacelineError as error:
-        run.rank(topology.rank).mkdir(parents=True, exist_ok=True)
-        save_failure(run, topology.rank, error)
-        print(f"rank {topology.rank}: {error}", file=sys.stderr)
-        return error.exit_code
+def _require_same_task(launch: LaunchPlan, task: Task) -> None:
+    if launch.task != task.name:
+        raise LaunchError(
+            f"the ranks were planned for `{launch.task}`, and this process runs `{task.name}`\n"
+            "hint: start the same command on every rank"
+        )
 
 
 def _require_as_planned(topology: Topology, launch: LaunchPlan) -> None:
@@ -211,7 +225,3 @@ def _require_as_planned(topology: Topology, launch: LaunchPlan) -> None:
             f"the plan has {launch.crew.world_size} ranks, and {launch.launcher} started"
             f" {topology.world_size}\nhint: see launcher.log; the command is in launch.json"
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

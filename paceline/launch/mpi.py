@@ -1,20 +1,21 @@
 """mpirun of Open MPI, as a starter of processes: ranks never call MPI."""
 
 import signal
-import socket
 import subprocess
 
 from paceline.errors import ClusterError
-from paceline.launch.base import LaunchEnd, Order, draw_plan
+from paceline.launch.base import LaunchOrder, Task, draw_plan
 from paceline.launch.command import member_argv, require_program, run_command
-from paceline.machine.hosts import read_hostfile
+from paceline.launch.ending import Ending
+from paceline.machine.hosts import free_port, read_hostfile
+from paceline.machine.launchers import HostfileConfig
 from paceline.records import LaunchPlan
 from paceline.records.rundir import RunDir
 
 
 class MpiLauncher:
-    def plan(self, order: Order) -> LaunchPlan:
-        crew, hostfile = order.crew, order.settings.hostfile
+    def plan(self, order: LaunchOrder) -> LaunchPlan:
+        crew, hostfile = order.crew, HostfileConfig.of(order.settings).hostfile
         hosts = [order.env.host] * crew.num_nodes
         where: list[str] = []
         meet: list[str] = []
@@ -23,7 +24,7 @@ class MpiLauncher:
             where = ["--hostfile", hostfile]
         if crew.num_nodes > 1:
             # MPI does not tell where rank 0 runs; by slot it is the first host of the file.
-            meet = ["-x", f"MASTER_ADDR={hosts[0]}", "-x", f"MASTER_PORT={_free_port()}"]
+            meet = ["-x", f"MASTER_ADDR={hosts[0]}", "-x", f"MASTER_PORT={free_port()}"]
         argv = [
             "mpirun",
             *("-n", str(crew.world_size)),
@@ -36,7 +37,7 @@ class MpiLauncher:
         ]
         return draw_plan(order, argv, hosts)
 
-    def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
+    def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
         require_program("mpirun", "install Open MPI, or choose another launch.launcher")
         version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
         if "Open MPI" not in version and "Open RTE" not in version:
@@ -46,8 +47,3 @@ class MpiLauncher:
             )
         # mpirun kills its ranks a second after TERM, and passes USR2 on.
         return run_command(launch, run, stop=signal.SIGUSR2)
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])

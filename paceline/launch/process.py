@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: started, signalled, and nothing of them left behind."""
+"""Ranks as processes of this machine: started, signalled, ended with all that they started."""
 
 import multiprocessing
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from paceline.launch.rank import RankTicket, rank_main
+from paceline.launch.rank import RankSpec, rank_main
 
 REAP_S = 10.0
 
@@ -29,16 +29,16 @@ class RankProcess:
     done_at: float = 0.0
 
     @classmethod
-    def start(cls, ticket: RankTicket) -> "RankProcess":
+    def start(cls, spec: RankSpec) -> "RankProcess":
         context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=rank_main, args=(ticket,), name=f"rank{ticket.place.rank}")
+        process = context.Process(target=rank_main, args=(spec,), name=f"rank{spec.place.rank}")
         process.start()
         assert process.pid is not None, "it has been started"
         try:
             pidfd = os.pidfd_open(process.pid)
         except ProcessLookupError:  # it is gone already; its exit code tells
             pidfd = -1
-        return cls(ticket.place.rank, process, pidfd)
+        return cls(spec.place.rank, process, pidfd)
 
     @property
     def is_alive(self) -> bool:
@@ -46,7 +46,7 @@ class RankProcess:
 
     @property
     def has_gone(self) -> bool:
-        """As the kernel says, a moment before the fork server has told us the exit code."""
+        """True by the kernel, a moment before the fork server has told us the exit code."""
         return self.pidfd < 0 or wait_for_any([self.pidfd], 0)
 
     @property
@@ -66,7 +66,7 @@ class RankProcess:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> bool:
-        """False for one that has ended by itself: then nobody asked it to."""
+        """Kill it; False for one that has ended by itself: then nobody asked it to."""
         if self.has_gone:
             return False
         self.asked_to_end = True
@@ -93,7 +93,7 @@ def wait_for_any(handles: Sequence[int], timeout_s: float) -> bool:
 
 
 def _end_group(pgid: int) -> None:
-    """What a rank started and left behind in its process group, which is in our own session."""
+    """Kill what a rank started and left in its process group, which is in our own session."""
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, PermissionError, psutil.Error):
             is_ours = os.getpgid(process.pid) == pgid and os.getsid(process.pid) == os.getsid(0)
@@ -102,7 +102,7 @@ def _end_group(pgid: int) -> None:
 
 
 def count_oom_kills() -> int:
-    """Processes that the kernel has killed in our control group for want of memory."""
+    """Return how many processes the kernel has killed in our control group to free memory."""
     try:
         group = Path("/proc/self/cgroup").read_text().splitlines()[0].rpartition("::")[2]
         for folder in (Path("/sys/fs/cgroup") / group.lstrip("/"), Path("/sys/fs/cgroup")):

@@ -1,9 +1,9 @@
-"""The first lines of a rank: its own environment, process group and log, and an eye on its parent.
+"""What every rank does first and last: environment, process group, log, signals; then its task.
 
-The fork server imports this module, and with it torch, once; every rank is then a fork of it.
+The fork server imports this module, and with it torch, once; every rank is then a fork of it. A
+rank watches its supervisor and dies with it.
 """
 
-import ctypes
 import faulthandler
 import logging
 import multiprocessing
@@ -16,26 +16,22 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver, synchronize, util
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from paceline.errors import EXIT_CODES
-from paceline.job import reload_job
-from paceline.machine.group import Meeting, Place
-from paceline.records import LaunchPlan, Plan, RankVerdict
+from paceline.launch.base import RankContext, Task
+from paceline.machine.group import StoreAddress
+from paceline.machine.process import die_with_parent
+from paceline.machine.topology import RankId
+from paceline.records import RankVerdict
 from paceline.records.rundir import RunDir
 from paceline.train.control import Ask, Requests
 from paceline.train.verdict import explain, outcome_of
-from paceline.train.worker import RankRun
 
-LOG = logging.getLogger("paceline")
-PR_SET_PDEATHSIG = 1
 ASKS = {
     signal.SIGTERM: Ask.PREEMPT,
     signal.SIGUSR2: Ask.PREEMPT,
@@ -44,55 +40,37 @@ ASKS = {
 
 
 @dataclass(frozen=True)
-class Post:
-    """Where a rank stands, where it meets the others, where its files go, what is asked of it."""
-
-    run: RunDir
-    place: Place
-    meeting: Meeting
-    requests: Requests
-
-
-Task = Callable[[Post], None]
-
-
-def answering(task: Task) -> Task:
-    """Marks a task that looks at its requests: signals are then notes, and do not end it."""
-    task.answers = True  # type: ignore[attr-defined]
-    return task
-
-
-@dataclass(frozen=True)
-class RankTicket:
-    """What travels to a rank; the environment is never written to a file."""
+class RankSpec:
+    """What a rank is started with. It travels through a pipe: the environment, which may hold
+    secrets, is never written to a file."""
 
     run_dir: str
     working_dir: str
     environment: dict[str, str]
-    place: Place
-    meeting: Meeting
+    place: RankId
+    store: StoreAddress
     supervisor_pid: int
-    temporary: str  # where the fork server's socket lies; a killed supervisor leaves it behind
+    temporary: str  # where the fork server's socket is; a killed supervisor leaves it behind
     task: Task
 
 
-def rank_main(ticket: RankTicket) -> None:
+def rank_main(spec: RankSpec) -> None:
     """Run one rank to its verdict. A failure ends the process with the outcome's exit code."""
-    post = Post(RunDir(Path(ticket.run_dir)), ticket.place, ticket.meeting, Requests())
-    _apply_environment(ticket)
+    context = RankContext(RunDir(Path(spec.run_dir)), spec.place, spec.store, Requests())
+    _apply_environment(spec)
     os.setpgid(0, 0)  # Ctrl-C reaches the supervisor alone, which ends the ranks in order
-    _redirect(post.run.rank_log(post.place.rank))
-    _die_with(ticket.supervisor_pid, ticket.temporary)
-    _dump_stacks_on_request(post.run.stacks(post.place.rank))
-    _take_signals(post.requests if getattr(ticket.task, "answers", False) else None)
+    _redirect(context.run.rank_log(context.place.rank))
+    _die_with(spec.supervisor_pid, spec.temporary)
+    _dump_stacks_on_request(context.run.stacks(context.place.rank))
+    _take_signals(context.requests if spec.task.polls_requests else None)
     try:
-        ticket.task(post)
+        spec.task.work(context)
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
-        _require_verdict(post, error)
+        _require_verdict(context, error)
         _end_children()
-        os._exit(EXIT_CODES[outcome_of(error)])
+        os._exit(outcome_of(error).exit_code)
     _end_children()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -102,8 +80,8 @@ def rank_main(ticket: RankTicket) -> None:
 
 
 def _take_signals(requests: Requests | None) -> None:
-    """The fork server is deaf; a rank notes what it is asked. A task that has no ear for requests
-    is ended by them: it has nothing to lose."""
+    """Take back what the fork server ignores. A task that polls `requests` finds there what signals
+    asked for; one that does not (None) keeps the default handlers and dies on a signal."""
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if requests is None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -118,42 +96,8 @@ def _take_signals(requests: Requests | None) -> None:
         signal.siginterrupt(number, False)  # C++ code need not know of it
 
 
-@answering
-def train_rank(post: Post) -> None:
-    """The task of `paceline train`."""
-    plan = Plan.load(post.run.plan)
-    torch.set_num_threads(plan.threads.value)
-    launch = LaunchPlan.load(post.run.launch)
-    job = reload_job(post.run, launch.workload)
-    place = post.place
-    LOG.info("rank %d of %d: process %d", place.rank, place.world_size, os.getpid())
-    rank = RankRun(job, plan, post.run, place, post.meeting, requests=post.requests)
-    verdict = rank.execute()
-    LOG.info("%s after step %d", verdict.outcome, verdict.step)
-
-
-def check_rank(post: Post) -> None:
-    """The task of `paceline check`."""
-    from paceline.check.rank import examine_rank  # a page of measuring that no run needs
-
-    launch = LaunchPlan.load(post.run.launch)
-    torch.set_num_threads(launch.threads)
-    examine_rank(post.run, launch, post.place, post.meeting)
-
-
-def verify_rank(post: Post) -> None:
-    """The task of `paceline verify`."""
-    from paceline.verify.trial import try_rank
-
-    torch.set_num_threads(LaunchPlan.load(post.run.launch).threads)
-    try_rank(post.run, post.place, post.meeting)
-
-
-TASKS: dict[str, Task] = {"train": train_rank, "check": check_rank, "verify": verify_rank}
-
-
 def save_failure(run: RunDir, rank: int, error: BaseException) -> None:
-    """The verdict of a rank whose run never began."""
+    """Save the verdict of a rank whose task never began."""
     verdict = RankVerdict(
         rank=rank,
         host=socket.gethostname(),
@@ -165,20 +109,20 @@ def save_failure(run: RunDir, rank: int, error: BaseException) -> None:
     verdict.save(run.verdict(rank))
 
 
-def _require_verdict(post: Post, error: BaseException) -> None:
-    """A rank that failed before its run began has not said why yet."""
-    if not post.run.verdict(post.place.rank).is_file():
-        save_failure(post.run, post.place.rank, error)
+def _require_verdict(context: RankContext, error: BaseException) -> None:
+    """Save a verdict for a rank that failed before its task could."""
+    if not context.run.verdict(context.place.rank).is_file():
+        save_failure(context.run, context.place.rank, error)
 
 
 def _end_children() -> None:
-    """Loaders ignore TERM; one that hangs in a user's code must not outlive the rank."""
+    """Kill loaders: they ignore TERM; one that hangs in a user's code would outlive the rank."""
     for child in multiprocessing.active_children():
         child.kill()
 
 
 def _release_semaphores() -> None:
-    """Those of a library's worker pools, as torch's compiler has them: `os._exit` runs nobody's
+    """Release those of a library's worker pools, as torch's compiler has them: `os._exit` runs no
     clean-up, and the tracker that we share with the supervisor would complain on its screen."""
     registry: dict[Any, Any] = util._finalizer_registry  # type: ignore[attr-defined]
     clean_up = synchronize.SemLock._cleanup  # type: ignore[attr-defined]
@@ -187,15 +131,15 @@ def _release_semaphores() -> None:
             registered()
 
 
-def _apply_environment(ticket: RankTicket) -> None:
-    """The fork server's own variables are those of the first run in its process."""
+def _apply_environment(spec: RankSpec) -> None:
+    """Replace the variables inherited from the fork server: those of its process's first run."""
     os.environ.clear()
-    os.environ.update(ticket.environment)
-    os.chdir(ticket.working_dir)
+    os.environ.update(spec.environment)
+    os.chdir(spec.working_dir)
 
 
 def _redirect(log: Path) -> None:
-    """stdout and stderr of this process, C++ included, go to its own file, line by line."""
+    """Send stdout and stderr of this process, C++ included, to its own file, line by line."""
     log.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
@@ -207,7 +151,7 @@ def _redirect(log: Path) -> None:
 
 
 def _dump_stacks_on_request(path: Path) -> None:
-    """SIGUSR1 writes every thread's stack there, from C: a rank stuck in C++ answers too. The
+    """Have SIGUSR1 write every thread's stack there, from C: a rank stuck in C++ answers too. The
     file's existence tells the supervisor that this process can take the signal."""
     early = path.with_name("stacks.tmp")
     # faulthandler keeps the file open.
@@ -215,9 +159,9 @@ def _dump_stacks_on_request(path: Path) -> None:
     early.rename(path)
 
 
-def _let_go_of_fork_server() -> None:
-    """Every child holds the pipe that keeps the fork server alive; a rank needs no fork server,
-    and a user's code that does gets its own."""
+def _leave_fork_server() -> None:
+    """Close the pipe that keeps the fork server alive, of which every child has a copy. A rank
+    needs no fork server; a user's code that does gets its own."""
     server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
@@ -226,10 +170,10 @@ def _let_go_of_fork_server() -> None:
 
 def _die_with(supervisor_pid: int, temporary: str) -> None:
     """End this rank when the supervisor is gone, however it went: no orphan holds a GPU."""
-    _let_go_of_fork_server()
+    _leave_fork_server()
     # The fork server leaves a moment after the supervisor, and the kernel then ends this process
     # even if some C code holds the interpreter and the thread below cannot run.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     parent = os.pidfd_open(supervisor_pid)
 
     def watch() -> None:

@@ -8,10 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.config.slurm_args import SRUN_ONLY, option_of
 from paceline.errors import ClusterError
-from paceline.launch.base import LaunchEnd, Order, draw_plan
+from paceline.launch.base import LaunchOrder, Task, draw_plan
 from paceline.launch.command import member_argv, require_program, run_command
+from paceline.launch.ending import Ending
+from paceline.machine.launchers import SlurmConfig
+from paceline.machine.slurm_args import SRUN_ONLY, option_of
 from paceline.machine.topology import expand_nodes
 from paceline.records import LaunchPlan
 from paceline.records.rundir import RunDir
@@ -56,7 +58,7 @@ exit $code
 
 
 class SlurmLauncher:
-    def plan(self, order: Order) -> LaunchPlan:
+    def plan(self, order: LaunchOrder) -> LaunchPlan:
         crew = order.crew
         argv = [
             "srun",
@@ -67,14 +69,14 @@ class SlurmLauncher:
             "--mpi=none",  # ranks meet at our own store
             "--export=ALL",
             *_cpus(order, _allocated_cpus()),
-            *order.settings.slurm_args,
+            *_asked(order),
             # Inside a step (`srun --pty bash`) a second one would wait for the first to end.
             *(["--overlap"] if "SLURM_STEP_ID" in os.environ else []),
             *member_argv(order),
         ]
         return draw_plan(order, argv, _hosts(order))
 
-    def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
+    def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
         if "SLURM_JOB_ID" not in os.environ:
             raise ClusterError(
                 "launch.launcher=slurm starts ranks with srun inside a job, and this is none\n"
@@ -86,20 +88,24 @@ class SlurmLauncher:
         return run_command(launch, run, stop=signal.SIGUSR2)
 
 
-def _hosts(order: Order) -> list[str]:
-    """The nodes of this job, or numbers where there is no job yet."""
+def _hosts(order: LaunchOrder) -> list[str]:
+    """Return the nodes of this job, or numbers where there is no job yet."""
     names = expand_nodes(os.environ.get("SLURM_JOB_NODELIST", ""))
     count = order.crew.num_nodes
     return (names + [f"node{n}" for n in range(len(names), count)])[:count]
 
 
-def _cpus(order: Order, allocated: int | None) -> list[str]:
+def _asked(order: LaunchOrder) -> list[str]:
+    return SlurmConfig.of(order.settings).slurm_args
+
+
+def _cpus(order: LaunchOrder, allocated: int | None) -> list[str]:
     """srun gives a task one core unless told. A rank on CPU computes on its threads; one on a GPU
     needs a thread to launch kernels and one for the backward pass. Its loaders come on top."""
-    if any(option_of(argument) in CPU_OPTIONS for argument in order.settings.slurm_args):
+    if any(option_of(argument) in CPU_OPTIONS for argument in _asked(order)):
         return []
     asked = "OMP_NUM_THREADS" in order.env.variables | order.settings.env
-    on_gpu = order.crew.device.value == "cuda"
+    on_gpu = order.crew.on_gpu
     threads = GPU_THREADS if on_gpu and not asked else order.threads
     needed = threads + order.workers
     if allocated is not None:
@@ -122,7 +128,7 @@ def own_command() -> list[str]:
     return [sys.executable, "-m", "paceline"]
 
 
-def batch_script(name: str, file: str, order: Order, asked: Sequence[str]) -> str:
+def batch_script(name: str, file: str, order: LaunchOrder, asked: Sequence[str]) -> str:
     """Write a job for sbatch that runs the same `paceline train`, in a directory named by the job's
     number so that a requeued one finds it. `name` is a slug; every other word is quoted."""
     by_slurm = [] if "launch.launcher=slurm" in asked else ["launch.launcher=slurm"]
@@ -145,11 +151,11 @@ def batch_script(name: str, file: str, order: Order, asked: Sequence[str]) -> st
     )
 
 
-def _batch_options(order: Order) -> list[str]:
+def _batch_options(order: LaunchOrder) -> list[str]:
     """What the job asks SLURM for beside nodes and tasks; what the user asks for wins."""
     crew = order.crew
-    asked = [a for a in order.settings.slurm_args if option_of(a) not in SRUN_ONLY]
+    asked = [a for a in _asked(order) if option_of(a) not in SRUN_ONLY]
     has_gpus = any(option_of(argument).startswith(("gpus", "gres")) for argument in asked)
-    on_gpu = crew.device.value == "cuda" and not has_gpus
+    on_gpu = crew.on_gpu and not has_gpus
     gpus = [f"--gpus-per-node={crew.per_node}"] if on_gpu else []
     return [*gpus, *_cpus(order, None), *asked]

@@ -1,7 +1,7 @@
 """The owner of ranks on this machine: starts them, watches them, ends them, leaves none behind.
 
-It never touches CUDA and never waits for a rank, so whatever a rank is stuck in, this answers.
-A loop in the main thread; signal handlers only take notes.
+It never touches CUDA and never waits for a rank, so whatever a rank is stuck in, this answers. It
+is a loop in the main thread; signal handlers only write to a log that the loop reads.
 
     a signal to us       ranks are asked to stop in order, and killed when the grace is over
     a rank has failed    the others are killed at once: without it they can do nothing useful, and
@@ -18,33 +18,35 @@ from multiprocessing import connection
 from pathlib import Path
 
 from paceline.errors import Outcome
-from paceline.launch.base import LaunchEnd
+from paceline.launch.deadlines import Deadline, Deadlines
+from paceline.launch.ending import LaunchEnd
 from paceline.launch.process import REAP_S, RankProcess, count_oom_kills, wait_for_any
-from paceline.launch.pulse import Deadline, Pulse
-from paceline.launch.rank import RankTicket, rank_main
-from paceline.launch.signals import Notes, kill_time, request_for
+from paceline.launch.rank import RankSpec, rank_main
+from paceline.launch.signals import SignalLog, kill_time, request_for
 from paceline.records import Limits, RankEnd, RankVerdict
 from paceline.records.rundir import RunDir
+from paceline.train.control import modified_at
 
 POLL_S = 0.05
 DUMP_S = 2.0  # how long a stack dump may take before ranks are ended
 CONTROL_S = 1.0
-ASK_S = 1.0  # a rank that is only starting has not heard the request: it is repeated
+ASK_S = 1.0  # a rank that is only starting ignores the request: it is repeated
 SETTLE_S = 0.2
-PRELOADED = ["paceline.launch.nursery", rank_main.__module__]  # by the server that ranks fork from
+# What the server that ranks are forked from imports, in this order: what a training rank needs.
+PRELOADED = ["paceline.launch.fork_server_init", rank_main.__module__, "paceline.train.worker"]
 
 
 class Supervisor:
-    """Runs `tickets` to their ends. `is_over` says that the run has ended elsewhere."""
+    """Runs ranks to their ends. `is_over` says that the run has ended elsewhere."""
 
     def __init__(
         self,
         run: RunDir,
-        tickets: Sequence[RankTicket],
+        specs: Sequence[RankSpec],
         limits: Limits,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.run_dir, self.tickets, self.limits, self.is_over = run, tickets, limits, is_over
+        self.run_dir, self.specs, self.limits, self.is_over = run, specs, limits, is_over
         self.ranks: list[RankProcess] = []
         self.stall: Deadline | None = None
         self.signal: int | None = None
@@ -54,50 +56,51 @@ class Supervisor:
         self._control_seen = modified_at(run.dump_request)
         self._oom_kills = count_oom_kills()
 
-    def run(self, notes: Notes) -> LaunchEnd:
-        """`notes` are taken by the caller, who may have had a signal before the first rank."""
+    def run(self, signals: SignalLog) -> LaunchEnd:
+        """Run all ranks. The caller logs `signals`: one may have come before the first rank."""
         multiprocessing.set_forkserver_preload(PRELOADED)
         try:
-            self._start(notes)
-            pulse = Pulse(self.run_dir, [r.rank for r in self.ranks], self.limits)
+            self._start(signals)
+            deadlines = Deadlines(self.run_dir, [r.rank for r in self.ranks], self.limits)
             while self._wait():
-                self._answer(notes)
-                if notes.ending and not self.has_killed:
-                    self.signal = notes.first
+                self._answer(signals)
+                if signals.stops and not self.has_killed:
+                    self.signal = signals.first
                     self._ask_to_stop()
-                if why := self._why_kill(notes, pulse):
+                if why := self._why_kill(signals, deadlines):
                     self._kill_all(why)
                 self._end_lingering()
         finally:
             self._kill_all("the supervisor leaves")
-        self._settle(notes)
+        self._settle(signals)
         return self._conclude()
 
-    def _start(self, notes: Notes) -> None:
-        for ticket in self.tickets:
-            if not notes.ending:
-                self.ranks.append(RankProcess.start(ticket))
-                self._log(f"rank {ticket.place.rank} is process {self.ranks[-1].process.pid}")
+    def _start(self, signals: SignalLog) -> None:
+        for spec in self.specs:
+            if not signals.stops:
+                self.ranks.append(RankProcess.start(spec))
+                self._log(f"rank {spec.place.rank} is process {self.ranks[-1].process.pid}")
 
     def _log(self, text: str) -> None:
         log_line(self.run_dir, text)
 
     def _wait(self) -> bool:
-        """Until something happens or a moment has passed; False once no rank is alive."""
+        """Wait until something happens or a moment has passed; False once no rank is alive."""
         alive = [r.process.sentinel for r in self.ranks if r.is_alive]
         if alive:
             connection.wait(alive, timeout=POLL_S)
         return any(r.is_alive for r in self.ranks)
 
-    def _answer(self, notes: Notes) -> None:
-        """Stack dumps by signal; by files, which no launcher can swallow, dumps and the end."""
+    def _answer(self, signals: SignalLog) -> None:
+        """Answer requests for stacks, by signal or by file; log requests to stop by file. There are
+        files because some launchers swallow signals."""
         asked = False
         if time.monotonic() - self._control_at >= CONTROL_S:
             self._control_at = time.monotonic()
             asked = self._dump_was_requested()
-            self._hear_of_stop(notes)
-        if notes.dumps > self._dumps_done or asked:
-            self._dumps_done = notes.dumps
+            self._read_stop_request(signals)
+        if signals.dumps > self._dumps_done or asked:
+            self._dumps_done = signals.dumps
             self.dump_stacks("on request")
 
     def _dump_was_requested(self) -> bool:
@@ -106,43 +109,53 @@ class Supervisor:
         self._control_seen = found
         return is_new and found is not None
 
-    def _hear_of_stop(self, notes: Notes) -> None:
-        """What our starter was asked (command.py), unless the launcher has passed it on."""
+    def _read_stop_request(self, signals: SignalLog) -> None:
+        """Log the stops that our starter was asked for (command.py) and the launcher kept back."""
         try:
             asked = [int(word) for word in self.run_dir.stop_request.read_text().split()]
         except (OSError, ValueError):
             return
-        for number in asked[len(notes.ending) :]:
-            notes.hear(number)
+        for number in asked[len(signals.stops) :]:
+            signals.add(number)
 
-    def _why_kill(self, notes: Notes, pulse: Pulse) -> str:
-        """Why no rank may go on; empty: they may."""
+    def _why_kill(self, signals: SignalLog, deadlines: Deadlines) -> str:
+        """Return the reason to kill all ranks, or "". The order is that of what is known for sure:
+
+        1. a rank has failed, and not because a collective timed out: it is the cause;
+        2. the run has ended elsewhere: another rank, or our launcher, is the cause;
+        3. we were asked to stop: ranks have the grace, and no deadline counts any more;
+        4. a deadline has passed. A collective that timed out is one too: the rank that says so
+           has only waited for another, which the stacks of all ranks will show.
+        """
         failed = [r for r in self.ranks if not r.is_alive and self._has_failed(r)]
         if failed and not any(self._timed_out(r) for r in failed):
             return f"rank {failed[0].rank} has failed"
         if self.is_over():
             return "the run has ended elsewhere"
-        if notes.ending:
-            return self._why_impatient(notes)
-        stall: Deadline | None = "collective" if failed else pulse.missed()
+        if signals.stops:
+            return self._why_impatient(signals)
+        stall: Deadline | None = "collective" if failed else deadlines.missed()
         if stall is None or self.has_killed:
             return ""
         self.stall = stall
+        # Before the dump: a stopped process cannot write its stacks, and that is the finding.
         for rank in self.ranks:
             rank.was_stopped = rank.is_stopped
         self.dump_stacks(f"the {stall} deadline has passed")
         return f"the {stall} deadline has passed"
 
-    def _why_impatient(self, notes: Notes) -> str:
-        if len(self.ranks) < len(self.tickets):
+    def _why_impatient(self, signals: SignalLog) -> str:
+        """Return why ranks that were asked to stop get no more time, or ""."""
+        if len(self.ranks) < len(self.specs):
             return "the signal came before all ranks had started"
-        if time.monotonic() < kill_time(notes.ending, self.limits.grace_s):
+        if time.monotonic() < kill_time(signals.stops, self.limits.grace_s):
             return ""
-        again = len(notes.ending) > 1
+        again = len(signals.stops) > 1
         return "we got another signal" if again else f"{self.limits.grace_s:g} s of grace are over"
 
     def _has_failed(self, rank: RankProcess) -> bool:
-        """By its own word: gloo sometimes aborts in teardown, after all is done and said."""
+        """True by its verdict, not its exit code: gloo sometimes aborts in teardown, after all is
+        done and the verdict is written."""
         verdict = self._verdict(rank)
         return verdict is None or verdict.error is not None
 
@@ -155,8 +168,8 @@ class Supervisor:
         return RankVerdict.load(path) if path.is_file() else None
 
     def _end_lingering(self) -> None:
-        """A rank that has said its last word and does not leave: a thread of the user's, or a
-        process group that cannot be torn down. Its word stands."""
+        """Kill a rank that has left its verdict and stays: a thread of the user's keeps it, or a
+        process group that cannot be torn down. Its verdict counts."""
         now = time.monotonic()
         if now - self._looked_at < CONTROL_S:
             return
@@ -169,7 +182,7 @@ class Supervisor:
                     rank.signal(signal.SIGKILL)
 
     def dump_stacks(self, why: str) -> None:
-        """Every thread of every rank into its stacks.txt, which exists once it can answer."""
+        """Write every thread of every rank to its stacks.txt, which exists once it can answer."""
         before = {}
         for rank in self.ranks:
             path = self.run_dir.stacks(rank.rank)
@@ -183,8 +196,8 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def _ask_to_stop(self) -> None:
-        """Ranks take note, agree on a step, write a checkpoint and leave. To ask twice is as to
-        ask once, and one that was only starting has not heard the first time."""
+        """Ask ranks to agree on a step, write a checkpoint and leave. They are asked again and
+        again, which changes nothing: one that was only starting has ignored the first time."""
         assert self.signal is not None, "somebody has asked us"
         if time.monotonic() - self._asked_at < ASK_S:
             return
@@ -206,13 +219,13 @@ class Supervisor:
             if rank.pidfd >= 0:
                 wait_for_any([rank.pidfd], REAP_S)
 
-    def _settle(self, notes: Notes) -> None:
-        """A launcher that ends a run signals every supervisor, and ranks fail as their peers go.
-        A failure beside such a signal is the run's end, not its cause."""
-        if any(self._has_failed(r) for r in self.ranks) and not notes.ending:
+    def _settle(self, signals: SignalLog) -> None:
+        """Wait a moment for the signal that a failure may be due to: a launcher that ends a run
+        signals every supervisor, and ranks fail as their peers go. Then the signal is the cause."""
+        if any(self._has_failed(r) for r in self.ranks) and not signals.stops:
             time.sleep(SETTLE_S)
-        if notes.ending and self.signal is None and not self.has_killed:
-            self.signal = notes.first
+        if signals.stops and self.signal is None and not self.has_killed:
+            self.signal = signals.first
             for rank in self.ranks:
                 rank.asked_to_end = True
 
@@ -242,7 +255,7 @@ class Supervisor:
 
 
 def log_line(run: RunDir, text: str) -> None:
-    """A line in launcher.log, which the supervisors of all machines share."""
+    """Add a line to launcher.log, which the supervisors of all machines share."""
     with suppress(OSError), run.launcher_log.open("a") as log:  # the disk may be full
         log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {socket.gethostname()}: {text}\n")
 
@@ -250,10 +263,3 @@ def log_line(run: RunDir, text: str) -> None:
 def _unchanged(before: dict[Path, int]) -> bool:
     """True while a dump has not ended: a file has not grown yet."""
     return any(path.stat().st_size == size for path, size in before.items())
-
-
-def modified_at(path: Path) -> int | None:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return None

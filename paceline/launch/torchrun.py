@@ -1,23 +1,24 @@
-"""torchrun: torch's own agent, one a node; the agents meet over c10d.
+"""torchrun: torch's own agent, one per node; the agents meet over c10d.
 
 On several nodes the same command is run on each; this process runs the one of this node.
 """
 
 import shlex
-import socket
 import sys
 import uuid
 
-from paceline.launch.base import MEMBER, LaunchEnd, Order, draw_plan
+from paceline.launch.base import LaunchOrder, Task, draw_plan
 from paceline.launch.command import run_command
-from paceline.machine.hosts import read_hostfile
+from paceline.launch.ending import Ending
+from paceline.machine.hosts import free_port, read_hostfile
+from paceline.machine.launchers import TorchrunConfig
 from paceline.records import Finding, LaunchPlan
 from paceline.records.rundir import RunDir
 
 
 class TorchrunLauncher:
-    def plan(self, order: Order) -> LaunchPlan:
-        crew, settings = order.crew, order.settings
+    def plan(self, order: LaunchOrder) -> LaunchPlan:
+        crew, settings = order.crew, TorchrunConfig.of(order.settings)
         argv = [
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", str(crew.num_nodes)),
@@ -27,18 +28,17 @@ class TorchrunLauncher:
             *("--rdzv-id", uuid.uuid5(uuid.NAMESPACE_URL, order.run_dir).hex),
             *("--max-restarts", "0"),
             *settings.torchrun_args,
-            *MEMBER,
-            order.run_dir,
+            *("-m", order.task.module, order.run_dir),
         ]
         plan = draw_plan(order, argv, _hosts(order))
         return plan.model_copy(update={"findings": [*plan.findings, *_elsewhere(plan)]})
 
-    def run(self, launch: LaunchPlan, run: RunDir) -> LaunchEnd:
+    def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
         return run_command(launch, run)
 
 
 def _elsewhere(plan: LaunchPlan) -> list[Finding]:
-    """torchrun starts ranks on its own machine only: the user starts it on the others."""
+    """Tell the user to start torchrun on the other machines: it starts ranks on its own."""
     others = plan.crew.num_nodes - 1
     if not others:
         return []
@@ -52,20 +52,20 @@ def _elsewhere(plan: LaunchPlan) -> list[Finding]:
     ]
 
 
-def _endpoint(order: Order) -> str:
-    """On one node any free port of loopback; on several a place that all can name."""
-    asked = order.settings.rdzv_endpoint
+def _endpoint(order: LaunchOrder) -> str:
+    """Return where agents meet: any port of loopback on one node, a named host on several."""
+    asked = TorchrunConfig.of(order.settings).rdzv_endpoint
     if asked != "auto":
         return asked
     if order.crew.num_nodes == 1:
         return "localhost:0"
-    with socket.create_server(("", 0)) as probe:
-        return f"{_hosts(order)[0]}:{probe.getsockname()[1]}"
+    return f"{_hosts(order)[0]}:{free_port()}"
 
 
-def _hosts(order: Order) -> list[str]:
-    """Agents get their ranks in the order they arrive: beyond this node they have no name yet."""
-    count, hostfile = order.crew.num_nodes, order.settings.hostfile
+def _hosts(order: LaunchOrder) -> list[str]:
+    """Return a name per node. Agents get their ranks in the order in which they arrive, so beyond
+    this node the names are only numbers."""
+    count, hostfile = order.crew.num_nodes, TorchrunConfig.of(order.settings).hostfile
     if hostfile != "none":
         named = [host.name for host in read_hostfile(hostfile)]
         return (named + [f"node{n}" for n in range(len(named), count)])[:count]

@@ -1,4 +1,4 @@
-"""Joining the other ranks: the store where they meet, this rank's device, the process group."""
+"""Joins the other ranks: the store where they meet, this rank's device, the process group."""
 
 import socket
 from dataclasses import dataclass
@@ -8,23 +8,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from paceline.machine.topology import RankId
+
 CONNECT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this rank stands among the others."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """A store that outlives any rank. Each start of ranks takes a `prefix` of its own, so that a
-    rank never reads the address of one that died before it. `is_served_here`: by this process or
-    its parent, whatever name the others know its machine by."""
+class StoreAddress:
+    """Where ranks find their store, which outlives any of them. Each start of ranks has a `prefix`
+    of its own, so that a rank never reads what one that died before it left. `is_served_here`: by
+    this process or its parent, whatever name the others know its machine by."""
 
     host: str
     port: int
@@ -38,7 +31,7 @@ class Meeting:
 
 
 def serve_store(port: int = 0, is_public: bool = False, timeout_s: float = CONNECT_S) -> TCPStore:
-    """A store in this process; port 0 is any free one. `OSError` when the port is taken.
+    """Serve a store in this process; port 0 is any free one. `OSError` when the port is taken.
 
     It speaks to whoever connects, so it listens on loopback unless other machines take part.
     """
@@ -60,8 +53,8 @@ def serve_store(port: int = 0, is_public: bool = False, timeout_s: float = CONNE
         raise
 
 
-def claim_device(kind: str, place: Place, indices: list[int]) -> torch.device:
-    """This rank's device. `indices` are those of the visible GPUs that local ranks take."""
+def claim_device(kind: str, place: RankId, indices: list[int]) -> torch.device:
+    """Return this rank's device. `indices` are those of the visible GPUs that local ranks take."""
     if kind == "cpu":
         return torch.device("cpu")
     # A launcher that gives each rank one GPU shows it as device 0, whatever the local rank.
@@ -72,9 +65,9 @@ def claim_device(kind: str, place: Place, indices: list[int]) -> torch.device:
 
 
 def join_group(
-    backend: str, place: Place, device: torch.device, store: Store, timeout_s: float
+    backend: str, place: RankId, device: torch.device, store: Store, timeout_s: float
 ) -> None:
-    """`timeout_s` is how long a collective may wait; it reaches the backend."""
+    """Join the process group. `timeout_s` is how long a collective may wait."""
     dist.init_process_group(
         backend,
         store=store,

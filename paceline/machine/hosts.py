@@ -1,6 +1,8 @@
-"""Hostfiles, as Open MPI and DeepSpeed read them: one `NAME slots=N` a line."""
+"""Hosts and ports where ranks meet. A hostfile, as Open MPI and DeepSpeed read it, has one
+`NAME slots=N` per line."""
 
 import re
+import socket
 from pathlib import Path
 
 from paceline.errors import ConfigError
@@ -16,8 +18,14 @@ class Host(Part):
     slots: int
 
 
+def free_port() -> int:
+    """Return a port that nobody on this machine listens at now."""
+    with socket.create_server(("", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 def read_hostfile(path: str) -> list[Host]:
-    """The machines of a hostfile; every line that is none is refused, all of them at once."""
+    """Return the machines of a hostfile; all lines that name none are refused at once."""
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -12,24 +12,29 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from paceline.errors import ConfigError
-from paceline.records import Part
 
-LauncherName = Literal["alone", "env", "torchrun", "deepspeed", "slurm", "mpi"]
 # Below the range from which kernels hand out ports to clients.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 LOOPBACK = re.compile(r"^(localhost|127\..*|::1)$")
 
 
-class Topology(Part):
-    """Where this process stands. One that is alone may start ranks itself."""
+@dataclass(frozen=True)
+class RankId:
+    """Which rank a process is: the one answer to "who am I" in every stage of a run."""
 
-    launcher: LauncherName = "alone"
     rank: int = 0
-    world_size: int = 1
     local_rank: int = 0
+    world_size: int = 1
+
+
+@dataclass(frozen=True)
+class Topology(RankId):
+    """A `RankId` with what its launcher's variables say of the other ranks. A process that is
+    alone may start ranks itself."""
+
+    launcher: str = "alone"  # or a name of launchers.py, or "env": who sets torchrun's variables
     local_world_size: int = 1
     node_rank: int = 0
     num_nodes: int = 1
@@ -85,7 +90,7 @@ def _from_ranks(found: _Variables) -> Topology | None:
     """torchrun and DeepSpeed's launcher, or whoever sets the same variables."""
     if not found.has("RANK", "LOCAL_RANK"):
         return None
-    launcher: LauncherName = "env"
+    launcher = "env"
     if found.has("TORCHELASTIC_RUN_ID"):
         launcher = "torchrun"
     elif found.has("CROSS_RANK") and found.has("LOCAL_SIZE"):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.config.schema import RunConfig, Section
+from paceline.machine.launchers import foreign_keys
 from paceline.records import Env, Finding, Plan
 from paceline.strategies import find_strategy, most_sharding
 
@@ -124,14 +125,9 @@ def _strategy_rules(config: RunConfig, plan: Plan) -> Iterator[Idle]:
 
 def _launch_rules(plan: Plan) -> tuple[Idle, ...]:
     by = plan.crew.launcher.value
-    takes_hostfile = by in ("mpi", "deepspeed", "torchrun")
     return (
         Idle("launch", ("devices",), not plan.on_gpu, "the ranks are on CPU"),
-        Idle("launch", ("hostfile",), not takes_hostfile, f"{by} starts the ranks"),
-        Idle("launch", ("slurm_args",), by != "slurm", f"{by} starts the ranks"),
-        Idle(
-            "launch", ("torchrun_args", "rdzv_endpoint"), by != "torchrun", f"{by} starts the ranks"
-        ),
+        Idle("launch", foreign_keys(by), True, f"{by} starts the ranks"),
     )
 
 

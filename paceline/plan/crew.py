@@ -7,10 +7,17 @@ from collections.abc import Iterator
 
 from paceline.config.schema import LaunchConfig
 from paceline.machine.hosts import read_hostfile
+from paceline.machine.launchers import (
+    DEFAULT,
+    LAUNCHERS,
+    HostfileConfig,
+    any_wide_launcher,
+    is_local,
+    wide_launchers,
+)
 from paceline.machine.topology import Topology
 from paceline.records import Backend, Choice, Crew, Device, Env, Finding, words
 
-LOCAL_ONLY = ("local",)
 READ_AT_START = {
     "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_PLACES",
     "OMP_PROC_BIND", "PYTHONHASHSEED", "PYTHONPATH", "TORCH_LOGS",
@@ -110,12 +117,13 @@ def check_crew(launch: LaunchConfig, env: Env, crew: Crew, topology: Topology) -
 def _late_variables(launch: LaunchConfig, crew: Crew) -> Iterator[Finding]:
     """Ranks of ours are forked from a process that has loaded python and torch already."""
     for name in sorted(READ_AT_START & set(launch.env)):
-        if crew.launcher.value == "local":
+        if is_local(crew.launcher.value):
             yield Finding(
                 severity="warning",
                 where=f"launch.env.{name}",
                 what="has no effect: it is read when python or torch starts, before a rank is one",
-                hint=f"export {name} before you start paceline, or set launch.launcher=torchrun",
+                hint=f"export {name} before you start paceline, or set"
+                f" launch.launcher={wide_launchers()[0]}",
             )
 
 
@@ -131,13 +139,13 @@ def _thread_problems(launch: LaunchConfig, env: Env, crew: Crew) -> Iterator[Fin
 
 
 def _start_problems(launch: LaunchConfig, env: Env, crew: Crew) -> Iterator[Finding]:
-    if crew.launcher.value in LOCAL_ONLY and crew.num_nodes > 1:
+    if is_local(crew.launcher.value) and crew.num_nodes > 1:
         yield Finding(
             severity="error",
             where="launch.nnodes",
             what=f"{crew.launcher.value} starts ranks on this machine only, and"
             f" {crew.num_nodes} machines were asked for",
-            hint="set launch.launcher=torchrun, slurm, mpi or deepspeed",
+            hint=f"set launch.launcher={any_wide_launcher()}",
         )
     if launch.devices != "auto" and launch.nproc not in ("auto", len(launch.devices)):
         yield Finding(
@@ -146,13 +154,22 @@ def _start_problems(launch: LaunchConfig, env: Env, crew: Crew) -> Iterator[Find
             what=f"names {len(launch.devices)} devices for {launch.nproc} ranks",
             hint="leave launch.nproc at auto, or name one device for each rank",
         )
-    if crew.launcher.value == "local" and _allocated_nodes(env) > 1:
-        yield Finding(
-            severity="note",
-            where="launch.launcher",
-            what=f"this SLURM job has {_allocated_nodes(env)} nodes, and ranks start on this one",
-            hint="set launch.launcher=slurm to use all of them",
-        )
+    if is_local(crew.launcher.value):
+        yield from _unused_nodes(env)
+
+
+def _unused_nodes(env: Env) -> Iterator[Finding]:
+    """Ranks that start here leave the other nodes of an allocation idle."""
+    for name, facts in LAUNCHERS.items():
+        num_nodes = facts.allocated_nodes(env.variables)
+        if facts.allocation is not None and num_nodes > 1:
+            yield Finding(
+                severity="note",
+                where="launch.launcher",
+                what=f"this {facts.allocation.name} has {num_nodes} nodes, and ranks start on this"
+                " one",
+                hint=f"set launch.launcher={name} to use all of them",
+            )
 
 
 def _joined_problems(launch: LaunchConfig, crew: Crew, topology: Topology) -> Iterator[Finding]:
@@ -188,7 +205,9 @@ def _gpu_problems(
 ) -> Iterator[Finding]:
     num_gpus = len(env.gpus) if env.cuda or env.hip else 0
     # A login node, or the head of a job, need not have the GPUs that the ranks will have.
-    is_here = num_gpus > 0 or (crew.num_nodes == 1 and crew.launcher.value != "slurm")
+    facts = LAUNCHERS.get(crew.launcher.value)
+    is_elsewhere = crew.num_nodes > 1 or (facts is not None and facts.allocation is not None)
+    is_here = num_gpus > 0 or not is_elsewhere
     severity = "error" if is_here else "warning"
     if not num_gpus:
         why = "this torch is built without CUDA and ROCm" if env.gpus else "no GPU is visible here"
@@ -233,7 +252,7 @@ def _choose_launcher(launch: LaunchConfig, topology: Topology) -> Choice[str]:
         why = f"it started this process as rank {topology.rank} of {topology.world_size}"
         return Choice(requested=asked, value=topology.launcher, because=why)
     if asked == "auto":
-        return Choice(requested=asked, value="local", because="no launcher started this process")
+        return Choice(requested=asked, value=DEFAULT, because="no launcher started this process")
     return Choice(requested=asked, value=asked, because="as asked")
 
 
@@ -242,22 +261,18 @@ def _ranks_per_node(launch: LaunchConfig, env: Env, device: Choice[Device]) -> i
         return launch.nproc
     if launch.devices != "auto" and device.value == "cuda":
         return len(launch.devices)
-    if launch.hostfile != "none":
-        return max(1, min(host.slots for host in read_hostfile(launch.hostfile)))
+    if (hostfile := HostfileConfig.of(launch).hostfile) != "none":
+        return max(1, min(host.slots for host in read_hostfile(hostfile)))
     return max(1, len(env.gpus)) if device.value == "cuda" else 1
 
 
 def _count_nodes(launch: LaunchConfig, env: Env) -> int:
     if launch.nnodes != "auto":
         return launch.nnodes
-    if launch.hostfile != "none":
-        return len(read_hostfile(launch.hostfile))
-    return _allocated_nodes(env) if launch.launcher == "slurm" else 1
-
-
-def _allocated_nodes(env: Env) -> int:
-    text = env.variables.get("SLURM_JOB_NUM_NODES", "1")
-    return int(text) if text.isdigit() else 1
+    if (hostfile := HostfileConfig.of(launch).hostfile) != "none":
+        return len(read_hostfile(hostfile))
+    facts = LAUNCHERS.get(launch.launcher)
+    return facts.allocated_nodes(env.variables) if facts else 1
 
 
 def _choose_backend(

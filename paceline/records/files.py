@@ -1,9 +1,11 @@
-"""Files that are whole or absent: temp file, fsync, rename."""
+"""Files that are whole or absent (temp file, fsync, rename), and files that one process holds."""
 
+import fcntl
 import hashlib
 import os
 import tempfile
 from pathlib import Path
+from typing import Self
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -30,6 +32,29 @@ def sync_directory(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class FileLock:
+    """An exclusive lock on a file, which the kernel takes back when its process dies. Without
+    `wait` a lock that another process holds is a BlockingIOError."""
+
+    def __init__(self, path: Path, wait: bool = True) -> None:
+        self.path, self.wait = path, wait
+        self._handle: int | None = None
+
+    def __enter__(self) -> Self:
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if self.wait else fcntl.LOCK_NB))
+        except BaseException:
+            os.close(handle)
+            raise
+        self._handle = handle
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._handle is not None, "the lock was not taken"
+        os.close(self._handle)
 
 
 def fingerprint(*parts: bytes | str) -> str:

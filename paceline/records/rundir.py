@@ -3,7 +3,6 @@
 `RunDir.create` makes one and locks it; every other stage opens it and reads.
 """
 
-import fcntl
 import os
 import re
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from paceline.errors import ConfigError, DataError
+from paceline.records.files import FileLock
 
 LATEST = "latest"
 
@@ -229,34 +229,25 @@ class RunDir:
         return self.root / f"heartbeat_rank{rank}.jsonl"
 
 
-class RunLock:
-    """Held while a run is live. The kernel lets go of it when its process dies."""
+class RunLock(FileLock):
+    """Held while a run is live; its file names the process that holds it."""
 
     NAME = ".lock"
 
     def __init__(self, root: Path) -> None:
-        self._path = root / self.NAME
-        self._handle: int | None = None
+        super().__init__(root / self.NAME, wait=False)
 
     def __enter__(self) -> Self:
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            super().__enter__()
         except BlockingIOError as error:
-            owner = os.read(handle, 64).decode(errors="replace").strip()
-            os.close(handle)
+            owner = self.path.read_text(errors="replace").strip()
             raise ConfigError(
-                f"{self._path.parent} belongs to a live run (process {owner})\n"
+                f"{self.path.parent} belongs to a live run (process {owner})\n"
                 "hint: wait for it, or give this run another --out"
             ) from error
-        os.ftruncate(handle, 0)
-        os.write(handle, f"{os.getpid()}\n".encode())
-        self._handle = handle
+        self.path.write_text(f"{os.getpid()}\n")
         return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._handle is not None, "the lock was not taken"
-        os.close(self._handle)
 
 
 def _unused(parent: Path, name: str) -> Path:

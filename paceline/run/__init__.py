@@ -1,1 +1,1 @@
-"""One run from words to report: flow calls the stages in order, resume goes on, conclude ends."""
+"""One run from words to report: flow calls the stages in order; read it first."""

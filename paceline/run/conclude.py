@@ -1,14 +1,13 @@
-"""From the files the ranks left to result.json: how the run ended, why, and what it measured."""
+"""From how the run ended and the files that ranks left to result.json."""
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from paceline.errors import EXIT_CODES
 from paceline.launch.archive import finish_attempt, list_attempts, measure_ettr, summarise
-from paceline.launch.base import LaunchEnd
-from paceline.launch.cause import Ending, completed_steps, judge_end, load_verdicts, stop_notes
+from paceline.launch.ending import Ending, Verdicts, completed_steps, stop_notes
 from paceline.machine.datasheets import choose_arithmetic
 from paceline.machine.facts import hardware_fingerprint
 from paceline.machine.measures import load_matmul_tflops
@@ -38,6 +37,7 @@ from paceline.schedules.account import account
 from paceline.schedules.measured import load_measured
 from paceline.stats.figures import RunFigures, measure_run
 
+History = tuple[Table[TrainingRow], list[Attempt]]
 MFU_FORMULA = "MFU = FLOPs per sample x samples/s / (world size x peak FLOP/s)"
 
 
@@ -45,7 +45,7 @@ MFU_FORMULA = "MFU = FLOPs per sample x samples/s / (world size x peak FLOP/s)"
 class Circumstances:
     """What the supervisor knows and no file holds."""
 
-    end: LaunchEnd
+    ending: Ending
     config_fingerprint: str
     code_fingerprint: str
     data_facts: dict[str, float]
@@ -54,65 +54,98 @@ class Circumstances:
 
 
 def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
-    """Read every rank's verdict and the training table; decide the one outcome."""
-    verdicts = load_verdicts(run, plan.world_size)
-    ending = judge_end(run, plan.world_size, known.end)
-    attempts = _attempts(run, plan.world_size, ending)
-    rows = read_training(run.training)
-    figures = measure_run(run)
-    tflops, mfu, note = _utilisation(plan, verdicts, figures)
-    bad_step, bad_ids = _bad_samples(verdicts)
-    peaks = [verdicts[rank] for rank in sorted(verdicts)]
-    val_loss, loss_notes = _validation(rows)
-    notes = {note for verdict in peaks for note in verdict.notes} | _notes_of(run, attempts)
-    pipeline, pipeline_notes = _pipeline(run, plan, verdicts)
-    notes |= {*stop_notes(run, plan.world_size, known.end), *loss_notes, *pipeline_notes}
+    """Write down how the run ended, which is judged already, and what it measured. Each step below
+    returns some fields of the record, by their names there."""
+    ending, rows = known.ending, read_training(run.training)
+    attempts = _attempts(run, ending)
     return Result(
         run_dir=str(run.root),
         name=plan.name,
-        outcome=ending.outcome,
-        exit_code=EXIT_CODES[ending.outcome],
-        steps=completed_steps(run, plan.world_size, rows[-1].step if rows else 0),
-        final_loss=_final_loss(rows),
-        val_loss=val_loss,
-        step_s=StepSeconds(p50=figures.step_s_p50, p90=figures.step_s_p90) if figures else None,
-        samples_per_s=figures.samples_per_s if figures else None,
-        tokens_per_s=figures.tokens_per_s if figures else None,
-        steps_per_s=figures.steps_per_s if figures else None,
-        tflops_per_rank=tflops,
-        mfu=mfu,
-        mfu_note=note,
-        matmul_share=_matmul_share(plan, env, tflops),
-        window=figures.window if figures else None,
-        peak_active_bytes=_largest([v.peak_active_bytes for v in peaks]),
-        peak_reserved_bytes=_largest([v.peak_reserved_bytes for v in peaks]),
-        rank_memory=[_memory_of(verdict) for verdict in peaks],
         world_size=plan.world_size,
         strategy=plan.strategy.value,
         precision=plan.precision.value,
+        **_how_it_ended(run, ending, rows),
+        **_what_was_learned(rows, ending.verdicts),
+        **_how_fast(run, plan, env, ending.verdicts, (rows, attempts)),
+        **_memory(ending.verdicts),
+        **_what_is_kept(run, plan, ending, (rows, attempts)),
+        data_facts=known.data_facts,
         fingerprints=Fingerprints(
             config=known.config_fingerprint,
             code=known.code_fingerprint,
-            data=_data_fingerprint(verdicts),
+            data=_data_fingerprint(ending.verdicts),
             hardware=hardware_fingerprint(env),
         ),
-        data_facts=known.data_facts,
-        skipped_steps=int(rows.column("skipped").sum()),
-        bad_step=bad_step,
-        bad_sample_ids=bad_ids,
-        failure=ending.failure,
-        notes=sorted(notes),
-        attempts=[summarise(attempt) for attempt in attempts],
-        checkpoints=_checkpoint_facts(read_checkpoints(run.checkpoint_log)),
-        pipeline=pipeline,
-        ettr=measure_ettr(rows, attempts),
         started_at=known.started_at,
         elapsed_s=known.ended_at - known.started_at,
     )
 
 
+def _how_it_ended(run: RunDir, ending: Ending, rows: Table[TrainingRow]) -> dict[str, Any]:
+    recorded = rows[-1].step if rows else 0
+    return {
+        "outcome": ending.outcome,
+        "exit_code": ending.outcome.exit_code,
+        "failure": ending.failure,
+        "steps": completed_steps(run, ending.num_ranks, ending.verdicts, recorded),
+    }
+
+
+def _what_was_learned(rows: Table[TrainingRow], verdicts: Verdicts) -> dict[str, Any]:
+    bad_step, bad_ids = _bad_samples(verdicts)
+    return {
+        "final_loss": _final_loss(rows),
+        "val_loss": _validation(rows)[0],
+        "skipped_steps": int(rows.column("skipped").sum()),
+        "bad_step": bad_step,
+        "bad_sample_ids": bad_ids,
+    }
+
+
+def _how_fast(
+    run: RunDir, plan: Plan, env: Env, verdicts: Verdicts, history: History
+) -> dict[str, Any]:
+    figures = measure_run(run)
+    tflops, mfu, note = _utilisation(plan, verdicts, figures)
+    return {
+        "step_s": StepSeconds(p50=figures.step_s_p50, p90=figures.step_s_p90) if figures else None,
+        "samples_per_s": figures.samples_per_s if figures else None,
+        "tokens_per_s": figures.tokens_per_s if figures else None,
+        "steps_per_s": figures.steps_per_s if figures else None,
+        "window": figures.window if figures else None,
+        "tflops_per_rank": tflops,
+        "mfu": mfu,
+        "mfu_note": note,
+        "matmul_share": _matmul_share(plan, env, tflops),
+        "ettr": measure_ettr(*history),
+    }
+
+
+def _memory(verdicts: Verdicts) -> dict[str, Any]:
+    by_rank = [verdicts[rank] for rank in sorted(verdicts)]
+    return {
+        "peak_active_bytes": _largest([v.peak_active_bytes for v in by_rank]),
+        "peak_reserved_bytes": _largest([v.peak_reserved_bytes for v in by_rank]),
+        "rank_memory": [_memory_of(verdict) for verdict in by_rank],
+    }
+
+
+def _what_is_kept(run: RunDir, plan: Plan, ending: Ending, history: History) -> dict[str, Any]:
+    rows, attempts = history
+    pipeline, pipeline_notes = _pipeline(run, plan, ending.verdicts)
+    notes = {note for verdict in ending.verdicts.values() for note in verdict.notes}
+    notes |= _notes_of(run, attempts)
+    notes |= {*stop_notes(ending), *_validation(rows)[1], *pipeline_notes}
+    return {
+        "notes": sorted(notes),
+        "attempts": [summarise(attempt) for attempt in attempts],
+        "checkpoints": _checkpoint_facts(read_checkpoints(run.checkpoint_log)),
+        "pipeline": pipeline,
+    }
+
+
 def _validation(rows: Table[TrainingRow]) -> tuple[float | None, list[str]]:
-    """The last validation loss, or a note that it is no number."""
+    """Return the last validation loss, or a note that it is not a number."""
     measured = rows.known("val_loss")
     if not len(measured):
         return None, []
@@ -131,7 +164,7 @@ def _memory_of(verdict: RankVerdict) -> RankMemory:
 
 
 def _notes_of(run: RunDir, attempts: list[Attempt]) -> set[str]:
-    """What attempts left to be said, and what ran otherwise than was decided."""
+    """Return what attempts noted, and what ran otherwise than was decided."""
     notes = {f"attempt {past.number}: {note}" for past in attempts[:-1] for note in past.notes}
     notes |= {attempts[-1].stopped} - {""} if attempts else set()
     if run.audit.is_file():
@@ -139,13 +172,14 @@ def _notes_of(run: RunDir, attempts: list[Attempt]) -> set[str]:
     return notes
 
 
-def _attempts(run: RunDir, num_ranks: int, ending: Ending) -> list[Attempt]:
-    """All of them. Where members ran the last one, this process may know better how it ended."""
+def _attempts(run: RunDir, ending: Ending) -> list[Attempt]:
+    """Return all of them. Where other processes ran the last one, the launcher's command may have
+    seen more than they: what is judged of it here counts."""
     if run.attempt.is_file():
         last = Attempt.load(run.attempt)
         if last.outcome is not ending.outcome:
             cause = ending.failure.message if ending.failure else ""
-            finish_attempt(run, num_ranks, ending.outcome, cause, last.stopped)
+            finish_attempt(run, ending, cause, last.stopped)
     return list_attempts(run)
 
 
@@ -166,7 +200,7 @@ def _checkpoint_facts(rows: Table[CheckpointRow]) -> CheckpointFacts | None:
 def _pipeline(
     run: RunDir, plan: Plan, verdicts: dict[int, RankVerdict]
 ) -> tuple[PipelineFacts | None, list[str]]:
-    """What its passes measured, or a note that they are not there."""
+    """Return what its passes measured, or a note that none was measured."""
     if plan.pipeline is None:
         return None, []
     measured = load_measured(run, plan)
@@ -179,7 +213,7 @@ def _pipeline(
 def _utilisation(
     plan: Plan, verdicts: dict[int, RankVerdict], figures: RunFigures | None
 ) -> tuple[float | None, float | None, str]:
-    """TFLOP/s a rank, MFU, and how they were computed or why they were not."""
+    """Return TFLOP/s per rank, MFU, and how they were computed or why they were not."""
     first = verdicts.get(0)
     flops = first.flops_per_sample if first else None
     if figures is None or flops is None:
@@ -196,7 +230,7 @@ def _utilisation(
 
 
 def _matmul_share(plan: Plan, env: Env, tflops: float | None) -> float | None:
-    """Of what `paceline check` measured this very hardware to do; None where it never did."""
+    """Return the share of what `paceline check` measured on this very hardware, where it did."""
     device = plan.device.value
     arithmetic = choose_arithmetic(env, device, plan.precision.value, plan.matmul.value)
     measured = load_matmul_tflops(env, device, arithmetic, plan.threads.value)
@@ -204,7 +238,7 @@ def _matmul_share(plan: Plan, env: Env, tflops: float | None) -> float | None:
 
 
 def _bad_samples(verdicts: dict[int, RankVerdict]) -> tuple[int | None, list[int]]:
-    """The samples of the vetoed step: those of the ranks whose own loss was bad, or of all."""
+    """Return the vetoed step and its samples: of the ranks whose own loss was bad, or of all."""
     bad = [v for v in verdicts.values() if v.bad_step is not None]
     guilty = [v for v in bad if not v.loss_was_finite] or bad
     ids = [index for v in guilty for index in v.bad_sample_ids]

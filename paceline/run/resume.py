@@ -1,4 +1,4 @@
-"""From a run directory and new overrides to the job that goes on in it.
+"""From a run directory and new overrides to the job that is resumed in it.
 
 What has changed is shown. What changes the shape of the model is refused, what changes what is
 computed must be allowed, and how the same thing is computed may differ freely. So may the number of
@@ -72,16 +72,17 @@ class Change:
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run that goes on: where, as what job, and what is different from before."""
+    """A run to be resumed: where, as what job, and what is different from before."""
 
     run: RunDir
     job: Job
     changes: list[Change]
     global_size: int  # samples per step of the run so far
+    allow_change: bool = False  # settings that change the training are accepted
 
     def with_same_batch(self) -> "Resumption":
-        """On another number of ranks a step still takes as many samples, unless the user has
-        said otherwise: so it stays the same training."""
+        """Keep the samples per step on another number of ranks, unless the user has said
+        otherwise: so it stays the same training."""
         if any(change.key in BATCH for change in self.changes):
             return self
         train = self.job.config.train.model_copy(
@@ -107,7 +108,8 @@ def load_resumption(path: Path, overrides: Sequence[str], allow_change: bool) ->
     _require_same_model(run, job, changes)
     if not allow_change:
         _require_free(changes)
-    return Resumption(run, job, changes, Plan.load(run.plan).batch.global_size)
+    global_size = Plan.load(run.plan).batch.global_size
+    return Resumption(run, job, changes, global_size, allow_change)
 
 
 def explain_schedule(resumption: Resumption, last_step: int) -> str:
@@ -131,13 +133,13 @@ def explain_schedule(resumption: Resumption, last_step: int) -> str:
 
 
 def differences(before: RunConfig, after: RunConfig) -> Iterator[Change]:
-    """Every key whose value is another one."""
+    """Yield every key whose value is another one."""
     trees = (config.model_dump(mode="json") for config in (before, after))
     return (Change(*difference) for difference in differing(*trees))
 
 
 def _require_outside(run: RunDir, workload: str) -> None:
-    """Code is run that a person typed the name of, never code that came with a directory."""
+    """Refuse code that came with a directory: a person must have typed its name."""
     if ".py:" in workload:
         file = Path(workload.rpartition(":")[0]).resolve()
         if file.is_relative_to(run.root):
@@ -158,7 +160,8 @@ def _require_free(changes: Sequence[Change]) -> None:
 
 
 def _require_same_model(run: RunDir, job: Job, changes: Sequence[Change]) -> None:
-    """Against the newest checkpoint that says what it holds; ranks check again what they load."""
+    """Compare the model with the newest checkpoint that says what it holds; ranks check again what
+    they load."""
     if not any(change.key.startswith("model.") for change in changes):
         return
     folder = CheckpointFolder.of_run(run, job.config.checkpoint)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.launch.signals import noted_signals
+from paceline.launch.signals import logged_signals
 from paceline.machine.facts import probe
 from paceline.records.rundir import RunDir, RunLock
 from paceline.records.swept import Metric, SweepRecord, SweptCell, SweptPhase
@@ -80,9 +80,9 @@ def run_planned(
     spec: SweepSpec, record: SweepRecord, folder: SweepDir, talk: SweepTalk
 ) -> SweepEnd:
     """Run what is missing in `folder`, and leave its outputs there however it ends."""
-    with RunLock(folder.root), noted_signals() as notes:
+    with RunLock(folder.root), logged_signals() as signals:
         record.save(folder.record)
-        runner = SweepRunner(record, folder, talk, notes, spec.stop_on_error)
+        runner = SweepRunner(record, folder, talk, signals, spec.stop_on_error)
         try:
             for phase in _phases(spec, runner):
                 runner.run_phase(phase)

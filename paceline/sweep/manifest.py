@@ -4,14 +4,14 @@ byte leaves the rows of before or of after."""
 from collections.abc import Iterable
 from pathlib import Path
 
-from paceline.errors import DataError
+from paceline.errors import DataError, Outcome
 from paceline.records.files import write_atomic
 from paceline.records.swept import SweptPhase
 
 Row = dict[str, str]
 NOT_THERE = "n/a"  # a setting that the workload does not have
 SUCCESS, FAILED = "success", "failed"
-STOPPED = frozenset({"interrupted", "preempted"})  # outcomes of a run that somebody ended
+STOPPED = frozenset(outcome for outcome in Outcome if outcome.is_stop)  # somebody ended the run
 # Names and order are those of the sweep scripts that Paceline's users come from
 # (docs/sweeping.md); what those had no name for stands behind.
 IDENTITY = ("mode", "group", "repeat")

@@ -6,14 +6,13 @@ not run again.
 """
 
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from paceline.errors import Outcome
-from paceline.launch.signals import Notes
+from paceline.launch.signals import SignalLog
 from paceline.machine.facts import hardware_fingerprint, probe
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
@@ -73,13 +72,13 @@ class Turn:
 
 
 class SweepRunner:
-    """`notes` are of the signals since the sweep began: whoever makes a runner takes them."""
+    """`signals` logs those since the sweep began; whoever makes a runner has it."""
 
     def __init__(
-        self, record: SweepRecord, folder: SweepDir, talk: SweepTalk, notes: Notes,
+        self, record: SweepRecord, folder: SweepDir, talk: SweepTalk, signals: SignalLog,
         stop_on_error: bool = False,
     ) -> None:  # fmt: skip
-        self.record, self.folder, self.talk, self.notes = record, folder, talk, notes
+        self.record, self.folder, self.talk, self.signals = record, folder, talk, signals
         self.stop_on_error = stop_on_error
         self.quiet = Once(talk)
         self.ground = Ground(record.recipe, tuple(record.overrides), probe())
@@ -112,9 +111,8 @@ class SweepRunner:
 
     def is_stopped(self) -> bool:
         """A signal may have come during a run, between two, or while a table was written."""
-        if self.notes.first is not None and not self.stopped_by:
-            is_ctrl_c = self.notes.first == signal.SIGINT
-            self.stopped_by = Outcome.INTERRUPTED if is_ctrl_c else Outcome.PREEMPTED
+        if self.signals.first is not None and not self.stopped_by:
+            self.stopped_by = Outcome.of_signal(self.signals.first)
         return bool(self.stopped_by)
 
     def _take(self, turn: Turn, steps: int) -> None:

@@ -25,7 +25,8 @@ from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource, to_
 from paceline.data.rng import capture_rng, restore_rng, seed_rng
 from paceline.errors import ConfigError, DataError, Outcome
 from paceline.job import Job
-from paceline.machine.group import Meeting, Place, claim_device, join_group
+from paceline.machine.group import StoreAddress, claim_device, join_group
+from paceline.machine.topology import RankId
 from paceline.plan.policy import effective_config
 from paceline.records import Plan, RankVerdict
 from paceline.records.rundir import RunDir
@@ -59,12 +60,12 @@ class RankRun:
         job: Job,
         plan: Plan,
         run: RunDir,
-        place: Place,
-        meeting: Meeting | None = None,
+        place: RankId,
+        store: StoreAddress | None = None,
         requests: Requests | None = None,
     ) -> None:
         self.job, self.plan, self.run, self.place = job, plan, run, place
-        self.meeting = meeting  # None: this process has joined its group already
+        self.store = store  # None: this process has joined its group already
         self.requests = requests or Requests()
         self.attempt = load_attempt(run)
         self.device = torch.device("cpu")
@@ -83,8 +84,8 @@ class RankRun:
             self.device = claim_device(crew.device.value, self.place, crew.device_indices)
             self.clock = build_clock(self.device)
             with self._observed():
-                if self.meeting is not None:
-                    self._join(self.meeting)
+                if self.store is not None:
+                    self._join(self.store)
                 parts, found = self._build()
                 with closing(parts.feed), _settled_heap():
                     self._settle_rng(found)
@@ -123,10 +124,10 @@ class RankRun:
                 raise
             raise named from error
 
-    def _join(self, meeting: Meeting) -> None:
+    def _join(self, store: StoreAddress) -> None:
         timeout_s = self.job.config.launch.collective_timeout_s
         backend = self.plan.backend.value
-        join_group(backend, self.place, self.device, meeting.connect(), timeout_s)
+        join_group(backend, self.place, self.device, store.connect(), timeout_s)
 
     def _build(self) -> tuple[LoopParts, Found | None]:
         """Data, engine, the state to go on from, feed and ledger, in the order they need each
@@ -339,7 +340,7 @@ def _settled_heap() -> Iterator[None]:
 
 
 def _source(
-    job: Job, plan: Plan, data: Dataset, place: Place, start_position: int
+    job: Job, plan: Plan, data: Dataset, place: RankId, start_position: int
 ) -> MicrobatchSource:
     batch = plan.batch
     return MicrobatchSource(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from paceline.config.schema import RunConfig
 from paceline.errors import (
-    EXIT_CODES,
     ClusterError,
     ConfigError,
     LaunchError,
@@ -70,7 +69,7 @@ def run_verify(
         run_dir=str(run.root),
         world_size=world,
         device=device,
-        exit_code=EXIT_CODES[outcome],
+        exit_code=outcome.exit_code,
         proofs=proofs,
         elapsed_s=time.time() - started_at,
     )

@@ -19,7 +19,8 @@ from paceline.checkpoint.pieces import Piece
 from paceline.checkpoint.restore import choose_checkpoint
 from paceline.errors import Outcome
 from paceline.job import reload_job
-from paceline.machine.group import Meeting, Place
+from paceline.launch.base import RankContext, Task
+from paceline.machine.group import StoreAddress
 from paceline.plan.policy import effective_config
 from paceline.records import LaunchPlan, Plan
 from paceline.records.rundir import RunDir
@@ -53,10 +54,12 @@ def held_file(trial: RunDir, rank: int) -> Path:
     return trial.rank(rank) / "held.json"
 
 
-def try_rank(run: RunDir, place: Place, meeting: Meeting) -> None:
-    """All trials of one strategy. The first joins the group, the others find it."""
-    launch = LaunchPlan.load(run.launch)
-    first: Meeting | None = meeting
+def try_rank(context: RankContext) -> None:
+    """The task of `paceline verify`: all trials of one strategy. The first joins the group, the
+    others find it."""
+    run, place, launch = context.run, context.place, LaunchPlan.load(context.run.launch)
+    torch.set_num_threads(launch.threads)
+    first: StoreAddress | None = context.store
     for name in (EQUAL, BEFORE, POISONED, AFTER, BYTES, BROKEN):
         trial = trial_dir(run, name)
         if trial.plan.is_file():
@@ -65,6 +68,9 @@ def try_rank(run: RunDir, place: Place, meeting: Meeting) -> None:
             first = None
     # The supervisor looks for a word in the strategy's own directory.
     verdict.save(run.verdict(place.rank))
+
+
+VERIFY = Task("verify", try_rank, "paceline.verify")
 
 
 class TrialRun(RankRun):

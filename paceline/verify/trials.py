@@ -9,16 +9,15 @@ from paceline.config.load import dump_config, read_draft, validate
 from paceline.data.cursor import Order, StepSlice
 from paceline.job import Job, job_schema
 from paceline.launch import find_launcher
-from paceline.launch.base import LaunchEnd
-from paceline.launch.blame import explain_stall, missed_deadline
-from paceline.launch.cause import load_verdicts
+from paceline.launch.base import with_short_limits
+from paceline.launch.ending import Ending, load_verdicts, untold_cause
 from paceline.plan.planner import estimate_rank, make_plan, measure_model
 from paceline.plan.policy import effective_config
 from paceline.records import Env, Plan, StateBytes
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
-from paceline.run.flow import in_peace, order_for, require_feasible
-from paceline.verify.trial import AFTER, BEFORE, BROKEN, BYTES, EQUAL, POISONED, trial_dir
+from paceline.run.flow import order_for, require_feasible, run_short_task
+from paceline.verify.trial import AFTER, BEFORE, BROKEN, BYTES, EQUAL, POISONED, VERIFY, trial_dir
 from paceline.workloads.base import find_workload
 
 WORKLOAD = "uneven"
@@ -59,14 +58,9 @@ class Trials:
         job, plan = plans[EQUAL]
         launcher = find_launcher(plan.crew.launcher.value)
         order = order_for(job, self.env, plan, str(self.root))
-        launch = launcher.plan(replace(order, task="verify"))
-        free = {"start_s": None, "progress_s": None, "total_s": TOTAL_S}
-        launch = launch.model_copy(update={"limits": launch.limits.model_copy(update=free)})
+        launch = with_short_limits(launcher.plan(replace(order, task=VERIFY)), TOTAL_S)
         _save_plans(self.run_dir, job, plan)
-        launch.save(self.run_dir.launch)
-        with self.run_dir.lock(), in_peace():
-            end = launcher.run(launch, self.run_dir)
-        return self._failure(plan, end)
+        return self._failure(run_short_task(launcher, launch, self.run_dir, VERIFY))
 
     def _batch(self, is_reference: bool) -> list[str]:
         """One process takes in one pass what the ranks take in several."""
@@ -91,20 +85,16 @@ class Trials:
         _save_plans(trial_dir(self.run_dir, name), job, plan)
         return job, plan
 
-    def _failure(self, plan: Plan, end: LaunchEnd) -> str:
-        if end.signal is not None:
-            raise KeyboardInterrupt
-        if end.refusal:
-            return end.refusal
-        deadline = missed_deadline(end.ends)
-        if deadline:
-            rank, why = explain_stall(self.run_dir, end.ends, deadline)
-            return f"rank {rank}: {why}"
+    def _failure(self, ending: Ending) -> str:
+        """Return what went wrong, or "". A trial's verdicts say more than those of the strategy."""
+        if (untold := untold_cause(self.run_dir, ending.seen)) is not None:
+            rank, why = untold
+            return why if rank is None else f"rank {rank}: {why}"
         for trial in sorted((self.root / "trials").iterdir()):
-            for rank, verdict in load_verdicts(RunDir(trial), plan.world_size).items():
+            for rank, verdict in load_verdicts(RunDir(trial), ending.num_ranks).items():
                 if verdict.error is not None:
                     return f"{trial.name}, rank {rank}: {verdict.error.message}"
-        failed = [rank for rank, ended in end.ends.items() if ended.failed]
+        failed = [rank for rank, ended in ending.seen.ends.items() if ended.failed]
         log = self.run_dir.rank_log(failed[0]) if failed else ""
         return f"rank {failed[0]} left no verdict; its log: {log}" if failed else ""
 

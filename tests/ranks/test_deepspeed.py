@@ -14,7 +14,7 @@ import torch.distributed as dist
 from paceline.config.schema import RunConfig
 from paceline.errors import Outcome
 from paceline.job import load_job
-from paceline.machine.group import Place
+from paceline.machine.topology import RankId
 from paceline.plan.planner import measure_model
 from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy
@@ -178,7 +178,7 @@ def build_ranks(folder: Path, cases: dict[str, list[str]], look: Look) -> dict[s
     }
 
 
-def _look(runs: list[tuple[RunDir, list[str]]], look: Look, group: RunDir, place: Place) -> None:
+def _look(runs: list[tuple[RunDir, list[str]]], look: Look, group: RunDir, place: RankId) -> None:
     for run, settings in runs:
         seen = look(*build_engine(run, "lm_tiny", settings))
         run.rank(place.rank).mkdir(parents=True, exist_ok=True)

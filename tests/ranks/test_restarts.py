@@ -18,11 +18,10 @@ import pytest
 
 from paceline.errors import DataError, LoaderError, Outcome
 from paceline.launch.archive import archive_left_over, begin_attempt, list_attempts
-from paceline.launch.base import LaunchEnd
-from paceline.launch.cause import judge_end
-from paceline.launch.local import run_local
-from paceline.launch.rank import Post, answering
-from paceline.launch.signals import Heard, kill_time
+from paceline.launch.base import RankContext, Task
+from paceline.launch.ending import Ending
+from paceline.launch.local import LocalLauncher
+from paceline.launch.signals import Received, kill_time
 from paceline.records import Attempt, RankVerdict
 from paceline.records.rundir import RunDir
 from paceline.train.control import Ask
@@ -35,25 +34,25 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True, scope="module")
 def own_fork_server() -> Iterator[None]:
-    """Another file's may be running in this process, and it is not deaf to signals."""
+    """Another file's may be running in this process, and it does not ignore signals."""
     server: Any = forkserver._forkserver
     server._stop()
     yield
     server._stop()
 
 
-def leave(post: Post, outcome: Outcome, step: int) -> None:
+def leave(context: RankContext, outcome: Outcome, step: int) -> None:
     RankVerdict(
-        rank=post.place.rank, host="here", outcome=outcome, step=step, ended_at=time.time()
-    ).save(post.run.verdict(post.place.rank))
+        rank=context.place.rank, host="here", outcome=outcome, step=step, ended_at=time.time()
+    ).save(context.run.verdict(context.place.rank))
 
 
-def beat(post: Post, step: int) -> None:
-    rank = post.place.rank
+def beat(context: RankContext, step: int) -> None:
+    rank = context.place.rank
     line = {"time": time.time(), "rank": rank, "step": step, "phase": "forward", "marks": step}
-    with post.run.heartbeat(rank).open("a") as file:
+    with context.run.heartbeat(rank).open("a") as file:
         file.write(json.dumps(line) + "\n")
-    StepMark(post.run.step_mark(rank)).set(step)
+    StepMark(context.run.step_mark(rank)).set(step)
 
 
 def segfault() -> None:
@@ -83,41 +82,39 @@ TROUBLES: dict[str, Callable[[], object]] = {
 }
 
 
-def fail_at_first(post: Post) -> None:
+def fail_at_first(context: RankContext) -> None:
     """Rank 1 fails in the first FAILS attempts, while the others are busy outside any collective;
     then all is well. With DRIFT the failure comes a step later in each attempt."""
-    attempt = Attempt.load(post.run.attempt)
+    attempt = Attempt.load(context.run.attempt)
     if attempt.number > int(os.environ["FAILS"]):
-        beat(post, 1)
-        (post.run.root / f"well{post.place.rank}").write_text(str(time.time()))
-        return leave(post, Outcome.OK, 1)
+        beat(context, 1)
+        (context.run.root / f"well{context.place.rank}").write_text(str(time.time()))
+        return leave(context, Outcome.OK, 1)
     step = 3 + attempt.number * int(os.environ.get("DRIFT", "0"))
-    beat(post, step)
-    if post.place.rank != 1:
+    beat(context, step)
+    if context.place.rank != 1:
         time.sleep(1000)
     time.sleep(0.3)  # the others are asleep
-    (post.run.root / "failed").write_text(str(time.time()))
+    (context.run.root / "failed").write_text(str(time.time()))
     TROUBLES[os.environ["TROUBLE"]]()
 
 
-@answering
-def stop_when_asked(post: Post) -> None:
+def stop_when_asked(context: RankContext) -> None:
     """The answer of a loop: all that were asked leave."""
-    (post.run.root / f"ready{post.place.rank}").touch()
-    while post.requests.asked is Ask.NOTHING:
+    (context.run.root / f"ready{context.place.rank}").touch()
+    while context.requests.asked is Ask.NOTHING:
         time.sleep(0.01)
-    asked = post.requests.asked
-    leave(post, Outcome.PREEMPTED if asked is Ask.PREEMPT else Outcome.INTERRUPTED, 7)
+    asked = context.requests.asked
+    leave(context, Outcome.PREEMPTED if asked is Ask.PREEMPT else Outcome.INTERRUPTED, 7)
 
 
-@answering
-def never_stop(post: Post) -> None:
-    (post.run.root / f"ready{post.place.rank}").touch()
+def never_stop(context: RankContext) -> None:
+    (context.run.root / f"ready{context.place.rank}").touch()
     time.sleep(1000)
 
 
-def has_no_ear(post: Post) -> None:
-    never_stop(post)
+def polls_nothing(context: RankContext) -> None:
+    never_stop(context)
 
 
 class Bench:
@@ -128,14 +125,13 @@ class Bench:
         self.run.config.write_text("name: r\n")
         begin_attempt(self.run, resume=False)
 
-    def go(self, task: Callable[[Post], None], *overrides: str, **env: str) -> LaunchEnd:
+    def go(self, work: Callable[[RankContext], None], *overrides: str, **env: str) -> Ending:
         asked = [f"launch.env.{name}={value}" for name, value in env.items()]
         launch = draw("launch.nproc=2", "launch.device=cpu", *overrides, *asked)
         launch.save(self.run.launch)
-        return run_local(launch, self.run, task)
-
-    def outcome(self, end: LaunchEnd) -> Outcome:
-        return judge_end(self.run, 2, end).outcome
+        polls = work in (stop_when_asked, never_stop)
+        task = Task("train", work, "paceline.run", polls_requests=polls)
+        return LocalLauncher().run(launch, self.run, task)
 
     def read(self, name: str) -> float:
         return float((self.run.root / name).read_text())
@@ -186,7 +182,7 @@ def when_ready(bench: Bench, *numbers: int, pause_s: float = 0.7) -> Callable[[]
 @pytest.mark.parametrize("trouble", ["kill", "segfault", "exception", "exit", "loader"])
 def test_all_start_again_though_the_peer_is_busy(trouble: str, bench: Bench) -> None:
     end = bench.go(fail_at_first, "launch.max_restarts=1", FAILS="1", TROUBLE=trouble)
-    assert bench.outcome(end) is Outcome.OK and end.exit_codes == {0: 0, 1: 0}
+    assert end.outcome is Outcome.OK and end.seen.exit_codes == {0: 0, 1: 0}
     for rank in (0, 1):
         assert bench.read(f"well{rank}") - bench.read("failed") < RECOVERY_S
     first, second = list_attempts(bench.run)
@@ -199,7 +195,7 @@ def test_all_start_again_though_the_peer_is_busy(trouble: str, bench: Bench) -> 
 def test_a_frozen_rank_is_a_failure_like_others(bench: Bench) -> None:
     limits = ["launch.progress_s=1", "launch.max_restarts=1"]
     end = bench.go(fail_at_first, *limits, FAILS="1", TROUBLE="freeze")
-    assert bench.outcome(end) is Outcome.OK
+    assert end.outcome is Outcome.OK
     assert list_attempts(bench.run)[0].outcome is Outcome.STALL
     assert "in fail_at_first" in bench.past(1, "ranks/rank1/stacks.txt").read_text()
 
@@ -225,7 +221,7 @@ def test_what_an_attempt_leaves_is_kept(bench: Bench) -> None:
 @pytest.mark.parametrize("trouble", ["exception", "segfault"])
 def test_f16_two_failures_alike_end_the_run(trouble: str, bench: Bench) -> None:
     end = bench.go(fail_at_first, "launch.max_restarts=9", FAILS="99", TROUBLE=trouble)
-    assert bench.outcome(end) is Outcome.CRASHED
+    assert end.outcome is Outcome.CRASHED
     first, second = list_attempts(bench.run)
     assert first.cause == second.cause
     assert "the last two attempts failed alike, rank 1 at step" in second.stopped
@@ -236,7 +232,7 @@ def test_f16_two_failures_alike_end_the_run(trouble: str, bench: Bench) -> None:
 def test_restarts_are_counted(bench: Bench) -> None:
     more = ["launch.max_restarts=2"]
     end = bench.go(fail_at_first, *more, FAILS="99", DRIFT="5", TROUBLE="kill")
-    assert bench.outcome(end) is Outcome.CRASHED
+    assert end.outcome is Outcome.CRASHED
     attempts = list_attempts(bench.run)
     assert len(attempts) == 3 and "launch.max_restarts is 2" in attempts[-1].stopped
 
@@ -248,7 +244,7 @@ def test_no_other_attempt(trouble: str, outcome: Outcome, bench: Bench) -> None:
     """None is allowed; or it would end as the first one did."""
     allowed = "launch.max_restarts=3" if trouble == "refusal" else "launch.max_restarts=0"
     end = bench.go(fail_at_first, allowed, FAILS="1", TROUBLE=trouble)
-    assert bench.outcome(end) is outcome
+    assert end.outcome is outcome
     (only,) = list_attempts(bench.run)
     assert only.stopped == "" and not bench.run.attempts.exists()
 
@@ -257,19 +253,19 @@ def test_the_total_deadline_is_for_all_attempts(bench: Bench) -> None:
     limits = ["launch.total_s=3", "launch.progress_s=1", "launch.max_restarts=9"]
     started_at = time.monotonic()
     end = bench.go(fail_at_first, *limits, FAILS="99", DRIFT="5", TROUBLE="freeze")
-    assert bench.outcome(end) is Outcome.STALL and end.ends[0].stall == "total"
+    assert end.outcome is Outcome.STALL and end.seen.ends[0].stall == "total"
     assert time.monotonic() - started_at < 15
 
 
 def test_f17_a_rank_that_never_comes_back_is_bounded(bench: Bench) -> None:
     limits = ["launch.start_s=6", "launch.max_restarts=1"]  # time to fail in the first
     end = bench.go(hang_in_the_second, *limits)
-    assert bench.outcome(end) is Outcome.STALL
+    assert end.outcome is Outcome.STALL
     assert [a.outcome for a in list_attempts(bench.run)] == [Outcome.CRASHED, Outcome.STALL]
 
 
-def hang_in_the_second(post: Post) -> None:
-    if Attempt.load(post.run.attempt).number == 1:
+def hang_in_the_second(context: RankContext) -> None:
+    if Attempt.load(context.run.attempt).number == 1:
         complain()
     time.sleep(1000)
 
@@ -286,7 +282,7 @@ def hang_in_the_second(post: Post) -> None:
 def test_ranks_are_asked_and_answer(number: int, outcome: Outcome, bench: Bench) -> None:
     with meanwhile(when_ready(bench, number)):
         end = bench.go(stop_when_asked, "launch.max_restarts=3")
-    assert bench.outcome(end) is outcome and end.exit_codes == {0: 0, 1: 0}
+    assert end.outcome is outcome and end.seen.exit_codes == {0: 0, 1: 0}
     assert len(list_attempts(bench.run)) == 1, "a stop is no failure"
 
 
@@ -299,7 +295,7 @@ def test_a_signal_to_the_ranks_alone_is_preemption_too(bench: Bench) -> None:
 
     with meanwhile(send):
         end = bench.go(stop_when_asked)
-    assert end.signal is None and bench.outcome(end) is Outcome.PREEMPTED
+    assert end.seen.signal is None and end.outcome is Outcome.PREEMPTED
 
 
 def test_a_signal_before_ranks_can_hear_is_not_lost(bench: Bench) -> None:
@@ -310,13 +306,13 @@ def test_a_signal_before_ranks_can_hear_is_not_lost(bench: Bench) -> None:
 
     with meanwhile(send):
         end = bench.go(stop_when_asked)
-    assert bench.outcome(end) is Outcome.PREEMPTED and end.exit_codes == {0: 0, 1: 0}
+    assert end.outcome is Outcome.PREEMPTED and end.seen.exit_codes == {0: 0, 1: 0}
 
 
 def test_who_does_not_answer_is_killed_after_the_grace(bench: Bench) -> None:
     with meanwhile(when_ready(bench, signal.SIGTERM)):
         end = bench.go(never_stop, "launch.grace_s=1", "launch.max_restarts=3")
-    assert bench.outcome(end) is Outcome.PREEMPTED and end.exit_codes == {0: -9, 1: -9}
+    assert end.outcome is Outcome.PREEMPTED and end.seen.exit_codes == {0: -9, 1: -9}
     assert len(list_attempts(bench.run)) == 1
 
 
@@ -324,25 +320,25 @@ def test_the_second_interrupt_kills_at_once(bench: Bench) -> None:
     started_at = time.monotonic()
     with meanwhile(when_ready(bench, signal.SIGINT, signal.SIGINT)):
         end = bench.go(never_stop, "launch.grace_s=60")
-    assert bench.outcome(end) is Outcome.INTERRUPTED and time.monotonic() - started_at < 15
+    assert end.outcome is Outcome.INTERRUPTED and time.monotonic() - started_at < 15
 
 
-def test_a_task_without_an_ear_is_ended_by_the_signal(bench: Bench) -> None:
+def test_a_task_that_polls_nothing_is_ended_by_the_signal(bench: Bench) -> None:
     started_at = time.monotonic()
     with meanwhile(when_ready(bench, signal.SIGTERM)):
-        end = bench.go(has_no_ear, "launch.grace_s=60")
-    assert end.signal == signal.SIGTERM and time.monotonic() - started_at < 15
+        end = bench.go(polls_nothing, "launch.grace_s=60")
+    assert end.seen.signal == signal.SIGTERM and time.monotonic() - started_at < 15
 
 
 def test_patience() -> None:
     """Grace of 60 s; the first signal came at 100."""
     term, interrupt = signal.SIGTERM, signal.SIGINT
-    assert kill_time([Heard(term, 100)], 60) == 160
-    assert kill_time([Heard(interrupt, 100), Heard(interrupt, 100.1)], 60) == 160, "an echo"
-    assert kill_time([Heard(interrupt, 100), Heard(interrupt, 102)], 60) == 102
-    assert kill_time([Heard(term, 100), Heard(term, 102)], 60) == 112
-    assert kill_time([Heard(term, 100), Heard(interrupt, 102)], 60) == 112
-    assert kill_time([Heard(term, 100), Heard(term, 155)], 60) == 160, "never longer"
+    assert kill_time([Received(term, 100)], 60) == 160
+    assert kill_time([Received(interrupt, 100), Received(interrupt, 100.1)], 60) == 160, "an echo"
+    assert kill_time([Received(interrupt, 100), Received(interrupt, 102)], 60) == 102
+    assert kill_time([Received(term, 100), Received(term, 102)], 60) == 112
+    assert kill_time([Received(term, 100), Received(interrupt, 102)], 60) == 112
+    assert kill_time([Received(term, 100), Received(term, 155)], 60) == 160, "never longer"
 
 
 def test_an_attempt_that_nobody_saw_the_end_of(bench: Bench) -> None:

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, Outcome
 from paceline.job import load_job
-from paceline.launch import REGISTRY
-from paceline.launch.base import LaunchEnd
-from paceline.launch.blame import explain_stall
-from paceline.launch.cause import judge_end
-from paceline.launch.pulse import Pulse
+from paceline.launch.base import Task
+from paceline.launch.deadlines import Deadlines, explain_missed
+from paceline.launch.ending import LaunchEnd, judge_end
+from paceline.launch.member import take_part
 from paceline.launch.slurm import batch_script
 from paceline.machine.fabric import NODE_CACHE, choose_fabric, make_node_caches
 from paceline.machine.facts import allowed_variables
 from paceline.machine.gpus import rocm_gpus
 from paceline.machine.hosts import read_hostfile
+from paceline.machine.launchers import LAUNCHERS
 from paceline.machine.topology import Topology
 from paceline.plan.crew import check_crew, choose_crew
 from paceline.plan.planner import make_plan
@@ -29,7 +29,7 @@ from paceline.train.heartbeat import ActionMark
 from tests.machines import box, draw, machine, order_of
 
 
-@pytest.mark.parametrize("by", sorted(REGISTRY))
+@pytest.mark.parametrize("by", sorted(LAUNCHERS))
 def test_every_launcher_draws_words_and_a_map(by: str) -> None:
     plan = draw("launch.nproc=2", "launch.device=cpu", "launch.env.NAME=a b; c", by=by)
     assert all(isinstance(word, str) for word in plan.argv)
@@ -46,7 +46,7 @@ def test_torchrun_words() -> None:
     plan = draw(*more, "launch.torchrun_args=[--tee,'3']", "launch.device=cpu", by="torchrun")
     text = " ".join(plan.argv)
     assert "-m torch.distributed.run --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d" in text
-    assert "--rdzv-endpoint head:4444" in text and "--tee 3 -m paceline.launch.member" in text
+    assert "--rdzv-endpoint head:4444" in text and "--tee 3 -m paceline.run RUN_DIR" in text
     assert len(plan.ranks) == 32 and plan.crew.num_nodes == 4
 
 
@@ -87,7 +87,7 @@ def test_deepspeed_words(tmp_path: Path) -> None:
     assert "--include a:0,4@b:0,4 --master_addr a" in " ".join(many.argv)
 
 
-@pytest.mark.parametrize("by", sorted(set(REGISTRY) - {"deepspeed"}))
+@pytest.mark.parametrize("by", sorted(set(LAUNCHERS) - {"deepspeed"}))
 def test_devices_work_for_every_launcher(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     plan = draw("launch.devices=[0,4]", env=box(8), by=by)
@@ -258,51 +258,51 @@ LIMITS = Limits(start_s=300, progress_s=60, total_s=1000, grace_s=1, collective_
 
 def test_deadlines_are_read_from_heartbeats(tmp_path: Path) -> None:
     run, clock = RunDir(tmp_path), Clock()
-    pulse = Pulse(run, [0, 1], LIMITS, clock)
+    deadlines = Deadlines(run, [0, 1], LIMITS, clock)
     clock.now = 200
-    assert pulse.missed() is None, "still starting"
+    assert deadlines.missed() is None, "still starting"
     for second in range(200, 320, 10):  # rank 1 loads for long, and says so
         beat(run, 0, second, 0, "start")
         beat(run, 1, second, 0, "start")
         clock.now = second
-        missed = pulse.missed()
+        missed = deadlines.missed()
     assert missed == "start"
 
 
 def test_a_rank_that_stands_still_is_overdue_though_its_thread_beats(tmp_path: Path) -> None:
     run, clock = RunDir(tmp_path), Clock()
-    pulse = Pulse(run, [0, 1], LIMITS, clock)
+    deadlines = Deadlines(run, [0, 1], LIMITS, clock)
     found = []
     for second in range(1, 100):
         beat(run, 0, second, step=second)
         beat(run, 1, second, step=7)
         clock.now = second
-        found.append(pulse.missed())
+        found.append(deadlines.missed())
     assert found.index("progress") in range(60, 64)
 
 
 def test_a_frozen_rank_is_overdue_before_its_first_step_too(tmp_path: Path) -> None:
     run, clock = RunDir(tmp_path), Clock()
-    pulse = Pulse(run, [0], LIMITS, clock)
+    deadlines = Deadlines(run, [0], LIMITS, clock)
     beat(run, 0, 1, step=0, phase="start")
     clock.now = 2
-    assert pulse.missed() is None
+    assert deadlines.missed() is None
     clock.now = 70
-    assert pulse.missed() == "progress"
+    assert deadlines.missed() == "progress"
 
 
 def test_the_total_deadline_and_ranks_that_have_finished(tmp_path: Path) -> None:
     run, clock = RunDir(tmp_path), Clock()
-    pulse = Pulse(run, [0], LIMITS, clock)
+    deadlines = Deadlines(run, [0], LIMITS, clock)
     beat(run, 0, 1, step=3)
     clock.now = 2
-    pulse.missed()
+    deadlines.missed()
     run.rank(0).mkdir(parents=True)
     run.verdict(0).write_text("{}")
     clock.now = 500
-    assert pulse.missed() is None, "it has said its last word"
+    assert deadlines.missed() is None, "it has said its last word"
     clock.now = 1001
-    assert pulse.missed() == "total"
+    assert deadlines.missed() == "total"
 
 
 def test_the_rank_that_is_behind_is_blamed(tmp_path: Path) -> None:
@@ -311,10 +311,10 @@ def test_the_rank_that_is_behind_is_blamed(tmp_path: Path) -> None:
     for rank, phase in ((0, "backward"), (1, "data"), (2, "backward")):
         beat(run, rank, 100, 9, phase)
     ends = {r: RankEnd(rank=r, host="h", exit_code=-15, stall="progress") for r in range(3)}
-    rank, why = explain_stall(run, ends, "progress")
+    rank, why = explain_missed(run, ends, "progress")
     assert rank == 1 and "at step 9 in data it is behind rank 0, which waits in backward" in why
     ends[2] = ends[2].model_copy(update={"was_stopped": True})
-    assert explain_stall(run, ends, "progress")[0] == 2
+    assert explain_missed(run, ends, "progress")[0] == 2
 
 
 def test_a_stalled_pipeline_blames_the_rank_at_work(tmp_path: Path) -> None:
@@ -327,14 +327,14 @@ def test_a_stalled_pipeline_blames_the_rank_at_work(tmp_path: Path) -> None:
     marks = [ActionMark(run.action_mark(rank)) for rank in (0, 1)]
     marks[1].set(Action(Kind.WEIGHT, 1, 12))
     ends = {r: RankEnd(rank=r, host="h", exit_code=-9, stall="progress") for r in (0, 1)}
-    rank, why = explain_stall(run, ends, "progress")
+    rank, why = explain_missed(run, ends, "progress")
     assert rank == 1 and "it alone is at work on a microbatch" in why
     failure = judge_end(run, 2, LaunchEnd(ends)).failure
     assert failure is not None and failure.message.startswith(
         "rank 1 stalled in stage 1, backward of the weights of microbatch 12: no progress for"
     )
     marks[1].set(None)
-    assert explain_stall(run, ends, "progress")[0] == 0, "by phases, as without a pipeline"
+    assert explain_missed(run, ends, "progress")[0] == 0, "by phases, as without a pipeline"
 
 
 def test_amd_gpus_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,7 @@ def test_deepspeed_names_the_machines_own_numbers(monkeypatch: pytest.MonkeyPatc
         draw("launch.device=cuda", env=box(1), by="deepspeed")
 
 
-@pytest.mark.parametrize("by", sorted(set(REGISTRY) - {"slurm"}))
+@pytest.mark.parametrize("by", sorted(set(LAUNCHERS) - {"slurm"}))
 def test_too_many_devices_is_an_error_for_every_launcher(by: str) -> None:
     told = crew_problems(box(1), Topology(), f"launch.launcher={by}", "launch.nproc=4")
     assert "error: launch.nproc: each rank wants a GPU: 4 asked for, 1 usable here" in told
@@ -382,3 +382,17 @@ def test_a_secret_is_no_setting_and_no_record(name: str) -> None:
     with pytest.raises(ConfigError, match="looks like a secret"):
         load_job("lm_tiny", [f"launch.env.{name}=x"])
     assert allowed_variables({name: "x", "NCCL_DEBUG": "INFO"}) == {"NCCL_DEBUG": "INFO"}
+
+
+def test_a_process_takes_part_only_in_what_its_own_verb_has_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """launch.json says what ranks were planned for; it never chooses what is run."""
+    run = RunDir.create("r", tmp_path / "run")
+    run.config.write_text("name: r\n")
+    draw("launch.nproc=1", "launch.device=cpu").save(run.launch)
+    work: list[str] = []
+    other = Task("other", lambda context: work.append("ran"), "none")
+    assert take_part(other, [str(run.root)]) == Outcome.CRASHED.exit_code
+    assert "planned for `train`, and this process runs `other`" in capsys.readouterr().err
+    assert work == [] and run.verdict(0).is_file()

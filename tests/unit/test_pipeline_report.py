@@ -8,8 +8,8 @@ import pytest
 
 from paceline.job import load_job
 from paceline.launch.archive import archive_rank, begin_attempt
-from paceline.launch.base import LaunchEnd
-from paceline.machine.group import Place
+from paceline.launch.ending import LaunchEnd, judge_end
+from paceline.machine.topology import RankId
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
@@ -46,7 +46,8 @@ def piped(folder: Path, name: str, times: Times | None) -> tuple[RunDir, Result]
 
 
 def finish(run: RunDir, plan: Plan) -> Result:
-    known = Circumstances(LaunchEnd(), "c", "k", {}, 1.0, 11.0)
+    ending = judge_end(run, plan.world_size, LaunchEnd())
+    known = Circumstances(ending, "c", "k", {}, 1.0, 11.0)
     result = conclude(run, plan, machine(), known)
     result.save(run.result)
     write_report(run)
@@ -113,7 +114,7 @@ def test_only_ranks_of_a_pipeline_mark_their_actions(has_pipeline: bool, tmp_pat
     begin_attempt(run, resume=False)
     plan = Plan.load(run.plan)
     plan = plan if has_pipeline else plan.model_copy(update={"pipeline": None})
-    rank = RankRun(load_job("lm_tiny", []), plan, run, Place(2, 2, 4))
+    rank = RankRun(load_job("lm_tiny", []), plan, run, RankId(2, 2, 4))
     with rank._observed():
         rank.clock.on_action(Action(Kind.INPUT, 2, 5))
         seen = read_action(run.action_mark(2))

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.compare import Side, compare_sides
 from paceline.errors import Outcome
-from paceline.launch.base import LaunchEnd
+from paceline.launch.ending import LaunchEnd
 from paceline.records import RankError
 from paceline.records.rundir import RunDir
 from paceline.report import write_report

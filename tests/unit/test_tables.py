@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import DataError
-from paceline.launch.blame import _order
+from paceline.launch.deadlines import _order
 from paceline.records.heartbeats import Beat, iter_beats, last_beat
 from paceline.records.phases import STEP_PHASES, Phase
 from paceline.records.tables import (

@@ -1,13 +1,13 @@
-"""Imported by the fork server alone, before anything else: it takes no signal.
+"""Imported by the fork server alone, before anything else: it makes the server ignore signals.
 
 Launchers and terminals signal whole groups of processes. The server must not die of what is meant
 for the supervisor, because its ranks would die with it; it leaves when the supervisor does. A rank
-is as deaf until it has its own handlers; the supervisor repeats what it asks.
+ignores signals too until it has its own handlers; the supervisor repeats what it asks.
 """
 
 import signal
 
-DEAF_TO = (
+IGNORED = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
@@ -15,5 +15,5 @@ DEAF_TO = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-for number in DEAF_TO:
+for number in IGNORED:
     signal.signal(number, signal.SIG_IGN)

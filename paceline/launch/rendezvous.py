@@ -1,7 +1,14 @@
-"""The roll call: members of a run that another launcher started meet at one store.
+"""The rendezvous of a run whose processes another launcher has started: all meet at one store.
 
-Rank 0 serves it, unless torchrun's agent does; it learns who came and from where, tells the others
-which run to take part in, and names whoever is missing.
+Rank 0 serves it, unless torchrun's agent does. Whoever has something to say publishes a key, and
+whoever needs it waits for that key:
+
+    here/<rank>        every rank      its host and local rank; rank 0 names those that are missing
+    orders             rank 0          the run to take part in, or an exit code to leave with
+    received           other ranks     how many have read the orders
+    <round>/failed     any rank        it has failed: all others are to be ended
+    <round>/ended      every rank      how many ranks have ended
+    <round>/next       rank 0          does another attempt, a new round, follow?
 """
 
 import json
@@ -17,8 +24,8 @@ import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from paceline.errors import EXIT_CODES, ClusterError, LaunchError, Outcome, PacelineError
-from paceline.machine.group import Meeting, serve_store
+from paceline.errors import ClusterError, LaunchError, Outcome, PacelineError
+from paceline.machine.group import StoreAddress, serve_store
 from paceline.machine.topology import LOOPBACK, Topology
 from paceline.records import RankPlace
 
@@ -26,30 +33,30 @@ CONNECT_S = 300.0
 SUSPECT_S = 10.0
 WAIT_S = 1.0
 POLL_S = 0.02
-WORD_S = 0.1
+NEXT_S = 0.1
 LINGER_S = 5.0
 MAX_NAMED = 16
 AGAIN, STOP = "again ", "stop"
-CRASHED = EXIT_CODES[Outcome.CRASHED]
+CRASHED = Outcome.CRASHED.exit_code
 
 
 @dataclass
-class RollCall:
+class Rendezvous:
     """One member's view of all the members of a run."""
 
     topology: Topology
     store: Store
-    meeting: Meeting
+    address: StoreAddress
     server: TCPStore | None  # kept alive by rank 0
-    round: int = 0  # of starts: each has words of its own
+    round: int = 0  # of starts: each has keys of its own
 
     @property
-    def ranks_meeting(self) -> Meeting:
-        """Where the ranks of this round meet: they find nothing that an earlier one has left."""
-        return replace(self.meeting, prefix=f"{self.meeting.prefix}/{self.round}")
+    def rank_store(self) -> StoreAddress:
+        """Return where the ranks of this round meet: nothing that an earlier one left is there."""
+        return replace(self.address, prefix=f"{self.address.prefix}/{self.round}")
 
     def wait_for_all(self, start_s: float) -> list[RankPlace]:
-        """Rank 0: hosts and local ranks of everybody, or an error that lists the missing."""
+        """Return, to rank 0, host and local rank of every rank; raise where some are missing."""
         world, missing = self.topology.world_size, list(range(self.topology.world_size))
         deadline = time.monotonic() + start_s
         while missing:
@@ -60,50 +67,50 @@ class RollCall:
         facts = [json.loads(self.store.get(f"here/{rank}")) for rank in range(world)]
         return [RankPlace(rank=rank, device="", **fact) for rank, fact in enumerate(facts)]
 
-    def publish(self, **message: str | int) -> None:
-        """Rank 0 tells the others what to do: take part in run_dir, or leave with exit_code."""
+    def publish_orders(self, **message: str | int) -> None:
+        """Publish, as rank 0, what to do: take part in run_dir, or leave with exit_code."""
         self.store.set("orders", json.dumps(message))
 
-    def dismiss(self, exit_code: int) -> None:
-        """Rank 0 leaves: tell those who have come, and give them a moment to hear it."""
+    def publish_exit(self, exit_code: int) -> None:
+        """Publish that rank 0 leaves, and give those who have come a moment to read it."""
         with suppress(RuntimeError):
-            self.publish(exit_code=exit_code)
+            self.publish_orders(exit_code=exit_code)
             deadline = time.monotonic() + LINGER_S
             while time.monotonic() < deadline and self.server is not None:
-                if self.store.add("heard", 0) >= self.topology.world_size - 1:
+                if self.store.add("received", 0) >= self.topology.world_size - 1:
                     return
                 time.sleep(POLL_S)
 
-    def orders(self) -> dict[str, str | int]:
-        """What rank 0 has decided. It may prepare data for an hour; it may not vanish."""
+    def wait_for_orders(self) -> dict[str, str | int]:
+        """Return what rank 0 has decided. It may prepare data for an hour; it may not vanish."""
         while True:
             try:
                 self.store.wait(["orders"], timedelta(seconds=WAIT_S))
                 orders = json.loads(self.store.get("orders"))
-                self.store.add("heard", 1)
+                self.store.add("received", 1)
                 return dict(orders)
             except dist.DistStoreError:
                 continue
             except dist.DistNetworkError as error:
                 raise LaunchError("rank 0 left before it had planned the run") from error
 
-    def tell_failure(self, rank: int) -> None:
+    def publish_failure(self, rank: int) -> None:
         with suppress(RuntimeError):
             self.store.set(f"{self.round}/failed", str(rank))
 
-    def tell_end(self) -> None:
+    def publish_end(self) -> None:
         with suppress(RuntimeError):
             self.store.add(f"{self.round}/ended", 1)
 
     def has_failed(self) -> bool:
-        """True when a member has said so, or the store is gone, and with it rank 0."""
+        """True when a rank has published so, or the store is gone, and with it rank 0."""
         try:
             return bool(self.store.check([f"{self.round}/failed"]))
         except RuntimeError:
             return True
 
     def wait_for_ends(self, timeout_s: float) -> None:
-        """Rank 0, whose store the others speak through, lets them say their last word."""
+        """Wait, as rank 0, which serves the store, until the others need it no more."""
         deadline = time.monotonic() + timeout_s
         with suppress(RuntimeError):
             while time.monotonic() < deadline:
@@ -111,47 +118,49 @@ class RollCall:
                     return
                 time.sleep(POLL_S)
 
-    def announce(self, number: int | None) -> None:
-        """Rank 0: the attempt of this number has failed and another follows; None: none does."""
+    def publish_next(self, number: int | None) -> None:
+        """Publish, as rank 0, that the attempt of this number has failed and another follows; or,
+        with None, that none does."""
         with suppress(RuntimeError):
-            self.store.set(f"{self.round}/word", AGAIN + str(number) if number else STOP)
+            self.store.set(f"{self.round}/next", AGAIN + str(number) if number else STOP)
         self.round += 1
 
-    def hear(self, is_over: Callable[[], bool]) -> int | None:
-        """What rank 0 announces. It may not come: then there is nobody to go on with."""
+    def wait_for_next(self, is_over: Callable[[], bool]) -> int | None:
+        """Return the number of the failed attempt that another one follows; None where none does,
+        or where rank 0 has gone before it could say."""
         while not is_over():
             try:
-                if self.store.check([f"{self.round}/word"]):
-                    word = self.store.get(f"{self.round}/word").decode()
+                if self.store.check([f"{self.round}/next"]):
+                    text = self.store.get(f"{self.round}/next").decode()
                     self.round += 1
-                    return int(word.removeprefix(AGAIN)) if word.startswith(AGAIN) else None
+                    return int(text.removeprefix(AGAIN)) if text.startswith(AGAIN) else None
             except RuntimeError:
                 return None
-            time.sleep(WORD_S)
+            time.sleep(NEXT_S)
         return None
 
 
 @contextmanager
-def muster(topology: Topology, connect_s: float = CONNECT_S) -> Iterator[RollCall]:
-    """Stand at the meeting point. Should rank 0 leave with an error, the others learn its code."""
+def join_rendezvous(topology: Topology, connect_s: float = CONNECT_S) -> Iterator[Rendezvous]:
+    """Meet the other ranks. Should rank 0 leave with an error, the others get its exit code."""
     _require_address(topology)
     is_host = topology.rank == 0 and not topology.agent_store
     server = _serve(topology) if is_host else None
     # A restart by torchrun meets at the same store, under a name of its own.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    meeting = Meeting(
+    address = StoreAddress(
         topology.master_addr, topology.master_port, f"paceline/{attempt}", server is not None
     )
-    store = _connect(topology, meeting, connect_s)
+    store = _connect(topology, address, connect_s)
     here = {"host": socket.gethostname(), "local_rank": topology.local_rank}
     store.set(f"here/{topology.rank}", json.dumps(here))
-    call = RollCall(topology, store, meeting, server)
+    rendezvous = Rendezvous(topology, store, address, server)
     try:
-        yield call
+        yield rendezvous
     except BaseException as error:
         if topology.rank == 0:
             code = error.exit_code if isinstance(error, PacelineError) else CRASHED
-            call.dismiss(code)
+            rendezvous.publish_exit(code)
         raise
 
 
@@ -166,14 +175,14 @@ def _require_address(topology: Topology) -> None:
         ) from error
 
 
-def _connect(topology: Topology, meeting: Meeting, connect_s: float) -> Store:
-    """A name that means "this machine" here, while rank 0 is on another, is tried for a moment
-    only: it may be right, when several nodes stand on one machine, but is hardly ever."""
+def _connect(topology: Topology, address: StoreAddress, connect_s: float) -> Store:
+    """Connect to the store. A name that means "this machine" here, while rank 0 is on another node,
+    is tried for a moment only: it is right only where several nodes share one machine."""
     name, port = topology.master_addr, topology.master_port
     is_suspect = topology.node_rank > 0 and _means_here(name)
     patience_s = min(connect_s, SUSPECT_S) if is_suspect else connect_s
     try:
-        return meeting.connect(patience_s)
+        return address.connect(patience_s)
     except RuntimeError as error:  # torch's network and store errors are both
         if is_suspect:
             raise ClusterError(
