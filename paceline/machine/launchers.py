@@ -108,6 +108,11 @@ def is_local(name: str) -> bool:
     return name in LAUNCHERS and LAUNCHERS[name].is_local
 
 
+def is_allocated(name: str) -> bool:
+    """True where ranks start on machines that a scheduler gives: this one need not be theirs."""
+    return name in LAUNCHERS and LAUNCHERS[name].allocation is not None
+
+
 def wide_launchers() -> list[str]:
     """Return the names of those that can start ranks on several machines."""
     return [name for name, facts in LAUNCHERS.items() if not facts.is_local]

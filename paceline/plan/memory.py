@@ -4,6 +4,7 @@ cannot: what is too large at rest dies in its first step, hours into a queue."""
 from collections.abc import Iterator
 
 from paceline.config.schema import RunConfig
+from paceline.machine.launchers import is_allocated
 from paceline.plan.crew import count_ranks
 from paceline.records import Env, Finding, Plan
 from paceline.strategies import find_strategy
@@ -21,7 +22,7 @@ def check_host_memory(
     if plan.on_gpu or held <= env.memory_bytes:
         return
     # A login node says nothing of the machines that a scheduler will give.
-    is_here = plan.crew.launcher.value != "slurm"
+    is_here = not is_allocated(plan.crew.launcher.value)
     is_refused = is_here and not config.launch.overcommit
     yield Finding(
         severity="error" if is_refused else "warning",

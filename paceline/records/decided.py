@@ -203,7 +203,7 @@ class Plan(Record):
     @staticmethod
     def update_to_3(body: Body) -> Body:
         """No strategy before 0.6 had stages."""
-        return body | {"pipeline": None}
+        return body | dict(pipeline=None)
 
     def dp_rank(self, rank: int) -> int:
         """Which share of the batch is this rank's: those of one pipeline have the same."""

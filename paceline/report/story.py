@@ -114,10 +114,7 @@ def basis(story: Story) -> str:
     window = story.result.window if story.result else None
     if window is None:
         return ""
-    return (
-        f"Speed is of {window.file}, steps {window.first_step} to {window.last_step}, after the"
-        " warm-up and without evaluation; losses are of the last finite row."
-    )
+    return f"Speed is of {window}, without evaluation; losses are of the last finite row."
 
 
 def _loss_figures(result: Result) -> list[Figure]:

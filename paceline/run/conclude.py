@@ -136,12 +136,12 @@ def _what_is_kept(run: RunDir, plan: Plan, ending: Ending, history: History) -> 
     notes = {note for verdict in ending.verdicts.values() for note in verdict.notes}
     notes |= _notes_of(run, attempts)
     notes |= {*stop_notes(ending), *_validation(rows)[1], *pipeline_notes}
-    return {
-        "notes": sorted(notes),
-        "attempts": [summarise(attempt) for attempt in attempts],
-        "checkpoints": _checkpoint_facts(read_checkpoints(run.checkpoint_log)),
-        "pipeline": pipeline,
-    }
+    return dict(
+        notes=sorted(notes),
+        attempts=[summarise(attempt) for attempt in attempts],
+        checkpoints=_checkpoint_facts(read_checkpoints(run.checkpoint_log)),
+        pipeline=pipeline,
+    )
 
 
 def _validation(rows: Table[TrainingRow]) -> tuple[float | None, list[str]]:

@@ -126,7 +126,7 @@ def test_train_report_and_compare_tell_one_rate_from_one_window(run: RunDir) -> 
     assert result.steps_per_s == 2 and result.step_s is not None and result.step_s.p90 == 0.5
     side = compare_sides([Side("a", [run], []), Side("b", [run], [])], "samples_per_s", 0.02)
     assert (side.sides[0].value, side.sides[0].windows) == (32, [str(result.window)])
-    assert "samples/s | 32 | training.csv, steps 9 to 20" in run.summary.read_text()
+    assert "Speed is of training.csv, steps 9 to 20," in run.summary.read_text()
 
 
 def test_the_page_needs_nothing_from_outside(run: RunDir) -> None:

@@ -14,8 +14,8 @@ from paceline.cli.recipes import _keys_of
 from paceline.config.schema import StrategyConfig
 from paceline.errors import ConfigError
 from paceline.job import load_job
-from paceline.launch import REGISTRY as LAUNCHERS
 from paceline.machine.facts import probe
+from paceline.machine.launchers import LAUNCHERS
 from paceline.plan.planner import make_plan
 from paceline.records import Finding
 from paceline.run.resume import Change
