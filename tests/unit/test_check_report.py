@@ -69,4 +69,4 @@ def test_printing_reads_the_record_only(
     cli._print(made)
     shown = " ".join(capsys.readouterr().out.split())
     assert "bf16 685 of 989 TFLOP/s" in shown and "tf32 400 of 495 TFLOP/s" in shown
-    assert "4234 of about 4800 GB/s" in shown and "380 of about 450" in shown
+    assert "4,234 of about 4800 GB/s" in shown and "380 of about 450" in shown
