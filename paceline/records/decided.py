@@ -244,7 +244,7 @@ class LaunchPlan(Record):
 
     launcher: str
     argv: list[str] = Field(description="The command, word by word; empty: no command is needed.")
-    task: str = Field(description="What each rank does: train or check.")
+    task: str = Field(description="The verb that planned it; whoever takes part compares its own.")
     workload: str = Field(description="The workload as typed: a registered name or FILE.py:Class.")
     crew: Crew
     threads: int

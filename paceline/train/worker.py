@@ -1,6 +1,6 @@
 """What one rank does from its first line to its verdict: build, loop, say how it ended.
 
-Run by `paceline.launch.rank` in a process of its own; tests call `RankRun(...).execute()`.
+Run by `paceline.run.rank` in a process of its own; tests call `RankRun(...).execute()`.
 """
 
 import gc
