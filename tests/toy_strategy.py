@@ -55,10 +55,11 @@ class Toy(Strategy):
                         dist.all_reduce(piece)
                 return totals
 
-        module = compose(parts)
+        objective = compose(parts)
+        module = objective.model
         fused = parts.plan.fused_optimizer.value
         optimizer = build_optimizer(module.parameters(), parts.config.optim, fused)
-        return ToyEngine(parts, module, optimizer, Wrapping(module))
+        return ToyEngine(parts, module, optimizer, Wrapping(objective))
 
 
 TOY = Toy()

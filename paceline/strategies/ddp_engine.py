@@ -81,10 +81,12 @@ def wrap_ddp(parts: EngineParts, objective: Objective) -> Wrapping:
         bucket_cap_mb=settings.bucket_mb,
         # Gradients live inside the buckets: no copy after the all-reduce, no second set.
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # the engine does, after a step: a checkpoint needs them equal
         static_graph=settings.static_graph,
         find_unused_parameters=settings.find_unused_parameters,
     )
+    # The engine spreads buffers after a step: a checkpoint needs them equal. (Set here: torch 2.13
+    # warns of the argument, and has another name for it.)
+    wrapped.broadcast_buffers = False
     traffic = register_hook(wrapped, settings)
     unsynced = _Unsynced(wrapped, parts.plan.batch.grad_accum - 1, settings.static_graph)
     return Wrapping(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import RankEnds, run_each, run_here
-from tests.ranks.test_parity import assert_same_weights
+from tests.parity import assert_same_weights
 
 # Items, methods and attributes of the model are used, in training and in evaluation; two forward
 # passes make one loss; targets are numbers that must stay in fp32.

@@ -179,6 +179,7 @@ def when_ready(bench: Bench, *numbers: int, pause_s: float = 0.7) -> Callable[[]
     return send
 
 
+@pytest.mark.serial  # five seconds from failure to the next step
 @pytest.mark.parametrize("trouble", ["kill", "segfault", "exception", "exit", "loader"])
 def test_all_start_again_though_the_peer_is_busy(trouble: str, bench: Bench) -> None:
     end = bench.go(fail_at_first, "launch.max_restarts=1", FAILS="1", TROUBLE=trouble)
