@@ -121,7 +121,7 @@ def test_what_differs_is_said_before_anything_starts(job: str) -> None:
     [
         ("lm_tiny", ["launch.nproc=2"], "the model has no BatchNorm"),
         ("own", [], "one rank has nobody to share with"),
-        ("own", ["launch.nproc=4", "strategy.name=pipeline", "strategy.stages=2"], "a pipeline's"),
+        ("own", ["launch.nproc=4", "strategy.name=pipeline", "strategy.stages=2"], "with pipeline"),
     ],
 )
 def test_where_it_cannot_be_shared(job: str, source: str, more: list[str], what: str) -> None:
