@@ -8,10 +8,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
+from paceline.config.schema import DataConfig, Positive, Section
 from paceline.data.base import Dataset
 from paceline.records import Finding
 from paceline.workloads.base import Split, Workload
-from paceline.workloads.mae.config import MAEData, MAEModel
+
+
+class MAEModel(Section):
+    hf_config: dict[str, Any] = Field(
+        {}, description="Keys of Hugging Face's ViTMAEConfig: model.hf_config.hidden_size=1280."
+    )
+
+
+class MAEData(DataConfig):
+    synthetic_samples: Positive = Field(
+        256_000, description="Length of the data set of random images, in samples."
+    )
+
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
