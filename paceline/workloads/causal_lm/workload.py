@@ -8,13 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
+
+from paceline.config.schema import Section
 from paceline.data.base import Dataset
 from paceline.records import Finding
 from paceline.workloads.base import Split
-from paceline.workloads.causal_lm.config import CausalLMModel
 from paceline.workloads.lm.workload import BYTE_VOCABULARY, LanguageModel
+
+
+class CausalLMModel(Section):
+    hf: str = Field(
+        "llama",
+        min_length=1,
+        description="A folder, a name on the Hugging Face hub, or an architecture of transformers"
+        " such as llama, which has no weights. A folder called llama is ./llama.",
+    )
+    hf_config: dict[str, Any] = Field(
+        {}, description="Keys of the model's own config, over those that it comes with."
+    )
+    weights: Literal["auto", "load", "random"] = Field(
+        "auto", description="auto: load where there are safetensors files, else random."
+    )
+
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
