@@ -29,7 +29,7 @@ from paceline.records.base import Part
 from paceline.records.files import sync_directory, write_atomic
 from paceline.records.rundir import RunDir, slug
 from paceline.workloads.base import find_workload
-from paceline.workloads.hf.saved import load_layout, save_layout
+from paceline.workloads.hf.pretrained import load_layout, save_layout
 
 Say = Callable[[str], None]
 
