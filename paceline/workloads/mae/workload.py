@@ -63,7 +63,7 @@ class MaskedAutoencoder(Workload):
         return next((width for width in widths if width % 8), max(widths))
 
     def build_data(self, config: Any, split: Split) -> Dataset | None:
-        from paceline.workloads.mae.data import RandomImages
+        from paceline.data.synthetic import RandomImages
         from paceline.workloads.mae.model import mae_config, num_patches
 
         if split == "val":
