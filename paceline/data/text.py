@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.data.settings import TextData
+from paceline.data.base import TextData
 from paceline.errors import DataError
 from paceline.records import Part, Record
 from paceline.records.files import FileLock, fingerprint, sync_directory

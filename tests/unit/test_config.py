@@ -13,7 +13,7 @@ from paceline.config.load import (
     validate,
 )
 from paceline.config.schema import RunConfig, run_schema
-from paceline.data.settings import TextData
+from paceline.data.base import TextData
 from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.strategies import strategy_section

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.data.base import Dataset
-from paceline.data.settings import TextData
+from paceline.data.base import Dataset, TextData
 from paceline.records import Finding
 from paceline.workloads.base import Split, Workload
 from paceline.workloads.lm.config import LMModel
