@@ -18,10 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.checkpoint.consolidate import whole_pieces, write_whole
 from paceline.checkpoint.folder import BEST, LATEST, TEMPORARY, CheckpointFolder, step_name
 from paceline.checkpoint.survey import checkpoints_of, list_steps, no_checkpoints, require_sound
-from paceline.checkpoint.tensors import TensorFiles
+from paceline.checkpoint.tensors import TensorFiles, whole_pieces, write_whole
 from paceline.config.load import check_plain, read_plain
 from paceline.config.schema import run_schema
 from paceline.errors import ConfigError, DataError, RestoreError, SaveError

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from paceline.checkpoint.consolidate import consolidate
 from paceline.checkpoint.folder import STATE, CheckpointFolder, Retention
 from paceline.checkpoint.pieces import SECTIONS, Piece, own_pieces
-from paceline.checkpoint.tensors import SUFFIX, rng_file, write_bytes, write_pieces
+from paceline.checkpoint.tensors import SUFFIX, consolidate, rng_file, write_bytes, write_pieces
 from paceline.config.schema import CheckpointConfig
 from paceline.errors import SaveError
 from paceline.records import FileSum, Kept, Manifest, TensorEntry
