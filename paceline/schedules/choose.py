@@ -20,11 +20,11 @@ from paceline.schedules.requirements import (
     AUTO_STAGES,
     nearest_microbatches,
     next_microbatches,
+    split_blocks,
     takes_microbatches,
     takes_ranks,
 )
 from paceline.schedules.simulate import pairing_of, simulate
-from paceline.schedules.split import split_blocks
 from paceline.schedules.timeline import Timeline, Times
 
 MAX_MICROBATCHES = 2000  # where a search ends

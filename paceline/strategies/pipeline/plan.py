@@ -17,10 +17,10 @@ from paceline.schedules.requirements import (
     nearest_microbatches,
     nearest_ranks,
     next_microbatches,
+    split_blocks,
     takes_microbatches,
     takes_ranks,
 )
-from paceline.schedules.split import split_blocks
 from paceline.strategies.ddp import Buckets
 from paceline.strategies.shape import ModelShape
 from paceline.strategies.zero import Gathering
