@@ -26,8 +26,7 @@ from paceline.strategies.pipeline.by_torch import TorchRunner
 from paceline.strategies.pipeline.dualpipe import DualPipeRunner, Lane
 from paceline.strategies.pipeline.holdings import Holdings, Stages, all_reduce_gradients
 from paceline.strategies.pipeline.recorder import Recorder
-from paceline.strategies.pipeline.relay import Relay
-from paceline.strategies.pipeline.stage import Stage
+from paceline.strategies.pipeline.stage import Relay, Stage
 from paceline.strategies.stored import load_module, load_optimizer, load_scale
 
 Shapes = tuple[torch.Size, ...]
