@@ -40,13 +40,12 @@ from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
 from paceline.train.first_batch import FirstBatch, is_worth_asking
 from paceline.train.flops import flops_per_sample
-from paceline.train.heartbeat import ActionMark, Heartbeat, StepMark, Ticker
+from paceline.train.heartbeat import ActionMark, Heartbeat, StepMark, Telemetry, Ticker
 from paceline.train.history import History, load_attempt
 from paceline.train.keeper import Keeper, KeeperParts
 from paceline.train.loop import LoopEnd, LoopParts, train
 from paceline.train.metrics import Ledger, LedgerFiles, cut_absent_ranks
 from paceline.train.policy import apply_policy
-from paceline.train.telemetry import Telemetry
 from paceline.train.verdict import explain, outcome_of, peak_memory
 
 LOG = logging.getLogger("paceline")
