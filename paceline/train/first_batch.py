@@ -15,8 +15,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.flop_counter import FlopCounterMode
 
+from paceline.config.schema import RunConfig
+from paceline.data.loader import map_tensors
 from paceline.data.rng import capture_rng, restore_rng
 from paceline.errors import ConfigError, PacelineError
 from paceline.records import Plan
@@ -169,3 +173,25 @@ def _traceless(engine: Engine, device: torch.device) -> Iterator[Callable[[], No
         with torch.no_grad():
             for buffer, value in kept:
                 buffer.copy_(value)
+
+
+def flops_per_sample(
+    workload: Workload, config: RunConfig, plan: Plan, first_batch: Callable[[], Any]
+) -> tuple[float | None, str]:
+    """FLOPs of one sample, forward and backward, and where the figure comes from."""
+    if plan.flops_per_sample.value is not None:
+        return plan.flops_per_sample.value, plan.flops_per_sample.because
+    batch = first_batch()
+    try:
+        with torch.device("meta"):
+            model = workload.build_model(config)
+        on_meta = map_tensors(lambda tensor: tensor.to("meta"), batch)
+        # The counter sees attention only where it is spelt out as matrix products.
+        spelt_out = sdpa_kernel(SDPBackend.MATH)
+        with FlopCounterMode(display=False) as counter, torch.device("meta"), spelt_out:
+            loss, _ = workload.loss(model, on_meta)
+            loss.backward()
+    except Exception as error:  # any operation of the user's may lack a meta kernel
+        return None, f"not counted: {type(error).__name__} on meta tensors: {error}"
+    counted = counter.get_total_flops() / plan.batch.micro
+    return counted, "counted on the first batch by torch.utils.flop_counter"

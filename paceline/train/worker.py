@@ -38,8 +38,7 @@ from paceline.train.audit import Auditor
 from paceline.train.control import ControlFiles, Requests
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
-from paceline.train.first_batch import FirstBatch, is_worth_asking
-from paceline.train.flops import flops_per_sample
+from paceline.train.first_batch import FirstBatch, flops_per_sample, is_worth_asking
 from paceline.train.heartbeat import ActionMark, Heartbeat, StepMark, Telemetry, Ticker
 from paceline.train.history import History, load_attempt
 from paceline.train.keeper import Keeper, KeeperParts
