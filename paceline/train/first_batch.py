@@ -1,4 +1,4 @@
-"""Before step 1: does a workload's loss return a sum, as the seam asks, or a mean?
+"""What is learnt from the first batch, before step 1: FLOPs of a sample, and what a loss returns.
 
 A mean would train without a word: its loss and its gradients are too small by the size of the
 microbatch, and change with it. A batch tells the two apart: its loss is the sum of what its parts
@@ -19,13 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.config.schema import RunConfig
 from paceline.data.loader import map_tensors
 from paceline.data.rng import capture_rng, restore_rng
 from paceline.errors import ConfigError, PacelineError
+from paceline.job import Job
 from paceline.records import Plan
 from paceline.strategies.base import Engine
 from paceline.strategies.gather import locals_of
+from paceline.train.feed import Feed
 from paceline.workloads.base import Workload
 
 LOG = logging.getLogger("paceline")
@@ -175,23 +176,30 @@ def _traceless(engine: Engine, device: torch.device) -> Iterator[Callable[[], No
                 buffer.copy_(value)
 
 
-def flops_per_sample(
-    workload: Workload, config: RunConfig, plan: Plan, first_batch: Callable[[], Any]
-) -> tuple[float | None, str]:
-    """FLOPs of one sample, forward and backward, and where the figure comes from."""
+def count_flops(job: Job, plan: Plan, feed: Feed, device: torch.device) -> tuple[float | None, str]:
+    """Return the FLOPs of one sample, forward and backward, and where the figure comes from: the
+    plan, or a count on the first batch, which comes through the loader's time limit."""
     if plan.flops_per_sample.value is not None:
         return plan.flops_per_sample.value, plan.flops_per_sample.because
-    batch = first_batch()
+    batch = feed.peek().batch
+    # To load a batch may draw random numbers, as it would in its step; to count must not.
+    drawn = capture_rng(device)
     try:
-        with torch.device("meta"):
-            model = workload.build_model(config)
-        on_meta = map_tensors(lambda tensor: tensor.to("meta"), batch)
-        # The counter sees attention only where it is spelt out as matrix products.
-        spelt_out = sdpa_kernel(SDPBackend.MATH)
-        with FlopCounterMode(display=False) as counter, torch.device("meta"), spelt_out:
-            loss, _ = workload.loss(model, on_meta)
-            loss.backward()
+        counted = _count_on_meta(job, batch) / plan.batch.micro
     except Exception as error:  # any operation of the user's may lack a meta kernel
         return None, f"not counted: {type(error).__name__} on meta tensors: {error}"
-    counted = counter.get_total_flops() / plan.batch.micro
+    finally:
+        restore_rng(drawn, device)
     return counted, "counted on the first batch by torch.utils.flop_counter"
+
+
+def _count_on_meta(job: Job, batch: Any) -> int:
+    with torch.device("meta"):
+        model = job.workload.build_model(job.config)
+    on_meta = map_tensors(lambda tensor: tensor.to("meta"), batch)
+    # The counter sees attention only where it is spelt out as matrix products.
+    spelt_out = sdpa_kernel(SDPBackend.MATH)
+    with FlopCounterMode(display=False) as counter, torch.device("meta"), spelt_out:
+        loss, _ = job.workload.loss(model, on_meta)
+        loss.backward()
+    return int(counter.get_total_flops())

@@ -21,11 +21,9 @@ from paceline.errors import Outcome
 from paceline.job import reload_job
 from paceline.launch.base import RankContext, Task
 from paceline.machine.group import StoreAddress
-from paceline.plan.policy import effective_config
 from paceline.records import LaunchPlan, Plan
 from paceline.records.rundir import RunDir
-from paceline.strategies import find_strategy
-from paceline.strategies.base import Engine, EngineParts, Totals
+from paceline.strategies.base import Engine, Totals
 from paceline.strategies.clock import Clock
 from paceline.train.loop import LoopEnd, LoopParts
 from paceline.train.worker import RankRun
@@ -110,9 +108,7 @@ class TrialRun(RankRun):
         folder = CheckpointFolder.of_run(self.run, self.job.config.checkpoint)
         parts.keeper.save(1, "verify", 0)
         parts.keeper.close()
-        config = effective_config(self.job.config, self.plan.attention.value)
-        again = EngineParts(config, self.plan, self.job.workload, self.device)
-        second = find_strategy(self.plan.strategy.value).build(again)
+        second = self.build_engine()
         choose_checkpoint(folder, self.device, second.load)
         is_same = _is_same_state(second.pieces(), parts.engine.pieces())
         dist.barrier()  # nobody reads any more
