@@ -8,8 +8,8 @@ from paceline.config.schema import DataConfig, Positive
 
 
 class Dataset(Protocol):
-    """Samples by index. `batch(indices)`, if there is one, builds a whole batch at once from a
-    numpy array of indices."""
+    """Gives samples by index. `batch(indices)`, if there is one, builds a whole batch at once from
+    a numpy array of indices."""
 
     def __len__(self) -> int: ...
 
@@ -23,6 +23,8 @@ class CountsUnits(Protocol):
 
 
 class TextData(DataConfig):
+    """The `data` section of workloads that read text."""
+
     source: str = Field(
         "stdlib",
         description="synthetic, stdlib (Python's own sources), or a file or folder of text or"

@@ -24,7 +24,7 @@ class Order:
     shuffle: bool = True
 
     def at(self, positions: Indices) -> Indices:
-        """Sample indices at global positions (any shape)."""
+        """Return the sample indices at global positions (any shape)."""
         epochs, offsets = np.divmod(positions, self.num_samples)
         if not self.shuffle:
             return offsets
@@ -51,7 +51,7 @@ class StepSlice:
         return self.micro * self.grad_accum * self.dp
 
     def positions(self, microbatch: int) -> Indices:
-        """Positions of this rank's n-th microbatch, counted from `start`."""
+        """Return the positions of this rank's n-th microbatch, counted from `start`."""
         step, a = divmod(microbatch, self.grad_accum)
         first = self.start + step * self.global_size + (a * self.dp + self.dp_rank) * self.micro
         return np.arange(first, first + self.micro, dtype=np.int64)

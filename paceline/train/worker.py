@@ -283,7 +283,7 @@ class RankRun:
 
     @contextmanager
     def _observed(self) -> Iterator[None]:
-        """While inside, threads write heartbeat and telemetry; rank 0 also watches control files."""
+        """While inside, threads write heartbeat and telemetry; on rank 0 one watches files too."""
         observe, run, rank = self.job.config.observe, self.run, self.place.rank
         tickers: list[Ticker] = [
             Heartbeat(run.heartbeat(rank), rank, self.clock, observe.heartbeat_s),

@@ -53,7 +53,7 @@ def held_file(trial: RunDir, rank: int) -> Path:
 
 
 def try_rank(context: RankContext) -> None:
-    """The task of `paceline verify`: all trials of one strategy. The first joins the group, the
+    """Run all trials of one strategy: the task of `paceline verify`. The first joins the group, the
     others find it."""
     run, place, launch = context.run, context.place, LaunchPlan.load(context.run.launch)
     torch.set_num_threads(launch.threads)
@@ -86,7 +86,7 @@ class TrialRun(RankRun):
         return end
 
     def _weigh(self, parts: LoopParts) -> LoopEnd:
-        """One step by hand: gradients are there only between backward and the update."""
+        """Take one step by hand: gradients are there only between backward and the update."""
         engine, clock, batch = parts.engine, parts.clock, parts.feed.next()
         clock.begin(1)
         engine.forward_backward(batch.batches, batch.scale, clock)
@@ -103,8 +103,8 @@ class TrialRun(RankRun):
         return LoopEnd(Outcome.OK, 1)
 
     def _is_restored(self, parts: LoopParts) -> bool:
-        """A second engine, which starts from the first weights, takes the state of this one: out
-        of a checkpoint, as when a run goes on."""
+        """Let a second engine, which starts from the first weights, take the state of this one: out
+        of a checkpoint, as when a run resumes."""
         folder = CheckpointFolder.of_run(self.run, self.job.config.checkpoint)
         parts.keeper.save(1, "verify", 0)
         parts.keeper.close()
@@ -118,7 +118,7 @@ class TrialRun(RankRun):
 
 
 def _is_same_state(a: list[Piece], b: list[Piece]) -> bool:
-    """The same pieces, bit for bit, whatever their order."""
+    """Say whether these are the same pieces, bit for bit, whatever their order."""
     others = {(piece.section, piece.name): piece for piece in b}
     return len(a) == len(b) and all(
         (other := others.get((piece.section, piece.name))) is not None

@@ -20,6 +20,8 @@ from paceline.workloads.lm.workload import BYTE_VOCABULARY, LanguageModel
 
 
 class CausalLMModel(Section):
+    """The `model` section of causal_lm; its `data` section is the language model's."""
+
     hf: str = Field(
         "llama",
         min_length=1,
@@ -129,7 +131,8 @@ class CausalLM(LanguageModel):
         )
 
     def _fit_problems(self, config: Any) -> Sequence[Finding]:
-        """Weights of a folder are looked at while planning; those of the hub when they are here."""
+        """Look at the weights of a folder while planning; those of the hub are looked at when they
+        are here."""
         import torch
 
         from paceline.errors import DataError
@@ -159,7 +162,8 @@ class CausalLM(LanguageModel):
         return load_config(settings.hf, settings.hf_config, self._folder(settings.hf))
 
     def _folder(self, name: str) -> Path | None:
-        """Known on ranks; found again wherever a plan is made before anything is prepared."""
+        """Return the folder of the model: on ranks it is known; it is found again wherever a plan
+        is made before anything is prepared."""
         from paceline.workloads.hf.pretrained import find_folder
 
         if "hf_weights" in self.prepared:

@@ -27,7 +27,7 @@ MAX_NAMED = 5
 
 
 def find_folder(name: str) -> Path | None:
-    """The folder that holds a model's config.json; None for a bare architecture."""
+    """Return the folder that holds a model's config.json; None for a bare architecture."""
     if name in require_extra("transformers.models.auto.configuration_auto").CONFIG_MAPPING:
         return None
     folder = Path(name).expanduser()
@@ -43,7 +43,7 @@ def find_folder(name: str) -> Path | None:
 
 @cache
 def _download(name: str, patterns: tuple[str, ...]) -> Path:
-    """Files of a model on the hub, from the local cache where they are in it."""
+    """Return the folder of a model on the hub, from the local cache where the files are in it."""
     hub = require_extra("huggingface_hub")
     try:
         return Path(hub.snapshot_download(name, allow_patterns=list(patterns)))
@@ -56,7 +56,7 @@ def _download(name: str, patterns: tuple[str, ...]) -> Path:
 
 
 def load_config(name: str, given: dict[str, Any], folder: Path | None) -> Any:
-    """The model's config, with the keys of `given` in place of its own."""
+    """Load the model's config, with the keys of `given` in place of its own."""
     base: dict[str, Any] = {} if folder is None else _read_config(folder)
     kind = config_class(name, base)
     return build_config(kind, given, base)
@@ -89,7 +89,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def choose_weights(asked: str, name: str, folder: Path | None) -> tuple[Path | None, str]:
-    """Whether weights are loaded or random, and the folder they are in by then."""
+    """Decide whether weights are loaded or random; return the folder they are in by then."""
     if folder is None or asked == "random":
         return folder, "random"
     is_local = Path(name).expanduser().is_dir()
@@ -109,7 +109,7 @@ def choose_weights(asked: str, name: str, folder: Path | None) -> tuple[Path | N
 
 
 def list_tensors(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor."""
+    """Return which file holds each tensor."""
     index = folder / INDEX
     if not index.is_file():
         return dict.fromkeys(_open(folder / SINGLE).keys(), folder / SINGLE)
@@ -153,7 +153,7 @@ def check_weights(model: nn.Module, folder: Path) -> None:
 
 
 def _shapes(files: dict[str, Path]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type of every tensor, from the headers alone."""
+    """Read shape and type of every tensor, from the headers alone."""
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     for path in sorted(set(files.values())):
         opened = _open(path)
@@ -170,14 +170,15 @@ def _few(keys: list[str]) -> str:
 
 
 def _names(model: Any, key: str) -> list[str]:
-    """The names that stand for a tensor: tied weights are saved under one of them."""
+    """Return the names that stand for a tensor: tied weights are saved under one of them."""
     tied: dict[str, str] = model.all_tied_weights_keys
     source = tied.get(key, key)
     return [key, source, *(other for other, first in tied.items() if first == source)]
 
 
 def _is_spare(model: nn.Module, key: str) -> bool:
-    """Buffers that are computed, not loaded: older files hold them, at times in every layer."""
+    """Say whether it is a buffer that is computed, not loaded: older files hold them, at times in
+    every layer."""
     computed = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     return key.rpartition(".")[2] in computed
 
@@ -204,7 +205,7 @@ def _iter_saved(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save_layout(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
-    """By transformers' own `save_pretrained`: it knows the names on disk, and tied weights."""
+    """Save by transformers' own `save_pretrained`: it knows the names on disk, and tied weights."""
     _fill(model, tensors)
     # Of a model that came with code of its own: what was trained here is transformers' class.
     model.config.__dict__.pop("auto_map", None)
@@ -228,7 +229,7 @@ def _fill(model: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def load_layout(kind: Any, folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the model that transformers makes of `folder`."""
+    """Return every tensor of the model that transformers makes of `folder`."""
     with _quiet():
         model, info = kind.from_pretrained(
             folder, output_loading_info=True, local_files_only=True, use_safetensors=True
@@ -245,7 +246,7 @@ def _count(names: list[str], what: str) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without its progress bars: ours are the only words on stderr."""
+    """While inside, transformers shows no progress bars: ours are the only words on stderr."""
     talk = require_extra("transformers.utils.logging")
     was_on = talk.is_progress_bar_enabled()
     talk.disable_progress_bar()

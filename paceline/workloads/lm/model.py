@@ -15,7 +15,8 @@ from paceline.workloads.lm.config import LMModel
 
 
 def attend(impl: str, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
-    """Causal attention, (B, H, T, E). `impl` is eager, flex, or any name that SDPA serves."""
+    """Compute causal attention, (B, H, T, E). `impl` is eager, flex, or any name that SDPA
+    serves."""
     if impl == "eager":
         return _spelt_out(q_BHTE, k_BKSE, v_BKSE)
     is_grouped = q_BHTE.shape[1] != k_BKSE.shape[1]
@@ -31,7 +32,7 @@ def attend(impl: str, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
 
 
 def _spelt_out(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
-    """Two products and a softmax, in fp32 where it would overflow."""
+    """Attend by two products and a softmax, in fp32 where it would overflow."""
     H, K = q_BHTE.shape[1], k_BKSE.shape[1]
     T, S, E = q_BHTE.shape[2], k_BKSE.shape[2], q_BHTE.shape[3]
     k_BHSE = k_BKSE.repeat_interleave(H // K, dim=1)
@@ -52,7 +53,7 @@ def _flex(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, is_grouped: bool) -> T
 
 @cache
 def _compiled_flex() -> Any:
-    """Without a compiler flex_attention holds the whole square of scores."""
+    """Return flex_attention compiled: without a compiler it holds the whole square of scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
@@ -191,7 +192,7 @@ class LM(nn.Module):
             self.rope_sin.copy_(sin)
 
     def _rope_tables(self) -> tuple[Tensor, Tensor]:
-        """cos and sin of every position's angle, (T, E), with both halves of E alike."""
+        """Return cos and sin of every position's angle, (T, E), with both halves of E alike."""
         E = self.config.head_dim
         frequency = self.config.rope_theta ** (-torch.arange(0, E, 2, dtype=torch.float32) / E)
         angle_TE = torch.outer(torch.arange(self.seq_len, dtype=torch.float32), frequency)
@@ -200,7 +201,7 @@ class LM(nn.Module):
 
 
 def rotate(x_BHTE: Tensor, rope_TE: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding: pairs (e, e + E/2) turn by their position's angle."""
+    """Apply rotary position embedding: pairs (e, e + E/2) turn by their position's angle."""
     cos, sin = (table.to(x_BHTE.dtype) for table in rope_TE)
     first, second = x_BHTE.chunk(2, dim=-1)
     return x_BHTE * cos + torch.cat((-second, first), dim=-1) * sin

@@ -17,12 +17,16 @@ from paceline.workloads.base import Split, Workload
 
 
 class MAEModel(Section):
+    """The `model` section of the masked-autoencoder workload."""
+
     hf_config: dict[str, Any] = Field(
         {}, description="Keys of Hugging Face's ViTMAEConfig: model.hf_config.hidden_size=1280."
     )
 
 
 class MAEData(DataConfig):
+    """Its `data` section."""
+
     synthetic_samples: Positive = Field(
         256_000, description="Length of the data set of random images, in samples."
     )
@@ -52,7 +56,7 @@ class MaskedAutoencoder(Workload):
         init_mae_module(model, name, module)
 
     def head_dim(self, config: Any) -> int:
-        """Of encoder or decoder: the one that kernels find harder."""
+        """Return the head's width of encoder or decoder: of the one that kernels find harder."""
         from paceline.workloads.mae.model import mae_config
 
         known = mae_config(config.model.hf_config)
