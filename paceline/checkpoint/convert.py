@@ -74,7 +74,8 @@ def convert(run: RunDir, which: str, out: Path | None, say: Say) -> Converted:
 
 
 def choose_step(folder: CheckpointFolder, which: str) -> int:
-    """The newest, the best, or the one that was named; whether it is sound is seen later."""
+    """Return the newest step, the best, or the one that was named; whether it is sound is seen
+    later."""
     steps = list_steps(folder)
     if not steps:
         raise RestoreError(no_checkpoints(folder))
@@ -124,7 +125,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _workload_name(tree: dict[str, Any]) -> str:
-    """`lm`; of `my_job.py:MyWorkload` the class."""
+    """Return `lm`, or the class of `my_job.py:MyWorkload`."""
     name = tree.get("workload")
     if not isinstance(name, str):
         raise ConfigError("run.yaml must set workload to a plain name")
@@ -132,7 +133,7 @@ def _workload_name(tree: dict[str, Any]) -> str:
 
 
 def _transformers_model(run: RunDir, tree: dict[str, Any], say: Say) -> Any:
-    """The run's model without values, if it is one of transformers; else None."""
+    """Return the run's model without values, if it is one of transformers; else None."""
     name = tree.get("workload")
     if not isinstance(name, str) or ".py:" in name:
         return None  # a file that a run names is not imported
@@ -153,7 +154,7 @@ def _transformers_model(run: RunDir, tree: dict[str, Any], say: Say) -> Any:
 
 
 def _prepared(run: RunDir) -> dict[str, Any]:
-    """As the ranks had it: where the files of the model were found."""
+    """Read what the ranks were given: where the files of the model were found."""
     try:
         read = json.loads(run.data.read_text()) if run.data.exists() else {}
     except (OSError, ValueError) as error:
@@ -177,7 +178,7 @@ def _require_unused(target: Path) -> None:
 
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """A folder to write to that becomes `target` at the end, or leaves no trace."""
+    """Yield a folder to write to that becomes `target` at the end, or leaves no trace."""
     temporary = target.parent / f"{TEMPORARY}{target.name}-{os.getpid()}"
     try:
         temporary.mkdir(parents=True)

@@ -78,8 +78,8 @@ class Saver:
         rng: dict[str, Tensor],
         called_at: float | None = None,
     ) -> None:
-        """Begin to write; back as soon as training may change the state again. `called_at` is when
-        training began to wait for it."""
+        """Begin to write; return as soon as training may change the state again. `called_at` is
+        when training began to wait for it."""
         called_at = time.perf_counter() if called_at is None else called_at
         self.wait()
         writer = self.writer
@@ -99,7 +99,7 @@ class Saver:
 
     @property
     def failure(self) -> SaveError | None:
-        """Of the last save, once it is known."""
+        """The error of the last save; None while it runs, or if it succeeded."""
         save = self._save
         if save is None or not save.is_written.is_set() or not save.error:
             return None
@@ -109,18 +109,19 @@ class Saver:
         )
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def hurry(self) -> None:
-        """The run is to stop: what is being written is finished, old ones are left as they are."""
+        """Finish what is being written and leave old checkpoints as they are: the run is to
+        stop."""
         self._retention.hurry.set()
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
-        """Get the memory for copies from a GPU while training goes on: pinning
-        it takes most of a second a gigabyte, for which the first save would have to wait."""
+        """Get the memory for copies from a GPU while training continues: to pin it takes most of a
+        second per gigabyte, for which the first save would have to wait."""
         own = own_pieces(pieces, self.writer.rank, self.writer.config.state == "full")
         self._thread = threading.Thread(
             target=lambda: [self._staged(piece) for piece in own], name="reserve", daemon=True
@@ -128,7 +129,8 @@ class Saver:
         self._thread.start()
 
     def _capture(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Copies that stay as they are; their memory serves every save of this attempt."""
+        """Copy the pieces, so that training may change them; the memory serves every save of this
+        attempt."""
         captured = []
         for piece in pieces:
             held = self._staged(piece)
@@ -164,7 +166,8 @@ class Saver:
             self._settle(save, duration_s)
 
     def _settle(self, save: Save, duration_s: float) -> None:
-        """The row of this save, and the end of old ones. It stands whatever goes wrong here."""
+        """Record this save and remove old ones. The checkpoint stays valid whatever goes wrong
+        here."""
         try:
             self._record(save, duration_s)
             if not save.error:
@@ -174,7 +177,8 @@ class Saver:
             LOG.error("%s", self.notes[-1])
 
     def _write_together(self, save: Save) -> str:
-        """Empty, or what went wrong on whichever rank."""
+        """Write this rank's part and learn how all did; return "", or what went wrong on any
+        rank."""
         writer, step = self.writer, save.kept.step
         # By number and not by step, which may be saved twice: an old answer must not be heard.
         key = self._key(self._num_saves)
@@ -194,7 +198,7 @@ class Saver:
         return f"checkpoint/{self.writer.attempt}/{number}"
 
     def _write_own(self, save: Save, temporary: Path) -> dict[str, Any]:
-        """This rank's files, and what the manifest will say of them."""
+        """Write this rank's files; return what the manifest will say of them."""
         writer = self.writer
         # Its parent was there when this attempt began; made anew it might lie under a lost mount.
         temporary.mkdir(exist_ok=True)
@@ -214,7 +218,7 @@ class Saver:
         return Manifest(step=save.kept.step, files=files, **tensors).model_dump(mode="json")
 
     def _publish(self, save: Save, temporary: Path, key: str) -> str:
-        """Rank 0: hear every rank, then make one checkpoint of all parts, or clear them away."""
+        """On rank 0: hear every rank, then make one checkpoint of all parts, or clear them away."""
         folder = self.writer.folder
         parts = self._hear_all(key)
         errors = [part["error"] for part in parts if "error" in part]
@@ -233,8 +237,8 @@ class Saver:
         return "; ".join(errors)
 
     def _hear_all(self, key: str) -> list[Any]:
-        """What each rank says. Nothing stays in the store, which outlives many saves: whoever
-        speaks of this save has heard how the one before it ended."""
+        """Return what each rank says, and delete it: the store outlives many saves. The answer to
+        the save before may go too, for a rank that speaks of this save has heard it."""
         store = self.writer.store
         keys = [f"{key}/{rank}" for rank in range(self.writer.world_size)]
         parts = [self._hear(name) for name in keys]
@@ -243,7 +247,8 @@ class Saver:
         return parts
 
     def _hear(self, key: str) -> Any:
-        """What another rank says. By asking again and again: a store that waits answers nobody."""
+        """Return what another rank says. It polls: a store that waits for a key answers no other
+        call."""
         pause_s = POLL_S
         while not self.writer.store.check([key]):
             time.sleep(pause_s)
@@ -273,7 +278,7 @@ class Saver:
 
 
 def merge(parts: Sequence[Manifest]) -> Manifest:
-    """One manifest of what every rank has written."""
+    """Merge what every rank has written into one manifest."""
     files: dict[str, FileSum] = {}
     tensors: dict[str, dict[str, TensorEntry]] = {section: {} for section in SECTIONS}
     for part in parts:

@@ -35,7 +35,7 @@ def rng_file(rank: int) -> str:
 
 
 class Written(NamedTuple):
-    """A file and what is in it, as the manifest will say."""
+    """A file's sum and the tensors in it, as the manifest will say."""
 
     sum: FileSum
     tensors: dict[str, TensorEntry]
@@ -67,7 +67,7 @@ def write_pieces(path: Path, pieces: Sequence[Piece]) -> Written:
 
 
 def write_bytes(path: Path, content: bytes) -> FileSum:
-    """A small file beside the tensors, with its sum."""
+    """Write a small file beside the tensors; return its sum."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -76,7 +76,7 @@ def write_bytes(path: Path, content: bytes) -> FileSum:
 
 
 def _bytes_of(value: Tensor) -> memoryview:
-    """The memory of a tensor on the CPU, contiguous; of any other, a copy."""
+    """Return the memory of a tensor on the CPU, contiguous; of any other, a copy."""
     flat = value.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
@@ -114,7 +114,8 @@ def _offsets(piece: Piece) -> list[int]:
 
 
 def _write_all(file: IO[bytes], view: memoryview) -> None:
-    """A raw write takes at most 2 GiB at once, and on a full disk less than it was given."""
+    """Write until all is written: a raw write takes at most 2 GiB, and on a full disk less than it
+    was given."""
     while view:
         view = view[file.write(view) :]
 
@@ -126,13 +127,13 @@ def _entry(piece: Piece, file: str, offset: int, xxh3: str) -> TensorEntry:
 
 
 def sum_head(path: Path, num_bytes: int) -> str:
-    """The sum of the first bytes of a file."""
+    """Sum the first bytes of a file."""
     with path.open("rb") as file:
         return xxhash.xxh3_64(file.read(num_bytes)).hexdigest()
 
 
 def sum_file(path: Path) -> FileSum:
-    """The sum of what is on disk now."""
+    """Sum what is on disk now."""
     digest, buffer = xxhash.xxh3_64(), bytearray(BLOCK_BYTES)
     view, num_bytes = memoryview(buffer), 0
     with path.open("rb", buffering=0) as file:
@@ -174,7 +175,7 @@ class TensorFiles:
         return out
 
     def fill(self, section: Section, name: str, first: int, out: Tensor) -> None:
-        """Row `first` and as many as fit into `out`, whatever device and type it has."""
+        """Read row `first` and as many as fit into `out`, whatever device and type it has."""
         entry = self._tensors[section][name]
         is_plain = out.device.type == "cpu" and out.is_contiguous()
         if not is_plain or out.dtype != TYPES[entry.dtype]:
@@ -235,7 +236,8 @@ class TensorFiles:
 
 
 def consolidate(folder: Path, manifest: Manifest) -> Manifest:
-    """Whole tensors in `model.safetensors` and `optimizer.safetensors`, in place of all parts."""
+    """Write whole tensors to `model.safetensors` and `optimizer.safetensors`, in place of all
+    parts."""
     source, files = TensorFiles(folder, manifest), dict(manifest.files)
     tensors: dict[Section, dict[str, TensorEntry]] = {}
     for section in SECTIONS:
@@ -264,7 +266,7 @@ def _renamed(tensors: dict[str, TensorEntry], file: str) -> dict[str, TensorEntr
 
 
 def write_whole(source: TensorFiles, section: Section, path: Path) -> Written:
-    """Every tensor of a section, whole, in one file."""
+    """Write every tensor of a section, whole, to one file."""
     return write_pieces(path, whole_pieces(source, section))
 
 

@@ -26,7 +26,8 @@ TYPE_NAMES = {"float": "fp32", "double": "fp64", "c10::BFloat16": "bf16", "c10::
 
 @dataclass(frozen=True)
 class Op:
-    """A call: its tensors' shapes and types by position, None and "" where it has another value."""
+    """A call of an operation: its tensors' shapes and types by position; () and "" where an
+    argument is not a tensor."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -60,7 +61,7 @@ class StepProfile:
         return [op for op in self.ops if op.name in names]
 
     def types_of(self, *names: str) -> Counter[str]:
-        """Types of the first tensor that the named operations took."""
+        """Count the types of the first tensor that the named operations took."""
         firsts = ((t for t in op.types if t in TYPE_NAMES.values()) for op in self.find(*names))
         return Counter(next(types, "other") for types in firsts)
 
@@ -79,7 +80,7 @@ def _iter_ops(profiled: profile) -> Iterator[Op]:
 
 
 def _outermost(events: Any) -> Iterator[Any]:
-    """Without calls inside a call of the same name: a dispatch mode, as selective recomputation
+    """Leave out calls inside a call of the same name: a dispatch mode, as selective recomputation
     has one, passes each operation on to itself."""
     running: dict[tuple[int, str], int] = {}  # thread and name, to when the outermost ends
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -90,7 +91,7 @@ def _outermost(events: Any) -> Iterator[Any]:
 
 
 def compile_counts() -> tuple[int, int, int]:
-    """Graphs compiled, graph breaks and recompilations in this process so far."""
+    """Return the graphs compiled, graph breaks and recompilations in this process so far."""
     if "torch._dynamo" not in sys.modules:
         return 0, 0, 0  # nobody compiled, and to import it takes a second
     from torch._dynamo.utils import counters, get_compilation_metrics
@@ -100,7 +101,7 @@ def compile_counts() -> tuple[int, int, int]:
 
 
 def group_timeouts_s(device: torch.device) -> list[float]:
-    """How long a collective really waits, as the backend of every group has it."""
+    """Return how long a collective really waits, as the backend of every group has it."""
     from torch.distributed.distributed_c10d import _world
 
     groups = [group for group in _world.pg_map if hasattr(group, "_get_backend")]
@@ -151,7 +152,7 @@ class Auditor:
             self._profile.start()
 
     def end(self, step: int) -> None:
-        """Write the audit; `AuditError` where something differs and the user is strict."""
+        """Write the audit; raise AuditError where something differs and the user is strict."""
         if step <= self.step:  # evaluation compiles too, between steps: that is no recompilation
             now = zip(self._compiled, compile_counts(), self._counts, strict=True)
             self._compiled = [total + after - before for total, after, before in now]
@@ -182,7 +183,7 @@ class Auditor:
         yield _timeouts(self.config.launch.collective_timeout_s, self.device)
 
     def _was_skipped(self, seen: StepProfile) -> bool:
-        """fp16 looks for its scale in the first steps, and then there is no update to see."""
+        """Say whether there is no update to see: fp16 looks for its scale in the first steps."""
         is_fused = self.plan.fused_optimizer.value
         return self.plan.precision.value == "fp16" and is_fused and not seen.find(*FUSED)
 
@@ -197,7 +198,7 @@ class Auditor:
 
 
 def _attention(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
-    """One row for each distinct call: kernel, shapes, type, mask."""
+    """Yield one row for each distinct call: kernel, shapes, type, mask."""
     asked, said = plan.attention.value, _asked(plan.attention)
     calls = Counter(_call(op) for op in seen.find(*KERNELS))
     for (kernel, text), count in sorted(calls.items()):
@@ -227,7 +228,8 @@ def _call(op: Op) -> tuple[str, str]:
 
 
 def _precision(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
-    """What most matrix products took. Kernels that a compiler wrote itself are not among them."""
+    """Compare the type that most matrix products took. Kernels that a compiler wrote itself are not
+    among them."""
     types = seen.types_of(*PRODUCTS)
     if types:
         most, _ = types.most_common(1)[0]
@@ -245,8 +247,8 @@ def _matmul(plan: Plan) -> Proof:
 
 
 def _recompute(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
-    """A recomputed block calls its attention twice forward for once backward; `selective` finds
-    the second one's result already there, but asks for it all the same."""
+    """Count calls of attention: a recomputed block has two forward for one backward; `selective`
+    finds the second one's result already there, but asks for it all the same."""
     forward = sum(seen.names[name] for name in KERNELS)
     backward = sum(seen.names[f"{name}_backward"] for name in KERNELS)
     if not backward or plan.compile.value != "off":
@@ -265,7 +267,7 @@ def _optimizer(plan: Plan, seen: StepProfile) -> Proof:
 
 
 def _collectives(expected: Sequence[Collective], seen: StepProfile) -> Iterator[Proof]:
-    """Types on the wire, against those that the strategy says it sends."""
+    """Compare the types on the wire with those that the strategy says it sends."""
     for what, op, asked in expected:
         types = seen.types_of(op)
         effective = ", ".join(f"{kind} x {count}" for kind, count in types.items()) or "none seen"

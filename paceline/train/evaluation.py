@@ -40,8 +40,8 @@ class Evaluation:
         return step % self.every == 0 or step == self.num_steps
 
     def run(self, engine: Engine, clock: Clock, is_cut: Callable[[], bool]) -> float | None:
-        """Mean loss per unit of the validation samples, over all ranks; None where `is_cut`, which
-        all ranks ask together after each batch, said to leave it."""
+        """Return the mean loss per unit of the validation samples, over all ranks; None where
+        `is_cut`, which all ranks ask together after each batch, said to leave it."""
         assert self.data is not None, "asked to evaluate without data"
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for ids in self.batches:

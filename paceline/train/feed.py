@@ -30,7 +30,7 @@ class StepBatch(NamedTuple):
 
 
 class Feed:
-    """Step batches, one after the other, from microbatches."""
+    """Turns microbatches into step batches, one after the other."""
 
     def __init__(self, microbatches: Microbatches, plan: Plan, device: torch.device) -> None:
         self.microbatches, self.plan, self.device = microbatches, plan, device
@@ -45,11 +45,11 @@ class Feed:
         self.microbatches.close()
 
     def fault(self, error: RuntimeError) -> Exception:
-        """The error, or what it says of a loader process, for people."""
+        """Return the error; where it is about a loader process, in words for people."""
         return self.microbatches.fault(error)
 
     def peek(self) -> Microbatch:
-        """The next microbatch, which `next` will hand out all the same."""
+        """Return the next microbatch, which `next` will hand out all the same."""
         self._ahead = self._ahead or [next(self.microbatches)]
         return self._ahead[0]
 
@@ -69,7 +69,7 @@ class Feed:
         )
 
     def _units_in_step(self, loaded: list[Microbatch]) -> float | Tensor:
-        """Units over all ranks; a collective only where samples differ in size."""
+        """Return the units over all ranks; a collective only where samples differ in size."""
         if self.fixed_units is not None:
             return self.fixed_units
         local = float(sum(item.units for item in loaded))

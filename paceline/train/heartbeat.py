@@ -59,8 +59,8 @@ class Ticker:
 
 
 class StepMark:
-    """The number of the step that a rank has begun, in a file that is memory of ours: it costs next
-    to nothing, and is right to the step however the process ends."""
+    """Keeps the number of the step that a rank has begun in a mapped file: it costs next to
+    nothing, and is right to the step however the process ends."""
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
@@ -73,7 +73,7 @@ class StepMark:
 
 
 def read_mark(path: Path) -> int:
-    """0 where no step was begun."""
+    """Return the step that a rank has begun; 0 where it began none."""
     try:
         return int(MARK.unpack(path.read_bytes())[0])
     except (OSError, struct.error):
@@ -81,7 +81,8 @@ def read_mark(path: Path) -> int:
 
 
 class ActionMark:
-    """The action of a pipeline that a rank is in, kept as a step is; None: it is in none."""
+    """Keeps the action of a pipeline that a rank is in, as StepMark keeps the step; None: it is in
+    none."""
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
@@ -98,7 +99,7 @@ class ActionMark:
 
 
 def read_action(path: Path) -> str:
-    """`stage 1, forward of microbatch 3`; empty where the rank was in no action."""
+    """Return `stage 1, forward of microbatch 3`; empty where the rank was in no action."""
     try:
         kind, stage, microbatch = ACTION.unpack(path.read_bytes())
         return Action(Kind(kind.decode()), stage, microbatch).words
@@ -107,6 +108,8 @@ def read_action(path: Path) -> str:
 
 
 class Heartbeat(Ticker):
+    """Writes that this rank is alive, with its step and phase."""
+
     def __init__(self, path: Path, rank: int, progress: Progress, interval_s: float) -> None:
         super().__init__(interval_s, "heartbeat")
         self._file = path.open("a", buffering=1)
@@ -118,8 +121,8 @@ class Heartbeat(Ticker):
 
 
 class Telemetry(Ticker):
-    """The first rank of a machine samples the host and each GPU that this run may use; the others
-    only their own memory."""
+    """Samples what the machine does: its first rank the host and each GPU that this run may use,
+    the others only their own memory."""
 
     def __init__(self, path: Path, interval_s: float, is_first: bool) -> None:
         super().__init__(interval_s, "telemetry")

@@ -24,7 +24,7 @@ LOG = logging.getLogger("paceline")
 
 
 def load_attempt(run: RunDir) -> Attempt:
-    """Which start of the ranks this is; the first one where nobody has said."""
+    """Return which start of the ranks this is; the first one where nothing says otherwise."""
     if run.attempt.is_file():
         return Attempt.load(run.attempt)
     return Attempt(number=1, resume=False, started_at=time.time())
@@ -93,7 +93,8 @@ class History:
         self.best = kept.best
 
     def _require_same_data(self, data: DataPosition) -> None:
-        """A position means the same sample only in the same data, in the same order."""
+        """Refuse other data: a position means the same sample only in the same data, in the same
+        order."""
         if self.attempt.allow_change:
             return
         changes = {
@@ -108,7 +109,7 @@ class History:
             )
 
     def describe(self, step: int, reason: str, num_skips: int) -> Kept:
-        """state.json after `step`."""
+        """Return what state.json says after `step`."""
         plan, config = self.plan, self.job.config
         return Kept(
             step=step,

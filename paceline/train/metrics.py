@@ -29,8 +29,8 @@ LOG = logging.getLogger("paceline")
 
 @dataclass(frozen=True)
 class LedgerFiles:
-    """`training` is None on every rank but 0. Rows of steps from `first_step` on, which a run that
-    goes on takes again, are cut off."""
+    """`training` is None on every rank but 0. Rows of steps from `first_step` on are cut off: a run
+    that resumes takes those steps again."""
 
     steps: Path
     training: Path | None
@@ -82,13 +82,14 @@ class Ledger:
     def record(
         self, step: int, lr: float, totals: Totals, info: StepInfo, units: float | Tensor
     ) -> None:
-        """`units` is what the step's loss was divided by, over all ranks."""
+        """Take in a step. `units` is what its loss was divided by, over all ranks."""
         self._rows[step] = _Row(lr)
         self._window.append((step, totals, units))
         self._scalars.push(step, (totals.loss_sum, info.grad_norm, info.skipped))
 
     def vetoes(self, through: int) -> list[tuple[int, bool]]:
-        """Steps up to `through` that were vetoed, and whether this rank's loss was finite."""
+        """Return the steps up to `through` that were vetoed, and whether this rank's loss was
+        finite."""
         found, self._late_vetoes = self._late_vetoes, []
         for step, (loss_sum, grad_norm, skipped) in self._scalars.pop(through, wait=True):
             row = self._rows[step]
@@ -106,7 +107,8 @@ class Ledger:
                 self._samples.add({"step": step, "microbatch": number, "sample_ids": shown})
 
     def note_evaluation(self, step: int, loss: float) -> None:
-        """Of the step that was just taken; or of the last one before this attempt."""
+        """Add a validation loss to the step that was just taken, or to the last one before this
+        attempt."""
         if step in self._rows:
             self._rows[step].val_loss = loss
         elif self._training is not None:
@@ -120,14 +122,14 @@ class Ledger:
             self._collect(through=step - 1, wait=False)
 
     def close(self) -> list[tuple[int, bool]]:
-        """Gather, wait for and write what is left; return the vetoes nobody has heard of yet."""
+        """Gather, wait for and write what is left; return the vetoes that were not returned yet."""
         found = self.catch_up()
         self._close_files()
         return found
 
     def catch_up(self) -> list[tuple[int, bool]]:
         """Write all steps that have ended, for good: a checkpoint must not be ahead of the tables.
-        Returns the vetoes nobody has heard of yet."""
+        Return the vetoes that were not returned yet."""
         if self._window:
             self._gather()
         last = max(self._rows, default=0)
@@ -139,7 +141,8 @@ class Ledger:
         return found + late
 
     def abandon(self) -> None:
-        """Keep what this rank knows by itself: after an error nobody may answer a collective."""
+        """Keep what this rank knows by itself: after an error other ranks may not answer a
+        collective."""
         for times in self.clock.finished():
             self._steps.add(self._step_row(times))
         self._close_files()
@@ -207,7 +210,7 @@ class Ledger:
                 file.flush()
 
     def _log_progress(self, step: int) -> None:
-        """One line a window into the rank's log, and so into train.log."""
+        """Log one line per window to the rank's log, and so to train.log."""
         row = self._rows[step]
         due = step % self.log_every == 0 or step == self.plan.steps
         if self._training is None or row.times is None or not due:
@@ -255,7 +258,7 @@ def _as_vector(counts: list[int | Tensor] | list[float | Tensor], device: torch.
 
 
 def cut_absent_ranks(run: RunDir, num_ranks: int, kept: int) -> None:
-    """The same for ranks that take no part any more: their steps are taken again by others."""
+    """Cut the tables of ranks that take no part any more: their steps are taken again by others."""
     for folder in run.ranks.glob("rank*"):
         number = folder.name.removeprefix("rank")
         if number.isdigit() and int(number) >= num_ranks:
