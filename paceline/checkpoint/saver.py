@@ -1,8 +1,15 @@
 """All ranks write one checkpoint together, in the background or at once.
 
-Each rank writes its own files into a temporary folder and tells rank 0, through the store where
-ranks meet, their sizes and sums, or what went wrong. Rank 0 then makes a checkpoint of them all,
-or of none, and tells the others. No collective is involved, so training can go on meanwhile.
+    every rank                       the store                      rank 0
+    own_pieces (its fair share)
+    files into .tmp-step_N, fsync
+    sizes and sums, or an error -->  checkpoint/ATTEMPT/n/RANK -->  hears all ranks
+                                                                    one manifest, rename, `latest`
+    hears how it ended          <--  checkpoint/ATTEMPT/n/end  <--  "", or what went wrong
+                                                                    reads it back, removes old ones
+
+There is a checkpoint of all files or of none. No collective is involved, so all this runs in a
+thread while training continues; the step waits only for `_capture`, the copy of the state.
 """
 
 import json
@@ -86,12 +93,13 @@ class Saver:
         own = own_pieces(pieces, writer.rank, writer.config.state == "full")
         save = Save(kept, own, rng, called_at)
         is_async = writer.config.mode == "async"
-        if is_async:
+        if is_async:  # training will change the tensors while they are written
             save.pieces = self._capture(own)
         self._save = save
         self._num_saves += 1
         self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint")
         self._thread.daemon = True  # a rank that fails must not wait for it
+        # What an asynchronous save costs training ends here; a synchronous one's is set in `_run`.
         save.stall_s = time.perf_counter() - save.started_at
         self._thread.start()
         if not is_async:
@@ -158,7 +166,7 @@ class Saver:
         if self.writer.config.mode == "sync":
             save.stall_s = duration_s
         save.is_written.set()
-        save.pieces = []
+        save.pieces = []  # a synchronous save held the model's own tensors
         if save.error:
             self.notes.append(f"checkpoint of step {save.kept.step} not written: {save.error}")
             LOG.error("%s", self.notes[-1])
@@ -180,7 +188,8 @@ class Saver:
         """Write this rank's part and learn how all did; return "", or what went wrong on any
         rank."""
         writer, step = self.writer, save.kept.step
-        # By number and not by step, which may be saved twice: an old answer must not be heard.
+        # By number and not by step, which may be saved twice: an old answer must not be heard. All
+        # ranks count alike, for they save at the same steps.
         key = self._key(self._num_saves)
         temporary = writer.folder.temporary(step, writer.attempt)
         try:

@@ -116,11 +116,19 @@ def assemble(passes: Sequence[Pass], schedule: Schedule) -> Timeline:
 
 
 def waits(timeline: Timeline) -> list[Wait]:
-    """Every gap of every rank; with what it was busy they fill the whole of the pass."""
+    """Return every gap of every rank; with its busy time they fill the whole pass.
+
+        rank 0   |--- F0 ---|--- F1 ---|
+        rank 1    bbbbbbbbbb cc|--- F0 ---|ccc|--- F1 ---|
+
+    b: bubble, until F0 of rank 0 was finished (`ready_s`). c: communication, from then on, or from
+    when rank 1 was free (`free_s`) if its input was ready before that, as for F1.
+    """
     found = []
     last_s = dict.fromkeys(range(len(timeline.ranks)), 0.0)
     for turn in _turns([rank.intervals for rank in timeline.ranks], timeline.schedule):
         gap_s = max(0.0, turn.interval.started_s - turn.free_s)
+        # Only an input from another rank makes a bubble: a gap before one's own is overhead.
         is_foreign = turn.giver is not None and timeline.schedule.home(turn.giver) != turn.rank
         bubble_s = max(0.0, min(gap_s, turn.ready_s - turn.free_s)) if is_foreign else 0.0
         found.append(
@@ -134,6 +142,7 @@ def waits(timeline: Timeline) -> list[Wait]:
             )
         )
         last_s[turn.rank] = max(turn.free_s, turn.interval.ended_s)
+    # After its last action a rank waits for the slowest one: bubble.
     ends = [
         Wait(rank, timeline.total_s - end_s, 0.0, False, False) for rank, end_s in last_s.items()
     ]
@@ -164,6 +173,7 @@ def _turns(intervals: Sequence[Sequence[Interval]], schedule: Schedule) -> Itera
         for interval in own:
             giver = giver_of(interval.action, schedule.num_stages, ready)
             giver = giver if giver in ready else None
+            # Clocks of two machines differ: an input cannot be finished after it was taken.
             ready_s = min(ready[giver], interval.started_s) if giver is not None else 0.0
             yield _Turn(rank, interval, giver, ready_s, began_s, free_s)
             began_s, free_s = interval.started_s, max(free_s, interval.ended_s)

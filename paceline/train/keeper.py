@@ -43,6 +43,7 @@ class Consensus:
         word = self._words[self.requests.asked].clone()
         dist.all_reduce(word, dist.ReduceOp.MAX)
         self._readback.push(self._looks, [word])
+        # A CPU reads its own look; a GPU that of the step before, which it has passed by now.
         heard = self._readback.pop(self._looks - self.lateness, wait=True)
         self._looks += 1
         return Ask(int(heard[-1][1][0])) if heard else Ask.NOTHING
@@ -93,17 +94,24 @@ class Keeper:
             self.best = BestMetric(step=step, val_loss=loss)
 
     def wish(self, step: int) -> Wish:
-        """What all ranks do after this step."""
+        """Return what all ranks do after this step."""
         self._reserve()
+        # Each rank raises what it was asked, `look` gives all of them the largest. All that follows
+        # depends on that answer, on the step and on what every rank has alike, so all ranks decide
+        # the same without another collective.
         self._raise_own()
         ask = self.consensus.look()
         if ask is Ask.FAIL:
-            self._require_written()
+            self._require_written()  # raises on every rank: the saver told all of the failure
         stop = STOPS.get(ask)
         if stop is not None:
+            # A preempted job has seconds: spend them on this save, not on reading old ones back.
             self.parts.saver.hurry()
+        # On a GPU an answer is one step old. So the step after a checkpoint still hears the request
+        # that this checkpoint has answered, and must not save again for it.
         if ask is Ask.CHECKPOINT and 0 < step - self._saved_step <= self.consensus.lateness:
-            return Wish("", None)  # the echo of a wish that was answered just now
+            return Wish("", None)
+        # A step is saved once, and step 0 (a stop before the first step) never.
         reason = self._reason(step, ask, stop) if step != self._saved_step else ""
         self.parts.requests.answered(ask)
         return Wish(reason, stop)
