@@ -80,7 +80,8 @@ def _feistel(value: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) -> 
     kept, and gives back what `left` was changed by."""
     shift, mask = np.uint64(bits), np.uint64((1 << bits) - 1)
     left, right = value >> shift, value & mask
-    for turn in range(ROUNDS):  # each another function: its number goes in above the bits of `right`
+    for turn in range(ROUNDS):
+        # Each round mixes differently: its number goes in above the bits of `right`.
         left, right = right, left ^ (_mix(right ^ keys ^ np.uint64(turn << 48)) & mask)
     return (left << shift) | right
 

@@ -79,20 +79,21 @@ class Schedule:
 
     @property
     def num_copies(self) -> int:
-        """How often the model's parameters are held: twice where stages run in both directions."""
+        """Return how often the model's parameters are held: twice where stages run in both
+        directions."""
         return len(self.homes)
 
     def home(self, action: Action) -> int:
-        """The rank that runs this action."""
+        """Return the rank that runs this action."""
         return self.homes[action.direction][action.stage]
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds."""
+        """Return the stages that a rank holds."""
         return sorted(
             stage for homes in self.homes for stage, home in enumerate(homes) if home == rank
         )
 
     def iter_actions(self, rank: int) -> Iterator[Action]:
-        """The order of a rank, pairs opened: the forward first."""
+        """Yield the order of a rank, pairs opened: the forward first."""
         for slot in self.ranks[rank]:
             yield from slot.actions

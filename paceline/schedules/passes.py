@@ -39,7 +39,7 @@ def write_passes(path: Path, passes: Iterable[Pass]) -> None:
 
 
 def read_passes(path: Path) -> list[Pass]:
-    """Empty where the file is absent or damaged: a report can do without."""
+    """Read the passes; empty where the file is absent or damaged: a report can do without."""
     try:
         return [_unpacked(json.loads(line)) for line in path.read_text().splitlines()]
     except (OSError, ValueError, TypeError, KeyError):

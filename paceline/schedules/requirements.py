@@ -1,4 +1,5 @@
-"""What each schedule asks of ranks, microbatches and stages, with the nearest that will do."""
+"""What each schedule asks of ranks, microbatches and stages, with the nearest that will do; and a
+model's blocks, with their costs, split into stages."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ class Requirement:
 
 
 def _whole_rounds(microbatches: int, ranks: int) -> bool:
-    """Rounds of equal size, of at least as many microbatches as ranks (or one smaller round)."""
+    """Ask for rounds of equal size, of at least as many microbatches as ranks (or one smaller
+    round)."""
     return microbatches % max(1, microbatches // ranks) == 0
 
 
@@ -74,7 +76,7 @@ AUTO_STAGES["interleaved_zb"] = 2
 def check_shape(
     name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
 ) -> list[Finding]:
-    """Everything about these numbers that the schedule cannot do."""
+    """Return everything about these numbers that the schedule cannot do."""
     rule = REQUIREMENTS[name]
     found = []
     if not takes_ranks(name, num_ranks):
@@ -103,17 +105,17 @@ def takes_microbatches(name: str, num_ranks: int, num_microbatches: int) -> bool
 
 
 def nearest_ranks(name: str, wanted: int) -> int:
-    """The valid number of ranks nearest to `wanted`; of two, the larger."""
+    """Return the valid number of ranks nearest to `wanted`; of two, the larger."""
     return next(near for near in _outwards(wanted) if takes_ranks(name, near))
 
 
 def nearest_microbatches(name: str, num_ranks: int, wanted: int) -> int:
-    """The valid number of microbatches nearest to `wanted`; of two, the larger."""
+    """Return the valid number of microbatches nearest to `wanted`; of two, the larger."""
     return next(near for near in _outwards(wanted) if takes_microbatches(name, num_ranks, near))
 
 
 def next_microbatches(name: str, num_ranks: int, least: int) -> int:
-    """The smallest valid number of microbatches that is not below `least`."""
+    """Return the smallest valid number of microbatches that is not below `least`."""
     return next(m for m in count(max(1, least)) if takes_microbatches(name, num_ranks, m))
 
 
@@ -129,7 +131,8 @@ def _refusal(where: str, what: str, near: int) -> Finding:
 
 
 def split_blocks(costs: Sequence[float], num_stages: int) -> list[range]:
-    """The blocks of each stage. Of splits whose dearest stage costs the same, a more even one."""
+    """Cut a model's blocks into contiguous stages, the dearest as cheap as it can be. Where several
+    splits have the same dearest stage, a more even one is taken."""
     if not 1 <= num_stages <= len(costs):
         raise ConfigError(
             f"{num_stages} stages of a model of {len(costs)} blocks: each stage needs one\n"
