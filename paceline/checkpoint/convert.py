@@ -93,7 +93,7 @@ def choose_step(folder: CheckpointFolder, which: str) -> int:
         return best
     number = which.removeprefix("step_")
     if not (number.isascii() and number.isdecimal() and len(number) < 20):
-        raise ConfigError(f"{which!r} is no step\nhint: {LATEST}, {BEST}, or a number")
+        raise ConfigError(f"{which!r} is not a step\nhint: {LATEST}, {BEST}, or a number")
     if int(number) not in steps:
         there = ", ".join(map(str, steps))
         raise ConfigError(f"there is no checkpoint of step {number}\nhint: there are {there}")
@@ -144,7 +144,7 @@ def _transformers_model(run: RunDir, tree: dict[str, Any], say: Say) -> Any:
         return None
     if not kind.from_transformers:
         return None
-    # How ranks shared the work, and where they ran, is no part of the model.
+    # How ranks shared the work, and where they ran, is not part of the model.
     rest = {key: value for key, value in tree.items() if key not in ("strategy", "launch")}
     config = check_plain(rest, run_schema(kind.Model, kind.Data), str(run.config))
     workload = kind()
@@ -160,7 +160,7 @@ def _prepared(run: RunDir) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{run.data} cannot be read: {error}") from error
     if not isinstance(read, dict):
-        raise DataError(f"{run.data} is no map of keys")
+        raise DataError(f"{run.data} is not a map of keys")
     return read
 
 

@@ -89,7 +89,7 @@ class CheckpointFolder:
         try:
             match = STEP.fullmatch((self.root / name).read_text(errors="replace").strip())
             return int(match[1]) if match else None
-        except (OSError, ValueError):  # absent, or a number without end
+        except (OSError, ValueError):  # absent, or more digits than Python converts
             return None
 
     def manifest(self, step: int) -> Manifest:
@@ -103,7 +103,9 @@ class CheckpointFolder:
         if manifest.seal != _sum(manifest) or manifest.step != step:
             raise RestoreError(f"{folder.name} is damaged: its {MANIFEST} was changed")
         if odd := [name for name in manifest.files if not PLAIN_NAME.fullmatch(name)]:
-            raise RestoreError(f"{folder.name} is damaged: {odd[0]!r} is no name of a file of ours")
+            raise RestoreError(
+                f"{folder.name} is damaged: {odd[0]!r} is not a name of a file of ours"
+            )
         # Only what stands among the files is summed: nothing else may ever be opened.
         if unsummed := {STATE, *_named_by_tensors(manifest)} - manifest.files.keys():
             raise RestoreError(
@@ -213,7 +215,7 @@ class CheckpointFolder:
         if steps := self.steps():
             raise ConfigError(
                 f"{self.root} holds checkpoints up to step {steps[0]}, and this run is new\n"
-                "hint: set another checkpoint.dir or --out; to go on with that run: --resume"
+                "hint: set another checkpoint.dir or --out; to continue that run: --resume"
             )
 
     def require_writable(self) -> None:

@@ -84,7 +84,7 @@ def remarks(folder: CheckpointFolder, steps: list[int]) -> list[str]:
     if steps and folder.pointer(LATEST) is None:
         found.append(f"{LATEST} names no checkpoint")
     found += [
-        f"{name} is no checkpoint: a save that is being written, or was killed; the next attempt"
+        f"{name} is not a checkpoint: a save that is being written, or was killed; the next attempt"
         " of the run removes it"
         for name in folder.leftovers()
     ]
@@ -173,7 +173,9 @@ def _read_state(folder: CheckpointFolder, step: int) -> Kept:
     try:
         return folder.state(step)
     except RecursionError as error:
-        raise RestoreError(f"{folder.path(step).name} is damaged: its state has no end") from error
+        raise RestoreError(
+            f"{folder.path(step).name} is damaged: its state is nested too deeply"
+        ) from error
 
 
 def _first_line(error: RestoreError | DataError) -> str:

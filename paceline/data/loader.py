@@ -62,7 +62,7 @@ class MicrobatchSource(TorchDataset[Microbatch]):
         sample_ids = self.sample_ids(index)
         if get_worker_info() is not None:
             # By its place alone: what a data set draws does not depend on which loader it is in,
-            # nor on when the run was stopped and went on. Without loaders it draws from the rank's
+            # nor on when the run was stopped and resumed. Without loaders it draws from the rank's
             # own generators, which checkpoints keep.
             seed_rng(self.order.seed, int(self.step_slice.positions(index)[0]))
         batch = collate(self.data, sample_ids)

@@ -1,4 +1,4 @@
-"""Random generators of a rank as tensors, so that dropout goes on where it stopped."""
+"""Random generators of a rank as tensors, so that dropout continues where it stopped."""
 
 import hashlib
 import random

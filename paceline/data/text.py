@@ -208,7 +208,7 @@ def _build(data: TextData, files: Sequence[Path], home: Path, say: Callable[[str
         num_documents = 0
         for piece in _pieces(iter_documents(files, data.text_field)):
             tokens = np.frombuffer(piece, dtype=np.uint8).astype(DTYPE)
-            # The first goes to train: a source of one piece is no use as validation only.
+            # The first goes to train: a source of one piece is useless as validation only.
             split = _split_of(piece, data.val_fraction) if num_documents else "train"
             writers[split].add(tokens)
             counts[:DOCUMENT_END] += np.bincount(tokens, minlength=DOCUMENT_END)

@@ -2,7 +2,7 @@
 
 An action is written as torch writes it: stage, kind, microbatch. `2F0` is the forward of stage 2 on
 microbatch 0; `B` is a whole backward; `I` and `W` are its halves, the gradients of a stage's inputs
-(which the stage before waits for) and of its weights (which nobody waits for).
+(which the stage before waits for) and of its weights (which nothing waits for).
 """
 
 from collections.abc import Iterator

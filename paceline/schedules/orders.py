@@ -126,7 +126,7 @@ def _with_weights(rounds: Rounds, order: list[Slot], lag: int) -> list[Slot]:
     return mixed + [Slot((rounds.backward(Kind.WEIGHT, n),), "weights") for n in rest]
 
 
-# rank, number of ranks, number of microbatches, stages a rank -> the order of that rank
+# rank, number of ranks, number of microbatches, stages per rank -> the order of that rank
 Order = Callable[[int, int, int, int], list[Slot]]
 ORDERS: dict[str, Order] = {
     "gpipe": lambda rank, ranks, microbatches, stages: order_gpipe(rank, microbatches),

@@ -17,7 +17,7 @@ class Requirement:
     stages_sentence: str
     microbatches: Callable[[int, int], bool] = lambda microbatches, ranks: True
     microbatches_sentence: str = ""
-    has_any_stages: bool = False  # more stages a rank than `stages_per_rank` will do too
+    has_any_stages: bool = False  # more stages per rank than `stages_per_rank` will do too
     needs_even_ranks: bool = False
 
     def takes_stages(self, stages_per_rank: int) -> bool:
@@ -32,9 +32,9 @@ def _whole_rounds(microbatches: int, ranks: int) -> bool:
     return microbatches % max(1, microbatches // ranks) == 0
 
 
-_ONE = "has one stage a rank"
+_ONE = "has one stage per rank"
 _ROUNDS = "runs in microbatches // ranks equal rounds"
-_V = "has two stages a rank, placed as a V"
+_V = "has two stages per rank, placed as a V"
 
 REQUIREMENTS: dict[str, Requirement] = {
     "gpipe": Requirement(1, f"{_ONE}; looped_bfs is the one with several"),
@@ -45,22 +45,22 @@ REQUIREMENTS: dict[str, Requirement] = {
         "needs as many microbatches as ranks",
     ),
     "interleaved_1f1b": Requirement(
-        2, "has two stages a rank or more; 1f1b has one", _whole_rounds, _ROUNDS, True
+        2, "has two stages per rank or more; 1f1b has one", _whole_rounds, _ROUNDS, True
     ),
     "looped_bfs": Requirement(
-        2, "has two stages a rank or more; gpipe has one", has_any_stages=True
+        2, "has two stages per rank or more; gpipe has one", has_any_stages=True
     ),
-    "interleaved_zb": Requirement(1, "has a stage a rank or more", _whole_rounds, _ROUNDS, True),
+    "interleaved_zb": Requirement(1, "has a stage per rank or more", _whole_rounds, _ROUNDS, True),
     "zbv": Requirement(2, _V),
     "dualpipev": Requirement(
         2,
         _V,
         lambda microbatches, ranks: microbatches >= 2 * ranks,
-        "needs as many microbatches as stages, which are two a rank",
+        "needs as many microbatches as stages, which are two per rank",
     ),
     "dualpipe": Requirement(
         2,
-        "has two stages a rank, one of each direction",
+        "has two stages per rank, one of each direction",
         lambda microbatches, ranks: microbatches % 2 == 0 and microbatches >= 2 * ranks,
         "needs an even number of microbatches, at least twice the ranks",
         needs_even_ranks=True,
@@ -86,7 +86,7 @@ def check_shape(
             _refusal("launch.nproc", f"{name} on {num_ranks} ranks: it needs {even}", near)
         )
     if not rule.takes_stages(stages_per_rank):
-        what = f"{name} with {stages_per_rank} a rank: it {rule.stages_sentence}"
+        what = f"{name} with {stages_per_rank} per rank: it {rule.stages_sentence}"
         found.append(_refusal("strategy.stages_per_rank", what, rule.stages_per_rank))
     near = nearest_microbatches(name, nearest_ranks(name, num_ranks), num_microbatches)
     if near != num_microbatches:

@@ -149,7 +149,7 @@ class _Simulation:
         return {action: self.arrived[n] for action in actions for n in self._given(action)}
 
     def _describe_deadlock(self) -> list[str]:
-        lines = [f"{self.schedule.name}: no rank can go on"]
+        lines = [f"{self.schedule.name}: no rank can continue"]
         for rank, position in enumerate(self.position):
             if self._left(rank):
                 step = self.orders[rank][position]

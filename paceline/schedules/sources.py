@@ -21,7 +21,7 @@ from paceline.schedules.account import account, times_measured
 from paceline.schedules.actions import Kind
 from paceline.schedules.measured import load_measured
 
-# Keys of a times file: those with one number a block, and those with one number.
+# Keys of a times file: those with one number per block, and those with one number.
 REQUIRED = ("forward_s", "input_s", "weight_s")
 PER_BLOCK = (*REQUIRED, "backward_s", "activation_bytes", "state_bytes")
 SINGLE = ("transfer_s", "overhead_s", "memory_bytes")
@@ -85,7 +85,7 @@ def _missing(tree: Mapping[str, Any]) -> list[str]:
 
 def _unknown(key: str, path: Path) -> str:
     guess = did_you_mean(str(key), KEYS)
-    return f"{key} in {path} is no time of a block\nhint: {guess}the keys are {', '.join(KEYS)}"
+    return f"{key} in {path} is not a time of a block\nhint: {guess}the keys are {', '.join(KEYS)}"
 
 
 def _wrong(key: str, value: object, numbers: Sequence[object], num_blocks: int) -> str | None:
@@ -94,7 +94,7 @@ def _wrong(key: str, value: object, numbers: Sequence[object], num_blocks: int) 
         return "is one number for all, not a list"
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float):
-            return f"has {number!r}, which is no number\nhint: {_shape(num_blocks)}"
+            return f"has {number!r}, which is not a number\nhint: {_shape(num_blocks)}"
         if not math.isfinite(number) or number < 0:
             return f"has {number}: it takes finite numbers from 0 on"
     if isinstance(value, list) and len(numbers) != num_blocks:

@@ -93,7 +93,7 @@ def _outermost(events: Any) -> Iterator[Any]:
 def compile_counts() -> tuple[int, int, int]:
     """Return the graphs compiled, graph breaks and recompilations in this process so far."""
     if "torch._dynamo" not in sys.modules:
-        return 0, 0, 0  # nobody compiled, and to import it takes a second
+        return 0, 0, 0  # nothing was compiled, and to import it takes a second
     from torch._dynamo.utils import counters, get_compilation_metrics
 
     again = sum(bool(metrics.recompile_reason) for metrics in get_compilation_metrics())
@@ -153,7 +153,7 @@ class Auditor:
 
     def end(self, step: int) -> None:
         """Write the audit; raise AuditError where something differs and the user is strict."""
-        if step <= self.step:  # evaluation compiles too, between steps: that is no recompilation
+        if step <= self.step:  # evaluation compiles too, between steps: that is not a recompilation
             now = zip(self._compiled, compile_counts(), self._counts, strict=True)
             self._compiled = [total + after - before for total, after, before in now]
         if self._profile is None or step != self.step or self.path is None:

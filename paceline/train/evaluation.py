@@ -45,7 +45,7 @@ class Evaluation:
         assert self.data is not None, "asked to evaluate without data"
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for ids in self.batches:
-            clock.enter(Phase.EVAL)  # once a batch: a long evaluation is no stall
+            clock.enter(Phase.EVAL)  # for each batch: a long evaluation is not a stall
             # A rank without samples still runs a forward pass: others may wait for it inside one.
             batch = collate(self.data, ids if len(ids) else np.zeros(1, dtype=np.int64))
             loss, count = engine.evaluate(to_device(batch, self.device))

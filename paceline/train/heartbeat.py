@@ -54,7 +54,7 @@ class Ticker:
         self._tick()
 
     def _tick(self) -> None:
-        with suppress(OSError):  # a full disk is no reason to fall silent for ever
+        with suppress(OSError):  # a full disk must not end the thread
             self.tick()
 
 

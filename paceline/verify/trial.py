@@ -30,7 +30,7 @@ from paceline.train.worker import RankRun
 from paceline.verify.records import TrialHeld
 
 # The trials, in order. `equal` is compared with one process; `before` and `poisoned` with each
-# other, and `after` goes on from there; `bytes` with the plan; `broken` must not pass.
+# other, and `after` continues from there; `bytes` with the plan; `broken` must not pass.
 EQUAL, BEFORE, POISONED, AFTER = "equal", "before", "poisoned", "after"
 BYTES, BROKEN = "bytes", "broken"
 WRONG_SCALE = 1.01
@@ -111,7 +111,7 @@ class TrialRun(RankRun):
         second = self.build_engine()
         choose_checkpoint(folder, self.device, second.load)
         is_same = _is_same_state(second.pieces(), parts.engine.pieces())
-        dist.barrier()  # nobody reads any more
+        dist.barrier()  # no rank reads any more
         if self.place.rank == 0:
             shutil.rmtree(folder.root)
         return is_same

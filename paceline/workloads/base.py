@@ -140,7 +140,7 @@ def code_fingerprint(workload: str) -> str:
         files = own_files(Path(workload.rsplit(":", 1)[0]).resolve()) if ".py:" in workload else []
         return fingerprint(_own_fingerprint(), *(path.read_bytes() for path in files))
     except FileNotFoundError as error:
-        raise ConfigError(f"{error.filename} is gone\nhint: put it back, and go on") from error
+        raise ConfigError(f"{error.filename} is gone\nhint: put it back, and resume") from error
 
 
 @cache

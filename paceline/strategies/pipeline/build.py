@@ -1,4 +1,7 @@
-"""A pipeline put together: its stages on this rank, its groups, its engine."""
+"""A pipeline put together: the model cut to this rank's stages, the groups, the engine.
+
+A whole model becomes one stage of it in place, so every weight keeps its own name.
+"""
 
 from datetime import timedelta
 from typing import Any
@@ -56,6 +59,7 @@ def build_pipeline(parts: EngineParts, inner: Sharded | None) -> Engine:
 
 
 def _build_stage(parts: EngineParts, inner: Sharded | None, index: int, mesh: DeviceMesh) -> Stage:
+    """Build stage `index`: the whole model, cut in place, then sharded by `inner`."""
     plan = parts.plan.pipeline
     assert plan is not None, "the plan has a pipeline"
     held = range(plan.stages[index].first_block, plan.stages[index].end_block)
@@ -81,7 +85,7 @@ def _build_stage(parts: EngineParts, inner: Sharded | None, index: int, mesh: De
 
 
 def _make_lanes(mesh: DeviceMesh, timeout: timedelta) -> dict[Lane, dist.ProcessGroup]:
-    """All ranks make the groups of all pipelines, in one order; each keeps its own."""
+    """Make the groups of all pipelines, on all ranks in one order; each keeps its own."""
     own = {}
     for lane in LANES:
         for dp_rank in range(mesh.size(1)):
@@ -93,7 +97,7 @@ def _make_lanes(mesh: DeviceMesh, timeout: timedelta) -> dict[Lane, dist.Process
 
 
 def cut_model(model: nn.Module, held: range, region: Region, device: torch.device) -> None:
-    """Keep the blocks `held` and what stands with them; make ghosts of the rest."""
+    """Keep the blocks `held` and what belongs to them; make ghosts of the rest."""
     places = place_modules(model)
     blocks = {id(block): number for number, block in enumerate(find_blocks(model))}
     inside: set[int] = set()  # modules that belong to a block
@@ -128,7 +132,7 @@ def enter_at(block: nn.Module, region: Region) -> None:
 def _forget(
     model: nn.Module, name: str, module: nn.Module, region: Region, device: torch.device
 ) -> None:
-    """A module without children becomes a ghost. Of any other only its own weights go: its code may
+    """Make a ghost of a module without children. Any other loses only its own weights: its code may
     compute what later stages need, such as which patches are masked."""
     if name and not any(True for _ in module.children()):
         _replace(model, name, Ghost(name, module, region))

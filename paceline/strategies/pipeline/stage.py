@@ -1,5 +1,8 @@
-"""One stage: a part of the workload's own forward pass, as a module that takes what the stage
-before sends, and returns what the next one needs, or the loss."""
+"""One stage, and a batch relayed through all of them.
+
+A stage is a part of the workload's own forward pass, as a module: it takes what the stage before
+sends, and returns what the next one needs, or the loss.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,6 +15,10 @@ from paceline.errors import ConfigError
 from paceline.strategies.base import EngineParts
 from paceline.strategies.objective import compute_loss
 from paceline.strategies.pipeline.ghosts import Reached, Region
+
+# A tensor is announced by a header of whole numbers: its type's place here, its axes, its sizes.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MAX_AXES = 8
 
 
 class Sent(NamedTuple):
@@ -54,7 +61,7 @@ class Stage(nn.Module):
         return self.index == self.num_stages - 1
 
     def forward(self, received: Tensor | None = None) -> Tensor:
-        """The first stage may be given anything: it reads its batch."""
+        """Run this part of the model. The first stage may be given anything: it reads its batch."""
         handed = None if self.is_first or received is None else received.to(self.parts.device)
         self.region.begin(handed)
         try:
@@ -76,19 +83,18 @@ class Stage(nn.Module):
 
 
 def _ownable(hidden: Tensor) -> Tensor:
-    """A tensor that torch can send, which wants it dense, and cut off from its graph in place,
-    which it cannot do to a view: what a Linear or a transpose returns."""
+    """Return a tensor that torch can send, which wants it dense, and cut off from its graph in
+    place, which it cannot do to a view: what a Linear or a transpose returns."""
     if hidden._is_view() or not hidden.is_contiguous():
         return hidden.clone(memory_format=torch.contiguous_format)
     return hidden
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MAX_AXES = 8
-
-
 class Relay:
-    """`homes[stage]`: the rank of the pipeline that has it; `stages`: those of this rank."""
+    """Runs a batch through all stages, one after the other, forward only.
+
+    `homes[stage]`: the rank of the pipeline that has it; `stages`: those of this rank.
+    """
 
     def __init__(
         self,
@@ -102,8 +108,8 @@ class Relay:
 
     @torch.no_grad()
     def run(self, batch: Any, learns: bool = False) -> None:
-        """The last stage notes its loss. `learns`: each notes what it takes and gives, which for a
-        batch to evaluate may be another size."""
+        """Hand a batch through; the last stage notes its loss. `learns`: each notes what it takes
+        and gives, which for a batch to evaluate may be another size."""
         handed: Tensor | None = None
         for index, stage in sorted(self.stages.items()):
             if index > 0 and self.homes[index - 1] != self.here:
@@ -139,12 +145,12 @@ class Relay:
 
 
 def _require_no_ghosts(stage: Stage, handed: Tensor | None, device: torch.device) -> None:
-    """What a stage makes must not depend on what ghosts return. The loss would be NaN, and nobody
-    would know why."""
+    """Refuse a stage whose result depends on what ghosts return: the loss would be NaN, and nothing
+    would say why."""
     on_gpu = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=on_gpu):
         given = stage(handed)
-    with torch.random.fork_rng(devices=on_gpu), stage.region.disguised():
+    with torch.random.fork_rng(devices=on_gpu), stage.region.filled_with_ones():
         again = stage(handed)
     if _differ(given, again):
         raise ConfigError(
@@ -155,7 +161,8 @@ def _require_no_ghosts(stage: Stage, handed: Tensor | None, device: torch.device
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:
-    """As a whole: a kernel that sums in another order may change the last bit of some numbers."""
+    """Compare as a whole: a kernel that sums in another order may change the last bit of some
+    numbers."""
     if not torch.equal(a.isnan(), b.isnan()):
         return True
     a, b = a.double().nan_to_num(), b.double().nan_to_num()

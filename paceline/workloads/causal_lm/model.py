@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from paceline.records import Finding
 from paceline.workloads.hf.model import WHERE, build_from_config
 
-# Keys that say a model is no plain decoder: experts, compressed attention, state spaces.
+# Keys that say a model is not a plain decoder: experts, compressed attention, state spaces.
 NOT_PLAIN = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")
 
 
@@ -77,7 +77,7 @@ def check_shape(config: Any, seq_len: int, num_tokens: int) -> Iterator[Finding]
         yield Finding(
             severity="error",
             where="model.hf",
-            what=f"{config.model_type} sees what comes after a token: it is no causal model",
+            what=f"{config.model_type} sees what comes after a token: it is not a causal model",
             hint="choose another, or set model.hf_config.is_decoder=true where it has that key",
         )
     longest = getattr(config, "max_position_embeddings", None)

@@ -35,7 +35,7 @@ def find_folder(name: str) -> Path | None:
         return folder.resolve()
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise DataError(
-            f"model.hf={name} is no folder, and neither an architecture nor ORGANISATION/NAME\n"
+            f"model.hf={name} is not a folder, and neither an architecture nor ORGANISATION/NAME\n"
             "hint: give a folder with config.json, a name on the hub, or llama, gpt2, ..."
         )
     return _download(name, ("config.json",))
@@ -50,7 +50,7 @@ def _download(name: str, patterns: tuple[str, ...]) -> Path:
     except Exception as error:  # of the network, the hub, or the rights to a model: many classes
         why = " ".join(str(error).split())[:300]
         raise DataError(
-            f"model.hf={name} is no folder here and cannot be had from the hub: {why}\n"
+            f"model.hf={name} is not a folder here and cannot be had from the hub: {why}\n"
             "hint: check the name and the network, or copy the model and give its folder"
         ) from error
 
@@ -84,7 +84,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
     if not isinstance(read, dict):
-        raise DataError(f"{path} is no map of keys")
+        raise DataError(f"{path} is not a map of keys")
     return read
 
 

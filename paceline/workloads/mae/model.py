@@ -126,7 +126,7 @@ def block_positions(config: Any) -> list[int]:
 def flops_per_sample(config: Any) -> float:
     """Forward and backward FLOPs of an image, as torch counts them: products of matrices only.
 
-    Backward is twice the forward, but for the patch embedding: nobody needs the pixels' gradient.
+    Backward is twice the forward, but for the patch embedding: nothing needs the pixels' gradient.
     """
     patches, pixels = num_patches(config), config.patch_size**2 * config.num_channels
     seen = int(patches * (1 - config.mask_ratio)) + 1  # and the class token
@@ -152,7 +152,9 @@ def check_mae(given: dict[str, Any]) -> Iterator[Finding]:
     yield from check_keys(given, require_extra().ViTMAEConfig)
     config = mae_config(given)
     if config.image_size % config.patch_size:
-        what = f"an image of {config.image_size} is no whole number of {config.patch_size} patches"
+        what = (
+            f"an image of {config.image_size} is not a whole number of {config.patch_size} patches"
+        )
         yield _refuse("image_size", what, "make it a multiple of patch_size")
     for prefix in ("", "decoder_"):
         width = getattr(config, f"{prefix}hidden_size")
