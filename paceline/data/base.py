@@ -1,4 +1,7 @@
-"""The data seam: samples by index, and who counts what a batch holds. No torch."""
+"""The data seam: samples by index, who counts what a batch holds, and the keys for text.
+
+No torch is imported, so that a config is read quickly.
+"""
 
 from typing import Annotated, Any, Literal, Protocol
 

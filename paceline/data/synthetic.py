@@ -1,4 +1,4 @@
-"""Tokens that are a function of (seed, index) alone: the same on every rank, machine and worker."""
+"""Random samples, each a function of (seed, index) alone: on any rank, machine and worker."""
 
 from collections.abc import Sequence
 from math import nan

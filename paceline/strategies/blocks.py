@@ -49,9 +49,9 @@ def tied_modules(model: nn.Module) -> list[list[str]]:
 
 
 def place_modules(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """For each module the block it stands with, in the order in which a model is written down: a
-    block and all inside it; what follows until the next block; what is before all, with the first.
-    Those that read one parameter stand in all their places."""
+    """Return for each module the block that it belongs to, by the order in which a model is written
+    down: a block and all inside it; what follows until the next block; what is before all, with the
+    first. Those that read one parameter belong to all their blocks."""
     numbers = {id(block): number for number, block in enumerate(find_blocks(model))}
     places: dict[str, tuple[int, ...]] = {}
     here = 0

@@ -39,8 +39,8 @@ def compose(
     rest: torch.device | None = None,
     cut: Callable[[nn.Module], None] | None = None,
 ) -> Objective:
-    """The workload's loss with its model on the device, the same on every rank. `cut` leaves a
-    stage of the model, `shard` a rank's piece of every weight, both in place; `rest` is where
+    """Return the workload's loss with its model on the device, the same on every rank. `cut` leaves
+    a stage of the model, `shard` a rank's piece of every weight, both in place; `rest` is where
     pieces lie between steps, if not on the device."""
     model = build_model(parts)
     # Cut before all else: what another stage holds is not recomputed, compiled or filled here.

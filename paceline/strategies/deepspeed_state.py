@@ -1,9 +1,9 @@
 """DeepSpeed's state by the names and shapes of every other strategy: out of its flat parts, and in.
 
-From stage 1 on a rank keeps the optimizer's numbers in one flat tensor per group, cut where its share
-ends and not between rows; at stage 3 the weights too, each for itself. A checkpoint has rows. So
-what is cut is gathered, tensor by tensor, and each rank keeps what it will write; on the way back
-each rank reads the rows around its own numbers. DeepSpeed's own files are never involved.
+From stage 1 on a rank keeps the optimizer's numbers in one flat tensor per group, cut where its
+share ends and not between rows; at stage 3 the weights too, each for itself. A checkpoint has rows.
+So what is cut is gathered, tensor by tensor, and each rank keeps what it will write; on the way
+back each rank reads the rows around its own numbers. DeepSpeed's own files are never involved.
 """
 
 from collections.abc import Iterable, Iterator

@@ -21,6 +21,19 @@ from paceline.records import Audit, Choice, Plan, Proof
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Collective
 
+AUDITED_STEP = 3
+# How torch names the kernels that SDPA chooses from, and where each takes a mask.
+KERNELS = {
+    "aten::_scaled_dot_product_flash_attention": ("flash", None),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": ("flash", 5),
+    "aten::_scaled_dot_product_efficient_attention": ("efficient", 3),
+    "aten::_scaled_dot_product_cudnn_attention": ("cudnn", 3),
+    "aten::_scaled_dot_product_attention_math": ("math", 3),
+    "aten::_scaled_dot_product_fused_attention_overrideable": ("overrideable", 3),
+}
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+FUSED = ("aten::_fused_adamw_", "aten::_fused_sgd_")
+PROFILE = "profile of the step"
 TYPE_NAMES = {"float": "fp32", "double": "fp64", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
 
 
@@ -107,21 +120,6 @@ def group_timeouts_s(device: torch.device) -> list[float]:
     groups = [group for group in _world.pg_map if hasattr(group, "_get_backend")]
     options = [group._get_backend(device).options for group in groups]
     return [float(option._timeout.total_seconds()) for option in options]
-
-
-AUDITED_STEP = 3
-# How torch names the kernels that SDPA chooses from, and where each takes a mask.
-KERNELS = {
-    "aten::_scaled_dot_product_flash_attention": ("flash", None),
-    "aten::_scaled_dot_product_flash_attention_for_cpu": ("flash", 5),
-    "aten::_scaled_dot_product_efficient_attention": ("efficient", 3),
-    "aten::_scaled_dot_product_cudnn_attention": ("cudnn", 3),
-    "aten::_scaled_dot_product_attention_math": ("math", 3),
-    "aten::_scaled_dot_product_fused_attention_overrideable": ("overrideable", 3),
-}
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-FUSED = ("aten::_fused_adamw_", "aten::_fused_sgd_")
-PROFILE = "profile of the step"
 
 
 class Auditor:

@@ -1,9 +1,9 @@
-"""What is learnt from the first batch, before step 1: FLOPs of a sample, and what a loss returns.
+"""What the first batch tells before step 1: FLOPs per sample, and whether the loss is a sum.
 
-A mean would train without a word: its loss and its gradients are too small by the size of the
-microbatch, and change with it. A batch tells the two apart: its loss is the sum of what its parts
-give, or their mean. What depends on the batch as a whole, as contrastive losses do, is neither, and
-is left alone.
+The seam asks for a sum. A mean would train without a word: its loss and its gradients are too small
+by the size of the microbatch, and change with it. A batch tells the two apart: its loss is the sum
+of what its parts give, or their mean. What depends on the batch as a whole, as contrastive losses
+do, is neither, and is left alone.
 """
 
 import logging

@@ -1,4 +1,8 @@
-"""heartbeat_rank<r>.jsonl: this rank is alive, in this phase of this step, written by a thread."""
+"""Threads of a rank that write while it trains.
+
+heartbeat_rank<r>.jsonl   this rank is alive, in this phase of this step
+telemetry.csv             what GPUs, host and ranks do
+"""
 
 import mmap
 import os

@@ -129,7 +129,7 @@ class Ledger:
             self._training.amend_last("val_loss", loss)
 
     def settle(self, step: int) -> None:
-        """Every `log_every` steps gather the losses; a step later write what has arrived."""
+        """Gather the losses every `log_every` steps; a step later write what has arrived."""
         if step % self.log_every == 0:
             self._gather()
         # A step later the device has passed the collective, and reading it stalls nothing. Where

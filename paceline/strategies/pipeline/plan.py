@@ -170,8 +170,8 @@ def _rank_problems(asked: Asked, world: int, model: ModelShape) -> Iterator[Find
 
 
 def _shape_problems(asked: Asked, config: RunConfig, world: int) -> Iterator[Finding]:
-    """What the schedule asks of numbers, on the ranks that it would have were they right; the
-    nearest number of microbatches is one that cuts the batch, too."""
+    """Yield what the schedule cannot do with these numbers, on the ranks that it would have were
+    they right; the nearest number of microbatches is one that cuts the batch, too."""
     ranks = _nearest(asked, _fitting(asked, world)) // asked.distinct
     ranks = nearest_ranks(asked.schedule, max(1, ranks))
     micro, parts = config.train.micro_batch_size, asked.num_microbatches

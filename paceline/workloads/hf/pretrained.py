@@ -1,10 +1,12 @@
-"""Where a Hugging Face model comes from, and its weights: read from safetensors, by name.
+"""Where a Hugging Face model comes from and goes to: config.json and safetensors, by name.
 
     folder = find_folder("org/name")                 a folder with config.json, or None: no files
     source = choose_weights("auto", folder)          before ranks start: "load" or "random"
     load_module(model, name, module, folder)         on a rank: one module's own tensors
+    save_layout(model, tensors, folder)              `model` was built on meta and takes these
+    load_layout(type(model), folder)                 as transformers itself loads it, strictly
 
-Nothing is unpickled, and no code of a model's repository is run.
+Nothing is pickled or unpickled, and no code of a model's repository is run.
 """
 
 import json

@@ -1,7 +1,10 @@
 """A decoder language model: RMSNorm, RoPE, grouped-query attention, SwiGLU, optional tied head.
 
-Shape letters: B batch, T tokens, D model width, H query heads, K key/value heads, E head width,
-F width inside SwiGLU, V vocabulary.
+Attention goes by name: spelt out, through torch's SDPA, or through FlexAttention. Which kernel SDPA
+takes is a setting of the process (train/worker.py:apply_policy), not of the call.
+
+Shape letters: B batch, T tokens, S keys, D model width, H query heads, K key/value heads, E head
+width, F width inside SwiGLU, V vocabulary.
 """
 
 from functools import cache
@@ -12,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.workloads.lm.config import LMModel
+
+INIT_STD = 0.02
 
 
 def attend(impl: str, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
@@ -67,9 +72,6 @@ def _causal_mask(num_tokens: int, device: torch.device) -> Any:
         return query >= key
 
     return create_block_mask(is_past, None, None, num_tokens, num_tokens, device=str(device))
-
-
-INIT_STD = 0.02
 
 
 class Norm(nn.RMSNorm):
