@@ -17,7 +17,7 @@ from paceline.data.base import TextData
 from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.strategies import strategy_section
-from paceline.workloads.lm.config import LMModel
+from paceline.workloads.lm.workload import LMModel
 
 SCHEMA = run_schema(LMModel, TextData, strategy_section())
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.workloads.lm.config import LMModel
+from paceline.workloads.lm.workload import LMModel
 
 INIT_STD = 0.02
 
