@@ -18,6 +18,9 @@ from paceline.records import Finding
 from paceline.workloads.base import Split
 from paceline.workloads.lm.workload import BYTE_VOCABULARY, LanguageModel
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 
 class CausalLMModel(Section):
     """The `model` section of causal_lm; its `data` section is the language model's."""
@@ -34,10 +37,6 @@ class CausalLMModel(Section):
     weights: Literal["auto", "load", "random"] = Field(
         "auto", description="auto: load where there are safetensors files, else random."
     )
-
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 class CausalLM(LanguageModel):

@@ -16,6 +16,11 @@ from paceline.data.base import Dataset, TextData
 from paceline.records import Finding
 from paceline.workloads.base import Split, Workload
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+BYTE_VOCABULARY = 257  # 256 bytes and the mark between documents
+
 
 class LMModel(Section):
     vocab_size: Positive = Field(320, description="Rows of the embedding; bytes need 257.")
@@ -51,12 +56,6 @@ class LMModel(Section):
         if self.ffn_dim != "auto":
             return self.ffn_dim
         return -(-8 * self.dim // 3 // 64) * 64
-
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-BYTE_VOCABULARY = 257  # 256 bytes and the mark between documents
 
 
 class LanguageModel(Workload):

@@ -15,6 +15,9 @@ from paceline.data.base import Dataset
 from paceline.records import Finding
 from paceline.workloads.base import Split, Workload
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 
 class MAEModel(Section):
     """The `model` section of the masked-autoencoder workload."""
@@ -30,10 +33,6 @@ class MAEData(DataConfig):
     synthetic_samples: Positive = Field(
         256_000, description="Length of the data set of random images, in samples."
     )
-
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 class MaskedAutoencoder(Workload):
