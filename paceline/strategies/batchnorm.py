@@ -29,7 +29,7 @@ def batchnorm_findings(
     """Yield what BatchNorm computes here, where that is not what one would expect."""
     is_synced, layers = config.strategy.sync_batchnorm, model.num_batchnorms
     if is_synced and (layers == 0 or batch.dp == 1):
-        because = "one rank has no other to share with" if layers else "the model has no BatchNorm"
+        because = "one rank has nobody to share with" if layers else "the model has no BatchNorm"
         yield Finding(severity="warning", where=KEY, what=f"is set but has no effect: {because}")
     elif is_synced and not strategy.syncs_batchnorm:
         yield Finding(

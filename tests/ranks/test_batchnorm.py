@@ -120,7 +120,7 @@ def test_what_differs_is_said_before_anything_starts(job: str) -> None:
     ("source", "more", "what"),
     [
         ("lm_tiny", ["launch.nproc=2"], "the model has no BatchNorm"),
-        ("own", [], "one rank has no other to share with"),
+        ("own", [], "one rank has nobody to share with"),
         ("own", ["launch.nproc=4", "strategy.name=pipeline", "strategy.stages=2"], "a pipeline's"),
     ],
 )
