@@ -60,8 +60,8 @@ from paceline.data.cursor import Order, StepSlice
 from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource
 from paceline.data.rng import capture_rng
 from paceline.records import DataPosition, Kept
-from paceline.workloads.lm.config import LMModel
 from paceline.workloads.lm.model import LM
+from paceline.workloads.lm.workload import LMModel
 
 GOALS = {"save": 1.25, "stall": 0.35, "load": 1.35, "ettr": 0.75, "resume": 1.0}
 CPU, SOAK = torch.device("cpu"), Path(__file__).parents[1] / "scripts" / "soak"

@@ -49,8 +49,8 @@ from paceline.records.rundir import RunDir
 from paceline.records.tables import read_training
 from paceline.strategies.weights import fill_weights
 from paceline.train.worker import RankRun
-from paceline.workloads.lm.config import LMModel
 from paceline.workloads.lm.model import LM
+from paceline.workloads.lm.workload import LMModel
 
 SEED, LR, CLIP, COMPARED, WARMUP_SEGMENTS = 0, 1e-3, 1.0, 20, 2
 SIZES = {

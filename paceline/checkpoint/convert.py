@@ -18,10 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.checkpoint.consolidate import whole_pieces, write_whole
 from paceline.checkpoint.folder import BEST, LATEST, TEMPORARY, CheckpointFolder, step_name
 from paceline.checkpoint.survey import checkpoints_of, list_steps, no_checkpoints, require_sound
-from paceline.checkpoint.tensors import TensorFiles
+from paceline.checkpoint.tensors import TensorFiles, whole_pieces, write_whole
 from paceline.config.load import check_plain, read_plain
 from paceline.config.schema import run_schema
 from paceline.errors import ConfigError, DataError, RestoreError, SaveError
@@ -29,7 +28,7 @@ from paceline.records.base import Part
 from paceline.records.files import sync_directory, write_atomic
 from paceline.records.rundir import RunDir, slug
 from paceline.workloads.base import find_workload
-from paceline.workloads.hf.saved import load_layout, save_layout
+from paceline.workloads.hf.pretrained import load_layout, save_layout
 
 Say = Callable[[str], None]
 
@@ -75,7 +74,8 @@ def convert(run: RunDir, which: str, out: Path | None, say: Say) -> Converted:
 
 
 def choose_step(folder: CheckpointFolder, which: str) -> int:
-    """The newest, the best, or the one that was named; whether it is sound is seen later."""
+    """Return the newest step, the best, or the one that was named; whether it is sound is seen
+    later."""
     steps = list_steps(folder)
     if not steps:
         raise RestoreError(no_checkpoints(folder))
@@ -93,7 +93,7 @@ def choose_step(folder: CheckpointFolder, which: str) -> int:
         return best
     number = which.removeprefix("step_")
     if not (number.isascii() and number.isdecimal() and len(number) < 20):
-        raise ConfigError(f"{which!r} is no step\nhint: {LATEST}, {BEST}, or a number")
+        raise ConfigError(f"{which!r} is not a step\nhint: {LATEST}, {BEST}, or a number")
     if int(number) not in steps:
         there = ", ".join(map(str, steps))
         raise ConfigError(f"there is no checkpoint of step {number}\nhint: there are {there}")
@@ -125,7 +125,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _workload_name(tree: dict[str, Any]) -> str:
-    """`lm`; of `my_job.py:MyWorkload` the class."""
+    """Return `lm`, or the class of `my_job.py:MyWorkload`."""
     name = tree.get("workload")
     if not isinstance(name, str):
         raise ConfigError("run.yaml must set workload to a plain name")
@@ -133,7 +133,7 @@ def _workload_name(tree: dict[str, Any]) -> str:
 
 
 def _transformers_model(run: RunDir, tree: dict[str, Any], say: Say) -> Any:
-    """The run's model without values, if it is one of transformers; else None."""
+    """Return the run's model without values, if it is one of transformers; else None."""
     name = tree.get("workload")
     if not isinstance(name, str) or ".py:" in name:
         return None  # a file that a run names is not imported
@@ -144,7 +144,7 @@ def _transformers_model(run: RunDir, tree: dict[str, Any], say: Say) -> Any:
         return None
     if not kind.from_transformers:
         return None
-    # How ranks shared the work, and where they ran, is no part of the model.
+    # How ranks shared the work, and where they ran, is not part of the model.
     rest = {key: value for key, value in tree.items() if key not in ("strategy", "launch")}
     config = check_plain(rest, run_schema(kind.Model, kind.Data), str(run.config))
     workload = kind()
@@ -154,13 +154,13 @@ def _transformers_model(run: RunDir, tree: dict[str, Any], say: Say) -> Any:
 
 
 def _prepared(run: RunDir) -> dict[str, Any]:
-    """As the ranks had it: where the files of the model were found."""
+    """Read what the ranks were given: where the files of the model were found."""
     try:
         read = json.loads(run.data.read_text()) if run.data.exists() else {}
     except (OSError, ValueError) as error:
         raise DataError(f"{run.data} cannot be read: {error}") from error
     if not isinstance(read, dict):
-        raise DataError(f"{run.data} is no map of keys")
+        raise DataError(f"{run.data} is not a map of keys")
     return read
 
 
@@ -178,7 +178,7 @@ def _require_unused(target: Path) -> None:
 
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """A folder to write to that becomes `target` at the end, or leaves no trace."""
+    """Yield a folder to write to that becomes `target` at the end, or leaves no trace."""
     temporary = target.parent / f"{TEMPORARY}{target.name}-{os.getpid()}"
     try:
         temporary.mkdir(parents=True)

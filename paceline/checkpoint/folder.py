@@ -38,7 +38,7 @@ def step_name(step: int) -> str:
 
 
 def seal(manifest: Manifest) -> Manifest:
-    """With the sum over its own content, so that an edit shows."""
+    """Add the sum over the manifest's own content, so that an edit shows."""
     return manifest.model_copy(update={"seal": _sum(manifest)})
 
 
@@ -54,11 +54,14 @@ def _named_by_tensors(manifest: Manifest) -> set[str]:
 
 @dataclass(frozen=True)
 class CheckpointFolder:
+    """The checkpoints of one run."""
+
     root: Path
 
     @classmethod
     def of_run(cls, run: RunDir, config: CheckpointConfig) -> "CheckpointFolder":
-        """In the run directory, or under `checkpoint.dir` by the run's own name."""
+        """Return the folder in the run directory, or under `checkpoint.dir` by the run's own
+        name."""
         if config.dir == "run":
             return cls(run.root / "checkpoints")
         try:
@@ -70,7 +73,7 @@ class CheckpointFolder:
         return self.root / step_name(step)
 
     def steps(self) -> list[int]:
-        """Of every checkpoint there is, the newest first, damaged ones too."""
+        """Return the step of every checkpoint there is, the newest first, damaged ones too."""
         try:
             entries = list(os.scandir(self.root))
         except FileNotFoundError:
@@ -82,15 +85,16 @@ class CheckpointFolder:
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def pointer(self, name: str) -> int | None:
-        """The step that `latest` or `best` names."""
+        """Return the step that `latest` or `best` names."""
         try:
             match = STEP.fullmatch((self.root / name).read_text(errors="replace").strip())
             return int(match[1]) if match else None
-        except (OSError, ValueError):  # absent, or a number without end
+        except (OSError, ValueError):  # absent, or more digits than Python converts
             return None
 
     def manifest(self, step: int) -> Manifest:
-        """What a checkpoint should be; RestoreError where even that cannot be believed."""
+        """Return what a checkpoint should be; raise RestoreError where even that cannot be
+        believed."""
         folder = self.path(step)
         try:
             manifest = Manifest.load(folder / MANIFEST)
@@ -99,7 +103,9 @@ class CheckpointFolder:
         if manifest.seal != _sum(manifest) or manifest.step != step:
             raise RestoreError(f"{folder.name} is damaged: its {MANIFEST} was changed")
         if odd := [name for name in manifest.files if not PLAIN_NAME.fullmatch(name)]:
-            raise RestoreError(f"{folder.name} is damaged: {odd[0]!r} is no name of a file of ours")
+            raise RestoreError(
+                f"{folder.name} is damaged: {odd[0]!r} is not a name of a file of ours"
+            )
         # Only what stands among the files is summed: nothing else may ever be opened.
         if unsummed := {STATE, *_named_by_tensors(manifest)} - manifest.files.keys():
             raise RestoreError(
@@ -111,11 +117,11 @@ class CheckpointFolder:
         return Kept.load(self.path(step) / STATE)
 
     def damages(self, step: int, manifest: Manifest, names: Iterable[str]) -> list[str]:
-        """What is wrong with these files: each is read to its end."""
+        """Return what is wrong with these files: each is read to its end."""
         return [text for name in names if (text := self._damage(step, name, manifest))]
 
     def misfits(self, step: int, manifest: Manifest, names: Iterable[str]) -> list[str]:
-        """What is wrong at a glance: files that are missing, have another size or head."""
+        """Return what is wrong at a glance: files that are missing, have another size or head."""
         return [text for name in names if (text := self._misfit(step, name, manifest))]
 
     def _misfit(self, step: int, name: str, manifest: Manifest) -> str:
@@ -151,7 +157,7 @@ class CheckpointFolder:
         return self.root / f"{TEMPORARY}{step_name(step)}-{attempt}"
 
     def publish(self, temporary: Path, manifest: Manifest) -> None:
-        """From a folder that every rank has written to a checkpoint that is there for good."""
+        """Turn a folder that every rank has written into a checkpoint that is there for good."""
         seal(manifest).save(temporary / MANIFEST)
         final = self.path(manifest.step)
         replaced = self.root / f"{REPLACED}{final.name}"
@@ -164,7 +170,8 @@ class CheckpointFolder:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def set_aside(self, step: int) -> None:
-        """A damaged one, once another is used: later ones must not be mistaken for its past."""
+        """Rename a checkpoint that is not used, so that later ones are not mistaken for its
+        successors."""
         for number in range(1000):
             aside = self.root / (f"{DAMAGED}{step_name(step)}" + (f"-{number}" if number else ""))
             if not aside.exists():
@@ -176,14 +183,14 @@ class CheckpointFolder:
         write_atomic(self.root / BEST, f"{step_name(step)}\n")
 
     def leftovers(self) -> list[str]:
-        """What saves that were killed have left, and what a live one is writing."""
+        """Return what saves that were killed have left, and what a live one is writing."""
         with suppress(FileNotFoundError):
             names = (entry.name for entry in os.scandir(self.root))
             return sorted(name for name in names if name.startswith((TEMPORARY, REPLACED)))
         return []
 
     def sweep(self) -> list[str]:
-        """Remove what a save that was killed has left; nobody may be writing."""
+        """Remove what a save that was killed has left; no rank may be writing."""
         swept = []
         with suppress(FileNotFoundError):
             for entry in list(os.scandir(self.root)):
@@ -197,21 +204,22 @@ class CheckpointFolder:
         return swept
 
     def _put_back(self, entry: "os.DirEntry[str]") -> None:
-        """One that was to be replaced, when the kill came before its successor had its name."""
+        """Give a replaced checkpoint its name back, when the kill came before its successor had
+        it."""
         final = self.root / entry.name.removeprefix(REPLACED)
         if entry.name.startswith(REPLACED) and not final.exists():
             os.rename(entry.path, final)
 
     def require_unused(self) -> None:
-        """A new run has no checkpoints: those that are here are another's."""
+        """Refuse a folder with checkpoints: a new run has none, so they are another's."""
         if steps := self.steps():
             raise ConfigError(
                 f"{self.root} holds checkpoints up to step {steps[0]}, and this run is new\n"
-                "hint: set another checkpoint.dir or --out; to go on with that run: --resume"
+                "hint: set another checkpoint.dir or --out; to continue that run: --resume"
             )
 
     def require_writable(self) -> None:
-        """A write test, before any rank starts."""
+        """Test that the folder can be written to, before any rank starts."""
         try:
             if self.root.is_symlink():
                 raise ClusterError(
@@ -241,7 +249,8 @@ class Retention:
         self._sound: set[int] = set()
 
     def prune(self, newest: int) -> list[str]:
-        """After `newest` was written; what was found damaged on the way is returned."""
+        """Remove old checkpoints after `newest` was written; return what was found damaged on the
+        way."""
         damages: list[str] = []
         kept = 0
         self._sound.discard(newest)  # it may have taken another's place
@@ -258,7 +267,7 @@ class Retention:
         return damages
 
     def _examine(self, step: int) -> list[str]:
-        """What is wrong with a checkpoint, every byte of it read."""
+        """Return what is wrong with a checkpoint, every byte of it read."""
         try:
             manifest = self.folder.manifest(step)
         except RestoreError as error:

@@ -36,26 +36,31 @@ class Source(Protocol):
     """Where an engine reads its pieces from, whoever wrote them."""
 
     def shapes(self, section: Section) -> dict[str, tuple[int, ...]]:
-        """Every tensor there is."""
+        """Return the shape of every tensor there is."""
         ...
 
     def rows(self, section: Section, name: str, first: int, count: int) -> Tensor:
-        """A block of rows of one tensor, on the CPU; of one without axes, the tensor."""
+        """Return a block of rows of one tensor, on the CPU; the tensor itself where it has no
+        axes."""
         ...
 
     def fill(self, section: Section, name: str, first: int, out: Tensor) -> None:
-        """Row `first` and following, as many as fit into `out`, which has memory already."""
+        """Read row `first` and following, as many as fit into `out`, which has memory already."""
         ...
 
 
 def moment_name(parameter: str, slot: str) -> str:
-    """What an optimizer keeps for a parameter: `exp_avg/blocks.0.weight`."""
+    """Name what an optimizer keeps for a parameter: `exp_avg/blocks.0.weight`."""
     return f"{slot}/{parameter}"
 
 
 def own_pieces(pieces: Iterable[Piece], rank: int, first_holder_only: bool) -> list[Piece]:
-    """What `rank` writes: of pieces that several hold, its fair share by bytes, the same division
-    on each of them; or, with `first_holder_only`, all where it is the first of them."""
+    """Return what `rank` writes.
+
+    Each piece is written by one of its holders. Which one follows from the sizes alone, so all
+    ranks come to the same answer without asking: holders share by bytes; or, with
+    `first_holder_only`, the first of them writes all.
+    """
     groups: dict[tuple[int, ...], list[Piece]] = defaultdict(list)
     for piece in pieces:
         groups[piece.holders].append(piece)

@@ -31,7 +31,7 @@ class Found:
     damages: list[str] = field(default_factory=list)
 
     def rng(self, rank: int) -> dict[str, Tensor]:
-        """The random generators of a rank that took part in writing it."""
+        """Return the random generators of a rank that took part in writing it."""
         path = self.source.folder / rng_file(rank)
         try:
             if path.name not in self.manifest.files:
@@ -47,7 +47,7 @@ def choose_checkpoint(
     """Load the newest that is sound: None where there never was one, RestoreError where none is.
 
     A collective. What `load` reads is summed on the way, so that no byte is read twice; where any
-    rank finds damage, all go on to the one before, which overwrites whatever was loaded.
+    rank finds damage, all continue with the one before, which overwrites whatever was loaded.
     """
     damages: list[str] = []
     steps = _agreed_steps(folder, device)
@@ -73,8 +73,8 @@ def choose_checkpoint(
 
 
 def _examine(folder: CheckpointFolder, step: int) -> tuple[Found | None, list[str]]:
-    """All but the tensors: the manifest, the sizes of this rank's share of the files, and what is
-    small and read by this rank."""
+    """Examine all but the tensors: the manifest, the sizes of this rank's share of the files, and
+    what is small and read by this rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     try:
         manifest = folder.manifest(step)
@@ -91,7 +91,8 @@ def _examine(folder: CheckpointFolder, step: int) -> tuple[Found | None, list[st
 
 
 def _agreed_steps(folder: CheckpointFolder, device: torch.device) -> list[int]:
-    """As rank 0 sees them: a shared file system may show others an older picture."""
+    """Return the steps as rank 0 sees them: a shared file system may show others an older
+    picture."""
     steps = folder.steps()[:MAX_STEPS] if dist.get_rank() == 0 else []
     told = torch.full((MAX_STEPS,), -1, dtype=torch.int64)
     told[: len(steps)] = torch.tensor(steps, dtype=torch.int64)
@@ -101,6 +102,7 @@ def _agreed_steps(folder: CheckpointFolder, device: torch.device) -> list[int]:
 
 
 def _all_agree(is_good: bool, device: torch.device) -> bool:
+    """Say whether it is good on every rank. A collective."""
     verdict = torch.tensor(int(is_good), device=device)
     dist.all_reduce(verdict, dist.ReduceOp.MIN)
     return bool(verdict.item())

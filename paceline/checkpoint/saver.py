@@ -1,8 +1,15 @@
 """All ranks write one checkpoint together, in the background or at once.
 
-Each rank writes its own files into a temporary folder and tells rank 0, through the store where
-ranks meet, their sizes and sums, or what went wrong. Rank 0 then makes a checkpoint of them all,
-or of none, and tells the others. No collective is involved, so training can go on meanwhile.
+    every rank                       the store                      rank 0
+    own_pieces (its fair share)
+    files into .tmp-step_N, fsync
+    sizes and sums, or an error -->  checkpoint/ATTEMPT/n/RANK -->  hears all ranks
+                                                                    one manifest, rename, `latest`
+    hears how it ended          <--  checkpoint/ATTEMPT/n/end  <--  "", or what went wrong
+                                                                    reads it back, removes old ones
+
+There is a checkpoint of all files or of none. No collective is involved, so all this runs in a
+thread while training continues; the step waits only for `_capture`, the copy of the state.
 """
 
 import json
@@ -19,10 +26,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from paceline.checkpoint.consolidate import consolidate
 from paceline.checkpoint.folder import STATE, CheckpointFolder, Retention
 from paceline.checkpoint.pieces import SECTIONS, Piece, own_pieces
-from paceline.checkpoint.tensors import SUFFIX, rng_file, write_bytes, write_pieces
+from paceline.checkpoint.tensors import SUFFIX, consolidate, rng_file, write_bytes, write_pieces
 from paceline.config.schema import CheckpointConfig
 from paceline.errors import SaveError
 from paceline.records import FileSum, Kept, Manifest, TensorEntry
@@ -79,20 +85,21 @@ class Saver:
         rng: dict[str, Tensor],
         called_at: float | None = None,
     ) -> None:
-        """Begin to write; back as soon as training may change the state again. `called_at` is when
-        training began to wait for it."""
+        """Begin to write; return as soon as training may change the state again. `called_at` is
+        when training began to wait for it."""
         called_at = time.perf_counter() if called_at is None else called_at
         self.wait()
         writer = self.writer
         own = own_pieces(pieces, writer.rank, writer.config.state == "full")
         save = Save(kept, own, rng, called_at)
         is_async = writer.config.mode == "async"
-        if is_async:
+        if is_async:  # training will change the tensors while they are written
             save.pieces = self._capture(own)
         self._save = save
         self._num_saves += 1
         self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint")
         self._thread.daemon = True  # a rank that fails must not wait for it
+        # What an asynchronous save costs training ends here; a synchronous one's is set in `_run`.
         save.stall_s = time.perf_counter() - save.started_at
         self._thread.start()
         if not is_async:
@@ -100,7 +107,7 @@ class Saver:
 
     @property
     def failure(self) -> SaveError | None:
-        """Of the last save, once it is known."""
+        """The error of the last save; None while it runs, or if it succeeded."""
         save = self._save
         if save is None or not save.is_written.is_set() or not save.error:
             return None
@@ -110,18 +117,19 @@ class Saver:
         )
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def hurry(self) -> None:
-        """The run is to stop: what is being written is finished, old ones are left as they are."""
+        """Finish what is being written and leave old checkpoints as they are: the run is to
+        stop."""
         self._retention.hurry.set()
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
-        """Get the memory for copies from a GPU while training goes on: pinning
-        it takes most of a second a gigabyte, for which the first save would have to wait."""
+        """Get the memory for copies from a GPU while training continues: to pin it takes most of a
+        second per gigabyte, for which the first save would have to wait."""
         own = own_pieces(pieces, self.writer.rank, self.writer.config.state == "full")
         self._thread = threading.Thread(
             target=lambda: [self._staged(piece) for piece in own], name="reserve", daemon=True
@@ -129,7 +137,8 @@ class Saver:
         self._thread.start()
 
     def _capture(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Copies that stay as they are; their memory serves every save of this attempt."""
+        """Copy the pieces, so that training may change them; the memory serves every save of this
+        attempt."""
         captured = []
         for piece in pieces:
             held = self._staged(piece)
@@ -157,7 +166,7 @@ class Saver:
         if self.writer.config.mode == "sync":
             save.stall_s = duration_s
         save.is_written.set()
-        save.pieces = []
+        save.pieces = []  # a synchronous save held the model's own tensors
         if save.error:
             self.notes.append(f"checkpoint of step {save.kept.step} not written: {save.error}")
             LOG.error("%s", self.notes[-1])
@@ -165,7 +174,8 @@ class Saver:
             self._settle(save, duration_s)
 
     def _settle(self, save: Save, duration_s: float) -> None:
-        """The row of this save, and the end of old ones. It stands whatever goes wrong here."""
+        """Record this save and remove old ones. The checkpoint stays valid whatever goes wrong
+        here."""
         try:
             self._record(save, duration_s)
             if not save.error:
@@ -175,9 +185,11 @@ class Saver:
             LOG.error("%s", self.notes[-1])
 
     def _write_together(self, save: Save) -> str:
-        """Empty, or what went wrong on whichever rank."""
+        """Write this rank's part and learn how all did; return "", or what went wrong on any
+        rank."""
         writer, step = self.writer, save.kept.step
-        # By number and not by step, which may be saved twice: an old answer must not be heard.
+        # By number and not by step, which may be saved twice: an old answer must not be heard. All
+        # ranks count alike, for they save at the same steps.
         key = self._key(self._num_saves)
         temporary = writer.folder.temporary(step, writer.attempt)
         try:
@@ -195,7 +207,7 @@ class Saver:
         return f"checkpoint/{self.writer.attempt}/{number}"
 
     def _write_own(self, save: Save, temporary: Path) -> dict[str, Any]:
-        """This rank's files, and what the manifest will say of them."""
+        """Write this rank's files; return what the manifest will say of them."""
         writer = self.writer
         # Its parent was there when this attempt began; made anew it might lie under a lost mount.
         temporary.mkdir(exist_ok=True)
@@ -215,7 +227,7 @@ class Saver:
         return Manifest(step=save.kept.step, files=files, **tensors).model_dump(mode="json")
 
     def _publish(self, save: Save, temporary: Path, key: str) -> str:
-        """Rank 0: hear every rank, then make one checkpoint of all parts, or clear them away."""
+        """On rank 0: hear every rank, then make one checkpoint of all parts, or clear them away."""
         folder = self.writer.folder
         parts = self._hear_all(key)
         errors = [part["error"] for part in parts if "error" in part]
@@ -234,8 +246,8 @@ class Saver:
         return "; ".join(errors)
 
     def _hear_all(self, key: str) -> list[Any]:
-        """What each rank says. Nothing stays in the store, which outlives many saves: whoever
-        speaks of this save has heard how the one before it ended."""
+        """Return what each rank says, and delete it: the store outlives many saves. The answer to
+        the save before may go too, for a rank that speaks of this save has heard it."""
         store = self.writer.store
         keys = [f"{key}/{rank}" for rank in range(self.writer.world_size)]
         parts = [self._hear(name) for name in keys]
@@ -244,7 +256,8 @@ class Saver:
         return parts
 
     def _hear(self, key: str) -> Any:
-        """What another rank says. By asking again and again: a store that waits answers nobody."""
+        """Return what another rank says. It polls: a store that waits for a key answers no other
+        call."""
         pause_s = POLL_S
         while not self.writer.store.check([key]):
             time.sleep(pause_s)
@@ -274,7 +287,7 @@ class Saver:
 
 
 def merge(parts: Sequence[Manifest]) -> Manifest:
-    """One manifest of what every rank has written."""
+    """Merge what every rank has written into one manifest."""
     files: dict[str, FileSum] = {}
     tensors: dict[str, dict[str, TensorEntry]] = {section: {} for section in SECTIONS}
     for part in parts:

@@ -50,7 +50,7 @@ class Verified(Part):
 
 
 def open_checkpoints(run: RunDir) -> CheckpointFolder:
-    """Where run.yaml says that this run's checkpoints are."""
+    """Return the folder where run.yaml says that this run's checkpoints are."""
     return checkpoints_of(run, read_plain(run.config))
 
 
@@ -63,7 +63,8 @@ def checkpoints_of(run: RunDir, tree: dict[str, Any]) -> CheckpointFolder:
 
 
 def list_steps(folder: CheckpointFolder) -> list[int]:
-    """The newest first; RestoreError where the folder itself cannot be read."""
+    """Return the steps, the newest first; raise RestoreError where the folder itself cannot be
+    read."""
     try:
         return folder.steps()
     except OSError as error:
@@ -75,7 +76,7 @@ def survey(folder: CheckpointFolder) -> list[Listed]:
 
 
 def remarks(folder: CheckpointFolder, steps: list[int]) -> list[str]:
-    """What a person should know of the folder beside its checkpoints."""
+    """Return what a person should know of the folder beside its checkpoints."""
     found = []
     for name in (LATEST, BEST):
         if (step := folder.pointer(name)) is not None and step not in steps:
@@ -83,7 +84,7 @@ def remarks(folder: CheckpointFolder, steps: list[int]) -> list[str]:
     if steps and folder.pointer(LATEST) is None:
         found.append(f"{LATEST} names no checkpoint")
     found += [
-        f"{name} is no checkpoint: a save that is being written, or was killed; the next attempt"
+        f"{name} is not a checkpoint: a save that is being written, or was killed; the next attempt"
         " of the run removes it"
         for name in folder.leftovers()
     ]
@@ -123,7 +124,8 @@ def _of_state(kept: Kept) -> dict[str, Any]:
 
 
 def verify_all(folder: CheckpointFolder, say: Callable[[str], None]) -> list[Verified]:
-    """The newest first; RestoreError where there is none."""
+    """Read every checkpoint to its last byte, the newest first; raise RestoreError where there is
+    none."""
     steps = list_steps(folder)
     if not steps:
         raise RestoreError(no_checkpoints(folder))
@@ -171,9 +173,11 @@ def _read_state(folder: CheckpointFolder, step: int) -> Kept:
     try:
         return folder.state(step)
     except RecursionError as error:
-        raise RestoreError(f"{folder.path(step).name} is damaged: its state has no end") from error
+        raise RestoreError(
+            f"{folder.path(step).name} is damaged: its state is nested too deeply"
+        ) from error
 
 
 def _first_line(error: RestoreError | DataError) -> str:
-    """pydantic says much; the first line names the file."""
+    """Return the first line, which names the file: pydantic says much."""
     return error.problems[0].partition("\n")[0]

@@ -14,9 +14,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from paceline.checkpoint.pieces import Piece, Section
+from paceline.checkpoint.pieces import SECTIONS, Piece, Section
 from paceline.errors import RestoreError
 from paceline.records import FileSum, Manifest, TensorEntry, TensorRows
+from paceline.records.files import sync_directory
 
 SUFFIX = ".safetensors"
 BLOCK_BYTES = 1 << 19  # read and summed together: a quarter of a core's own cache
@@ -34,7 +35,7 @@ def rng_file(rank: int) -> str:
 
 
 class Written(NamedTuple):
-    """A file and what is in it, as the manifest will say."""
+    """A file's sum and the tensors in it, as the manifest will say."""
 
     sum: FileSum
     tensors: dict[str, TensorEntry]
@@ -66,7 +67,7 @@ def write_pieces(path: Path, pieces: Sequence[Piece]) -> Written:
 
 
 def write_bytes(path: Path, content: bytes) -> FileSum:
-    """A small file beside the tensors, with its sum."""
+    """Write a small file beside the tensors; return its sum."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -75,7 +76,7 @@ def write_bytes(path: Path, content: bytes) -> FileSum:
 
 
 def _bytes_of(value: Tensor) -> memoryview:
-    """The memory of a tensor on the CPU, contiguous; of any other, a copy."""
+    """Return the memory of a tensor on the CPU, contiguous; of any other, a copy."""
     flat = value.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
@@ -113,7 +114,8 @@ def _offsets(piece: Piece) -> list[int]:
 
 
 def _write_all(file: IO[bytes], view: memoryview) -> None:
-    """A raw write takes at most 2 GiB at once, and on a full disk less than it was given."""
+    """Write until all is written: a raw write takes at most 2 GiB, and on a full disk less than it
+    was given."""
     while view:
         view = view[file.write(view) :]
 
@@ -125,13 +127,13 @@ def _entry(piece: Piece, file: str, offset: int, xxh3: str) -> TensorEntry:
 
 
 def sum_head(path: Path, num_bytes: int) -> str:
-    """The sum of the first bytes of a file."""
+    """Sum the first bytes of a file."""
     with path.open("rb") as file:
         return xxhash.xxh3_64(file.read(num_bytes)).hexdigest()
 
 
 def sum_file(path: Path) -> FileSum:
-    """The sum of what is on disk now."""
+    """Sum what is on disk now."""
     digest, buffer = xxhash.xxh3_64(), bytearray(BLOCK_BYTES)
     view, num_bytes = memoryview(buffer), 0
     with path.open("rb", buffering=0) as file:
@@ -173,7 +175,7 @@ class TensorFiles:
         return out
 
     def fill(self, section: Section, name: str, first: int, out: Tensor) -> None:
-        """Row `first` and as many as fit into `out`, whatever device and type it has."""
+        """Read row `first` and as many as fit into `out`, whatever device and type it has."""
         entry = self._tensors[section][name]
         is_plain = out.device.type == "cpu" and out.is_contiguous()
         if not is_plain or out.dtype != TYPES[entry.dtype]:
@@ -231,3 +233,48 @@ class TensorFiles:
 
     def _note(self, part: TensorRows, what: str) -> None:
         self.damages.append(f"{self.folder.name}/{part.file} has changed: {what}")
+
+
+def consolidate(folder: Path, manifest: Manifest) -> Manifest:
+    """Write whole tensors to `model.safetensors` and `optimizer.safetensors`, in place of all
+    parts."""
+    source, files = TensorFiles(folder, manifest), dict(manifest.files)
+    tensors: dict[Section, dict[str, TensorEntry]] = {}
+    for section in SECTIONS:
+        path = folder / f"{section}{SUFFIX}"
+        parts = [file for file in files if file.startswith(f"{section}-rank")]
+        if len(parts) == 1:
+            (folder / parts[0]).rename(path)
+            files[path.name] = files.pop(parts[0])
+            tensors[section] = _renamed(getattr(manifest, section), path.name)
+        else:
+            files[path.name], tensors[section] = write_whole(source, section, path)
+            for part in parts:
+                del files[part]
+                (folder / part).unlink()
+    sync_directory(folder)
+    return Manifest(step=manifest.step, files=files, **tensors)
+
+
+def _renamed(tensors: dict[str, TensorEntry], file: str) -> dict[str, TensorEntry]:
+    return {
+        name: entry.model_copy(
+            update={"parts": [part.model_copy(update={"file": file}) for part in entry.parts]}
+        )
+        for name, entry in tensors.items()
+    }
+
+
+def write_whole(source: TensorFiles, section: Section, path: Path) -> Written:
+    """Write every tensor of a section, whole, to one file."""
+    return write_pieces(path, whole_pieces(source, section))
+
+
+def whole_pieces(source: TensorFiles, section: Section) -> list[Piece]:
+    pieces = [
+        Piece(section, name, shape, 0, source.rows(section, name, 0, (*shape, 1)[0]), ())
+        for name, shape in source.shapes(section).items()
+    ]
+    if source.damages:
+        raise RestoreError(source.damages)
+    return pieces

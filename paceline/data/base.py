@@ -1,11 +1,18 @@
-"""The data seam: samples by index, and who counts what a batch holds. No torch."""
+"""The data seam: samples by index, who counts what a batch holds, and the keys for text.
 
-from typing import Any, Protocol
+No torch is imported, so that a config is read quickly.
+"""
+
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import Field
+
+from paceline.config.schema import DataConfig, Positive
 
 
 class Dataset(Protocol):
-    """Samples by index. `batch(indices)`, if there is one, builds a whole batch at once from a
-    numpy array of indices."""
+    """Gives samples by index. `batch(indices)`, if there is one, builds a whole batch at once from
+    a numpy array of indices."""
 
     def __len__(self) -> int: ...
 
@@ -16,3 +23,27 @@ class CountsUnits(Protocol):
     """Counts what the loss is a sum over, such as tokens: a workload does."""
 
     def units(self, batch: Any) -> int: ...
+
+
+class TextData(DataConfig):
+    """The `data` section of workloads that read text."""
+
+    source: str = Field(
+        "stdlib",
+        description="synthetic, stdlib (Python's own sources), or a file or folder of text or"
+        " JSONL.",
+    )
+    seq_len: Positive = Field(256, description="Tokens per sample.")
+    max_files: Literal["all"] | Positive = Field(
+        "all", description="Read only this many files of the source."
+    )
+    text_field: str = Field("text", description="The field of a JSONL row that holds the text.")
+    val_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.02, description="Share of the documents kept apart for validation."
+    )
+    cache_dir: str = Field(
+        "~/.cache/paceline", description="Where token shards are kept between runs."
+    )
+    synthetic_samples: Positive = Field(
+        1_000_000, description="Length of the synthetic data set, in samples."
+    )

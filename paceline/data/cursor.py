@@ -24,7 +24,7 @@ class Order:
     shuffle: bool = True
 
     def at(self, positions: Indices) -> Indices:
-        """Sample indices at global positions (any shape)."""
+        """Return the sample indices at global positions (any shape)."""
         epochs, offsets = np.divmod(positions, self.num_samples)
         if not self.shuffle:
             return offsets
@@ -37,7 +37,7 @@ class StepSlice:
 
     A step takes `global_size` consecutive positions, whatever the number of ranks; microbatch a
     of rank r is the (a * dp + r)-th piece of `micro` of them. `start` is the position where this
-    attempt begins: all that a run which goes on must know of the one before.
+    attempt begins: all that a run must know of the one before in order to resume.
     """
 
     micro: int
@@ -51,7 +51,7 @@ class StepSlice:
         return self.micro * self.grad_accum * self.dp
 
     def positions(self, microbatch: int) -> Indices:
-        """Positions of this rank's n-th microbatch, counted from `start`."""
+        """Return the positions of this rank's n-th microbatch, counted from `start`."""
         step, a = divmod(microbatch, self.grad_accum)
         first = self.start + step * self.global_size + (a * self.dp + self.dp_rank) * self.micro
         return np.arange(first, first + self.micro, dtype=np.int64)
@@ -63,18 +63,25 @@ def _permute(offsets: Indices, epochs: Indices, size: int, seed: int) -> Indices
     A Feistel network is a bijection of [0, 4^h); stepping again while outside [0, size) keeps it
     one on [0, size). Fewer than four steps are needed on average, as 4^h < 4 * size.
     """
+    # Both halves need the same number of bits, so the network's range is 4^h >= size.
     half_bits = max(1, -(-(size - 1).bit_length() // 2))
+    # One key per position: seed and epoch, mixed so that epochs do not resemble each other.
     keys = _mix(epochs.astype(np.uint64) + _mix(np.full_like(epochs, seed).astype(np.uint64)))
     value = _feistel(offsets.astype(np.uint64), keys, half_bits)
+    # Cycle-walking: follow the permutation of the larger range until it is back inside. Two offsets
+    # never end at one value, for they lie at different places of their cycles.
     while np.any(outside := value >= size):
         value = np.where(outside, _feistel(value, keys, half_bits), value)
     return value.astype(np.int64)
 
 
 def _feistel(value: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
+    """Permute numbers of 2 * `bits` bits. A round can be undone whatever `_mix` returns: `right` is
+    kept, and gives back what `left` was changed by."""
     shift, mask = np.uint64(bits), np.uint64((1 << bits) - 1)
     left, right = value >> shift, value & mask
     for turn in range(ROUNDS):
+        # Each round mixes differently: its number goes in above the bits of `right`.
         left, right = right, left ^ (_mix(right ^ keys ^ np.uint64(turn << 48)) & mask)
     return (left << shift) | right
 

@@ -35,6 +35,8 @@ class Microbatch(NamedTuple):
 
 @dataclass(frozen=True)
 class LoaderPlan:
+    """How many loader processes there are, and how far each loads ahead."""
+
     num_workers: int
     prefetch: int
     timeout_s: float
@@ -60,7 +62,7 @@ class MicrobatchSource(TorchDataset[Microbatch]):
         sample_ids = self.sample_ids(index)
         if get_worker_info() is not None:
             # By its place alone: what a data set draws does not depend on which loader it is in,
-            # nor on when the run was stopped and went on. Without loaders it draws from the rank's
+            # nor on when the run was stopped and resumed. Without loaders it draws from the rank's
             # own generators, which checkpoints keep.
             seed_rng(self.order.seed, int(self.step_slice.positions(index)[0]))
         batch = collate(self.data, sample_ids)
@@ -82,7 +84,7 @@ class MicrobatchSource(TorchDataset[Microbatch]):
 
 
 def collate(data: Dataset, sample_ids: Indices) -> Any:
-    """The data set's own `batch`, or its samples stacked by torch's default rules."""
+    """Build a batch: by the data set's own `batch`, or by torch's default rules for stacking."""
     whole = getattr(data, "batch", None)
     try:
         if whole is not None:
@@ -132,8 +134,8 @@ class Microbatches:
         return item
 
     def fault(self, error: RuntimeError) -> Exception:
-        """A loader's death or silence in our words, with the samples it owes; else the error. It
-        may surface anywhere: torch raises it in a handler of SIGCHLD."""
+        """Say in our words how a loader died or fell silent, with the samples it owes; return any
+        other error as it is. It may surface anywhere: torch raises it in a handler of SIGCHLD."""
         if "DataLoader" not in str(error) or not self._workers:
             return error
         dead = [w for w in self._workers if not w.is_alive()]
@@ -186,12 +188,12 @@ def _loader(source: MicrobatchSource, total: int, plan: LoaderPlan) -> DataLoade
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Tensors of a nested batch on `device`, without waiting for the copy."""
+    """Copy the tensors of a nested batch to `device`, without waiting for the copy."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """`change` every tensor of a nested batch of dicts, lists and tuples."""
+    """Apply `change` to every tensor of a nested batch of dicts, lists and tuples."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, dict):
@@ -203,10 +205,10 @@ def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def eval_ids(num_samples: int, micro: int, dp: int, dp_rank: int) -> list[Indices]:
-    """Validation samples of one rank, each sample once over all ranks.
+    """Return the validation samples of one rank, in batches; over all ranks each sample comes once.
 
-    Every rank gets the same number of batches, so that collectives inside a forward pass match;
-    a rank that has run out gets an empty one.
+    Every rank gets the same number of batches, so that collectives inside a forward pass match; a
+    rank that has run out gets an empty one.
     """
     num_batches = -(-num_samples // (micro * dp))
     firsts = [(n * dp + dp_rank) * micro for n in range(num_batches)]
@@ -214,8 +216,8 @@ def eval_ids(num_samples: int, micro: int, dp: int, dp_rank: int) -> list[Indice
 
 
 def _quiet_worker(_: int) -> None:
-    """Signals may go to the whole group; the rank decides when its loaders end, not they.
-    And they end with it, even one that hangs in a user's code."""
+    """Ignore signals, which may go to the whole group: the rank decides when its loaders end. They
+    end with it, even one that hangs in a user's code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()

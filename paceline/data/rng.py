@@ -1,4 +1,4 @@
-"""Random generators of a rank as tensors, so that dropout goes on where it stopped."""
+"""Random generators of a rank as tensors, so that dropout continues where it stopped."""
 
 import hashlib
 import random
@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
-    """torch's on CPU and on this device, numpy's and Python's own."""
+    """Return the states of torch's generators on CPU and on this device, numpy's and Python's
+    own."""
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state()
     states = {
@@ -27,6 +28,7 @@ def capture_rng(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rng(states: dict[str, Tensor], device: torch.device) -> None:
+    """Set the generators to what `capture_rng` returned."""
     torch.set_rng_state(states["torch_cpu"])
     version, *words = states["python"].tolist()
     gauss = states["python_gauss"].tolist()
@@ -39,8 +41,8 @@ def restore_rng(states: dict[str, Tensor], device: torch.device) -> None:
 
 
 def seed_rng(*parts: int) -> None:
-    """All of them anew, where there is nothing to go on from. Every bit of every part counts, for
-    torch on a CPU and numpy take 32 bits only."""
+    """Seed all generators, where there is no state to resume from. Every bit of every part counts:
+    torch on a CPU and numpy take 32 bits only, so the parts are hashed."""
     text = ",".join(map(str, parts)).encode()
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest())
     torch.manual_seed(seed)

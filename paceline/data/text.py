@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.data.settings import TextData
+from paceline.data.base import TextData
 from paceline.errors import DataError
 from paceline.records import Part, Record
 from paceline.records.files import FileLock, fingerprint, sync_directory
@@ -88,7 +88,7 @@ def prepare_tokens(data: TextData, say: Callable[[str], None]) -> tuple[Path, Ma
 
 
 def open_tokens(home: Path, seq_len: int, split: str) -> "PackedTokens | None":
-    """The prepared samples of a split; None when it holds less than one."""
+    """Return the prepared samples of a split; None when it holds less than one."""
     manifest = Manifest.load(home / "manifest.json")
     parts = [_map_shard(home / s.file, s) for s in manifest.shards if s.split == split]
     tokens = PackedTokens(parts, seq_len, manifest.fingerprint)
@@ -96,7 +96,7 @@ def open_tokens(home: Path, seq_len: int, split: str) -> "PackedTokens | None":
 
 
 def list_files(data: TextData) -> list[Path]:
-    """The text files of a source, in a fixed order, at most `max_files` of them."""
+    """Return the text files of a source, in a fixed order, at most `max_files` of them."""
     root = Path(sysconfig.get_paths()["stdlib"] if data.source == "stdlib" else data.source)
     root = root.expanduser()
     if root.is_file():
@@ -113,7 +113,7 @@ def list_files(data: TextData) -> list[Path]:
 
 
 def _require_text(files: Sequence[Path]) -> None:
-    """Bytes of anything could be trained on: weights and pictures are refused by name."""
+    """Refuse weights, pictures and other binary files by name: any bytes could be trained on."""
     reasons = [(path, _why_not_text(path)) for path in files]
     problems = [f"{path} {reason}" for path, reason in reasons if reason]
     if problems:
@@ -125,6 +125,7 @@ def _require_text(files: Sequence[Path]) -> None:
 
 
 def _why_not_text(path: Path) -> str:
+    """Return what shows that a file is not text, or ""."""
     if path.suffix.lower() in BINARY_SUFFIXES:
         return f"is not text: {path.suffix} is a binary format"
     try:
@@ -140,7 +141,8 @@ def _why_not_text(path: Path) -> str:
 
 
 def _iter_files(root: Path, wanted: Collection[str]) -> Iterator[Path]:
-    """Files below `root`, without hidden folders, installed packages and our own run records."""
+    """Yield files below `root`, without hidden folders, installed packages and our own run
+    records."""
     for folder, subfolders, names in os.walk(root):
         if "run.yaml" in names:
             subfolders.clear()
@@ -165,7 +167,7 @@ class PackedTokens:
         return {"tokens": self.batch([index])["tokens"][0]}
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Samples (B, T + 1) as int32: the narrowest type that indexing on a GPU accepts."""
+        """Return samples (B, T + 1) as int32: the narrowest type that indexing on a GPU accepts."""
         out = np.empty((len(indices), self.seq_len + 1), dtype=np.int32)
         places = np.searchsorted(self.starts, indices, side="right") - 1
         for row, (index, place) in enumerate(zip(indices, places, strict=True)):
@@ -175,7 +177,7 @@ class PackedTokens:
 
 
 def iter_documents(files: Sequence[Path], text_field: str) -> Iterator[bytes]:
-    """Each file is a document, and each row of a JSONL file is one."""
+    """Yield documents: each file is one, and so is each row of a JSONL file."""
     for path in files:
         if path.suffix in JSONL_SUFFIXES:
             yield from _jsonl_documents(path, text_field)
@@ -206,7 +208,7 @@ def _build(data: TextData, files: Sequence[Path], home: Path, say: Callable[[str
         num_documents = 0
         for piece in _pieces(iter_documents(files, data.text_field)):
             tokens = np.frombuffer(piece, dtype=np.uint8).astype(DTYPE)
-            # The first goes to train: a source of one piece is no use as validation only.
+            # The first goes to train: a source of one piece is useless as validation only.
             split = _split_of(piece, data.val_fraction) if num_documents else "train"
             writers[split].add(tokens)
             counts[:DOCUMENT_END] += np.bincount(tokens, minlength=DOCUMENT_END)
@@ -229,7 +231,7 @@ def _build(data: TextData, files: Sequence[Path], home: Path, say: Callable[[str
 
 
 def _pieces(documents: Iterator[bytes]) -> Iterator[bytes]:
-    """A long document counts as several, so that one large file has a validation part too."""
+    """Cut long documents into several, so that one large file has a validation part too."""
     for document in documents:
         for start in range(0, max(1, len(document)), PIECE_BYTES):
             yield document[start : start + PIECE_BYTES]
@@ -270,19 +272,21 @@ class _ShardWriter:
 
 
 def unigram_entropy(counts: NDArray[np.int64]) -> float:
-    """Entropy in nats of drawing one token from these counts: a model that knows only how often
-    each byte occurs has this loss."""
+    """Return the entropy in nats of drawing one token from these counts: a model that knows only
+    how often each byte occurs has this loss."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
 
 def _split_of(document: bytes, val_fraction: float) -> str:
+    """Draw the split from the document's hash: the same document is always in the same one."""
     draw = int.from_bytes(hashlib.sha256(document).digest()[:8], "little") / 2**64
     return "val" if draw < val_fraction else "train"
 
 
 def _home(data: TextData, files: Sequence[Path]) -> Path:
-    """Where this source's shards lie: another name when a file, or how it is read, changes."""
+    """Return where this source's shards lie: another name when a file, or how it is read,
+    changes."""
     state = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in files]
     how = f"{Manifest.SCHEMA}:{data.text_field}:{data.val_fraction!r}"
     stem = "stdlib" if data.source == "stdlib" else Path(data.source).stem
@@ -290,7 +294,8 @@ def _home(data: TextData, files: Sequence[Path]) -> Path:
 
 
 def _verify(home: Path, manifest: Manifest, say: Callable[[str], None]) -> None:
-    """Shards hold what they held when they were made; hashing more than a GiB takes too long."""
+    """Check that shards hold what they held when they were made; hashing more than a GiB takes too
+    long."""
     if sum(shard.num_tokens for shard in manifest.shards) * DTYPE.itemsize > VERIFIED_BYTES:
         say(f"the shards in {home} are large and are checked by size only")
         return

@@ -16,7 +16,8 @@ from paceline.schedules.timeline import Timeline, Times
 def account(
     measured: Measured, plan: PipelinePlan, peak_bytes: Mapping[int, int | None]
 ) -> PipelineFacts:
-    """`peak_bytes`: of each rank of the run, where it is known."""
+    """Put the figures of a pipeline together. `peak_bytes`: of each rank of the run, where it is
+    known."""
     drawn = measured.median
     stages = _stages(measured)
     simulated = simulate_measured(measured.schedule, stages)
@@ -54,8 +55,8 @@ def account(
 
 
 def times_measured(stages: Sequence[PipelineStage]) -> Times:
-    """The times of a run's stages for the simulator; transfers free. Of a backward that was only
-    measured whole, each half is taken for half of it."""
+    """Return the times of a run's stages for the simulator; transfers are free. Where a backward
+    was only measured whole, each half is taken for half of it."""
     halves = [_halves(stage) for stage in stages]
     return Times(
         forward_s=[stage.forward_s for stage in stages],
@@ -69,7 +70,8 @@ def times_measured(stages: Sequence[PipelineStage]) -> Times:
 
 
 def simulate_measured(schedule: Schedule, stages: Sequence[PipelineStage]) -> Timeline:
-    """What the schedule promises with these stages, if transfers and overhead were free."""
+    """Simulate what the schedule promises with these stages, if transfers and overhead were
+    free."""
     return simulate(schedule, times_measured(stages), pairing_of(schedule.name))
 
 
@@ -149,7 +151,7 @@ def _stages(measured: Measured) -> list[PipelineStage]:
 
 
 def _spent(done: MeasuredPass) -> dict[tuple[int, Kind], list[float]]:
-    """Seconds of every action of a pass, by stage and kind."""
+    """Collect the seconds of every action of a pass, by stage and kind."""
     spent: dict[tuple[int, Kind], list[float]] = {}
     for timeline in done.pipelines:
         for rank in timeline.ranks:
@@ -163,7 +165,8 @@ def _spent(done: MeasuredPass) -> dict[tuple[int, Kind], list[float]]:
 def _shares(
     drawn: MeasuredPass, simulated: Timeline, evened: Timeline, formula: Formula, gaps: _Gaps
 ) -> IdleShares:
-    """Each part is what the simulator, or the measured gaps, add to the one before."""
+    """Split idle time: each part is what the simulator, or the measured gaps, add to the one
+    before."""
     whole_s = sum(timeline.total_s * len(timeline.ranks) for timeline in drawn.pipelines)
     found = [wait for timeline in drawn.pipelines for wait in waits(timeline)]
     num_actions = sum(len(rank.intervals) for line in drawn.pipelines for rank in line.ranks)
@@ -181,7 +184,7 @@ def _shares(
 
 
 def _evened(schedule: Schedule, stages: Sequence[PipelineStage]) -> Timeline:
-    """As if every stage took the mean of all."""
+    """Return the times as if every stage took the mean of all."""
     times = times_measured(stages).of_stages(len(stages)).seconds
     mean = {kind: fmean(seconds) for kind, seconds in times.items()}
     even = Times(

@@ -2,7 +2,7 @@
 
 An action is written as torch writes it: stage, kind, microbatch. `2F0` is the forward of stage 2 on
 microbatch 0; `B` is a whole backward; `I` and `W` are its halves, the gradients of a stage's inputs
-(which the stage before waits for) and of its weights (which nobody waits for).
+(which the stage before waits for) and of its weights (which nothing waits for).
 """
 
 from collections.abc import Iterator
@@ -79,20 +79,21 @@ class Schedule:
 
     @property
     def num_copies(self) -> int:
-        """How often the model's parameters are held: twice where stages run in both directions."""
+        """Return how often the model's parameters are held: twice where stages run in both
+        directions."""
         return len(self.homes)
 
     def home(self, action: Action) -> int:
-        """The rank that runs this action."""
+        """Return the rank that runs this action."""
         return self.homes[action.direction][action.stage]
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds."""
+        """Return the stages that a rank holds."""
         return sorted(
             stage for homes in self.homes for stage, home in enumerate(homes) if home == rank
         )
 
     def iter_actions(self, rank: int) -> Iterator[Action]:
-        """The order of a rank, pairs opened: the forward first."""
+        """Yield the order of a rank, pairs opened: the forward first."""
         for slot in self.ranks[rank]:
             yield from slot.actions

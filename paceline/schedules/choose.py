@@ -20,11 +20,11 @@ from paceline.schedules.requirements import (
     AUTO_STAGES,
     nearest_microbatches,
     next_microbatches,
+    split_blocks,
     takes_microbatches,
     takes_ranks,
 )
 from paceline.schedules.simulate import pairing_of, simulate
-from paceline.schedules.split import split_blocks
 from paceline.schedules.timeline import Timeline, Times
 
 MAX_MICROBATCHES = 2000  # where a search ends
@@ -54,8 +54,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Setup:
-    """A step: so many microbatches of one size over so many ranks. `transfer_s`: one microbatch
-    from rank to rank. `memory_bytes`: what a rank has."""
+    """One step: so many microbatches of one size over so many ranks. `transfer_s`: one microbatch
+    from rank to rank. `memory_bytes`: what each rank has."""
 
     blocks: tuple[Block, ...]
     num_ranks: int
@@ -92,8 +92,8 @@ class Needed:
 
 
 def compare_schedules(setup: Setup, names: Sequence[str] = NAMES) -> list[Candidate]:
-    """Those that fit, fastest first, and of equally fast ones the one that holds least; then those
-    too large; then those that cannot be drawn."""
+    """Return those that fit, fastest first (of equally fast ones the one that holds least first);
+    then those too large; then those that cannot be drawn."""
     made = [_consider(setup, name) for name in names]
     order = {"fits": 0, "too large": 1, "refused": 2}
     # Nine digits: sums of seconds are rounded.
@@ -105,13 +105,14 @@ def compare_schedules(setup: Setup, names: Sequence[str] = NAMES) -> list[Candid
 
 
 def simulate_setup(setup: Setup, name: str) -> Timeline:
-    """One step of a schedule as its engine runs it; raises ConfigError where it cannot be drawn."""
+    """Simulate one step of a schedule as its engine runs it; raise ConfigError where it cannot be
+    drawn."""
     schedule = draw_schedule(name, setup.num_ranks, setup.num_microbatches)
     return simulate(schedule, times_of(setup, schedule.num_stages), pairing_of(name))
 
 
 def times_of(setup: Setup, num_stages: int) -> Times:
-    """The times of stages made of the setup's blocks."""
+    """Return the times of stages made of the setup's blocks."""
     stages = stages_of(setup, num_stages)
     return Times(
         [stage.forward_s for stage in stages],
@@ -124,7 +125,7 @@ def times_of(setup: Setup, num_stages: int) -> Times:
 
 
 def stages_of(setup: Setup, num_stages: int) -> list[Block]:
-    """Each stage as the sum of its blocks, split by cost."""
+    """Return each stage as the sum of its blocks, split by cost."""
     return list(_split(setup.blocks, num_stages))
 
 
@@ -135,7 +136,8 @@ def _split(blocks: tuple[Block, ...], num_stages: int) -> tuple[Block, ...]:
 
 
 def find_microbatches(setup: Setup, name: str, bubble: float) -> Needed:
-    """The fewest microbatches, each of the size they have now, that idle no more than `bubble`."""
+    """Find the fewest microbatches, each of the size they have now, that idle no more than
+    `bubble`."""
     if not 0 < bubble < 1:
         raise ConfigError(f"a bubble of {bubble:g} was asked for\nhint: give a share such as 0.1")
     many = _many(setup, name)
@@ -183,7 +185,7 @@ class _Many:
         return 1 - number * self.worked_s / total_s if total_s else 0.0
 
     def microbatches_for(self, bubble: float) -> int:
-        """Where `self.bubble` falls to it."""
+        """Return the number at which `self.bubble` falls to `bubble`."""
         share = 1 - bubble
         gained_s = self.worked_s - share * self.added_s
         if gained_s <= 0:
@@ -207,7 +209,7 @@ def _many(setup: Setup, name: str) -> _Many:
 
 
 def _search(num_ranks: int, name: str, guess: int, is_enough: Callable[[int], bool]) -> int:
-    """The fewest valid microbatches that are enough, looked for around `guess`."""
+    """Find the fewest valid microbatches that are enough, looking around `guess`."""
     low, high, step = 0, guess, 1
     if is_enough(guess):
         while low == 0 and high - step > 0:
@@ -250,7 +252,7 @@ def _consider(setup: Setup, name: str) -> Candidate:
 
 
 def _require_blocks(setup: Setup, name: str) -> None:
-    """Each stage needs a block; says how many ranks have stages enough for the model's."""
+    """Require a block for each stage; say how many ranks have stages enough for the model's."""
     distinct = 1 if name == "dualpipe" else AUTO_STAGES[name]  # the second is another's copy
     num_stages, num_blocks = setup.num_ranks * distinct, len(setup.blocks)
     if num_stages <= num_blocks or not takes_ranks(name, setup.num_ranks):

@@ -58,7 +58,7 @@ class _Shape:
 
     @property
     def are_equal(self) -> bool:
-        """F = I = W: what the schedules with split backwards are drawn for."""
+        """Say whether F = I = W: what the schedules with split backwards are drawn for."""
         return self.forward_s == self.input_s == self.weight_s
 
     @property
@@ -74,7 +74,7 @@ def bubble_formula(
     stages_per_rank: int | Literal["auto"] = "auto",
     pairing: Pairing = Pairing.IN_TURN,
 ) -> Formula:
-    """The formula of a schedule that can be drawn; of unequal stages it takes the mean."""
+    """Return the formula of a schedule that can be drawn; for unequal stages it takes the mean."""
     stages = require_shape(name, num_ranks, num_microbatches, stages_per_rank)
     num_stages = num_ranks if name == "dualpipe" else num_ranks * stages
     spread = times.of_stages(num_stages)
@@ -95,14 +95,15 @@ def bubble_formula(
 
 
 def _is_plain(spread: StageTimes) -> bool:
-    """Equal stages and free transfers: formulas know nothing else."""
+    """Say whether stages are equal and transfers free: formulas know nothing else."""
     is_balanced = all(len(set(seconds)) == 1 for seconds in spread.seconds.values())
     is_free = not any(spread.transfer_s) and not spread.overhead_s
     return is_balanced and is_free
 
 
 def _whole_backwards(shape: _Shape, source: str) -> Formula:
-    """gpipe, 1f1b, and both with several stages a rank. Rounds smaller than P leave gaps too."""
+    """Compute gpipe, 1f1b, and both with several stages per rank. Rounds smaller than P leave gaps
+    too."""
     each_s = shape.forward_s + shape.backward_s
     short = (shape.stages - 1) * max(0, shape.ranks - shape.microbatches)
     text = "(P-1)/(M+P-1)" if shape.stages == 1 else "(P-1)/(vM+P-1)"
@@ -111,7 +112,7 @@ def _whole_backwards(shape: _Shape, source: str) -> Formula:
 
 
 def _zero_bubble(shape: _Shape) -> Formula:
-    """ZB-H1: weight gradients fill the end; no more than there is to wait for."""
+    """Compute ZB-H1: weight gradients fill the end; no more than there is to wait for."""
     idle_s = (shape.ranks - 1) * (shape.forward_s + max(0.0, shape.input_s - shape.weight_s))
     is_exact = shape.microbatches >= shape.ranks
     return Formula(idle_s, _split_busy_s(shape), "(P-1)(F+I-W)", ZERO_BUBBLE, is_exact)
@@ -125,8 +126,8 @@ def _zbv(shape: _Shape) -> Formula:
 
 
 def _eight_steps(shape: _Shape, half_ranks: int) -> Formula:
-    """DeepSeek's: (P/2 - 1)(F&B + B - 3W), with F&B = F + B where a pair gains nothing. A forward
-    that leaves before its pair's backward is done saves its own time once for each rank."""
+    """Compute DeepSeek's (P/2 - 1)(F&B + B - 3W), with F&B = F + B where a pair gains nothing. A
+    forward that leaves before its pair's backward is done saves its own time once for each rank."""
     forward_s, whole_s = shape.forward_s, shape.input_s + shape.weight_s
     each_s, text = forward_s + 2 * whole_s - 3 * shape.weight_s, "(P/2-1)(F&B+B-3W)"
     if shape.pairing == Pairing.IN_TURN:

@@ -33,7 +33,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class MeasuredPass:
-    """`pipelines[d]`: the pass of the pipeline that data-parallel rank d stands for."""
+    """`pipelines[d]`: the pass of the pipeline of data-parallel rank d."""
 
     step: int
     number: int
@@ -57,12 +57,13 @@ class Measured:
 
     @property
     def median(self) -> MeasuredPass:
-        """The one to draw: a real pass, of median length."""
+        """Return the one to draw: a real pass, of median length."""
         return sorted(self.passes, key=lambda done: done.total_s)[(len(self.passes) - 1) // 2]
 
 
 def load_measured(run: RunDir, plan: Plan) -> Measured | None:
-    """None where the run has no pipeline, or some rank of it left no passes."""
+    """Load what the ranks of a run measured; None where it has no pipeline, or some rank left no
+    passes."""
     if plan.pipeline is None:
         return None
     drawn = plan.pipeline
@@ -75,7 +76,7 @@ def load_measured(run: RunDir, plan: Plan) -> Measured | None:
 
 
 def measure(pipelines: Sequence[Sequence[Sequence[Pass]]], schedule: Schedule) -> Measured | None:
-    """Passes of each rank of each pipeline -> those that all have, put together."""
+    """Put the passes of each rank of each pipeline together, as far as all ranks have them."""
     named = [
         [{(p.step, p.number): p for p in passes if _is_of(p, schedule)} for passes in ranks]
         for ranks in pipelines
@@ -94,10 +95,12 @@ def measure(pipelines: Sequence[Sequence[Sequence[Pass]]], schedule: Schedule) -
 
 
 def assemble(passes: Sequence[Pass], schedule: Schedule) -> Timeline:
-    """One pass of every pipeline rank, in their order -> a timeline from the first start on.
+    """Turn one pass of every rank of a pipeline, in their order, into a timeline from the first
+    start on.
 
-    When a result arrived nobody noted. One that its rank sat waiting for was taken as it came; any
-    other counts as arrived when it was finished."""
+    No rank notes when a result arrived. One that its rank was waiting for was taken as it came; any
+    other counts as arrived when it was finished.
+    """
     first_at = min(p.started_at + timed.started_s for p in passes for timed in p.actions)
     intervals = [_intervals(done, done.started_at - first_at, schedule) for done in passes]
     arrivals: list[dict[Action, float]] = [{} for _ in passes]
@@ -116,11 +119,19 @@ def assemble(passes: Sequence[Pass], schedule: Schedule) -> Timeline:
 
 
 def waits(timeline: Timeline) -> list[Wait]:
-    """Every gap of every rank; with what it was busy they fill the whole of the pass."""
+    """Return every gap of every rank; with its busy time they fill the whole pass.
+
+        rank 0   |--- F0 ---|--- F1 ---|
+        rank 1    bbbbbbbbbb cc|--- F0 ---|ccc|--- F1 ---|
+
+    b: bubble, until F0 of rank 0 was finished (`ready_s`). c: communication, from then on, or from
+    when rank 1 was free (`free_s`) if its input was ready before that, as for F1.
+    """
     found = []
     last_s = dict.fromkeys(range(len(timeline.ranks)), 0.0)
     for turn in _turns([rank.intervals for rank in timeline.ranks], timeline.schedule):
         gap_s = max(0.0, turn.interval.started_s - turn.free_s)
+        # Only an input from another rank makes a bubble: a gap before one's own is overhead.
         is_foreign = turn.giver is not None and timeline.schedule.home(turn.giver) != turn.rank
         bubble_s = max(0.0, min(gap_s, turn.ready_s - turn.free_s)) if is_foreign else 0.0
         found.append(
@@ -134,6 +145,7 @@ def waits(timeline: Timeline) -> list[Wait]:
             )
         )
         last_s[turn.rank] = max(turn.free_s, turn.interval.ended_s)
+    # After its last action a rank waits for the slowest one: bubble.
     ends = [
         Wait(rank, timeline.total_s - end_s, 0.0, False, False) for rank, end_s in last_s.items()
     ]
@@ -153,24 +165,27 @@ class _Turn:
 
     @property
     def was_idle(self) -> bool:
-        """The rank had nothing to do when its input was finished: it sat waiting for it."""
+        """Say whether the rank had nothing to do when its input was finished: it was waiting for
+        it."""
         return self.ready_s >= self.free_s
 
 
 def _turns(intervals: Sequence[Sequence[Interval]], schedule: Schedule) -> Iterator[_Turn]:
+    """Yield the actions of every rank in their order, each with what it waited for."""
     ready = _ready(intervals, schedule)
     for rank, own in enumerate(intervals):
         began_s = free_s = 0.0
         for interval in own:
             giver = giver_of(interval.action, schedule.num_stages, ready)
             giver = giver if giver in ready else None
+            # Clocks of two machines differ: an input cannot be finished after it was taken.
             ready_s = min(ready[giver], interval.started_s) if giver is not None else 0.0
             yield _Turn(rank, interval, giver, ready_s, began_s, free_s)
             began_s, free_s = interval.started_s, max(free_s, interval.ended_s)
 
 
 def _is_of(done: Pass, schedule: Schedule) -> bool:
-    """Whether this can be a pass of the schedule; a stale file's is not."""
+    """Say whether this can be a pass of the schedule; one of a stale file is not."""
     actions = [timed.action for timed in done.actions]
     return bool(actions) and all(
         0 <= a.stage < schedule.num_stages and 0 <= a.direction < schedule.num_copies
@@ -193,8 +208,8 @@ def _intervals(done: Pass, offset_s: float, schedule: Schedule) -> list[Interval
 
 
 def _ready(intervals: Sequence[Sequence[Interval]], schedule: Schedule) -> Mapping[Action, float]:
-    """When a result could leave its rank: as its action ended; where an engine sends both results
-    of a pair at the end, when its second half did."""
+    """Return when each result could leave its rank: as its action ended; where an engine sends both
+    results of a pair at the end, when its second half did."""
     ended = {interval.action: interval.ended_s for own in intervals for interval in own}
     if pairing_of(schedule.name) is not Pairing.LATE_SENDS:
         return ended

@@ -20,7 +20,7 @@ NAMES = tuple(REQUIREMENTS)
 # All forwards, then all backwards. gpipe: https://arxiv.org/abs/1811.06965, and looped_bfs, where a
 # rank has several stages: https://arxiv.org/abs/2211.05953.
 def order_gpipe(rank: int, num_microbatches: int) -> list[Slot]:
-    """Backwards in the order of the forwards, as torch runs them."""
+    """Run backwards in the order of the forwards, as torch does."""
     microbatches = range(num_microbatches)
     return [Slot((Action(Kind.FORWARD, rank, m),), "forwards") for m in microbatches] + [
         Slot((Action(Kind.BACKWARD, rank, m),), "backwards") for m in microbatches
@@ -30,7 +30,8 @@ def order_gpipe(rank: int, num_microbatches: int) -> list[Slot]:
 def order_looped_bfs(
     rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int
 ) -> list[Slot]:
-    """Breadth first: all microbatches of a stage, then the rank's next stage; back the same way."""
+    """Go breadth first: all microbatches of a stage, then the rank's next stage; back the same
+    way."""
     stages = range(rank, num_ranks * stages_per_rank, num_ranks)
     forwards = [Action(Kind.FORWARD, s, m) for s in stages for m in range(num_microbatches)]
     return [Slot((action,), "forwards") for action in forwards] + [
@@ -64,7 +65,7 @@ class Rounds:
         return self._at(Kind.FORWARD, number, is_reversed=False)
 
     def backward(self, kind: Kind, number: int) -> Action:
-        """Backwards (of any kind) visit the rank's last stage first."""
+        """Return the n-th backward (of any kind): they visit the rank's last stage first."""
         return self._at(kind, number, is_reversed=True)
 
     def _at(self, kind: Kind, number: int, is_reversed: bool) -> Action:
@@ -76,7 +77,7 @@ class Rounds:
 
 
 def order_1f1b(rank: int, num_ranks: int, num_microbatches: int) -> list[Slot]:
-    """Rank r runs P - 1 - r forwards ahead, so it never holds more than P - r microbatches."""
+    """Let rank r run P - 1 - r forwards ahead, so it never holds more than P - r microbatches."""
     rounds = Rounds(rank, num_ranks, num_microbatches)
     return _alternate(rounds, warmup=num_ranks - 1 - rank)
 
@@ -84,7 +85,7 @@ def order_1f1b(rank: int, num_ranks: int, num_microbatches: int) -> list[Slot]:
 def order_interleaved_1f1b(
     rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int
 ) -> list[Slot]:
-    """All but the last chunk of a round ahead, and two more for each rank behind this one."""
+    """Run all but the last chunk of a round ahead, and two more for each rank behind this one."""
     rounds = Rounds(rank, num_ranks, num_microbatches, stages_per_rank)
     ahead = (stages_per_rank - 1) * rounds.per_round
     return _alternate(rounds, warmup=ahead + 2 * (num_ranks - 1 - rank))
@@ -93,8 +94,8 @@ def order_interleaved_1f1b(
 def order_interleaved_zb(
     rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int
 ) -> list[Slot]:
-    """Only one more forward ahead for each rank behind; rank r lets its weight gradients lag by r,
-    so that they fill what would be its bubble at the end."""
+    """Run only one more forward ahead for each rank behind; rank r lets its weight gradients lag by
+    r, so that they fill what would be its bubble at the end."""
     rounds = Rounds(rank, num_ranks, num_microbatches, stages_per_rank)
     ahead = (stages_per_rank - 1) * rounds.per_round
     order = _alternate(rounds, warmup=ahead + num_ranks - 1 - rank, kind=Kind.INPUT)
@@ -113,7 +114,7 @@ def _alternate(rounds: Rounds, warmup: int, kind: Kind = Kind.BACKWARD) -> list[
 
 
 def _with_weights(rounds: Rounds, order: list[Slot], lag: int) -> list[Slot]:
-    """After the n-th input backward, the weight backward of the one `lag` before it."""
+    """Put after the n-th input backward the weight backward of the one `lag` before it."""
     mixed, num_inputs, num_weights = [], 0, 0
     for slot in order:
         mixed.append(slot)
@@ -125,7 +126,7 @@ def _with_weights(rounds: Rounds, order: list[Slot], lag: int) -> list[Slot]:
     return mixed + [Slot((rounds.backward(Kind.WEIGHT, n),), "weights") for n in rest]
 
 
-# rank, number of ranks, number of microbatches, stages a rank -> the order of that rank
+# rank, number of ranks, number of microbatches, stages per rank -> the order of that rank
 Order = Callable[[int, int, int, int], list[Slot]]
 ORDERS: dict[str, Order] = {
     "gpipe": lambda rank, ranks, microbatches, stages: order_gpipe(rank, microbatches),
@@ -147,7 +148,8 @@ def draw_schedule(
     num_microbatches: int,
     stages_per_rank: int | Literal["auto"] = "auto",
 ) -> Schedule:
-    """The schedule, or a ConfigError with everything it cannot do and the nearest it can."""
+    """Draw the schedule, or raise ConfigError with everything it cannot do and the nearest it
+    can."""
     stages = require_shape(name, num_ranks, num_microbatches, stages_per_rank)
     ranks = tuple(
         tuple(ORDERS[name](rank, num_ranks, num_microbatches, stages)) for rank in range(num_ranks)
@@ -166,7 +168,7 @@ def require_name(name: str) -> None:
 def require_shape(
     name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | Literal["auto"]
 ) -> int:
-    """The number of stages a rank; raises if the schedule cannot be drawn so."""
+    """Return the number of stages per rank; raise if the schedule cannot be drawn so."""
     require_name(name)
     stages = AUTO_STAGES[name] if stages_per_rank == "auto" else stages_per_rank
     if problems := check_shape(name, num_ranks, num_microbatches, stages):
@@ -175,7 +177,7 @@ def require_shape(
 
 
 def place_stages(name: str, num_ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
-    """The rank of each stage, for each direction."""
+    """Return the rank of each stage, for each direction."""
     down = tuple(range(num_ranks))
     up = tuple(reversed(down))
     if name == "dualpipe":

@@ -1,4 +1,4 @@
-"""ranks/rank<r>/pipeline.jsonl: when a rank ran the actions of its last passes, one line a pass.
+"""ranks/rank<r>/pipeline.jsonl: when a rank ran the actions of its last passes, one line per pass.
 
 The engine writes what it measured when it ends; `measured` puts the ranks' files together.
 """
@@ -39,7 +39,7 @@ def write_passes(path: Path, passes: Iterable[Pass]) -> None:
 
 
 def read_passes(path: Path) -> list[Pass]:
-    """Empty where the file is absent or damaged: a report can do without."""
+    """Read the passes; empty where the file is absent or damaged: a report can do without."""
     try:
         return [_unpacked(json.loads(line)) for line in path.read_text().splitlines()]
     except (OSError, ValueError, TypeError, KeyError):
@@ -78,5 +78,5 @@ def _unpacked_action(
 
 def _finite(value: float) -> float:
     if not math.isfinite(value):
-        raise ValueError(f"{value} is no moment")
+        raise ValueError(f"{value} is not a moment")
     return float(value)

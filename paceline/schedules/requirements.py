@@ -1,9 +1,11 @@
-"""What each schedule asks of ranks, microbatches and stages, with the nearest that will do."""
+"""What each schedule asks of ranks, microbatches and stages, with the nearest that will do; and a
+model's blocks, with their costs, split into stages."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count
 
+from paceline.errors import ConfigError
 from paceline.records import Finding
 
 
@@ -15,7 +17,7 @@ class Requirement:
     stages_sentence: str
     microbatches: Callable[[int, int], bool] = lambda microbatches, ranks: True
     microbatches_sentence: str = ""
-    has_any_stages: bool = False  # more stages a rank than `stages_per_rank` will do too
+    has_any_stages: bool = False  # more stages per rank than `stages_per_rank` will do too
     needs_even_ranks: bool = False
 
     def takes_stages(self, stages_per_rank: int) -> bool:
@@ -25,13 +27,14 @@ class Requirement:
 
 
 def _whole_rounds(microbatches: int, ranks: int) -> bool:
-    """Rounds of equal size, of at least as many microbatches as ranks (or one smaller round)."""
+    """Ask for rounds of equal size, of at least as many microbatches as ranks (or one smaller
+    round)."""
     return microbatches % max(1, microbatches // ranks) == 0
 
 
-_ONE = "has one stage a rank"
+_ONE = "has one stage per rank"
 _ROUNDS = "runs in microbatches // ranks equal rounds"
-_V = "has two stages a rank, placed as a V"
+_V = "has two stages per rank, placed as a V"
 
 REQUIREMENTS: dict[str, Requirement] = {
     "gpipe": Requirement(1, f"{_ONE}; looped_bfs is the one with several"),
@@ -42,22 +45,22 @@ REQUIREMENTS: dict[str, Requirement] = {
         "needs as many microbatches as ranks",
     ),
     "interleaved_1f1b": Requirement(
-        2, "has two stages a rank or more; 1f1b has one", _whole_rounds, _ROUNDS, True
+        2, "has two stages per rank or more; 1f1b has one", _whole_rounds, _ROUNDS, True
     ),
     "looped_bfs": Requirement(
-        2, "has two stages a rank or more; gpipe has one", has_any_stages=True
+        2, "has two stages per rank or more; gpipe has one", has_any_stages=True
     ),
-    "interleaved_zb": Requirement(1, "has a stage a rank or more", _whole_rounds, _ROUNDS, True),
+    "interleaved_zb": Requirement(1, "has a stage per rank or more", _whole_rounds, _ROUNDS, True),
     "zbv": Requirement(2, _V),
     "dualpipev": Requirement(
         2,
         _V,
         lambda microbatches, ranks: microbatches >= 2 * ranks,
-        "needs as many microbatches as stages, which are two a rank",
+        "needs as many microbatches as stages, which are two per rank",
     ),
     "dualpipe": Requirement(
         2,
-        "has two stages a rank, one of each direction",
+        "has two stages per rank, one of each direction",
         lambda microbatches, ranks: microbatches % 2 == 0 and microbatches >= 2 * ranks,
         "needs an even number of microbatches, at least twice the ranks",
         needs_even_ranks=True,
@@ -73,7 +76,7 @@ AUTO_STAGES["interleaved_zb"] = 2
 def check_shape(
     name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
 ) -> list[Finding]:
-    """Everything about these numbers that the schedule cannot do."""
+    """Return everything about these numbers that the schedule cannot do."""
     rule = REQUIREMENTS[name]
     found = []
     if not takes_ranks(name, num_ranks):
@@ -83,7 +86,7 @@ def check_shape(
             _refusal("launch.nproc", f"{name} on {num_ranks} ranks: it needs {even}", near)
         )
     if not rule.takes_stages(stages_per_rank):
-        what = f"{name} with {stages_per_rank} a rank: it {rule.stages_sentence}"
+        what = f"{name} with {stages_per_rank} per rank: it {rule.stages_sentence}"
         found.append(_refusal("strategy.stages_per_rank", what, rule.stages_per_rank))
     near = nearest_microbatches(name, nearest_ranks(name, num_ranks), num_microbatches)
     if near != num_microbatches:
@@ -102,17 +105,17 @@ def takes_microbatches(name: str, num_ranks: int, num_microbatches: int) -> bool
 
 
 def nearest_ranks(name: str, wanted: int) -> int:
-    """The valid number of ranks nearest to `wanted`; of two, the larger."""
+    """Return the valid number of ranks nearest to `wanted`; of two, the larger."""
     return next(near for near in _outwards(wanted) if takes_ranks(name, near))
 
 
 def nearest_microbatches(name: str, num_ranks: int, wanted: int) -> int:
-    """The valid number of microbatches nearest to `wanted`; of two, the larger."""
+    """Return the valid number of microbatches nearest to `wanted`; of two, the larger."""
     return next(near for near in _outwards(wanted) if takes_microbatches(name, num_ranks, near))
 
 
 def next_microbatches(name: str, num_ranks: int, least: int) -> int:
-    """The smallest valid number of microbatches that is not below `least`."""
+    """Return the smallest valid number of microbatches that is not below `least`."""
     return next(m for m in count(max(1, least)) if takes_microbatches(name, num_ranks, m))
 
 
@@ -125,3 +128,35 @@ def _outwards(wanted: int) -> Iterator[int]:
 def _refusal(where: str, what: str, near: int) -> Finding:
     hint = f"set {where} to {near}, the nearest that will do"
     return Finding(severity="error", where=where, what=what, hint=hint)
+
+
+def split_blocks(costs: Sequence[float], num_stages: int) -> list[range]:
+    """Cut a model's blocks into contiguous stages, the dearest as cheap as it can be. Where several
+    splits have the same dearest stage, a more even one is taken."""
+    if not 1 <= num_stages <= len(costs):
+        raise ConfigError(
+            f"{num_stages} stages of a model of {len(costs)} blocks: each stage needs one\n"
+            f"hint: set strategy.stages to {max(1, min(num_stages, len(costs)))}"
+        )
+    sums = [0.0, *accumulate(costs)]
+    # best[b]: (dearest stage, sum of squares, where the last stage starts) of the first b blocks
+    best = {end: (sums[end], sums[end] ** 2, 0) for end in range(1, len(costs) + 1)}
+    starts: list[dict[int, int]] = []
+    for stage in range(1, num_stages):
+        best = {
+            end: min(
+                (
+                    max(best[start][0], sums[end] - sums[start]),
+                    best[start][1] + (sums[end] - sums[start]) ** 2,
+                    start,
+                )
+                for start in range(stage, end)
+            )
+            for end in range(stage + 1, len(costs) + 1)
+        }
+        starts.append({end: last for end, (_, _, last) in best.items()})
+    bounds = [len(costs)]
+    for cut in reversed(starts):
+        bounds.append(cut[bounds[-1]])
+    bounds = [0, *reversed(bounds)]
+    return [range(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]

@@ -27,16 +27,16 @@ class Pairing(StrEnum):
 
 
 def pairing_of(name: str) -> Pairing:
-    """How the engine of this schedule runs its pairs: DualPipeV's is torch's."""
+    """Return how the engine of this schedule runs its pairs: DualPipeV's is torch's."""
     return Pairing.LATE_SENDS if name == "dualpipev" else Pairing.IN_TURN
 
 
 class DeadlockError(ConfigError):
-    """No rank can go on: the schedule's orders wait for each other."""
+    """No rank can continue: the schedule's orders wait for each other."""
 
 
 def simulate(schedule: Schedule, times: Times, pairing: Pairing = Pairing.IN_TURN) -> Timeline:
-    """One step of the schedule; raises DeadlockError with what each rank waits for."""
+    """Simulate one step of the schedule; raise DeadlockError with what each rank waits for."""
     return _Simulation(schedule, times, pairing).run()
 
 
@@ -64,8 +64,8 @@ class _Simulation:
         self.transfers: list[Transfer] = []
 
     def run(self) -> Timeline:
-        """Each pass takes every rank as far as it gets. A rank's next start depends only on what
-        others have finished, so the order of ranks in a pass changes nothing."""
+        """Take every rank as far as it gets, again and again. A rank's next start depends only on
+        what others have finished, so the order of ranks changes nothing."""
         while any(self._left(rank) for rank in range(self.schedule.num_ranks)):
             moved = [self._advance(rank) for rank in range(self.schedule.num_ranks)]
             if not any(moved):
@@ -77,7 +77,8 @@ class _Simulation:
         return Timeline(self.schedule, max(self.free_at), ranks, tuple(self.transfers))
 
     def _steps(self, order: Sequence[Slot]) -> Iterator[_Step]:
-        """A pair that runs in turn is two steps: its forward waits for nothing of its backward."""
+        """Yield the steps of a rank. A pair that runs in turn is two: its forward does not wait for
+        its backward's input."""
         for slot in order:
             if self.pairing == Pairing.IN_TURN:
                 yield from (_Step((action,), slot.is_pair) for action in slot.actions)
@@ -136,7 +137,7 @@ class _Simulation:
         return [] if giver is None else [giver]
 
     def _missing(self, step: _Step) -> list[Action]:
-        """What has to happen elsewhere, or earlier, before this step can run."""
+        """Return what has to happen elsewhere, or earlier, before this step can run."""
         missing: list[Action] = []
         for action in step.actions:
             missing += [need for need in self._given(action) if need not in self.arrived]
@@ -148,7 +149,7 @@ class _Simulation:
         return {action: self.arrived[n] for action in actions for n in self._given(action)}
 
     def _describe_deadlock(self) -> list[str]:
-        lines = [f"{self.schedule.name}: no rank can go on"]
+        lines = [f"{self.schedule.name}: no rank can continue"]
         for rank, position in enumerate(self.position):
             if self._left(rank):
                 step = self.orders[rank][position]
@@ -160,7 +161,8 @@ class _Simulation:
 
 
 def giver_of(action: Action, num_stages: int, ran: Container[Action]) -> Action | None:
-    """What another stage has to finish first; of the two sorts of backward, the one that ran."""
+    """Return what another stage has to finish first; of the two sorts of backward, the one that
+    ran."""
     if action.kind == Kind.FORWARD and action.stage > 0:
         return _at(action, Kind.FORWARD, action.stage - 1)
     if action.kind in (Kind.BACKWARD, Kind.INPUT) and action.stage < num_stages - 1:
@@ -170,14 +172,14 @@ def giver_of(action: Action, num_stages: int, ran: Container[Action]) -> Action 
 
 
 def _own_needs(action: Action) -> list[Action]:
-    """What the same stage has to have done with the same microbatch."""
+    """Return what the same stage has to have done with the same microbatch."""
     if action.kind == Kind.FORWARD:
         return []
     return [_at(action, Kind.INPUT if action.kind == Kind.WEIGHT else Kind.FORWARD, action.stage)]
 
 
 def _taker(action: Action, num_stages: int) -> int | None:
-    """The stage that waits for this action's result."""
+    """Return the stage that waits for this action's result."""
     if action.kind == Kind.FORWARD:
         return action.stage + 1 if action.stage < num_stages - 1 else None
     if action.kind == Kind.WEIGHT or action.stage == 0:

@@ -21,7 +21,7 @@ from paceline.schedules.account import account, times_measured
 from paceline.schedules.actions import Kind
 from paceline.schedules.measured import load_measured
 
-# Keys of a times file: those with one number a block, and those with one number.
+# Keys of a times file: those with one number per block, and those with one number.
 REQUIRED = ("forward_s", "input_s", "weight_s")
 PER_BLOCK = (*REQUIRED, "backward_s", "activation_bytes", "state_bytes")
 SINGLE = ("transfer_s", "overhead_s", "memory_bytes")
@@ -47,7 +47,7 @@ class BlockTimes:
 
 
 def load_times_file(path: Path, num_blocks: int) -> BlockTimes:
-    """Times that somebody wrote down: YAML or JSON, one number or one for each block."""
+    """Load times that somebody wrote down: YAML or JSON, one number or one for each block."""
     tree = read_plain(path)
     problems = [_unknown(key, path) for key in tree if key not in KEYS]
     problems += [f"{path} has no {key}\nhint: {_shape(num_blocks)}" for key in _missing(tree)]
@@ -72,7 +72,7 @@ def load_times_file(path: Path, num_blocks: int) -> BlockTimes:
 
 
 def _as_number(value: object) -> object:
-    """YAML reads 1e-3, without a point, as text."""
+    """Return text such as 1e-3 as a number: without a point YAML reads it as text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -85,16 +85,16 @@ def _missing(tree: Mapping[str, Any]) -> list[str]:
 
 def _unknown(key: str, path: Path) -> str:
     guess = did_you_mean(str(key), KEYS)
-    return f"{key} in {path} is no time of a block\nhint: {guess}the keys are {', '.join(KEYS)}"
+    return f"{key} in {path} is not a time of a block\nhint: {guess}the keys are {', '.join(KEYS)}"
 
 
 def _wrong(key: str, value: object, numbers: Sequence[object], num_blocks: int) -> str | None:
-    """What is wrong with a value, as the end of a sentence."""
+    """Say what is wrong with a value, as the end of a sentence."""
     if key in SINGLE and isinstance(value, list):
         return "is one number for all, not a list"
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float):
-            return f"has {number!r}, which is no number\nhint: {_shape(num_blocks)}"
+            return f"has {number!r}, which is not a number\nhint: {_shape(num_blocks)}"
         if not math.isfinite(number) or number < 0:
             return f"has {number}: it takes finite numbers from 0 on"
     if isinstance(value, list) and len(numbers) != num_blocks:
@@ -109,8 +109,8 @@ def _shape(num_blocks: int) -> str:
 
 
 def load_measured_times(path: Path, costs: Sequence[float], samples: float) -> BlockTimes:
-    """Times that a run measured, for microbatches of `samples`. A stage's time is dealt out to its
-    blocks by their `costs`; halves of a backward that it never split are taken as equal."""
+    """Load times that a run measured, for microbatches of `samples`. A stage's time is dealt out to
+    its blocks by their `costs`; halves of a backward that it never split are taken as equal."""
     run = RunDir.open(path)
     plan = Plan.load(run.plan)
     if plan.pipeline is None:

@@ -34,7 +34,7 @@ class Times:
     overhead_s: float = 0.0  # of the host, for every action
 
     def of_stages(self, num_stages: int) -> "StageTimes":
-        """One number a stage, checked."""
+        """Return one number per stage, checked."""
         inputs = spread("input_s", self.input_s, num_stages)
         weights = spread("weight_s", self.weight_s, num_stages)
         whole = [i + w for i, w in zip(inputs, weights, strict=True)]
@@ -52,7 +52,7 @@ class Times:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """`Times` with one number a stage; `transfer_s[s]` is between stage s and s + 1."""
+    """`Times` with one number per stage; `transfer_s[s]` is between stage s and s + 1."""
 
     seconds: dict[Kind, list[float]]
     transfer_s: list[float]
@@ -63,7 +63,8 @@ class StageTimes:
 
 
 def spread(name: str, value: PerStage, length: int) -> list[float]:
-    """One number for each of `length`; raises if they are too few, too many, or no durations."""
+    """Return one number for each of `length`; raise if they are too few, too many, or not
+    durations."""
     values = [float(value)] * length if isinstance(value, int | float) else list(map(float, value))
     if len(values) != length:
         raise ConfigError(f"{name} has {len(values)} values\nhint: give one number, or {length}")
@@ -106,7 +107,7 @@ class RankTimeline:
 
     @cached_property
     def busy_s(self) -> float:
-        """Overlapped actions count once."""
+        """Return the seconds of work; overlapped actions count once."""
         busy, until = 0.0, float("-inf")
         for interval in sorted(self.intervals, key=lambda i: i.started_s):
             busy += max(0.0, interval.ended_s - max(until, interval.started_s))
@@ -115,7 +116,8 @@ class RankTimeline:
 
     @cached_property
     def in_flight(self) -> list[Level]:
-        """Activations held: from the start of a forward until its weights have their gradient."""
+        """Return the activations held: from the start of a forward until its weights have their
+        gradient."""
         return self.held([1.0] * (1 + max((i.action.stage for i in self.intervals), default=0)))
 
     @cached_property
@@ -135,8 +137,8 @@ class RankTimeline:
         return levels(changes)
 
     def queue(self, kind: Kind) -> list[Level]:
-        """Microbatches that had arrived and waited: for a forward, or for a backward of any sort.
-        One that is taken as it comes was never in the queue."""
+        """Return the microbatches that had arrived and waited: for a forward, or for a backward of
+        any sort. One that is taken as it comes was never in the queue."""
         changes = []
         for interval in self.intervals:
             arrived_s = self.arrivals.get(interval.action)
@@ -162,7 +164,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they had nothing to do."""
+        """Return the share of all ranks' time in which they had nothing to do."""
         busy = sum(rank.busy_s for rank in self.ranks)
         return 1 - busy / (self.total_s * len(self.ranks)) if self.total_s else 0.0
 
@@ -170,13 +172,14 @@ class Timeline:
         return self.ranks[rank].busy_s / self.total_s if self.total_s else 0.0
 
     def peak_bytes(self, activation_bytes: PerStage) -> list[float]:
-        """The most activations that each rank holds at once."""
+        """Return the most activations that each rank holds at once."""
         sizes = spread("activation_bytes", activation_bytes, self.schedule.num_stages)
         return [peak(rank.held(sizes)) for rank in self.ranks]
 
 
 def levels(changes: Iterable[tuple[float, float]]) -> list[Level]:
-    """Changes -> the level after each moment. What ends at a moment makes room for what starts."""
+    """Turn changes into the level after each moment. What ends at a moment makes room for what
+    starts."""
     level, after = 0.0, []
     for moment, change in sorted(changes):
         level += change
@@ -189,7 +192,8 @@ def peak(over_time: Sequence[Level]) -> float:
 
 
 def draw_text(timeline: Timeline, slot_s: float = 1.0) -> str:
-    """Made for times that are whole slots: an action starts in the column its start falls into."""
+    """Draw the timeline as text. Made for times that are whole slots: an action starts in the
+    column its start falls into."""
     num_slots = round(timeline.total_s / slot_s)
     cell = len(str(timeline.schedule.num_microbatches - 1)) + 2
     lines = [_row(timeline, rank, slot_s, num_slots, cell) for rank in timeline.ranks]

@@ -17,7 +17,8 @@ INSIDE_US = 0.5  # an arrow begins within the bar that it belongs to
 
 
 def render_trace(done: MeasuredPass) -> str:
-    """All pipelines of the pass, each from its own first start. Moments are in microseconds."""
+    """Render all pipelines of the pass, each from its own first start. Moments are in
+    microseconds."""
     events: list[Event] = []
     for number, timeline in enumerate(done.pipelines):
         events += _Pipeline(timeline, number, len(done.pipelines)).events()

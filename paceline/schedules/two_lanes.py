@@ -43,21 +43,21 @@ class Tally:
         return self._next("forward", Kind.FORWARD, lane)
 
     def backward(self, lane: int) -> Action:
-        """A whole backward."""
+        """Return a whole backward."""
         return self._next("backward", Kind.BACKWARD, lane)
 
     def input(self, lane: int) -> Action:
-        """An input backward, whose weight gradients are now owed."""
+        """Return an input backward, whose weight gradients are now owed."""
         action = self._next("backward", Kind.INPUT, lane)
         self._pending.append(action)
         return action
 
     def weight(self) -> Action:
-        """The weight backward that is owed longest."""
+        """Return the weight backward that is owed longest."""
         return self._settle(self._pending[0])
 
     def weight_of(self, lane: int) -> Action:
-        """The weight backward that this lane owes longest."""
+        """Return the weight backward that this lane owes longest."""
         return self._settle(next(a for a in self._pending if a.stage == self._lanes[lane].stage))
 
     def num_owed(self, lane: int) -> int:
@@ -75,9 +75,9 @@ class Tally:
 
 
 def order_zbv(rank: int, num_ranks: int, num_microbatches: int) -> list[Slot]:
-    """The order that is free of bubbles where forward, input and weight backward take the same.
-    It is drawn for at least 2P - 1 microbatches; with fewer, those that do not exist are left out.
-    """
+    """Order the actions so that there is no bubble where forward, input and weight backward take
+    the same. It is drawn for at least 2P - 1 microbatches; with fewer, those that do not exist are
+    left out."""
     tally = Tally((Lane(rank), Lane(2 * num_ranks - 1 - rank)))
     wanted = max(2 * num_ranks - 1, num_microbatches)
     phases = {
@@ -140,7 +140,8 @@ PHASES = (
 
 
 def order_dualpipe(rank: int, num_ranks: int, num_microbatches: int) -> list[Slot]:
-    """The second half of the ranks mirrors the first: its near end is the last rank."""
+    """Order the actions of DualPipe. The second half of the ranks mirrors the first: its near end
+    is the last rank."""
     down = Lane(stage=rank, direction=0)
     up = Lane(num_ranks - 1 - rank, direction=1, first_microbatch=num_microbatches // 2)
     is_first_half = rank < num_ranks // 2
@@ -155,8 +156,8 @@ def order_dualpipev(rank: int, num_ranks: int, num_microbatches: int) -> list[Sl
 
 
 def _eight_steps(tally: Tally, depth: int, num_depths: int, num_microbatches: int) -> list[Slot]:
-    """`depth`: ranks between this one and the end where its lane 0 starts; `num_microbatches` of
-    each lane."""
+    """Run DualPipe's eight steps. `depth`: ranks between this one and the end where its lane 0
+    starts; `num_microbatches` of each lane."""
     above = num_depths - 1 - depth
     order: list[Slot] = []
 

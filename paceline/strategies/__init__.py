@@ -113,7 +113,7 @@ def _load(place: str) -> Strategy:
 
 
 def _require_one_meaning(sections: Iterable[type[StrategyConfig]]) -> None:
-    """Two strategies may share a key, if it takes the same values and has the same default."""
+    """Let two strategies share a key only if it takes the same values and has the same default."""
     known: dict[str, tuple[type, Any]] = {}
     problems = []
     for section in sections:

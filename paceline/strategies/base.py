@@ -122,21 +122,21 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, batch: Any) -> Totals:
-        """Loss without gradients. All ranks call it the same number of times."""
+        """Return the loss, without gradients. All ranks call it the same number of times."""
         ...
 
     def weights(self) -> dict[str, Tensor]:
-        """Whole weights and buffers by the model's own names: all ranks ask together."""
+        """Return whole weights and buffers by the model's own names. A collective."""
         ...
 
     def pieces(self) -> list[Piece]:
-        """All that a checkpoint must keep, as this rank holds it: all ranks ask together. The
-        tensors change with the next step."""
+        """Return all that a checkpoint must keep, as this rank holds it. A collective. The tensors
+        change with the next step."""
         ...
 
     def rehearse(self, batch: Callable[[], Any], clock: Clock) -> None:
-        """Before `load`: one pass that leaves nothing behind, where a library learns from its first
-        pass how to do all others. So a run that goes on sums in the order of one that never
+        """Run one pass that leaves nothing behind, before `load`, where a library learns from its
+        first pass how to do all others. So a run that resumes sums in the order of one that never
         stopped."""
         ...
 
@@ -145,11 +145,11 @@ class Engine(Protocol):
         ...
 
     def held(self) -> StateBytes:
-        """Bytes of the tensors this rank really holds now."""
+        """Return the bytes of the tensors this rank really holds now."""
         ...
 
     def proofs(self) -> list[Proof]:
-        """What the engine can show of how it was really built, for the audit."""
+        """Return what the engine can show of how it was really built, for the audit."""
         ...
 
 
@@ -178,7 +178,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def exchange(self, model: ModelShape, config: RunConfig, share: Share) -> Exchange:
-        """Return the bytes of gradients that a rank gives to its collectives in one step."""
+        """Return the bytes of gradients that each rank gives to its collectives per step."""
 
     @abstractmethod
     def build(self, parts: EngineParts) -> Engine:
@@ -222,8 +222,8 @@ class Strategy(ABC):
         return []
 
     def cases(self, config: RunConfig, world: int, micro: int) -> list[Case]:
-        """Return what `paceline verify` tries on `world` ranks with `micro` samples a rank in each
-        pass; `config` has the user's overrides."""
+        """Return what `paceline verify` tries on `world` ranks with `micro` samples per rank in
+        each pass; `config` has the user's overrides."""
         return [Case(self.name)]
 
 
@@ -235,11 +235,11 @@ class Recorded(Protocol):
 
 
 def normalise(loss_sum: Tensor, scale: float | Tensor) -> Tensor:
-    """The one place where a loss is scaled. A loss that is not finite makes its gradient NaN.
+    """Scale a loss: the one place that does. A loss that is not finite makes its gradient NaN.
 
-    `x - x` is 0 for a number and NaN for inf or NaN. So one rank's bad loss reaches every
-    rank inside the gradients that they exchange anyway, and all veto the step together: no
-    collective, no look at the value from the host.
+    `x - x` is 0 for a number and NaN for inf or NaN. So one rank's bad loss reaches every rank
+    inside the gradients that they exchange anyway, and all veto the step together: no collective,
+    no look at the value from the host.
     """
     value = loss_sum.detach()
     return loss_sum * (scale + (value - value))

@@ -26,7 +26,7 @@ KEY = "strategy.sync_batchnorm"
 def batchnorm_findings(
     config: RunConfig, strategy: Strategy, batch: BatchSplit, model: ModelShape
 ) -> Iterator[Finding]:
-    """What BatchNorm computes here, where that is not what one would expect."""
+    """Yield what BatchNorm computes here, where that is not what one would expect."""
     is_synced, layers = config.strategy.sync_batchnorm, model.num_batchnorms
     if is_synced and (layers == 0 or batch.dp == 1):
         because = "one rank has nobody to share with" if layers else "the model has no BatchNorm"
@@ -70,7 +70,8 @@ def sync_batchnorm(model: nn.Module, device: torch.device) -> None:
 
 
 class _SyncedOnCpu(_BatchNorm):
-    """No SyncBatchNorm: DDP refuses those on a CPU."""
+    """Normalises by the statistics of all ranks. It is not a SyncBatchNorm: DDP refuses those on a
+    CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or dist.get_world_size() == 1:
@@ -107,7 +108,8 @@ class _SyncedOnCpu(_BatchNorm):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Every rank's loss depends on the sum, so its gradient is the sum of theirs."""
+    """Sums over ranks. Every rank's loss depends on the sum, so its gradient is the sum of
+    theirs."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The items of every outermost ModuleList; empty for a model without one.
+    """Return the items of every outermost ModuleList; empty for a model without one.
 
-    A list inside a block belongs to that block. A list of lists is descended into: nobody calls
-    a list, and what is never called is never gathered.
+    A list inside a block belongs to that block. A list of lists is descended into: a list is never
+    called, and what is never called is never gathered.
     """
     blocks: list[nn.Module] = []
     for child in model.children():
@@ -31,14 +31,15 @@ def _items(container: nn.Module) -> list[nn.Module]:
 
 
 def find_tail(model: nn.Module) -> list[nn.Module]:
-    """What comes after the blocks, where the model says so: an attribute `tail` with the loss."""
+    """Return what comes after the blocks, where the model says so: an attribute `tail` with the
+    loss."""
     tail = getattr(model, "tail", None)
     return [tail] if isinstance(tail, nn.Module) else []
 
 
 def tied_modules(model: nn.Module) -> list[list[str]]:
-    """Names of modules that read the same parameter: by having it, or, where the model says so in
-    `tail_reads`, by being given it."""
+    """Return the names of modules that read the same parameter: by having it, or, where the model
+    says so in `tail_reads`, by being given it."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in module.parameters(recurse=False):
@@ -48,9 +49,9 @@ def tied_modules(model: nn.Module) -> list[list[str]]:
 
 
 def place_modules(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """For each module the block it stands with, in the order in which a model is written down: a
-    block and all inside it; what follows until the next block; what is before all, with the first.
-    Those that read one parameter stand in all their places."""
+    """Return for each module the block that it belongs to, by the order in which a model is written
+    down: a block and all inside it; what follows until the next block; what is before all, with the
+    first. Those that read one parameter belong to all their blocks."""
     numbers = {id(block): number for number, block in enumerate(find_blocks(model))}
     places: dict[str, tuple[int, ...]] = {}
     here = 0
@@ -65,7 +66,7 @@ def place_modules(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def measure_shape(model: nn.Module) -> ModelShape:
-    """The sizes of a model, which may lie on meta."""
+    """Measure the sizes of a model, which may lie on meta."""
     blocks = find_blocks(model)
     unit_of: dict[int, int] = {}
     is_shared = False

@@ -31,12 +31,12 @@ class StepTimes:
 
     @property
     def step_s(self) -> float:
-        """What throughput divides by: wall time without the evaluation after the step."""
+        """Return what throughput divides by: wall time without the evaluation after the step."""
         return self.wall_s - self.phases_s.get("eval", 0.0)
 
     @property
     def unaccounted_s(self) -> float:
-        """Wall time that no phase saw."""
+        """Return the wall time that no phase saw."""
         return self.wall_s - sum(self.phases_s.values())
 
 

@@ -39,8 +39,8 @@ def compose(
     rest: torch.device | None = None,
     cut: Callable[[nn.Module], None] | None = None,
 ) -> Objective:
-    """The workload's loss with its model on the device, the same on every rank. `cut` leaves a
-    stage of the model, `shard` a rank's piece of every weight, both in place; `rest` is where
+    """Return the workload's loss with its model on the device, the same on every rank. `cut` leaves
+    a stage of the model, `shard` a rank's piece of every weight, both in place; `rest` is where
     pieces lie between steps, if not on the device."""
     model = build_model(parts)
     # Cut before all else: what another stage holds is not recomputed, compiled or filled here.
@@ -72,7 +72,8 @@ def compose(
 
 
 def build_model(parts: EngineParts) -> nn.Module:
-    """On meta where the workload can fill it later; else with its values, equal on every rank."""
+    """Build the model: on meta where the workload can fill it later; else with its values, equal on
+    every rank."""
     torch.manual_seed(parts.config.train.seed)
     if parts.workload.meta_init:
         with torch.device("meta"):
@@ -112,8 +113,8 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
 
 
 def _tracking_once(block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
-    """Recomputed, BatchNorm would count each microbatch twice. A compiled graph writes a buffer
-    once as it is, and has no room for a context of ours."""
+    """Let running statistics change once: recomputed, BatchNorm would count each microbatch twice.
+    A compiled graph writes a buffer once as it is, and has no room for a context of ours."""
     contexts = partial(_contexts, block, options.get("context_fn", noop_context_fn))
     compiled = _checkpointed(block.forward, options)
     eager = _checkpointed(block.forward, options | {"context_fn": contexts})

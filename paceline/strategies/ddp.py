@@ -39,7 +39,7 @@ class DDPSettings(Buckets):
 
 
 class Single(Strategy):
-    """The engine of DDP without anyone to talk to."""
+    """One rank: the engine of DDP without other ranks."""
 
     name = "single"
     summary = "the plain model on one rank"
@@ -64,7 +64,7 @@ class Single(Strategy):
         return replica_bytes(model, config)
 
     def exchange(self, model: ModelShape, config: RunConfig, share: Share) -> Exchange:
-        return Exchange(plain=0, sent=0, because="one rank has nobody to reduce with")
+        return Exchange(plain=0, sent=0, because="one rank has no other to reduce with")
 
     def build(self, parts: EngineParts) -> Engine:
         from paceline.strategies.ddp_engine import build_single
@@ -72,7 +72,7 @@ class Single(Strategy):
         return build_single(parts)
 
     def cases(self, config: RunConfig, world: int, micro: int) -> list[Case]:
-        """It is what all others are held against."""
+        """Return none: it is what all others are held against."""
         return []
 
 
@@ -122,7 +122,8 @@ def replica_bytes(model: ModelShape, config: RunConfig) -> StateBytes:
 
 
 def optimizer_bytes(config: RunConfig, num_bytes: int, num_parameters: int) -> int:
-    """State that the optimizer keeps for `num_bytes` of weights, AdamW's step counts included."""
+    """Return the state that the optimizer keeps for `num_bytes` of weights, AdamW's step counts
+    included."""
     if config.optim.name == "adamw":
         return 2 * num_bytes + 4 * num_parameters
     return num_bytes if config.optim.momentum else 0
@@ -172,7 +173,7 @@ def ddp_problems(config: RunConfig, model: ModelShape) -> list[Finding]:
 
 
 def plan_exchange(parameters: Iterable[ParameterShape], settings: DDPSettings) -> Exchange:
-    """Bytes a step before and after the hook."""
+    """Return the bytes per step before and after the hook."""
     kept = list(parameters)
     plain, hook = sum_bytes(kept), settings.comm_hook
     if hook == "none":
@@ -187,7 +188,8 @@ def plan_exchange(parameters: Iterable[ParameterShape], settings: DDPSettings) -
 
 
 def _powersgd_numel(parameter: ParameterShape, rank: int) -> int:
-    """torch sees every tensor as a matrix of its first axis by all others."""
+    """Count what PowerSGD sends: it sees every tensor as a matrix of its first axis by all
+    others."""
     if len(parameter.shape) < 2:
         return parameter.numel
     rows = parameter.shape[0]

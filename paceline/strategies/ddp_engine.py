@@ -38,14 +38,14 @@ class Traffic:
     power: PowerSGDState | None = field(default=None, repr=False)
 
     def forget(self) -> None:
-        """After a vetoed step: its NaN must not come back as the error of the next one."""
+        """Forget the error of a vetoed step: its NaN must not come back in the next one."""
         if self.power is not None:
             for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
                 getattr(self.power, memory).clear()
 
 
 def build_single(parts: EngineParts) -> Engine:
-    """Build the plain model, without anyone to talk to."""
+    """Build the plain model, without a wrapper: there are no other ranks."""
     objective = compose(parts)
     module = objective.model
     return ModuleEngine(parts, module, _optimizer(parts, module), Wrapping(objective))
@@ -101,11 +101,12 @@ def wrap_ddp(parts: EngineParts, objective: Objective) -> Wrapping:
 
 
 class _Unsynced:
-    """no_sync for all but the last microbatch of a step, so that each step exchanges once.
+    """Holds the exchange back (no_sync) for all but the last microbatch of a step, so that each
+    step exchanges once.
 
-    A static graph learns the order of the gradients in its very first backward pass and asserts
-    if that was not exchanged: the first step exchanges every time. The sum stays right, as the
-    mean of what all ranks hold already is what they hold.
+    A static graph learns the order of the gradients in its very first backward pass and asserts if
+    that was not exchanged: the first step exchanges every time. The sum stays right, as the mean of
+    what all ranks hold already is what they hold.
     """
 
     def __init__(self, model: DistributedDataParallel, per_step: int, static: bool) -> None:
@@ -123,7 +124,7 @@ class _Unsynced:
 
 
 def _proofs(parts: EngineParts, wrapped: DistributedDataParallel, traffic: Traffic) -> list[Proof]:
-    """Buckets as DDP logs them, and the bytes that went through the hook."""
+    """Show the buckets as DDP logs them, and the bytes that went through the hook."""
     settings, told = DDPSettings.of(parts.config), wrapped._get_ddp_logging_data()
     sizes = str(told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes", ""))
     largest = max((int(size) for size in sizes.replace(" ", "").split(",") if size), default=0)

@@ -65,7 +65,7 @@ class DeepSpeed(Strategy):
         return state.peak - (state.optimizer if _settings(config).offload else 0)
 
     def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
-        """By stage, exact to the byte; offloaded state is counted too."""
+        """Estimate by stage, exact to the byte; offloaded state is counted too."""
         return estimate_bytes(model, config, share)
 
     def exchange(self, model: ModelShape, config: RunConfig, share: Share) -> Exchange:
@@ -75,7 +75,7 @@ class DeepSpeed(Strategy):
         return generate(config, plan)
 
     def cases(self, config: RunConfig, world: int, micro: int) -> list[Case]:
-        """One for each stage."""
+        """Return one case for each stage."""
         missing = "" if _is_installed() else "deepspeed is not installed"
         hint = "pip install 'paceline[deepspeed]'"
         return [
@@ -154,7 +154,7 @@ def estimate_bytes(model: ModelShape, config: RunConfig, share: Share) -> StateB
 def _estimate_flat(
     model: ModelShape, config: RunConfig, share: Share, section: dict[str, Any]
 ) -> StateBytes:
-    """Stages 1 and 2: one flat tensor a group, cut into W equal parts."""
+    """Estimate stages 1 and 2: one flat tensor per group, cut into W equal parts."""
     groups = decay_groups(model.trainable)
     parts = [part_numel(group, share.size) for group in groups]
     own = sum(parts) * WIDE
@@ -188,13 +188,14 @@ def _estimate_stage3(
 
 
 def part_numel(group: Sequence[ParameterShape], size: int) -> int:
-    """Elements of one rank's part of a flat group, padding included."""
+    """Return the elements of one rank's part of a flat group, padding included."""
     step = ALIGNMENT * size
     return -(-sum(p.numel for p in group) // step) * ALIGNMENT
 
 
 def _touched_numel(group: Sequence[ParameterShape], part: int, share: Share) -> int:
-    """Gradients of the parameters that this rank's part cuts into are kept whole; padding too."""
+    """Count the gradients of parameters that this rank's part cuts into, which are kept whole;
+    padding too."""
     assert share.index is not None, "one rank at a time"
     start, end = share.index * part, (share.index + 1) * part
     touched = offset = 0
@@ -206,16 +207,17 @@ def _touched_numel(group: Sequence[ParameterShape], part: int, share: Share) -> 
 
 
 def plan_bytes_sent(model: ModelShape, config: RunConfig, share: Share) -> Exchange:
-    """Stages 0 and 1 exchange once a step; 2 and 3 keep no whole gradients, so each microbatch."""
+    """Return the bytes sent: stages 0 and 1 exchange once per step; 2 and 3 keep no whole
+    gradients, so they do for each microbatch."""
     stage, numels = _settings(config).stage, [p.numel for p in model.trainable]
     if share.size == 1:
-        return Exchange(plain=0, sent=0, because="one rank has nobody to reduce with")
+        return Exchange(plain=0, sent=0, because="one rank has no other to reduce with")
     if stage == 3:
         numels = [-(-numel // share.size) * share.size for numel in numels]
     num_times = share.num_microbatches if stage >= 2 else 1
     total = sum(numels) * WIDE * num_times
     how = "scattered" if stage == 3 else "reduced"
-    when = "once a step" if num_times == 1 else f"for each of {num_times} microbatches"
+    when = "once per step" if num_times == 1 else f"for each of {num_times} microbatches"
     return Exchange(plain=total, sent=total, because=f"{how} {when}, in fp32")
 
 

@@ -39,7 +39,7 @@ OURS = {
     "torch_autocast.dtype": "precision.mode",
     "zero_optimization.stage": "strategy.stage",
 }
-# What nobody may change: each breaks the sum of gradients or the veto.
+# What a user may not change: each breaks the sum of gradients or the veto.
 FIXED = {
     "gradient_allreduce_op": "gradients are the mean over ranks, as the loss is scaled for it",
     "zero_optimization.compute_grad_norm": "the norm is what finds a bad gradient on any rank",
@@ -73,7 +73,7 @@ class DeepSpeedSettings(Offloading):
 
 
 def generate(config: RunConfig, plan: Plan) -> dict[str, Any]:
-    """The config that DeepSpeed is started with, the user's part merged in."""
+    """Generate the config that DeepSpeed is started with, the user's part merged in."""
     clip, batch = config.optim.clip, plan.batch
     settings: dict[str, Any] = {
         # Accumulation is ours: DeepSpeed would divide the loss by it, and the loop has scaled it.
@@ -97,20 +97,21 @@ def generate(config: RunConfig, plan: Plan) -> dict[str, Any]:
 
 
 def zero_section(config: RunConfig, num_trainable: int) -> dict[str, Any]:
-    """Its part on sharding, as it will run: what memory is estimated from."""
+    """Return its part on sharding, as it will run: what memory is estimated from."""
     over = DeepSpeedSettings.of(config).deepspeed_config.get(ZERO, {})
     own = _zero(config, num_trainable)
     return merge(own, over) if isinstance(over, Mapping) else own
 
 
 def num_elements(section: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """A size in `section`; what is no number has been refused, and must not end the planning."""
+    """Return a size in `section`; what is not a number has been refused, and must not end the
+    planning."""
     value = section.get(key, default)
     return int(value) if isinstance(value, int | float) else default
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` wins, key by key down to the leaves."""
+    """Merge two configs: `over` wins, key by key down to the leaves."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -120,7 +121,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_overrides(overrides: Mapping[str, Any]) -> Iterator[Finding]:
-    """One error for every key that contradicts what the engine relies on."""
+    """Yield one error for every key that contradicts what the engine relies on."""
     for path, key in OURS.items():
         if _has(overrides, path):
             yield _refusal(path, f"is decided by {key}", f"set {key} instead")
@@ -185,7 +186,7 @@ def _unknown(key: str) -> Finding:
     return Finding(
         severity="warning",
         where=f"strategy.deepspeed_config.{key}",
-        what="is no key that DeepSpeed 0.19 looks at: it has no effect there",
+        what="is not a key that DeepSpeed 0.19 looks at: it has no effect there",
         hint=did_you_mean(key, KNOWN).rstrip(),
     )
 

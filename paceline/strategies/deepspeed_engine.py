@@ -52,7 +52,7 @@ def build_deepspeed(parts: EngineParts) -> Engine:
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """DeepSpeed, told which device it is on: it decides that once, when it is imported."""
+    """Import DeepSpeed, told which device it is on: it decides that once, when it is imported."""
     os.environ["DS_ACCELERATOR"] = device.type
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit.script, all over it
@@ -60,7 +60,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 
     # Each rank says the same things at the same time; what matters stands in our own log.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # It calls collectives by their old names, which nobody who reads the log can change.
+    # It calls collectives by their old names, which a reader of the log cannot change.
     warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, r"torch\.distributed")
     if device.type == "cpu":
         # It would compile its own all-reduce over shared memory: minutes, and for ever once a
@@ -73,7 +73,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 def _start(
     deepspeed: ModuleType, parts: EngineParts, objective: Objective, optimizer: Optimizer
 ) -> Any:
-    """DeepSpeed's engine on the process group that exists, with the config of the plan."""
+    """Start DeepSpeed's engine on the process group that exists, with the config of the plan."""
     settings = copy.deepcopy(parts.plan.engine_config)
     LOG.info("DeepSpeed's config: %s", json.dumps(settings))
     # It insists on the variable, and takes the device from the arguments all the same.
@@ -108,13 +108,13 @@ class DeepSpeedTraining(ModuleEngine):
         # With an accumulation of 1 in its config DeepSpeed divides by nothing; where a step ends
         # it must be told, for every microbatch.
         engine.set_gradient_accumulation_boundary(True)
-        # torch's GradScaler, once a group and blind to other ranks: ours takes its place.
+        # torch's GradScaler, once per group and blind to other ranks: ours takes its place.
         engine.torch_autocast_z0_gradscaler = None
         if self.stage > 0:
             engine.optimizer.torch_autocast_gradscaler = None
 
     def scaled(self, scale: float | Tensor) -> float | Tensor:
-        """With fp16's loss scale: from stage 1 on DeepSpeed multiplies and divides by it."""
+        """Apply fp16's loss scale: from stage 1 on DeepSpeed multiplies and divides by it."""
         if self.scaler is None or self.stage == 0:
             return super().scaled(scale)
         self.engine.optimizer.override_loss_scale(self.scaler.value.item())
@@ -133,7 +133,8 @@ class DeepSpeedTraining(ModuleEngine):
         return StepInfo(norm, skipped)
 
     def _update_replica(self) -> tuple[Tensor, Tensor]:
-        """Stage 0 tells no norm and applies NaN: look first. All ranks have the same gradient."""
+        """Look at the norm before the update: stage 0 tells none and applies NaN. All ranks have
+        the same gradient."""
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         norm = get_total_norm(gradients, foreach=True)
         if self.scaler is not None:
@@ -147,15 +148,15 @@ class DeepSpeedTraining(ModuleEngine):
         return norm, self.zero
 
     def _update_sharded(self) -> tuple[Tensor, Tensor]:
-        """Stages 1 to 3 find the norm over all ranks and skip by themselves where it is not
-        finite; then they say inf. The norm is the one before clipping."""
+        """Update and read the norm: stages 1 to 3 find it over all ranks, before clipping, and skip
+        by themselves where it is not finite; then they say inf."""
         self.engine.step()
         found = self.engine.get_global_grad_norm()
         norm = torch.as_tensor(found, dtype=torch.float32, device=self.zero.device)
         return norm, self.zero if self.engine.was_step_applied() else 1 - self.zero
 
     def weights(self) -> dict[str, Tensor]:
-        """Whole weights by the module's own names: all ranks must ask together."""
+        """Return whole weights by the module's own names. A collective."""
         found = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
             with self._whole(value):
@@ -163,7 +164,7 @@ class DeepSpeedTraining(ModuleEngine):
         return found
 
     def _whole(self, value: Tensor) -> Any:
-        """Stage 3 has a weight whole while inside."""
+        """While inside, a weight of stage 3 is whole."""
         return self.deepspeed.zero.GatheredParameters([value], enabled=is_cut(value))
 
     def pieces(self) -> list[Piece]:
@@ -174,7 +175,7 @@ class DeepSpeedTraining(ModuleEngine):
 
     @torch.no_grad()
     def load(self, source: Source) -> None:
-        """What this rank holds, from whatever ranks it was written by: all ranks must ask."""
+        """Load what this rank holds, from whatever ranks it was written by. A collective."""
         if self.stage == 0:
             super().load(source)
             return
@@ -189,7 +190,7 @@ class DeepSpeedTraining(ModuleEngine):
 
 @contextmanager
 def _before_the_last(engine: Any) -> Iterator[None]:
-    """A microbatch that does not end its step."""
+    """While inside, a microbatch does not end its step."""
     engine.set_gradient_accumulation_boundary(False)
     try:
         yield
@@ -198,7 +199,7 @@ def _before_the_last(engine: Any) -> Iterator[None]:
 
 
 def live_proofs(parts: EngineParts, engine: Any) -> list[Proof]:
-    """What DeepSpeed's engine says of itself, against what was asked."""
+    """Compare what DeepSpeed's engine says of itself with what was asked."""
     clip, settings = parts.config.optim.clip, parts.plan.engine_config
     stage, offloads = (
         DeepSpeedSettings.of(parts.config).stage,
@@ -250,7 +251,8 @@ def _optimizer_tensors(optimizer: Any, inner: torch.optim.Optimizer) -> Iterator
 
 
 def _gradients(module: nn.Module, optimizer: Any) -> Iterator[Tensor]:
-    """Of the model, of the flat parts (offloaded), on their way, and kept for the update."""
+    """Yield the gradients of the model, of the flat parts (offloaded), on their way, and kept for
+    the update."""
     owners = [*module.parameters(), *flat_parts(optimizer)]
     yield from (owner.grad for owner in owners if owner.grad is not None)
     names = ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu")

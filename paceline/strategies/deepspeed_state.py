@@ -1,9 +1,9 @@
 """DeepSpeed's state by the names and shapes of every other strategy: out of its flat parts, and in.
 
-From stage 1 on a rank keeps the optimizer's numbers in one flat tensor a group, cut where its share
-ends and not between rows; at stage 3 the weights too, each for itself. A checkpoint has rows. So
-what is cut is gathered, tensor by tensor, and each rank keeps what it will write; on the way back
-each rank reads the rows around its own numbers. DeepSpeed's own files are never involved.
+From stage 1 on a rank keeps the optimizer's numbers in one flat tensor per group, cut where its
+share ends and not between rows; at stage 3 the weights too, each for itself. A checkpoint has rows.
+So what is cut is gathered, tensor by tensor, and each rank keeps what it will write; on the way
+back each rank reads the rows around its own numbers. DeepSpeed's own files are never involved.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,19 +43,20 @@ class Cut(NamedTuple):
 
 
 def is_cut(value: Tensor) -> bool:
-    """Stage 3 holds a part of this weight; now and then the whole of it too."""
+    """Say whether this rank holds a part of the weight (stage 3); now and then it has the whole,
+    too."""
     return hasattr(value, "ds_id")
 
 
 def shape_of(value: Tensor) -> tuple[int, ...]:
-    """Of the whole weight: stage 3 leaves an empty one in its place."""
+    """Return the shape of the whole weight: stage 3 leaves an empty one in its place."""
     return tuple(getattr(value, "ds_shape", value.shape))
 
 
 def collect_pieces(
     module: nn.Module, optimizer: Any, inner: Optimizer, device: torch.device
 ) -> list[Piece]:
-    """Weights and moments of any stage, whole. A collective."""
+    """Return weights and moments of any stage, whole. A collective."""
     tensors = list(named_tensors(module))
     whole = [piece_of("model", name, value) for name, value in tensors if not is_cut(value)]
     cuts = [
@@ -76,7 +77,7 @@ def collect_pieces(
 
 
 def load_weights(source: Source, module: nn.Module, optimizer: Any) -> None:
-    """Weights and buffers; at stage 3 this rank's part of them."""
+    """Load weights and buffers; at stage 3 this rank's part of them."""
     held = dict(named_tensors(module))
     require_same_shapes(source, {name: shape_of(value) for name, value in held.items()})
     for name, value in held.items():
@@ -91,7 +92,7 @@ def load_weights(source: Source, module: nn.Module, optimizer: Any) -> None:
 
 
 def load_moments(source: Source, module: nn.Module, optimizer: Any, inner: Optimizer) -> None:
-    """What the optimizer keeps for this rank's numbers, from stage 1 on."""
+    """Load what the optimizer keeps for this rank's numbers, from stage 1 on."""
     slots, shapes = slots_of(source), source.shapes("optimizer")
     found: dict[Tensor, dict[str, Tensor]] = {}
     for name, flat, span in _moments(module, optimizer):
@@ -113,7 +114,7 @@ def load_moments(source: Source, module: nn.Module, optimizer: Any, inner: Optim
 
 @contextmanager
 def filled_groups(optimizer: Any) -> Iterator[None]:
-    """Stage 3 gives the optimizer its parameters only while it updates them."""
+    """While inside, the optimizer has its parameters: stage 3 gives them only for an update."""
     is_stage3 = _is_stage3(optimizer)
     if is_stage3:
         optimizer._set_fp32_optimizer_param_groups()
@@ -129,8 +130,8 @@ def _is_stage3(optimizer: Any) -> bool:
 
 
 def _moments(module: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor, Span]]:
-    """Every weight that is updated, in the same order on every rank: its name, the flat tensor of
-    its group, and what this rank has of it there."""
+    """Yield every weight that is updated, in the same order on every rank: its name, the flat
+    tensor of its group, and what this rank has of it there."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     is_stage3 = _is_stage3(optimizer)
     groups = optimizer.fp16_groups if is_stage3 else getattr(optimizer, "bit16_groups", [])
@@ -145,7 +146,8 @@ def _moments(module: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor, S
 
 
 def _flat_span(parameter: Any) -> Span:
-    """Stages 1 and 2: DeepSpeed's own map from a weight into the flat tensor; None is no part."""
+    """Return where a weight is in the flat tensor, by DeepSpeed's own map of stages 1 and 2; None:
+    no part of it is here."""
     shape, found = tuple(parameter.shape), parameter._hp_mapping
     if found is None:
         return Span(shape, 0, 0, 0)
@@ -154,15 +156,15 @@ def _flat_span(parameter: Any) -> Span:
 
 
 def _weight_span(parameter: Any) -> Span:
-    """Stage 3: equal parts, the last ones padded."""
+    """Return this rank's part at stage 3: parts are equal, the last ones padded."""
     each = parameter.ds_tensor.ds_numel
     first = min(dist.get_rank() * each, parameter.ds_numel)
     return Span(tuple(parameter.ds_shape), first, min(each, parameter.ds_numel - first), 0)
 
 
 def _gather(cuts: Iterable[Cut], device: torch.device) -> list[Piece]:
-    """Whole tensors, one at a time, so that no rank ever has more than its share and one of them.
-    Who writes what depends on sizes only: all ranks know it before anything is gathered."""
+    """Gather whole tensors, one at a time, so that no rank ever has more than its share and one of
+    them. Who writes what depends on sizes only: all ranks know it before anything is gathered."""
     rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
     drafts = [(cut, _draft(cut, everyone)) for cut in cuts]
     own = {(p.section, p.name) for p in own_pieces([d for _, d in drafts], rank, False)}
@@ -179,7 +181,7 @@ def _gather(cuts: Iterable[Cut], device: torch.device) -> list[Piece]:
 
 
 def _draft(cut: Cut, holders: tuple[int, ...]) -> Piece:
-    """A piece with a size and no memory."""
+    """Return a piece with a size and no memory."""
     shape = cut.span.shape
     assert cut.flat.element_size() == 4, "weights and moments are fp32"
     value = torch.empty(shape, dtype=cut.flat.dtype, device="meta")
@@ -187,7 +189,7 @@ def _draft(cut: Cut, holders: tuple[int, ...]) -> Piece:
 
 
 def _read(source: Source, section: Section, name: str, span: Span, flat: Tensor) -> None:
-    """This rank's numbers, out of the rows that they stand in."""
+    """Read this rank's numbers, out of the rows that they stand in."""
     if span.numel == 0:
         return
     width, end = prod(span.shape[1:]), span.first + span.numel
@@ -197,7 +199,8 @@ def _read(source: Source, section: Section, name: str, span: Span, flat: Tensor)
 
 
 def _gather_again(parameters: list[Any], optimizer: Any) -> None:
-    """Stage 3: what is whole just now has the old values. Small weights are whole all the time."""
+    """Gather at stage 3 what is whole just now, for it has the old values. Small weights are whole
+    all the time."""
     if not parameters:
         return
     live = [p for p in parameters if p.ds_status.name == "AVAILABLE"]
@@ -210,7 +213,7 @@ def _gather_again(parameters: list[Any], optimizer: Any) -> None:
 
 
 def flat_parts(optimizer: Any) -> list[Tensor]:
-    """This rank's fp32 weights as the optimizer sees them: a flat tensor a group."""
+    """Return this rank's fp32 weights as the optimizer sees them: a flat tensor per group."""
     for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
         if hasattr(optimizer, name):
             return list(getattr(optimizer, name))

@@ -57,7 +57,7 @@ class Wrapping:
 
 
 class ModuleEngine:
-    """Forward and backward through `wrapping.model`; `module` is what holds the weights: the
+    """Runs forward and backward through `wrapping.model`; `module` is what holds the weights: the
     workload's model, under its own names."""
 
     def __init__(
@@ -95,7 +95,7 @@ class ModuleEngine:
         return Totals(loss_sums[0] if len(loss_sums) == 1 else torch.stack(loss_sums).sum(), count)
 
     def scaled(self, scale: float | Tensor) -> float | Tensor:
-        """With fp16's loss scale, where there is one."""
+        """Multiply by fp16's loss scale, where there is one."""
         return scale if self.scaler is None else scale * self.scaler.value
 
     def backward(self, objective: Tensor) -> None:
@@ -120,13 +120,13 @@ class ModuleEngine:
         return StepInfo(norm, skipped)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Over all parameters of the model, the same on every rank."""
+        """Return the gradient norm over all parameters of the model, the same on every rank."""
         return global_norm(gradients, self.parts.device, self.wrapping.shards)
 
     def _update(
         self, lr: float, gradients: list[Tensor], norm: Tensor, divisor: Tensor | None
     ) -> Tensor:
-        """Step unless the norm is not finite; returns 1 where it was not."""
+        """Step unless the norm is not finite; return 1 where it was not."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self.veto_on_device:
@@ -153,7 +153,7 @@ class ModuleEngine:
             self.wrapping.settle()
 
     def weights(self) -> dict[str, Tensor]:
-        """Whole tensors, whatever is sharded: all ranks must ask together."""
+        """Return whole tensors, whatever is sharded. A collective."""
         return {name: whole(value) for name, value in self.module.state_dict().items()}
 
     def pieces(self) -> list[Piece]:
@@ -173,7 +173,7 @@ class ModuleEngine:
 
     @torch.no_grad()
     def load(self, source: Source) -> None:
-        """All that this rank holds, from whatever ranks it was written by."""
+        """Load all that this rank holds, from whatever ranks it was written by."""
         load_module(source, self.module)
         load_optimizer(source, self.module, self.inner)
         if self.scaler is not None:

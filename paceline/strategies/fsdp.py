@@ -42,7 +42,8 @@ def build_sharded(parts: EngineParts, reshards: bool) -> Engine:
 
 
 def build_mesh(plan: Plan, device: torch.device, timeout_s: float) -> DeviceMesh:
-    """The plan's mesh over all ranks; the last axis varies fastest, so it stays inside a node."""
+    """Build the plan's mesh over all ranks; the last axis varies fastest, so it stays inside a
+    node."""
     mesh = init_device_mesh(device.type, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
     for group in mesh.get_all_groups():
         # Groups of a mesh start with torch's default of half an hour, not with the world's.
@@ -78,7 +79,7 @@ def _offloads(parts: EngineParts) -> bool:
 
 
 def _precision_policy(precision: str) -> MixedPrecisionPolicy:
-    """Weights are gathered in the compute type; gradients are summed in fp32."""
+    """Gather weights in the compute type; sum gradients in fp32."""
     compute = None if precision == "fp32" else COMPUTE_TYPES[precision]
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
 
@@ -99,7 +100,7 @@ def _fsdp(modules: Sequence[nn.Module]) -> list[FSDPModule]:
 
 @contextmanager
 def _deferred(module: nn.Module) -> Iterator[None]:
-    """Whole gradients stay here until the last microbatch; without it each one's are scattered."""
+    """Keep whole gradients here until the last microbatch; without it each one's are scattered."""
     assert isinstance(module, FSDPModule), "fully_shard has been applied"
     module.set_requires_gradient_sync(False)
     try:
@@ -116,7 +117,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def _proofs(module: nn.Module) -> list[Proof]:
-    """How many units FSDP really made: one a block, and the rest of the model."""
+    """Show how many units FSDP really made: one per block, and the rest of the model."""
     made = sum(isinstance(part, FSDPModule) for part in module.modules())
     blocks = len(find_blocks(module))
     return [

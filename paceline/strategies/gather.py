@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 
 
 def whole(value: Any) -> Any:
-    """The whole of a sharded tensor, on every rank; anything else as it is. A collective."""
+    """Return the whole of a sharded tensor, on every rank; anything else as it is. A collective."""
     if not isinstance(value, DTensor):
         return value
     axis = next(number for number, at in enumerate(value.placements) if isinstance(at, Shard))
@@ -30,13 +30,15 @@ def whole(value: Any) -> Any:
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's pieces of tensors, sharded or not."""
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
 def global_norm(
     gradients: Sequence[Tensor], device: torch.device, shards: dist.ProcessGroup | None
 ) -> Tensor:
-    """Norm over all parameters, on `device`; `shards` are the ranks with the other pieces."""
+    """Return the norm over all parameters, on `device`; `shards` are the ranks with the other
+    pieces."""
     norm = get_total_norm(locals_of(gradients), foreach=True).to(device)
     if shards is None:
         return norm
@@ -46,6 +48,6 @@ def global_norm(
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Memory behind the tensors, padding included, each piece once."""
+    """Return the memory behind the tensors, padding included, each piece once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in locals_of(tensors)}
     return sum(storage.nbytes() for storage in storages.values())

@@ -54,7 +54,8 @@ def _is_sum_and_count(result: object) -> bool:
 
 
 def _describe(value: object) -> str:
-    """`a tuple of (a tensor of shape [8], 8)`: enough to see what is wrong with it."""
+    """Describe a value, `a tuple of (a tensor of shape [8], 8)`: enough to see what is wrong with
+    it."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, tuple):

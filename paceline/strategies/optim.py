@@ -19,7 +19,7 @@ def build_optimizer(
 
 
 def optimizer_kind(optim: OptimConfig, fused: bool) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The class and the settings it is built with, beside its parameters."""
+    """Return the class and the settings it is built with, beside its parameters."""
     if optim.name == "sgd":
         return SGD, {"lr": optim.lr, "momentum": optim.momentum, "fused": fused}
     return AdamW, {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "fused": fused}
@@ -28,7 +28,7 @@ def optimizer_kind(optim: OptimConfig, fused: bool) -> tuple[type[Optimizer], di
 def parameter_groups(
     parameters: Iterable[nn.Parameter], optim: OptimConfig
 ) -> list[dict[str, Any]]:
-    """Weight decay on matrices only, for it shrinks norms and biases for nothing."""
+    """Apply weight decay to matrices only: it shrinks norms and biases for nothing."""
     kept = decay_groups(parameter for parameter in parameters if parameter.requires_grad)
     decays = [optim.weight_decay if group[0].dim() >= 2 else 0.0 for group in kept]
     return [
@@ -37,7 +37,7 @@ def parameter_groups(
 
 
 def learning_rate(step: int, num_steps: int, optim: OptimConfig) -> float:
-    """The rate of step 1, 2, ..., num_steps: linear warm-up, then cosine down to the floor.
+    """Return the rate of step 1, 2, ..., num_steps: linear warm-up, then cosine down to the floor.
 
     Step 1 uses lr / warmup_steps, not 0; the last step uses exactly floor x lr.
     """

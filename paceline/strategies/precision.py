@@ -13,7 +13,7 @@ GROWTH_STEPS = 2000  # steps without overflow before the scale doubles
 
 
 def compute_context(mode: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context a forward pass runs in: autocast, or nothing for fp32."""
+    """Return the context a forward pass runs in: autocast, or nothing for fp32."""
     if mode == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=COMPUTE_TYPES[mode])
@@ -32,13 +32,13 @@ class LossScale:
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, overflowed: Tensor) -> None:
-        """After each step: halve it if the step overflowed, double it after many that did not."""
+        """Halve the scale if the step overflowed; double it after many that did not."""
         torch._amp_update_scale_(self.value, self._good_steps, overflowed, 2.0, 0.5, GROWTH_STEPS)
         self.value.clamp_(min=1.0)
 
     def judge(self, skipped: Tensor) -> Tensor:
-        """Update by a step's `skipped`, 0 or 1, and say OVERFLOWED where that is no fault. At a
-        scale of 1 there is nothing left to halve: then it is the gradient that is bad."""
+        """Update by a step's `skipped`, 0 or 1, and return OVERFLOWED where that is not a fault. At
+        a scale of 1 there is nothing left to halve: then it is the gradient that is bad."""
         is_searching = (self.value > 1.0).float()
         self.update(skipped)
         return skipped * (1 + (OVERFLOWED - 1) * is_searching)

@@ -58,8 +58,8 @@ class ModelShape:
 
     @property
     def block_costs(self) -> list[float]:
-        """Multiplications with each block's matrices and with what stands there, of a sample where
-        positions differ, else of one position."""
+        """Count multiplications with each block's matrices and with what stands there, for a sample
+        where positions differ, else for one position."""
         costs = [0.0] * max(1, self.num_blocks)
         for parameter in self.parameters:
             if parameter.is_matrix:  # a table that is tied to the head multiplies there only
@@ -71,7 +71,7 @@ class ModelShape:
         return self.positions[block] if self.positions else 1
 
     def of_blocks(self, held: Sequence[range]) -> "ModelShape":
-        """What a rank holds that has these blocks."""
+        """Return what a rank holds that has these blocks."""
         kept = [
             p for p in self.parameters if any(place in part for part in held for place in p.places)
         ]

@@ -21,7 +21,7 @@ SCALER = ":loss_scale"  # no parameter has this name
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by their first name: tied ones once."""
+    """Yield parameters and buffers by their first name: tied ones once."""
     seen: set[int] = set()
     for name, value in module.state_dict(keep_vars=True).items():
         if id(value) not in seen:
@@ -36,7 +36,7 @@ def module_pieces(module: nn.Module) -> list[Piece]:
 def moment_pieces(
     module: nn.Module, optimizer: Optimizer, holders: tuple[int, ...] | None = None
 ) -> list[Piece]:
-    """What the optimizer keeps on this rank; `holders` as for `piece_of`."""
+    """Return what the optimizer keeps on this rank; `holders` as for `piece_of`."""
     return _not_empty(
         piece_of("optimizer", moment_name(name, slot), value, holders)
         for name, parameter in module.named_parameters()
@@ -46,14 +46,15 @@ def moment_pieces(
 
 
 def _not_empty(pieces: Iterable[Piece]) -> list[Piece]:
-    """Without those of which this rank has no rows, unless nobody has any."""
+    """Leave out pieces of which this rank has no rows, unless no rank has any."""
     return [piece for piece in pieces if piece.value.numel() or 0 in piece.shape]
 
 
 def load_module(
     source: Source, module: nn.Module, elsewhere: Mapping[str, tuple[int, ...]] = NOTHING
 ) -> None:
-    """Weights and buffers, as far as this rank holds them; `elsewhere` are others of the model."""
+    """Load weights and buffers, as far as this rank holds them; `elsewhere` are others of the
+    model."""
     held = dict(named_tensors(module))
     own = {name: tuple(value.shape) for name, value in held.items()}
     require_same_shapes(source, {**elsewhere, **own})
@@ -62,7 +63,7 @@ def load_module(
 
 
 def load_optimizer(source: Source, module: nn.Module, optimizer: Optimizer) -> None:
-    """What was kept for the parameters that this rank updates; for others nothing is read."""
+    """Load what was kept for the parameters that this rank updates; for others nothing is read."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     slots = slots_of(source)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -80,7 +81,8 @@ def load_optimizer(source: Source, module: nn.Module, optimizer: Optimizer) -> N
 def piece_of(
     section: Section, name: str, value: Tensor, holders: tuple[int, ...] | None = None
 ) -> Piece:
-    """What this rank holds of a tensor. `holders`: where that cannot be seen from the tensor."""
+    """Return what this rank holds of a tensor. `holders`: where that cannot be seen from the
+    tensor."""
     held = holders if holders is not None else _holders(value)
     return Piece(section, name, tuple(value.shape), _first_row(value), local_part(value), held)
 
@@ -90,7 +92,8 @@ def local_part(value: Tensor) -> Tensor:
 
 
 def moment_like(source: Source, name: str, parameter: Tensor) -> Tensor:
-    """A moment has its parameter's shape, and is cut as it is; a step count is one number."""
+    """Read a moment. It has its parameter's shape, and is cut as it is; a step count is one
+    number."""
     if source.shapes("optimizer")[name] != tuple(parameter.shape):
         return source.rows("optimizer", name, 0, 1)
     rows = torch.empty_like(local_part(parameter))
@@ -104,7 +107,7 @@ def moment_like(source: Source, name: str, parameter: Tensor) -> Tensor:
 
 
 def slots_of(source: Source) -> dict[str, list[str]]:
-    """What is kept for each parameter: {"blocks.0.weight": ["exp_avg", ...]}."""
+    """Return what is kept for each parameter: {"blocks.0.weight": ["exp_avg", ...]}."""
     found: dict[str, list[str]] = defaultdict(list)
     for name in source.shapes("optimizer"):
         slot, _, parameter = name.partition("/")
@@ -134,7 +137,7 @@ def require_same_shapes(source: Source, held: dict[str, tuple[int, ...]]) -> Non
 
 
 def scale_pieces(scale: LossScale) -> list[Piece]:
-    """fp16's loss scale, which every rank has."""
+    """Return the pieces of fp16's loss scale, which every rank has."""
     return [
         piece_of("optimizer", moment_name(SCALER, slot), value)
         for slot, value in scale.state().items()
@@ -142,14 +145,14 @@ def scale_pieces(scale: LossScale) -> list[Piece]:
 
 
 def load_scale(scale: LossScale, source: Source) -> None:
-    """Left as it is where the checkpoint was not made in fp16."""
+    """Load the loss scale; leave it as it is where the checkpoint was not made in fp16."""
     names = {slot: moment_name(SCALER, slot) for slot in scale.state()}
     if set(names.values()) <= source.shapes("optimizer").keys():
         scale.load_state({s: source.rows("optimizer", name, 0, 1) for s, name in names.items()})
 
 
 def _first_row(value: Tensor) -> int:
-    """Of this rank's part in the whole tensor."""
+    """Return where this rank's part begins in the whole tensor."""
     if not isinstance(value, DTensor) or not value.shape:
         return 0
     _, offset = compute_local_shape_and_global_offset(
@@ -159,7 +162,8 @@ def _first_row(value: Tensor) -> int:
 
 
 def _holders(value: Tensor) -> tuple[int, ...]:
-    """Every rank holds a plain tensor; of a sharded one those at the same place of other copies."""
+    """Return the ranks with this very part: all of them for a plain tensor, for a sharded one those
+    at the same place of other copies."""
     if not isinstance(value, DTensor):
         return tuple(range(dist.get_world_size()))
     mesh, here = value.device_mesh, value.device_mesh.get_coordinate()

@@ -78,7 +78,7 @@ def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
-    """Names that stand for one parameter, where there is more than one."""
+    """Return the names that stand for one parameter, where there is more than one."""
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -86,7 +86,7 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _tie(model: nn.Module, groups: list[list[str]]) -> None:
-    """Moving off meta makes a parameter of every name; make one of them again."""
+    """Make one parameter again of tied ones: moving off meta makes one of every name."""
     for first, *others in groups:
         parameter = model.get_parameter(first)
         for name in others:

@@ -76,7 +76,8 @@ class Zero1(Replicated):
         return 1
 
     def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
-        """Whole parameters cannot be dealt out evenly: ranks differ by up to the largest one."""
+        """Estimate; whole parameters cannot be dealt out evenly: ranks differ by up to the largest
+        one."""
         trainable = sum_bytes(model.trainable)
         hands = deal(model.trainable, share.size)
         own = max(hands, key=sum_bytes) if share.index is None else hands[share.index]
@@ -93,8 +94,8 @@ class Zero1(Replicated):
 
 
 def deal(parameters: Sequence[ParameterShape], num_ranks: int) -> list[list[ParameterShape]]:
-    """Who keeps the state of what, by the rule of torch's ZeroRedundancyOptimizer, so that the
-    plan is right to the byte: group by group, the largest first, to the rank that has least."""
+    """Deal the state out by the rule of torch's ZeroRedundancyOptimizer, so that the plan is right
+    to the byte: group by group, the largest first, to the rank that has least."""
     hands: list[list[ParameterShape]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for group in decay_groups(parameters):
@@ -149,7 +150,8 @@ class Sharded(Strategy):
         return wire(plan)
 
     def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
-        """Weights and gradients are padded to equal pieces; the optimizer's state is not."""
+        """Estimate; weights and gradients are padded to equal pieces, the optimizer's state is
+        not."""
         padded = sum(padded_numel(p, share.size) * p.itemsize for p in model.trainable)
         frozen = sum(padded_numel(p, share.size) * p.itemsize for p in model.frozen)
         own = sum(own_numel(p, share) * p.itemsize for p in model.trainable)
@@ -163,7 +165,8 @@ class Sharded(Strategy):
         )
 
     def _gathered(self, model: ModelShape, config: RunConfig, share: Share) -> int:
-        """The rest of the model all the time; of the blocks all, or this one and the next."""
+        """Return the bytes gathered at once: the rest of the model all the time, and all blocks, or
+        this one and the next."""
         *blocks, rest = _gathered_numels(model, share)
         if self.reshards(config):
             settings = Gathering.of(config)
@@ -174,7 +177,7 @@ class Sharded(Strategy):
     def exchange(self, model: ModelShape, config: RunConfig, share: Share) -> Exchange:
         once = sum(padded_numel(p, share.size) * share.size for p in model.trainable) * REDUCE_BYTES
         if _defers(config) or share.num_microbatches == 1:
-            return Exchange(plain=once, sent=once, because="scattered once a step, in fp32")
+            return Exchange(plain=once, sent=once, because="scattered once per step, in fp32")
         total = once * share.num_microbatches
         because = f"scattered for each of {share.num_microbatches} microbatches, in fp32"
         return Exchange(plain=total, sent=total, because=because)
@@ -207,7 +210,7 @@ class Hybrid(Sharded):
             problem = Finding(
                 severity="error",
                 where="strategy.shard_size",
-                what=f"a hybrid of {world} ranks in groups of {size} is no grid of copies and"
+                what=f"a hybrid of {world} ranks in groups of {size} is not a grid of copies and"
                 " shards",
                 hint=self._hint(world),
             )
@@ -238,7 +241,7 @@ def wire(plan: Plan) -> list[Collective]:
 
 
 def shard_problems(name: str, model: ModelShape) -> list[Finding]:
-    """What stands against cutting up every weight, for strategy `name`."""
+    """Return what stands against cutting up every weight, for strategy `name`."""
     found = []
     if not all(parameter.shape for parameter in model.parameters):
         found.append(
@@ -277,13 +280,14 @@ def _defers(config: RunConfig) -> bool:
 
 
 def padded_numel(parameter: ParameterShape, size: int) -> int:
-    """Elements of one rank's piece: whole rows of the first axis, the same number on each rank."""
+    """Return the elements of one rank's piece: whole rows of the first axis, the same number on
+    each rank."""
     rows, width = _rows_and_width(parameter)
     return -(-rows // size) * width
 
 
 def own_numel(parameter: ParameterShape, share: Share) -> int:
-    """The piece without its padding: the last ranks may have fewer rows, or none."""
+    """Return the piece without its padding: the last ranks may have fewer rows, or none."""
     rows, width = _rows_and_width(parameter)
     each = -(-rows // share.size)
     before = 0 if share.index is None else share.index * each  # the first has most

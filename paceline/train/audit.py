@@ -4,18 +4,22 @@ One early step is profiled on rank 0: late enough that kernels are chosen and gr
 early enough that a mismatch costs minutes and not days.
 """
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from paceline.config.schema import RunConfig
 from paceline.errors import AuditError
 from paceline.records import Audit, Choice, Plan, Proof
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Collective
-from paceline.train.profile import Op, StepProfile, compile_counts, group_timeouts_s
 
 AUDITED_STEP = 3
 # How torch names the kernels that SDPA chooses from, and where each takes a mask.
@@ -30,6 +34,92 @@ KERNELS = {
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 FUSED = ("aten::_fused_adamw_", "aten::_fused_sgd_")
 PROFILE = "profile of the step"
+TYPE_NAMES = {"float": "fp32", "double": "fp64", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
+
+
+@dataclass(frozen=True)
+class Op:
+    """A call of an operation: its tensors' shapes and types by position; () and "" where an
+    argument is not a tensor."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    types: tuple[str, ...]
+    values: tuple[Any, ...]
+
+
+class StepProfile:
+    """Profiles what runs between `start` and `stop`."""
+
+    def __init__(self, with_kernels: bool) -> None:
+        activities = [ProfilerActivity.CPU]
+        if with_kernels:
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, record_shapes=True)
+        self.ops: list[Op] = []
+        self.names: Counter[str] = Counter()
+
+    def start(self) -> None:
+        # kineto announces each start and stop on stderr, as if it were graver than an error (5). It
+        # reads its level once, when a process profiles for the first time.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        self._profile.start()
+
+    def stop(self) -> None:
+        self._profile.stop()
+        self.ops = list(_iter_ops(self._profile))
+        self.names = Counter(op.name for op in self.ops)
+
+    def find(self, *names: str) -> list[Op]:
+        return [op for op in self.ops if op.name in names]
+
+    def types_of(self, *names: str) -> Counter[str]:
+        """Count the types of the first tensor that the named operations took."""
+        firsts = ((t for t in op.types if t in TYPE_NAMES.values()) for op in self.find(*names))
+        return Counter(next(types, "other") for types in firsts)
+
+
+def _iter_ops(profiled: profile) -> Iterator[Op]:
+    # The public list of events has shapes, but not the types.
+    results = profiled.profiler.kineto_results if profiled.profiler else None
+    assert results is not None, "stopped after it was started"
+    for event in _outermost(results.events()):
+        yield Op(
+            event.name(),
+            tuple(tuple(shape) for shape in event.shapes()),
+            tuple(TYPE_NAMES.get(name, name) for name in event.dtypes()),
+            tuple(event.concrete_inputs()),
+        )
+
+
+def _outermost(events: Any) -> Iterator[Any]:
+    """Leave out calls inside a call of the same name: a dispatch mode, as selective recomputation
+    has one, passes each operation on to itself."""
+    running: dict[tuple[int, str], int] = {}  # thread and name, to when the outermost ends
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        key = event.start_thread_id(), event.name()
+        if event.start_ns() >= running.get(key, -1):
+            running[key] = event.start_ns() + event.duration_ns()
+            yield event
+
+
+def compile_counts() -> tuple[int, int, int]:
+    """Return the graphs compiled, graph breaks and recompilations in this process so far."""
+    if "torch._dynamo" not in sys.modules:
+        return 0, 0, 0  # nothing was compiled, and to import it takes a second
+    from torch._dynamo.utils import counters, get_compilation_metrics
+
+    again = sum(bool(metrics.recompile_reason) for metrics in get_compilation_metrics())
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), again
+
+
+def group_timeouts_s(device: torch.device) -> list[float]:
+    """Return how long a collective really waits, as the backend of every group has it."""
+    from torch.distributed.distributed_c10d import _world
+
+    groups = [group for group in _world.pg_map if hasattr(group, "_get_backend")]
+    options = [group._get_backend(device).options for group in groups]
+    return [float(option._timeout.total_seconds()) for option in options]
 
 
 class Auditor:
@@ -60,8 +150,8 @@ class Auditor:
             self._profile.start()
 
     def end(self, step: int) -> None:
-        """Write the audit; `AuditError` where something differs and the user is strict."""
-        if step <= self.step:  # evaluation compiles too, between steps: that is no recompilation
+        """Write the audit; raise AuditError where something differs and the user is strict."""
+        if step <= self.step:  # evaluation compiles too, between steps: that is not a recompilation
             now = zip(self._compiled, compile_counts(), self._counts, strict=True)
             self._compiled = [total + after - before for total, after, before in now]
         if self._profile is None or step != self.step or self.path is None:
@@ -91,7 +181,7 @@ class Auditor:
         yield _timeouts(self.config.launch.collective_timeout_s, self.device)
 
     def _was_skipped(self, seen: StepProfile) -> bool:
-        """fp16 looks for its scale in the first steps, and then there is no update to see."""
+        """Say whether there is no update to see: fp16 looks for its scale in the first steps."""
         is_fused = self.plan.fused_optimizer.value
         return self.plan.precision.value == "fp16" and is_fused and not seen.find(*FUSED)
 
@@ -106,7 +196,7 @@ class Auditor:
 
 
 def _attention(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
-    """One row for each distinct call: kernel, shapes, type, mask."""
+    """Yield one row for each distinct call: kernel, shapes, type, mask."""
     asked, said = plan.attention.value, _asked(plan.attention)
     calls = Counter(_call(op) for op in seen.find(*KERNELS))
     for (kernel, text), count in sorted(calls.items()):
@@ -136,7 +226,8 @@ def _call(op: Op) -> tuple[str, str]:
 
 
 def _precision(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
-    """What most matrix products took. Kernels that a compiler wrote itself are not among them."""
+    """Compare the type that most matrix products took. Kernels that a compiler wrote itself are not
+    among them."""
     types = seen.types_of(*PRODUCTS)
     if types:
         most, _ = types.most_common(1)[0]
@@ -154,8 +245,8 @@ def _matmul(plan: Plan) -> Proof:
 
 
 def _recompute(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
-    """A recomputed block calls its attention twice forward for once backward; `selective` finds
-    the second one's result already there, but asks for it all the same."""
+    """Count calls of attention: a recomputed block has two forward for one backward; `selective`
+    finds the second one's result already there, but asks for it all the same."""
     forward = sum(seen.names[name] for name in KERNELS)
     backward = sum(seen.names[f"{name}_backward"] for name in KERNELS)
     if not backward or plan.compile.value != "off":
@@ -174,7 +265,7 @@ def _optimizer(plan: Plan, seen: StepProfile) -> Proof:
 
 
 def _collectives(expected: Sequence[Collective], seen: StepProfile) -> Iterator[Proof]:
-    """Types on the wire, against those that the strategy says it sends."""
+    """Compare the types on the wire with those that the strategy says it sends."""
     for what, op, asked in expected:
         types = seen.types_of(op)
         effective = ", ".join(f"{kind} x {count}" for kind, count in types.items()) or "none seen"

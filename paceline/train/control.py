@@ -38,13 +38,13 @@ class Requests:
             self._asked = ask
 
     def answered(self, ask: Ask) -> None:
-        """All ranks have done it; a stop is never taken back."""
+        """Note that all ranks have done it; a stop is never taken back."""
         if self._asked is ask is Ask.CHECKPOINT:
             self._asked = Ask.NOTHING
 
 
 class ControlFiles(Ticker):
-    """Rank 0 looks for .HALT and control/checkpoint; one that was there before is no request."""
+    """Rank 0 looks for .HALT and control/checkpoint; one that was there before is not a request."""
 
     def __init__(self, run: RunDir, requests: Requests, halt_seen: int | None) -> None:
         super().__init__(POLL_S, "control")
@@ -62,7 +62,7 @@ class ControlFiles(Ticker):
 
 
 def modified_at(path: Path) -> int | None:
-    """In nanoseconds; None where there is no such file."""
+    """Return when a file was modified, in nanoseconds; None where there is no such file."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -40,12 +40,12 @@ class Evaluation:
         return step % self.every == 0 or step == self.num_steps
 
     def run(self, engine: Engine, clock: Clock, is_cut: Callable[[], bool]) -> float | None:
-        """Mean loss per unit of the validation samples, over all ranks; None where `is_cut`, which
-        all ranks ask together after each batch, said to leave it."""
+        """Return the mean loss per unit of the validation samples, over all ranks; None where
+        `is_cut`, which all ranks ask together after each batch, said to leave it."""
         assert self.data is not None, "asked to evaluate without data"
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for ids in self.batches:
-            clock.enter(Phase.EVAL)  # once a batch: a long evaluation is no stall
+            clock.enter(Phase.EVAL)  # for each batch: a long evaluation is not a stall
             # A rank without samples still runs a forward pass: others may wait for it inside one.
             batch = collate(self.data, ids if len(ids) else np.zeros(1, dtype=np.int64))
             loss, count = engine.evaluate(to_device(batch, self.device))

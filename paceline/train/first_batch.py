@@ -1,9 +1,9 @@
-"""Before step 1: does a workload's loss return a sum, as the seam asks, or a mean?
+"""What the first batch tells before step 1: FLOPs per sample, and whether the loss is a sum.
 
-A mean would train without a word: its loss and its gradients are too small by the size of the
-microbatch, and change with it. A batch tells the two apart: its loss is the sum of what its parts
-give, or their mean. What depends on the batch as a whole, as contrastive losses do, is neither, and
-is left alone.
+The seam asks for a sum. A mean would train without a word: its loss and its gradients are too small
+by the size of the microbatch, and change with it. A batch tells the two apart: its loss is the sum
+of what its parts give, or their mean. What depends on the batch as a whole, as contrastive losses
+do, is neither, and is left alone.
 """
 
 import logging
@@ -15,13 +15,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.flop_counter import FlopCounterMode
 
+from paceline.data.loader import map_tensors
 from paceline.data.rng import capture_rng, restore_rng
 from paceline.errors import ConfigError, PacelineError
+from paceline.job import Job
 from paceline.records import Plan
 from paceline.strategies.base import Engine
 from paceline.strategies.gather import locals_of
+from paceline.train.feed import Feed
 from paceline.workloads.base import Workload
 
 LOG = logging.getLogger("paceline")
@@ -42,7 +47,8 @@ class Compared(NamedTuple):
 
     @property
     def is_mean(self) -> bool:
-        """Clearly a mean and clearly no sum; never where a number is not finite."""
+        """Say whether it is clearly a mean and clearly not a sum; never where a number is not
+        finite."""
         means = (self.mean_by_samples, self.mean_by_units)
         is_near = min(abs(self.whole - mean) for mean in means) <= CLOSE * self.size / 2
         return is_near and abs(self.whole - self.parts) > FAR * self.size
@@ -59,8 +65,7 @@ class FirstBatch:
     batch: Any
 
     def require_summed_loss(self) -> None:
-        """Refuse a loss that is a mean over the batch; leave no trace otherwise. All ranks
-        together."""
+        """Refuse a loss that is a mean over the batch; leave no trace otherwise. A collective."""
         size = self.plan.batch.micro
         if not can_cut(self.batch, size):
             return
@@ -80,7 +85,8 @@ class FirstBatch:
         )
 
     def _compare(self, first: int, rewind: Callable[[], None]) -> Compared | None:
-        """Cut after the first samples; None where nothing can be told, on every rank."""
+        """Compare the batch with two parts of it, cut after the first samples; return None, on
+        every rank, where nothing can be told."""
         size = self.plan.batch.micro
         parts, samples = self._cut(first), [first, size - first]
         units = self._units(parts, samples)
@@ -115,8 +121,8 @@ class FirstBatch:
         ]
 
     def _units(self, parts: list[Any], samples: list[int]) -> list[int] | None:
-        """What the losses of the parts are divided by; None where that of the batch is not their
-        sum: then a loss need not grow with the batch either."""
+        """Return what the losses of the parts are divided by; None where that of the batch is not
+        their sum: then a loss need not grow with the batch either."""
         if self.plan.units_per_sample is not None:
             return samples
         units = [int(self.workload.units(part)) for part in parts]
@@ -125,25 +131,26 @@ class FirstBatch:
         return None if any(num_other) else units
 
     def _sum(self, values: Tensor) -> list[float]:
-        """Over all ranks."""
+        """Sum over all ranks."""
         values = values.to(self.device)
         dist.all_reduce(values)
         numbers: list[float] = values.tolist()
         return numbers
 
     def _holds_all(self) -> bool:
-        """Whether this rank can run the model without waiting for another."""
+        """Say whether this rank can run the model without waiting for another."""
         held = sum(part.numel() for part in locals_of(self.engine.module.parameters()))
         return held >= self.plan.model.num_trainable + self.plan.model.num_frozen
 
 
 def is_worth_asking(workload: Workload, plan: Plan) -> bool:
-    """Not of one sample, which is its own mean, nor of what we ship: its tests know."""
+    """Say whether to check the loss: not for one sample, which is its own mean, nor for a workload
+    that we ship and test."""
     return plan.batch.micro > 1 and not type(workload).__module__.startswith(OURS)
 
 
 def can_cut(batch: Any, size: int) -> bool:
-    """Whether all of it is tensors with one row for each of `size` samples."""
+    """Say whether all of it is tensors with one row for each of `size` samples."""
     leaves = tree_flatten(batch)[0]
     return bool(leaves) and all(
         torch.is_tensor(leaf) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves
@@ -157,8 +164,8 @@ def _mean(losses: list[float], weights: list[int]) -> float:
 
 @contextmanager
 def _traceless(engine: Engine, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Generators and buffers are put back, and nothing is compiled for these sizes. Yields what
-    puts the generators back in between, so that all passes draw alike."""
+    """While inside, nothing is compiled; on leaving, generators and buffers are put back. Yields
+    what puts the generators back in between, so that all passes draw alike."""
     drawn = capture_rng(device)
     kept = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
     try:
@@ -169,3 +176,33 @@ def _traceless(engine: Engine, device: torch.device) -> Iterator[Callable[[], No
         with torch.no_grad():
             for buffer, value in kept:
                 buffer.copy_(value)
+
+
+def count_flops(job: Job, plan: Plan, feed: Feed, device: torch.device) -> tuple[float | None, str]:
+    """Return the FLOPs of one sample, forward and backward, and where the figure comes from: the
+    plan, or a count on the first batch, which comes through the loader's time limit."""
+    if plan.flops_per_sample.value is not None:
+        return plan.flops_per_sample.value, plan.flops_per_sample.because
+    batch = feed.peek().batch
+    # To load a batch may draw random numbers, as it would in its step; to count must not.
+    drawn = capture_rng(device)
+    try:
+        counted = _count_on_meta(job, batch) / plan.batch.micro
+    except Exception as error:  # any operation of the user's may lack a meta kernel
+        return None, f"not counted: {type(error).__name__} on meta tensors: {error}"
+    finally:
+        restore_rng(drawn, device)
+    return counted, "counted on the first batch by torch.utils.flop_counter"
+
+
+def _count_on_meta(job: Job, batch: Any) -> int:
+    """Count a forward and a backward pass on meta tensors: only shapes are computed."""
+    with torch.device("meta"):
+        model = job.workload.build_model(job.config)
+    on_meta = map_tensors(lambda tensor: tensor.to("meta"), batch)
+    # The counter sees attention only where it is spelt out as matrix products.
+    spelt_out = sdpa_kernel(SDPBackend.MATH)
+    with FlopCounterMode(display=False) as counter, torch.device("meta"), spelt_out:
+        loss, _ = job.workload.loss(model, on_meta)
+        loss.backward()
+    return int(counter.get_total_flops())

@@ -1,6 +1,11 @@
-"""heartbeat_rank<r>.jsonl: this rank is alive, in this phase of this step, written by a thread."""
+"""Threads of a rank that write while it trains.
+
+heartbeat_rank<r>.jsonl   this rank is alive, in this phase of this step
+telemetry.csv             what GPUs, host and ranks do
+"""
 
 import mmap
+import os
 import struct
 import threading
 import time
@@ -8,7 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
+from paceline.machine.gpus import Nvml
 from paceline.records.heartbeats import Beat
+from paceline.records.tables import MEASURES, TELEMETRY, TableFile
 from paceline.schedules.actions import Action, Kind
 
 MARK = struct.Struct("<q")
@@ -49,13 +58,13 @@ class Ticker:
         self._tick()
 
     def _tick(self) -> None:
-        with suppress(OSError):  # a full disk is no reason to fall silent for ever
+        with suppress(OSError):  # a full disk must not end the thread
             self.tick()
 
 
 class StepMark:
-    """The number of the step that a rank has begun, in a file that is memory of ours: it costs next
-    to nothing, and is right to the step however the process ends."""
+    """Keeps the number of the step that a rank has begun in a mapped file: it costs next to
+    nothing, and is right to the step however the process ends."""
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
@@ -68,7 +77,7 @@ class StepMark:
 
 
 def read_mark(path: Path) -> int:
-    """0 where no step was begun."""
+    """Return the step that a rank has begun; 0 where it began none."""
     try:
         return int(MARK.unpack(path.read_bytes())[0])
     except (OSError, struct.error):
@@ -76,7 +85,8 @@ def read_mark(path: Path) -> int:
 
 
 class ActionMark:
-    """The action of a pipeline that a rank is in, kept as a step is; None: it is in none."""
+    """Keeps the action of a pipeline that a rank is in, as StepMark keeps the step; None: it is in
+    none."""
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
@@ -93,7 +103,7 @@ class ActionMark:
 
 
 def read_action(path: Path) -> str:
-    """`stage 1, forward of microbatch 3`; empty where the rank was in no action."""
+    """Return `stage 1, forward of microbatch 3`; empty where the rank was in no action."""
     try:
         kind, stage, microbatch = ACTION.unpack(path.read_bytes())
         return Action(Kind(kind.decode()), stage, microbatch).words
@@ -102,6 +112,8 @@ def read_action(path: Path) -> str:
 
 
 class Heartbeat(Ticker):
+    """Writes that this rank is alive, with its step and phase."""
+
     def __init__(self, path: Path, rank: int, progress: Progress, interval_s: float) -> None:
         super().__init__(interval_s, "heartbeat")
         self._file = path.open("a", buffering=1)
@@ -110,3 +122,36 @@ class Heartbeat(Ticker):
     def tick(self) -> None:
         now, at = round(time.time(), 3), self._progress
         self._file.write(Beat(now, self._rank, at.step, at.phase, at.marks).to_line())
+
+
+class Telemetry(Ticker):
+    """Samples what the machine does: its first rank the host and each GPU that this run may use,
+    the others only their own memory."""
+
+    def __init__(self, path: Path, interval_s: float, is_first: bool) -> None:
+        super().__init__(interval_s, "telemetry")
+        self._file = TableFile(path, TELEMETRY)
+        self._process = psutil.Process(os.getpid())
+        self._is_first = is_first
+        self._nvml = Nvml.open() if is_first else None
+        psutil.cpu_percent(interval=None)  # the first call only sets the reference point
+
+    def tick(self) -> None:
+        now = f"{time.time():.3f}"
+        if self._is_first:
+            self._file.add({"time": now, "source": "host", **self._host()})
+        else:
+            rss_bytes = self._process.memory_info().rss
+            self._file.add({"time": now, "source": "rank", "rss_bytes": rss_bytes})
+        for handle in self._nvml.handles if self._nvml else []:
+            sample = handle.sample()
+            known = {name: sample.get(name) for name in MEASURES}
+            self._file.add({"time": now, "source": f"gpu{handle.index}", **known})
+        self._file.flush()
+
+    def _host(self) -> dict[str, float]:
+        return {
+            "utilisation_percent": psutil.cpu_percent(interval=None),
+            "memory_bytes": psutil.virtual_memory().used,
+            "rss_bytes": self._process.memory_info().rss,
+        }

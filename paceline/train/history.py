@@ -1,27 +1,37 @@
-"""Where a run stands in its steps and its data, and what a checkpoint says of that."""
+"""Where a run stands in its steps and its data: read from a checkpoint, and written into one."""
 
+import logging
 import time
+from collections.abc import Callable
 
 import torch
 
 from paceline import __version__
+from paceline.checkpoint.folder import CheckpointFolder
+from paceline.checkpoint.restore import Found, choose_checkpoint, require_never_saved
+from paceline.checkpoint.tensors import TensorFiles
+from paceline.data.rng import restore_rng, seed_rng
 from paceline.errors import DataError
 from paceline.job import Job
 from paceline.records import Attempt, BestMetric, DataPosition, Kept, Plan
 from paceline.records.rundir import RunDir
+from paceline.strategies import find_strategy
 from paceline.strategies.optim import learning_rate
 from paceline.train.loop import Start
+from paceline.train.metrics import cut_absent_ranks
+
+LOG = logging.getLogger("paceline")
 
 
 def load_attempt(run: RunDir) -> Attempt:
-    """Which start of the ranks this is; the first one where nobody has said."""
+    """Return which start of the ranks this is; the first one where nothing says otherwise."""
     if run.attempt.is_file():
         return Attempt.load(run.attempt)
     return Attempt(number=1, resume=False, started_at=time.time())
 
 
 class History:
-    """Begins with step 1 at position 0, or goes on from what a checkpoint kept."""
+    """The step, the position in the data and the best loss: of a new run, or of a checkpoint."""
 
     def __init__(
         self, job: Job, plan: Plan, attempt: Attempt, num_samples: int, data_fingerprint: str
@@ -31,14 +41,60 @@ class History:
         self.start, self.start_position = Start(), 0
         self.best: BestMetric | None = None
 
-    def go_on_from(self, kept: Kept) -> None:
+    def restore(
+        self,
+        run: RunDir,
+        rank: int,
+        device: torch.device,
+        load: Callable[[TensorFiles], None],
+        notes: list[str],
+    ) -> Found | None:
+        """Resume from the newest sound checkpoint, where this attempt is to resume. A collective.
+
+        `load` takes the state out of the files; what a person should know is added to `notes`.
+        """
+        folder = CheckpointFolder.of_run(run, self.job.config.checkpoint)
+        if rank == 0:
+            folder.sweep()
+        if not self.attempt.resume:
+            return None
+        found = choose_checkpoint(folder, device, load)
+        if found is None:
+            require_never_saved(run.checkpoint_log, folder)
+            notes.append("there was no checkpoint yet: this attempt began with step 1")
+            if rank == 0:
+                cut_absent_ranks(run, self.plan.world_size, 0)
+            return None
+        self.resume_from(found.kept)
+        step = found.kept.step
+        notes += [f"{damage}; step_{step} was used instead" for damage in found.damages]
+        notes += find_strategy(self.plan.strategy.value).lost_on_resume(self.job.config)
+        LOG.info("resumes from the checkpoint of step %d", step)
+        if rank == 0:
+            known = {"first_step": step + 1, "notes": notes}
+            self.attempt.model_copy(update=known).save(run.attempt)
+            self._drop_what_lies_beyond(run, folder, found.kept)
+        return found
+
+    def _drop_what_lies_beyond(self, run: RunDir, folder: CheckpointFolder, kept: Kept) -> None:
+        """Put away what belongs to steps after the checkpoint: they will be taken again."""
+        cut_absent_ranks(run, self.plan.world_size, kept.step)
+        for newer in [step for step in folder.steps() if step > kept.step]:
+            folder.set_aside(newer)
+        best = kept.best  # the kill may have come between a checkpoint and its mark
+        if best is not None and best.step in folder.steps():
+            folder.mark_best(best.step)
+
+    def resume_from(self, kept: Kept) -> None:
+        """Take over the step, the position in the data and the best loss of a checkpoint."""
         self._require_same_data(kept.data)
         self.start = Start(kept.step + 1, kept.num_skips, kept.evaluation_is_due)
         self.start_position = kept.data.position
         self.best = kept.best
 
     def _require_same_data(self, data: DataPosition) -> None:
-        """A position means the same sample only in the same data, in the same order."""
+        """Refuse other data: a position means the same sample only in the same data, in the same
+        order."""
         if self.attempt.allow_change:
             return
         changes = {
@@ -53,7 +109,7 @@ class History:
             )
 
     def describe(self, step: int, reason: str, num_skips: int) -> Kept:
-        """state.json after `step`."""
+        """Return what state.json says after `step`."""
         plan, config = self.plan, self.job.config
         return Kept(
             step=step,
@@ -86,3 +142,18 @@ class History:
             end_index=index,
             fingerprint=self.data_fingerprint,
         )
+
+
+def settle_rng(found: Found | None, job: Job, plan: Plan, rank: int, device: torch.device) -> None:
+    """Set the random generators as they were at the checkpoint, or seed them.
+
+    On another number of ranks there is no state for each of them: they are seeded by the step.
+    Ranks are seeded apart, for dropout must differ between them.
+    """
+    seed = job.config.train.seed
+    if found is None:
+        seed_rng(seed, rank)
+    elif found.kept.world_size == plan.world_size:
+        restore_rng(found.rng(rank), device)
+    else:
+        seed_rng(seed, rank, found.kept.step)

@@ -26,8 +26,8 @@ STOPS = {Ask.PREEMPT: Outcome.PREEMPTED, Ask.INTERRUPT: Outcome.INTERRUPTED}
 
 
 class Consensus:
-    """What any rank was asked, known to all. On a GPU the answer is that of the look before, so
-    that nobody waits for the device."""
+    """Tells every rank what any rank was asked. On a GPU the answer is that of the look before, so
+    that no host waits for its device."""
 
     def __init__(self, requests: Requests, device: torch.device) -> None:
         self.requests, self.device = requests, device
@@ -36,12 +36,14 @@ class Consensus:
         self._readback, self._looks = Readback(device), 0
 
     def look(self) -> Ask:
-        """A collective of one number: all ranks look equally often."""
+        """Return the largest request of any rank. A collective of one number: all ranks look
+        equally often."""
         if dist.get_world_size() == 1:
             return self.requests.asked
         word = self._words[self.requests.asked].clone()
         dist.all_reduce(word, dist.ReduceOp.MAX)
         self._readback.push(self._looks, [word])
+        # A CPU reads its own look; a GPU that of the step before, which it has passed by now.
         heard = self._readback.pop(self._looks - self.lateness, wait=True)
         self._looks += 1
         return Ask(int(heard[-1][1][0])) if heard else Ask.NOTHING
@@ -68,6 +70,8 @@ class KeeperParts:
 
 
 class Keeper:
+    """Decides after each step, together with all ranks, whether to save and whether to stop."""
+
     def __init__(self, parts: KeeperParts, best: BestMetric | None = None) -> None:
         self.parts, self.best = parts, best
         self.consensus = Consensus(parts.requests, parts.device)
@@ -76,11 +80,13 @@ class Keeper:
         self._saved_step, self._saved_at = 0, time.monotonic()
 
     def is_stopping(self) -> bool:
-        """Asked between the batches of an evaluation, and before the first step."""
+        """Say whether to stop: asked between the batches of an evaluation, and before the first
+        step."""
         return self.consensus.look() in STOPS
 
     def note_evaluation(self, step: int, loss: float | None) -> None:
-        """None: it was cut short, and is due again when the run goes on."""
+        """Remember the best loss. None: the evaluation was cut short, and is due again on
+        resuming."""
         self.evaluation_is_due = loss is None
         if loss is None or not math.isfinite(loss):
             return
@@ -88,23 +94,31 @@ class Keeper:
             self.best = BestMetric(step=step, val_loss=loss)
 
     def wish(self, step: int) -> Wish:
-        """What all ranks do after this step."""
+        """Return what all ranks do after this step."""
         self._reserve()
+        # Each rank raises what it was asked, `look` gives all of them the largest. All that follows
+        # depends on that answer, on the step and on what every rank has alike, so all ranks decide
+        # the same without another collective.
         self._raise_own()
         ask = self.consensus.look()
         if ask is Ask.FAIL:
-            self._require_written()
+            self._require_written()  # raises on every rank: the saver told all of the failure
         stop = STOPS.get(ask)
         if stop is not None:
+            # A preempted job has seconds: spend them on this save, not on reading old ones back.
             self.parts.saver.hurry()
+        # On a GPU an answer is one step old. So the step after a checkpoint still hears the request
+        # that this checkpoint has answered, and must not save again for it.
         if ask is Ask.CHECKPOINT and 0 < step - self._saved_step <= self.consensus.lateness:
-            return Wish("", None)  # the echo of a wish that was answered just now
+            return Wish("", None)
+        # A step is saved once, and step 0 (a stop before the first step) never.
         reason = self._reason(step, ask, stop) if step != self._saved_step else ""
         self.parts.requests.answered(ask)
         return Wish(reason, stop)
 
     def _reserve(self) -> None:
-        """After the first step, when the optimizer has its state: memory for what will be due."""
+        """Reserve memory for the saves that will be due: after the first step, when the optimizer
+        has its state."""
         if self._has_reserved or self.parts.device.type != "cuda" or not self._keeps_any:
             return
         self._has_reserved = True
@@ -112,7 +126,7 @@ class Keeper:
             self.parts.saver.reserve(self.parts.engine.pieces())
 
     def _raise_own(self) -> None:
-        """What this rank itself has to ask of the others."""
+        """Raise what this rank itself has to ask of the others."""
         requests = self.parts.requests
         if self.must_write and self.parts.saver.failure is not None:
             requests.raise_to(Ask.FAIL)
@@ -124,11 +138,13 @@ class Keeper:
         return self.parts.config.every != "off" or self.parts.config.every_s != "off"
 
     def _is_time(self) -> bool:
-        """By rank 0's clock, whose word is written down."""
+        """Say whether `every_s` has passed. Only rank 0's clock decides; its word goes through
+        `look`."""
         every_s = self.parts.config.every_s
         return every_s != "off" and time.monotonic() - self._saved_at >= every_s
 
     def _reason(self, step: int, ask: Ask, stop: Outcome | None) -> str:
+        """Return why a checkpoint is due after this step, or "". All ranks find the same."""
         config = self.parts.config
         if stop is not None:
             return str(stop) if self.at_stop else ""

@@ -114,7 +114,8 @@ def _train(parts: LoopParts) -> LoopEnd:
 
 
 def _before(parts: LoopParts) -> LoopEnd | None:
-    """What may have been asked while ranks were starting, and what the attempt before has left."""
+    """End at once if a stop was asked for while ranks were starting; take an evaluation that the
+    attempt before has left."""
     last = parts.start.first_step - 1
     if parts.keeper.is_stopping():
         return LoopEnd(parts.keeper.wish(last).stop or Outcome.PREEMPTED, last)

@@ -29,8 +29,8 @@ LOG = logging.getLogger("paceline")
 
 @dataclass(frozen=True)
 class LedgerFiles:
-    """`training` is None on every rank but 0. Rows of steps from `first_step` on, which a run that
-    goes on takes again, are cut off."""
+    """`training` is None on every rank but 0. Rows of steps from `first_step` on are cut off: a run
+    that resumes takes those steps again."""
 
     steps: Path
     training: Path | None
@@ -58,7 +58,20 @@ class _Row:
 
 
 class Ledger:
-    """Call `record` and `settle` every step, `close` at the end."""
+    """Call `record` and `settle` every step, `close` at the end.
+
+    A row is filled from three queues, each read only when the device has passed it:
+
+        _scalars  this rank's loss sum, gradient norm and veto; read one step late
+        _sums     losses and units of a window of `log_every` steps, over all ranks
+        clock     step and phase times
+
+    It waits in `_rows` until all three have come. With log_every=4:
+
+        step      1  2  3  4  5  6  7  8  9
+        _gather            x           x      begins the sums of steps 1-4, 5-8
+        _collect              x           x   they have arrived: rows 1-4, 5-8 are written
+    """
 
     def __init__(
         self, config: RunConfig, plan: Plan, clock: Clock, device: torch.device, files: LedgerFiles
@@ -66,10 +79,10 @@ class Ledger:
         self.plan, self.clock, self.device = plan, clock, device
         self.log_every = config.train.log_every
         self.last_warmup = files.first_step - 1 + config.observe.warmup_steps
-        self._rows: dict[int, _Row] = {}
-        self._window: list[tuple[int, Totals, float | Tensor]] = []
-        self._late_vetoes: list[tuple[int, bool]] = []
-        self._windows: dict[int, list[int]] = {}
+        self._rows: dict[int, _Row] = {}  # in the order of steps, not written yet
+        self._window: list[tuple[int, Totals, float | Tensor]] = []  # recorded, not gathered yet
+        self._windows: dict[int, list[int]] = {}  # last step of a gathered window -> its steps
+        self._late_vetoes: list[tuple[int, bool]] = []  # seen in the sums only, see `_fill`
         self._scalars, self._sums = Readback(device), Readback(device)
         kept = files.first_step - 1
         self._steps = TableFile(files.steps, STEPS, kept)
@@ -82,18 +95,20 @@ class Ledger:
     def record(
         self, step: int, lr: float, totals: Totals, info: StepInfo, units: float | Tensor
     ) -> None:
-        """`units` is what the step's loss was divided by, over all ranks."""
+        """Take in a step. `units` is what its loss was divided by, over all ranks."""
         self._rows[step] = _Row(lr)
         self._window.append((step, totals, units))
         self._scalars.push(step, (totals.loss_sum, info.grad_norm, info.skipped))
 
     def vetoes(self, through: int) -> list[tuple[int, bool]]:
-        """Steps up to `through` that were vetoed, and whether this rank's loss was finite."""
+        """Return the steps up to `through` that were vetoed, and whether this rank's loss was
+        finite."""
         found, self._late_vetoes = self._late_vetoes, []
         for step, (loss_sum, grad_norm, skipped) in self._scalars.pop(through, wait=True):
             row = self._rows[step]
             row.own_loss, row.grad_norm, row.skipped = loss_sum, grad_norm, bool(skipped)
-            # An overflow of fp16's scaled gradient is no fault: the scale is halved and it goes on.
+            # An overflow of fp16's scaled gradient is not a fault: the scale is halved, and
+            # training continues.
             row.is_judged = bool(skipped) and skipped != OVERFLOWED
             if row.is_judged:
                 found.append((step, math.isfinite(loss_sum)))
@@ -106,28 +121,32 @@ class Ledger:
                 self._samples.add({"step": step, "microbatch": number, "sample_ids": shown})
 
     def note_evaluation(self, step: int, loss: float) -> None:
-        """Of the step that was just taken; or of the last one before this attempt."""
+        """Add a validation loss to the step that was just taken, or to the last one before this
+        attempt."""
         if step in self._rows:
             self._rows[step].val_loss = loss
         elif self._training is not None:
             self._training.amend_last("val_loss", loss)
 
     def settle(self, step: int) -> None:
-        """Every `log_every` steps gather the losses; a step later write what has arrived."""
+        """Gather the losses every `log_every` steps; a step later write what has arrived."""
         if step % self.log_every == 0:
             self._gather()
+        # A step later the device has passed the collective, and reading it stalls nothing. Where
+        # every step is a window of its own the remainder of 1 is 0: each step gathers its own sums
+        # and collects those of the step before.
         if step % self.log_every == 1 % self.log_every:
             self._collect(through=step - 1, wait=False)
 
     def close(self) -> list[tuple[int, bool]]:
-        """Gather, wait for and write what is left; return the vetoes nobody has heard of yet."""
+        """Gather, wait for and write what is left; return the vetoes that were not returned yet."""
         found = self.catch_up()
         self._close_files()
         return found
 
     def catch_up(self) -> list[tuple[int, bool]]:
         """Write all steps that have ended, for good: a checkpoint must not be ahead of the tables.
-        Returns the vetoes nobody has heard of yet."""
+        Return the vetoes that were not returned yet."""
         if self._window:
             self._gather()
         last = max(self._rows, default=0)
@@ -139,7 +158,8 @@ class Ledger:
         return found + late
 
     def abandon(self) -> None:
-        """Keep what this rank knows by itself: after an error nobody may answer a collective."""
+        """Keep what this rank knows by itself: after an error other ranks may not answer a
+        collective."""
         for times in self.clock.finished():
             self._steps.add(self._step_row(times))
         self._close_files()
@@ -158,6 +178,7 @@ class Ledger:
         sums = torch.stack([losses, counts])
         if self.plan.world_size > 1:
             dist.all_reduce(sums)
+        # What the losses were divided by, known before the step: `_fill` compares the two counts.
         promised = _as_vector([units for *_, units in self._window], self.device)
         last = self._window[-1][0]
         self._windows[last] = [step for step, *_ in self._window]
@@ -169,7 +190,8 @@ class Ledger:
         for times in self.clock.finished(wait):
             self._rows[times.step].times = times
             self._steps.add(self._step_row(times))
-        # Always waited for: it was enqueued a step ago, and all ranks must learn from it together.
+        # Always waited for, unlike times: the sums were enqueued a step ago, and a veto that shows
+        # only in them must reach all ranks at the same step.
         for tag, (losses, counts, promised) in self._sums.pop(through, wait=True):
             for step, *values in zip(self._windows.pop(tag), losses, counts, promised, strict=True):
                 self._fill(step, *values)
@@ -195,7 +217,7 @@ class Ledger:
         done = []
         for step, row in self._rows.items():
             if not row.is_complete:
-                break
+                break  # later rows wait, too: the table is in order
             done.append(step)
             if self._training:
                 self._training.add(self._training_row(step, row))
@@ -207,7 +229,7 @@ class Ledger:
                 file.flush()
 
     def _log_progress(self, step: int) -> None:
-        """One line a window into the rank's log, and so into train.log."""
+        """Log one line per window to the rank's log, and so to train.log."""
         row = self._rows[step]
         due = step % self.log_every == 0 or step == self.plan.steps
         if self._training is None or row.times is None or not due:
@@ -255,7 +277,7 @@ def _as_vector(counts: list[int | Tensor] | list[float | Tensor], device: torch.
 
 
 def cut_absent_ranks(run: RunDir, num_ranks: int, kept: int) -> None:
-    """The same for ranks that take no part any more: their steps are taken again by others."""
+    """Cut the tables of ranks that take no part any more: their steps are taken again by others."""
     for folder in run.ranks.glob("rank*"):
         number = folder.name.removeprefix("rank")
         if number.isdigit() and int(number) >= num_ranks:

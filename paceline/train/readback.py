@@ -28,7 +28,8 @@ class Readback:
         self._queue.append((tag, host.unbind(), arrived))
 
     def pop(self, last_tag: int, wait: bool) -> list[tuple[int, list[Any]]]:
-        """Values up to `last_tag` in order: all of them (`wait`), or those that have arrived."""
+        """Return values up to `last_tag` in order: all of them (`wait`), or those that have
+        arrived."""
         ready = []
         while self._queue and self._queue[0][0] <= last_tag:
             tag, scalars, arrived = self._queue[0]

@@ -17,7 +17,8 @@ TIMED_OUT = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective oper
 
 
 def explain(error: BaseException, is_built: bool = True) -> RankError:
-    """The error as it goes into the rank's verdict; `is_built`: its model and optimizer are."""
+    """Return the error as it goes into the rank's verdict; `is_built`: its model and optimizer
+    are."""
     return RankError(
         kind=type(error).__name__,
         message=str(error) + _hint(str(error), is_built),
@@ -27,7 +28,7 @@ def explain(error: BaseException, is_built: bool = True) -> RankError:
 
 
 def _hint(message: str, is_built: bool) -> str:
-    """What to change, for errors of torch that do not say it in our words."""
+    """Say what to change, for errors of torch that do not say it."""
     if not is_built and ("can't allocate memory" in message or "out of memory" in message):
         return (
             "\nhint: the model itself does not fit: strategy.name=zero3 on more ranks or machines,"
@@ -47,7 +48,7 @@ def _hint(message: str, is_built: bool) -> str:
 
 
 def _users_line(error: BaseException) -> str:
-    """`job.py:14 in loss`: the last line on the way to the error that is nobody's library."""
+    """Return `job.py:14 in loss`: the last line on the way to the error that is in no library."""
     ours, installed = str(Path(__file__).parents[1]), ("site-packages", "dist-packages")
     stdlib = sysconfig.get_paths()["stdlib"]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -58,6 +59,7 @@ def _users_line(error: BaseException) -> str:
 
 
 def outcome_of(error: BaseException) -> Outcome:
+    """Return how a run ends that raised this error."""
     if isinstance(error, PacelineError):
         return error.outcome
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -74,7 +76,8 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def peak_memory(device: torch.device) -> tuple[int | None, int | None]:
-    """Peak active and reserved bytes. A CPU has no such count: reserved is its largest RSS."""
+    """Return peak active and reserved bytes. A CPU has no such count: reserved is its largest
+    RSS."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         return stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]

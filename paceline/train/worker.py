@@ -4,7 +4,6 @@ Run by `paceline.run.rank` in a process of its own; tests call `RankRun(...).exe
 """
 
 import gc
-import logging
 import socket
 import time
 from collections.abc import Iterator
@@ -13,17 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from paceline.checkpoint.folder import CheckpointFolder
-from paceline.checkpoint.restore import Found, choose_checkpoint, require_never_saved
+from paceline.checkpoint.restore import Found
 from paceline.checkpoint.saver import Saver, Writer
 from paceline.checkpoint.tensors import TensorFiles
 from paceline.data.base import Dataset
-from paceline.data.cursor import Order, StepSlice
-from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource, to_device
-from paceline.data.rng import capture_rng, restore_rng, seed_rng
-from paceline.errors import ConfigError, DataError, Outcome
+from paceline.data.loader import to_device
+from paceline.errors import Outcome
 from paceline.job import Job
 from paceline.machine.group import StoreAddress, claim_device, join_group
 from paceline.machine.topology import RankId
@@ -37,19 +34,22 @@ from paceline.strategies.clock import Clock, HostClock, build_clock
 from paceline.train.audit import Auditor
 from paceline.train.control import ControlFiles, Requests
 from paceline.train.evaluation import Evaluation
-from paceline.train.feed import Feed
-from paceline.train.first_batch import FirstBatch, is_worth_asking
-from paceline.train.flops import flops_per_sample
-from paceline.train.heartbeat import ActionMark, Heartbeat, StepMark, Ticker
-from paceline.train.history import History, load_attempt
+from paceline.train.feed import build_feed, open_source, require_data
+from paceline.train.first_batch import FirstBatch, count_flops, is_worth_asking
+from paceline.train.heartbeat import ActionMark, Heartbeat, StepMark, Telemetry, Ticker
+from paceline.train.history import History, load_attempt, settle_rng
 from paceline.train.keeper import Keeper, KeeperParts
 from paceline.train.loop import LoopEnd, LoopParts, train
-from paceline.train.metrics import Ledger, LedgerFiles, cut_absent_ranks
-from paceline.train.policy import apply_policy
-from paceline.train.telemetry import Telemetry
+from paceline.train.metrics import Ledger, LedgerFiles
 from paceline.train.verdict import explain, outcome_of, peak_memory
 
-LOG = logging.getLogger("paceline")
+# `attention.impl` to the only kernel that SDPA may then take.
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
 class RankRun:
@@ -88,10 +88,8 @@ class RankRun:
                     self._join(self.store)
                 parts, found = self._build()
                 with closing(parts.feed), _settled_heap():
-                    self._settle_rng(found)
-                    if parts.start.first_step <= self.plan.steps:
-                        self._count_flops(parts.feed)
-                    self._check_first_batch(parts)
+                    settle_rng(found, self.job, self.plan, self.place.rank, self.device)
+                    self._use_first_batch(parts)
                     end = self._take_steps(parts)
                 self.notes += parts.keeper.parts.saver.notes
         except BaseException as error:
@@ -112,10 +110,11 @@ class RankRun:
         return verdict
 
     def take_steps(self, parts: LoopParts) -> LoopEnd:
-        """The loop, and what a proof wants to see around it (verify/trial.py)."""
+        """Run the loop; a proof overrides this to look at what is around it (verify/trial.py)."""
         return train(parts)
 
     def _take_steps(self, parts: LoopParts) -> LoopEnd:
+        """Take the steps; a loader process that died is named in the error."""
         try:
             return self.take_steps(parts)
         except RuntimeError as error:
@@ -130,41 +129,83 @@ class RankRun:
         join_group(backend, self.place, self.device, store.connect(), timeout_s)
 
     def _build(self) -> tuple[LoopParts, Found | None]:
-        """Data, engine, the state to go on from, feed and ledger, in the order they need each
-        other."""
-        job, plan, place, device = self.job, self.plan, self.place, self.device
-        config, workload = job.config, job.workload
-        data = require_data(workload.build_data(config, "train"), plan)
+        """Build all that the loop drives, each part after those that it needs.
+
+            workload.build_data --> data
+                                     +--> History: step 1, position 0 --+
+            apply_policy, strategy.build --> engine --------------------+
+                                                                        |
+            newest sound checkpoint --> restore: both stand where the run stopped
+                                                                        |
+              Feed        microbatches from that position on  <---------+
+              Ledger      rows from that step on              <---------+
+              Keeper      best loss so far, engine's pieces   <---------+
+              Auditor     engine's proofs                     <---------+
+              Evaluation  validation data, if there is any
+
+        The engine and the data's fingerprint are set on `self` at once: where a later part
+        cannot be built, the verdict still has them.
+        """
+        data = self._build_data()
+        self.engine = engine = self.build_engine()
+        history = History(self.job, self.plan, self.attempt, len(data), self.data_fingerprint)
+        found = self._restore(engine, history, data)
+        return self._wire(engine, history, data), found
+
+    def _build_data(self) -> Dataset:
+        data = require_data(self.job.workload.build_data(self.job.config, "train"), self.plan)
         self.data_fingerprint = str(getattr(data, "fingerprint", "n/a"))
+        return data
+
+    def build_engine(self) -> Engine:
+        """Apply the plan's settings of torch, then build: kernels are chosen under them."""
+        plan = self.plan
         apply_policy(plan)
-        effective = effective_config(config, plan.attention.value)
-        parts = EngineParts(effective, plan, workload, device)
-        self.engine = engine = find_strategy(plan.strategy.value).build(parts)
-        history = History(job, plan, self.attempt, len(data), self.data_fingerprint)
-        found = self._restore(engine, history, _source(job, plan, data, place, 0))
-        val = workload.build_data(config, "val") if config.train.eval_every != "off" else None
-        if val is None and config.train.eval_every != "off":
-            self.notes.append("train.eval_every is set, but this workload has no validation data")
-        source = _source(job, plan, data, place, history.start_position)
-        feed = Feed(_microbatches(job, plan, source, history, device), plan, device)
+        config = effective_config(self.job.config, plan.attention.value)
+        parts = EngineParts(config, plan, self.job.workload, self.device)
+        return find_strategy(plan.strategy.value).build(parts)
+
+    def _restore(self, engine: Engine, history: History, data: Dataset) -> Found | None:
+        """Resume engine and history from a checkpoint, where this attempt is to resume."""
+        source = open_source(self.job, self.plan, data, self.place.rank, start_position=0)
+        has_rehearsed = False
+
+        def load(state: TensorFiles) -> None:
+            nonlocal has_rehearsed
+            if not has_rehearsed:
+                engine.rehearse(lambda: source[0].batch, self.clock)
+                has_rehearsed = True
+            engine.load(state)
+
+        return history.restore(self.run, self.place.rank, self.device, load, self.notes)
+
+    def _wire(self, engine: Engine, history: History, data: Dataset) -> LoopParts:
+        """Build the parts around the engine; `history` says where they begin."""
+        config, plan, place, device = self.job.config, self.plan, self.place, self.device
+        val = self._build_validation()
+        source = open_source(self.job, plan, data, place.rank, history.start_position)
+        audit = self.run.audit if place.rank == 0 else None
         return LoopParts(
             config=config,
             plan=plan,
             engine=engine,
-            feed=feed,
+            feed=build_feed(self.job, plan, source, history.start.first_step, device),
             clock=self.clock,
             ledger=Ledger(config, plan, self.clock, device, self._files(history)),
-            auditor=Auditor(
-                config,
-                plan,
-                device,
-                engine.proofs,
-                self.run.audit if place.rank == 0 else None,
-            ),
+            auditor=Auditor(config, plan, device, engine.proofs, audit),
             evaluation=Evaluation(config, plan, val, plan.dp_rank(place.rank), device),
             keeper=self._keeper(engine, history),
             start=history.start,
-        ), found
+        )
+
+    def _build_validation(self) -> Dataset | None:
+        config = self.job.config
+        if config.train.eval_every == "off":
+            return None
+        val = self.job.workload.build_data(config, "val")
+        if val is None:
+            self.notes.append("train.eval_every is set, but this workload has no validation data")
+        return val
 
     def _files(self, history: History) -> LedgerFiles:
         rank = self.place.rank
@@ -176,61 +217,9 @@ class RankRun:
         )
 
     def _notes_samples(self) -> bool:
-        """Once for each share of the batch: ranks of one pipeline see the same samples."""
+        """Say whether this rank notes its samples: ranks of one pipeline see the same ones, so
+        only one per share of the batch does."""
         return self.job.config.observe.sample_ids and self.place.rank < self.plan.batch.dp
-
-    def _restore(self, engine: Engine, history: History, source: MicrobatchSource) -> Found | None:
-        """Load the newest checkpoint that is sound, if this attempt is to go on from one."""
-        folder = CheckpointFolder.of_run(self.run, self.job.config.checkpoint)
-        if self.place.rank == 0:
-            folder.sweep()
-        if not self.attempt.resume:
-            return None
-        has_rehearsed = False
-
-        def load(state: TensorFiles) -> None:
-            nonlocal has_rehearsed
-            if not has_rehearsed:
-                engine.rehearse(lambda: source[0].batch, self.clock)
-                has_rehearsed = True
-            engine.load(state)
-
-        found = choose_checkpoint(folder, self.device, load)
-        if found is None:
-            require_never_saved(self.run.checkpoint_log, folder)
-            self.notes.append("there was no checkpoint yet: this attempt began with step 1")
-            if self.place.rank == 0:
-                cut_absent_ranks(self.run, self.plan.world_size, 0)
-            return None
-        history.go_on_from(found.kept)
-        self._settle(found, folder)
-        return found
-
-    def _settle(self, found: Found, folder: CheckpointFolder) -> None:
-        """Say where this attempt goes on, and put away what lies beyond."""
-        step = found.kept.step
-        self.notes += [f"{damage}; step_{step} was used instead" for damage in found.damages]
-        self.notes += find_strategy(self.plan.strategy.value).lost_on_resume(self.job.config)
-        LOG.info("goes on from the checkpoint of step %d", step)
-        if self.place.rank == 0:
-            known = {"first_step": step + 1, "notes": self.notes}
-            self.attempt.model_copy(update=known).save(self.run.attempt)
-            cut_absent_ranks(self.run, self.plan.world_size, step)
-            for newer in [s for s in folder.steps() if s > step]:
-                folder.set_aside(newer)
-            best = found.kept.best  # the kill may have come between a checkpoint and its mark
-            if best is not None and best.step in folder.steps():
-                folder.mark_best(best.step)
-
-    def _settle_rng(self, found: Found | None) -> None:
-        """Generators as they were; on another number of ranks they start anew."""
-        seed, rank = self.job.config.train.seed, self.place.rank  # dropout differs between ranks
-        if found is None:
-            seed_rng(seed, rank)
-        elif found.kept.world_size == self.plan.world_size:
-            restore_rng(found.rng(self.place.rank), self.device)
-        else:
-            seed_rng(seed, rank, found.kept.step)
 
     def _keeper(self, engine: Engine, history: History) -> Keeper:
         config, place = self.job.config.checkpoint, self.place
@@ -254,32 +243,19 @@ class RankRun:
         )
         return Keeper(parts, history.best)
 
-    def _count_flops(self, feed: Feed) -> None:
-        """As the plan says, or on the first batch, which comes through the loader's time limit. To
-        load it may draw random numbers, as it would in its step; to count must not."""
-        drawn: dict[str, Tensor] = {}
-
-        def first_batch() -> Any:
-            batch = feed.peek().batch
-            drawn.update(capture_rng(self.device))
-            return batch
-
-        self.flops, self.flops_source = flops_per_sample(
-            self.job.workload, self.job.config, self.plan, first_batch
-        )
-        if drawn:
-            restore_rng(drawn, self.device)
-
-    def _check_first_batch(self, parts: LoopParts) -> None:
-        """A run that goes on was asked when it began."""
-        if parts.start.first_step > 1 or not is_worth_asking(self.job.workload, self.plan):
+    def _use_first_batch(self, parts: LoopParts) -> None:
+        """Count FLOPs on the first batch, and require that the loss is a sum."""
+        job, plan, device, first_step = self.job, self.plan, self.device, parts.start.first_step
+        if first_step <= plan.steps:
+            self.flops, self.flops_source = count_flops(job, plan, parts.feed, device)
+        # A run that resumes was asked when it began.
+        if first_step > 1 or not is_worth_asking(job.workload, plan):
             return
-        if self.plan.pipeline is not None:
+        if plan.pipeline is not None:
             self.notes.append("whether the loss is a sum is not checked in a pipeline")
             return
-        batch = to_device(parts.feed.peek().batch, self.device)
-        workload = self.job.workload
-        FirstBatch(parts.engine, workload, self.plan, self.device, batch).require_summed_loss()
+        batch = to_device(parts.feed.peek().batch, device)
+        FirstBatch(parts.engine, job.workload, plan, device, batch).require_summed_loss()
 
     def _verdict(self, outcome: Outcome, step: int, **more: Any) -> RankVerdict:
         active, reserved = peak_memory(self.device)
@@ -307,7 +283,7 @@ class RankRun:
 
     @contextmanager
     def _observed(self) -> Iterator[None]:
-        """Heartbeat and telemetry on every rank, an eye on files on rank 0."""
+        """While inside, threads write heartbeat and telemetry; on rank 0 one watches files too."""
         observe, run, rank = self.job.config.observe, self.run, self.place.rank
         tickers: list[Ticker] = [
             Heartbeat(run.heartbeat(rank), rank, self.clock, observe.heartbeat_s),
@@ -339,49 +315,21 @@ def _settled_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _source(
-    job: Job, plan: Plan, data: Dataset, place: RankId, start_position: int
-) -> MicrobatchSource:
-    batch = plan.batch
-    return MicrobatchSource(
-        data,
-        Order(len(data), job.config.train.seed),
-        StepSlice(
-            batch.micro, batch.grad_accum, batch.dp, plan.dp_rank(place.rank), start_position
-        ),
-        job.workload,
-        plan.units_per_sample,
-    )
+def apply_policy(plan: Plan) -> None:
+    """Set what torch holds for the whole process: once, from the plan, before a model is built.
 
+    A context around the forward pass would not do: recomputation runs in backward.
+    """
+    if plan.compile.value != "off":
+        import torch.compiler.config as compiler_config
 
-def _microbatches(
-    job: Job, plan: Plan, source: MicrobatchSource, history: History, device: torch.device
-) -> Microbatches:
-    settings = job.config.data
-    loader = LoaderPlan(
-        plan.loader_workers.value, settings.prefetch, settings.timeout_s, device.type == "cuda"
-    )
-    num_steps = max(0, plan.steps - history.start.first_step + 1)
-    return Microbatches(source, num_steps * plan.batch.grad_accum, loader)
-
-
-def require_data(data: Dataset | None, plan: Plan) -> Dataset:
-    if data is not None and not hasattr(data, "__len__"):
-        raise DataError(
-            f"build_data returned a {type(data).__name__}, which has no length\n"
-            "hint: return samples by index: __len__ and __getitem__"
-        )
-    ignored = [name for name in ("collate_fn", "collate") if hasattr(data, name)]
-    if ignored and not hasattr(data, "batch"):
-        raise ConfigError(
-            f"{type(data).__name__}.{ignored[0]} is a method that nothing calls\n"
-            "hint: write batch(self, indices), which returns a whole batch: return"
-            f" self.{ignored[0]}([self[int(i)] for i in indices])"
-        )
-    found = len(data) if data is not None else 0
-    if data is None or found < plan.batch.global_size:
-        raise DataError(
-            f"the training data has {found} samples, and one step takes {plan.batch.global_size}\n"
-            "hint: give it more data, or a smaller train.micro_batch_size or train.grad_accum"
-        )
-    return data
+        # torch keys its cache of compiled graphs by the graph, not by which kernels were allowed:
+        # without a mark of our own, a run that asks for cudnn gets the flash of the run before it.
+        compiler_config.cache_key_tag = f"paceline: {plan.attention.value} attention"
+    torch.set_float32_matmul_precision(plan.matmul.value)
+    torch.backends.cudnn.allow_tf32 = plan.matmul.value != "highest"
+    only = KERNELS.get(plan.attention.value)
+    torch.backends.cuda.enable_flash_sdp(only in (None, SDPBackend.FLASH_ATTENTION))
+    torch.backends.cuda.enable_mem_efficient_sdp(only in (None, SDPBackend.EFFICIENT_ATTENTION))
+    torch.backends.cuda.enable_cudnn_sdp(only in (None, SDPBackend.CUDNN_ATTENTION))
+    torch.backends.cuda.enable_math_sdp(only in (None, SDPBackend.MATH))

@@ -1,6 +1,7 @@
 """Proof that a strategy computes what one process computes: `paceline verify`.
 
-flow      which strategies, which trials, in which order
+flow      which strategies, which cases, in which order
+trials    the trials of one case: planned, launched once
 trial     what each rank does in a trial, and what it leaves behind
 judge     what was left behind, held against one process and against the plan
 """

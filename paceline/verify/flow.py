@@ -78,7 +78,8 @@ def run_verify(
 
 
 def _require_reference(failure: str) -> None:
-    """Without one process's numbers there is nothing to hold a strategy against."""
+    """Refuse to judge without one process's numbers: there is nothing to hold a strategy
+    against."""
     if failure:
         raise LaunchError(f"the run on one process, the reference, did not finish: {failure}")
 
@@ -128,7 +129,8 @@ def _require_known(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 
 def _choose_ranks(env: Env, overrides: Sequence[str]) -> tuple[list[str], int, str]:
-    """As asked; where that is one rank, two: alone there is nothing to prove."""
+    """Return the ranks that were asked for; where that is one, two: alone there is nothing to
+    prove."""
     chosen = list(overrides)
     plan = make_plan(build_job(chosen), env)
     if plan.world_size == 1:
@@ -144,7 +146,7 @@ def _choose_ranks(env: Env, overrides: Sequence[str]) -> tuple[list[str], int, s
 
 
 def _all_cases(config: RunConfig, world: int) -> list[tuple[str, Case]]:
-    """Every case of every strategy, with the strategy's name."""
+    """Yield every case of every strategy, with the strategy's name."""
     return [
         (name, case)
         for name, strategy in all_strategies().items()
@@ -155,8 +157,8 @@ def _all_cases(config: RunConfig, world: int) -> list[tuple[str, Case]]:
 def _choose_cases(
     names: Sequence[str], overrides: Sequence[str], world: int
 ) -> list[tuple[str, Case]]:
-    """The cases that are named, by strategy or one by one, or all. Of a strategy with several, an
-    override that chooses among them leaves only those."""
+    """Return the cases that are named, by strategy or one by one, or all. Where a strategy has
+    several, an override that chooses among them leaves only those."""
     every = _all_cases(build_job(overrides).config, world)
     said = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
     found, problems = [], dict[str, None]()
@@ -179,7 +181,7 @@ def _candidate(name: str, case: Case, overrides: Sequence[str]) -> Candidate:
 
 
 def _reference_settings(overrides: Sequence[str]) -> list[str]:
-    """One rank of ours on the same device, and nothing of a strategy."""
+    """Return what makes the reference: one rank on the same device, and nothing of a strategy."""
     same = ("attention.", "launch.device=", "model.")
     kept = [text for text in overrides if text.startswith(same)]
     devices = build_job(overrides).config.launch.devices

@@ -30,7 +30,7 @@ Weights = dict[str, Tensor]
 def judge(
     run: RunDir, reference: RunDir, num_ranks: int, expected: Callable[[int], StateBytes]
 ) -> list[Check]:
-    """Every check of one strategy; `expected` gives the bytes that the plan has for a rank."""
+    """Run every check of one strategy; `expected` gives the bytes that the plan has for a rank."""
     equal = trial_dir(run, EQUAL)
     one = trial_dir(reference, EQUAL)
     return [
@@ -68,8 +68,8 @@ def _replicas_agree(equal: RunDir, num_ranks: int) -> Check:
 
 
 def _weights_moved(equal: RunDir, num_ranks: int) -> Check:
-    """Every tensor, on every rank: an optimizer that steps nothing passes all other checks that a
-    reference which steps nothing would."""
+    """Check that every tensor moved, on every rank: an optimizer that steps nothing passes all
+    other checks that a reference which steps nothing would."""
     still = sorted(
         {
             name
@@ -82,8 +82,8 @@ def _weights_moved(equal: RunDir, num_ranks: int) -> Check:
 
 
 def _veto_held(run: RunDir, num_ranks: int) -> Check:
-    """Step 2 has a NaN on the last rank: the weights stay those after step 1, and step 3 is taken
-    as if nothing had been."""
+    """Check the veto. Step 2 has a NaN on the last rank: the weights stay those after step 1, and
+    step 3 is taken as if nothing had been."""
     before, poisoned, after = (trial_dir(run, name) for name in (BEFORE, POISONED, AFTER))
     skipped = [row.step for row in read_training(after.training) if row.skipped]
     touched = [
@@ -117,7 +117,7 @@ def _is_restored(trial: RunDir, num_ranks: int) -> Check:
 
 
 def _can_fail(one: RunDir, broken: RunDir) -> Check:
-    """A gradient one percent too large must be seen by the very checks above."""
+    """Check that a gradient one percent too large is seen by the very checks above."""
     curve = _same_curve(read_training(one.training), read_training(broken.training))
     norms = next(check for check in curve if check.name == "norm")
     caught = not norms.ok and not _same_weights(one, broken).ok
@@ -138,7 +138,7 @@ def _is_same(a: Weights, b: Weights) -> bool:
 
 
 def _distance(expected: Weights, found: Weights) -> float:
-    """The worst tensor's largest difference, over the tensor's largest value."""
+    """Return the worst tensor's largest difference, over the tensor's largest value."""
     if expected.keys() != found.keys():
         return float("inf")
     return max(

@@ -1,4 +1,4 @@
-"""What `paceline verify` says: one proof a strategy, verify.json."""
+"""What `paceline verify` says: one proof per strategy, verify.json."""
 
 from pydantic import Field
 

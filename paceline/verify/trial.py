@@ -21,18 +21,16 @@ from paceline.errors import Outcome
 from paceline.job import reload_job
 from paceline.launch.base import RankContext, Task
 from paceline.machine.group import StoreAddress
-from paceline.plan.policy import effective_config
 from paceline.records import LaunchPlan, Plan
 from paceline.records.rundir import RunDir
-from paceline.strategies import find_strategy
-from paceline.strategies.base import Engine, EngineParts, Totals
+from paceline.strategies.base import Engine, Totals
 from paceline.strategies.clock import Clock
 from paceline.train.loop import LoopEnd, LoopParts
 from paceline.train.worker import RankRun
 from paceline.verify.records import TrialHeld
 
 # The trials, in order. `equal` is compared with one process; `before` and `poisoned` with each
-# other, and `after` goes on from there; `bytes` with the plan; `broken` must not pass.
+# other, and `after` continues from there; `bytes` with the plan; `broken` must not pass.
 EQUAL, BEFORE, POISONED, AFTER = "equal", "before", "poisoned", "after"
 BYTES, BROKEN = "bytes", "broken"
 WRONG_SCALE = 1.01
@@ -55,7 +53,7 @@ def held_file(trial: RunDir, rank: int) -> Path:
 
 
 def try_rank(context: RankContext) -> None:
-    """The task of `paceline verify`: all trials of one strategy. The first joins the group, the
+    """Run all trials of one strategy: the task of `paceline verify`. The first joins the group, the
     others find it."""
     run, place, launch = context.run, context.place, LaunchPlan.load(context.run.launch)
     torch.set_num_threads(launch.threads)
@@ -88,7 +86,7 @@ class TrialRun(RankRun):
         return end
 
     def _weigh(self, parts: LoopParts) -> LoopEnd:
-        """One step by hand: gradients are there only between backward and the update."""
+        """Take one step by hand: gradients are there only between backward and the update."""
         engine, clock, batch = parts.engine, parts.clock, parts.feed.next()
         clock.begin(1)
         engine.forward_backward(batch.batches, batch.scale, clock)
@@ -105,24 +103,22 @@ class TrialRun(RankRun):
         return LoopEnd(Outcome.OK, 1)
 
     def _is_restored(self, parts: LoopParts) -> bool:
-        """A second engine, which starts from the first weights, takes the state of this one: out
-        of a checkpoint, as when a run goes on."""
+        """Let a second engine, which starts from the first weights, take the state of this one: out
+        of a checkpoint, as when a run resumes."""
         folder = CheckpointFolder.of_run(self.run, self.job.config.checkpoint)
         parts.keeper.save(1, "verify", 0)
         parts.keeper.close()
-        config = effective_config(self.job.config, self.plan.attention.value)
-        again = EngineParts(config, self.plan, self.job.workload, self.device)
-        second = find_strategy(self.plan.strategy.value).build(again)
+        second = self.build_engine()
         choose_checkpoint(folder, self.device, second.load)
         is_same = _is_same_state(second.pieces(), parts.engine.pieces())
-        dist.barrier()  # nobody reads any more
+        dist.barrier()  # no rank reads any more
         if self.place.rank == 0:
             shutil.rmtree(folder.root)
         return is_same
 
 
 def _is_same_state(a: list[Piece], b: list[Piece]) -> bool:
-    """The same pieces, bit for bit, whatever their order."""
+    """Say whether these are the same pieces, bit for bit, whatever their order."""
     others = {(piece.section, piece.name): piece for piece in b}
     return len(a) == len(b) and all(
         (other := others.get((piece.section, piece.name))) is not None

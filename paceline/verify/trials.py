@@ -49,7 +49,7 @@ class Trials:
         return RunDir(self.root)
 
     def run(self, settings: Sequence[str], only_equal: bool = False) -> str:
-        """Plan all, launch once; returns what went wrong, or nothing."""
+        """Plan all trials, launch once; return what went wrong, or ""."""
         batch = self._batch(is_reference=only_equal)
         plans = {}
         for name, more in self._differences().items():
@@ -63,7 +63,7 @@ class Trials:
         return self._failure(run_short_task(launcher, launch, self.run_dir, VERIFY))
 
     def _batch(self, is_reference: bool) -> list[str]:
-        """One process takes in one pass what the ranks take in several."""
+        """Set the batch: one process takes in one pass what the ranks take in several."""
         micro, accum = (MICRO * ACCUM * self.world, 1) if is_reference else (MICRO, ACCUM)
         return [f"train.micro_batch_size={micro}", f"train.grad_accum={accum}"]
 
@@ -106,7 +106,7 @@ def build_job(settings: Sequence[str]) -> Job:
 
 
 def expected_bytes(settings: Sequence[str], env: Env) -> Callable[[int], StateBytes]:
-    """What the plan has for each rank after one AdamW step."""
+    """Return what the plan has for each rank after one AdamW step."""
     job = build_job([*COMMON, "optim.name=adamw", f"train.micro_batch_size={MICRO}", *settings])
     plan = make_plan(job, env)
     config = effective_config(job.config, plan.attention.value)
@@ -115,7 +115,7 @@ def expected_bytes(settings: Sequence[str], env: Env) -> Callable[[int], StateBy
 
 
 def _sample_of(rank: int, step: int, world: int) -> int:
-    """A sample that `rank` meets in `step`."""
+    """Return a sample that `rank` meets in `step`."""
     job = build_job(COMMON)
     order = Order(job.config.data.num_samples, job.config.train.seed)  # type: ignore[attr-defined]
     positions = StepSlice(MICRO, ACCUM, world, rank).positions((step - 1) * ACCUM)

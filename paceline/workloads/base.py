@@ -59,7 +59,8 @@ class Workload:
     prepared: Mapping[str, Any] = MappingProxyType({})
 
     def build_model(self, config: Any) -> nn.Module:
-        """The model, on torch's default device. Also called with that set to meta, to count."""
+        """Build the model on torch's default device. Also called with that set to meta, to
+        count."""
         raise ConfigError(f"{type(self).__name__} must define build_model(self, config)")
 
     def init_weights(self, model: nn.Module, name: str, module: nn.Module) -> None:
@@ -68,46 +69,50 @@ class Workload:
         raise ConfigError(f"{type(self).__name__} has meta_init: define init_weights")
 
     def head_dim(self, config: Any) -> int | None:
-        """Width of an attention head; None where the model has no attention, or hides it."""
+        """Return the width of an attention head; None where the model has no attention, or hides
+        it."""
         return None
 
     def build_data(self, config: Any, split: Split) -> Dataset | None:
-        """The samples of a split, by index; None when this workload has no such split."""
+        """Return the samples of a split, by index; None when this workload has no such split."""
         raise ConfigError(f"{type(self).__name__} must define build_data(self, config, split)")
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int | Tensor]:
-        """The loss *summed* over the batch's units, and how many units that is."""
+        """Return the loss *summed* over the batch's units, and how many units that is."""
         raise ConfigError(f"{type(self).__name__} must define loss(self, model, batch)")
 
     def units_per_sample(self, config: Any) -> int | None:
-        """Units in each sample; None when they vary and `units` must count every batch."""
+        """Return the units in each sample; None when they vary and `units` must count every
+        batch."""
         return 1
 
     def units(self, batch: Any) -> int:
-        """Units in one batch. Needed only where `units_per_sample` is None."""
+        """Return the units in one batch. Needed only where `units_per_sample` is None."""
         raise ConfigError(f"{type(self).__name__}.units_per_sample is None: define units(batch)")
 
     def flops(self, config: Any) -> float | None:
-        """Forward and backward FLOPs of a sample; None: counted on the first batch."""
+        """Return the forward and backward FLOPs per sample; None: they are counted on the first
+        batch."""
         return None
 
     def block_positions(self, config: Any) -> Sequence[int]:
-        """How many positions of a sample (tokens, patches) go through each block, where that is not
-        the same for all: pipelines are balanced by it."""
+        """Return how many positions of a sample (tokens, patches) go through each block, where that
+        is not the same for all: pipelines are balanced by it."""
         return ()
 
     def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, Any]:
-        """Work on data that must be done once, before ranks start. What it returns goes to every
-        rank as `self.prepared`, through data.json; its numbers are reported."""
+        """Do the work on data that must be done once, before ranks start. What it returns goes to
+        every rank as `self.prepared`, through data.json; its numbers are reported."""
         return {}
 
     def problems(self, config: Any) -> Sequence[Finding]:
-        """What is wrong with this config for this workload, known before launch."""
+        """Return what is wrong with this config for this workload, known before launch."""
         return ()
 
 
 def find_workload(name: str, typed: bool) -> type[Workload]:
-    """The class a name stands for: a registered one, or FILE.py:Class if the user typed it."""
+    """Return the class that a name stands for: a registered one, or FILE.py:Class if the user typed
+    it."""
     if ".py:" in name:
         if not typed:
             raise ConfigError(
@@ -129,25 +134,26 @@ def find_workload(name: str, typed: bool) -> type[Workload]:
 
 
 def code_fingerprint(workload: str) -> str:
-    """Changes when Paceline's sources, the user's workload file, what that file imported from its
-    own folder, or torch's version change."""
+    """Return a sum that changes when Paceline's sources, the user's workload file, what that file
+    imported from its own folder, or torch's version change."""
     try:
         files = own_files(Path(workload.rsplit(":", 1)[0]).resolve()) if ".py:" in workload else []
         return fingerprint(_own_fingerprint(), *(path.read_bytes() for path in files))
     except FileNotFoundError as error:
-        raise ConfigError(f"{error.filename} is gone\nhint: put it back, and go on") from error
+        raise ConfigError(f"{error.filename} is gone\nhint: put it back, and resume") from error
 
 
 @cache
 def _own_fingerprint() -> str:
-    """Once: this process and its ranks run what was loaded, whatever becomes of the files."""
+    """Sum our sources once: this process and its ranks run what was loaded, whatever becomes of the
+    files."""
     package = Path(__file__).parents[1]
     sources = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
     return fingerprint(*sources, version("torch"))
 
 
 def own_files(file: Path) -> list[Path]:
-    """A workload's file, and what it imports from its own folder, directly or not."""
+    """Return a workload's file, and what it imports from its own folder, directly or not."""
     found, left = [file], [file]
     while left:
         for name in _imported(left.pop()):
@@ -160,7 +166,7 @@ def own_files(file: Path) -> list[Path]:
 
 
 def _imported(file: Path) -> set[str]:
-    """First words of its imports, wherever they stand."""
+    """Return the first words of its imports, at the top of the file or inside a function."""
     names = set()
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
@@ -198,7 +204,7 @@ def _from_file(name: str) -> type[Workload]:
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """`:12` for the user's own line that raised, if there is one."""
+    """Return `:12` for the user's own line that raised, if there is one."""
     if isinstance(error, SyntaxError):
         return f":{error.lineno}"
     trace, line = error.__traceback__, ""

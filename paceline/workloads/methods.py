@@ -83,7 +83,7 @@ SEAM = frozenset(name for name in dir(Workload) if not name.startswith("_"))
 
 
 def check_methods(kind: type[Workload]) -> Iterator[Finding]:
-    """One finding for each method that would be ignored."""
+    """Yield one finding for each method that would be ignored."""
     for owner in kind.__mro__:
         if not issubclass(owner, Workload) or owner.__module__.startswith("paceline."):
             continue
@@ -114,7 +114,7 @@ def _ignored(kind: type[Workload], name: str) -> Finding:
 
 
 def _attributes_read(kind: type[Workload]) -> frozenset[str]:
-    """Names that the class's own file takes from any object, as in `self.collate`."""
+    """Return the names that the class's own file takes from any object, as in `self.collate`."""
     try:
         file = inspect.getsourcefile(kind)
         tree = ast.parse(Path(file).read_bytes()) if file else ast.Module([], [])

@@ -12,8 +12,7 @@ from pydantic import Field
 from paceline.config.schema import DataConfig, Positive
 from paceline.data.base import Dataset
 from paceline.workloads.base import Split
-from paceline.workloads.lm.config import LMModel
-from paceline.workloads.lm.workload import LanguageModel
+from paceline.workloads.lm.workload import LanguageModel, LMModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -106,7 +106,7 @@ def test_list_sees_what_is_missing_cut_short_or_left_over(checkpoints: Program, 
     flat = " ".join(ran.out.split())
     assert "incomplete: step_30/model-rank0.safetensors has 5 bytes, and had" in flat
     assert "incomplete: step_20 is incomplete:" in flat and "step_10/state.json is missing" in flat
-    assert "note: .tmp-step_40-1 is no checkpoint" in ran.err
+    assert "note: .tmp-step_40-1 is not a checkpoint" in ran.err
 
 
 def test_list_says_where_pointers_lead(checkpoints: Program, kept: Any) -> None:
@@ -227,8 +227,8 @@ def test_convert_puts_the_parts_of_ranks_together(checkpoints: Program, tmp_path
     ("step", "code", "says"),
     [
         ("best", 0, "step 20"), ("latest", 0, "step 30"), ("10", 0, "step 10"),
-        ("step_10", 0, "step 10"), ("11", 2, "there are 30, 20, 10"), ("newest", 2, "is no step"),
-        ("-1", 2, ""), ("\u0661\u0660", 2, "is no step"),
+        ("step_10", 0, "step 10"), ("11", 2, "there are 30, 20, 10"),
+        ("newest", 2, "is not a step"), ("-1", 2, ""), ("\u0661\u0660", 2, "is not a step"),
     ],
 )  # fmt: skip
 def test_which_one_is_converted(

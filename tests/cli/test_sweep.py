@@ -39,7 +39,7 @@ def test_a_sweep_from_cells_to_report(bench: Bench) -> None:
     words = [*NAPS, "--axis", "strategy.name=ddp,zero3_hybrid", "--repeats", "2", "--steps", "12"]
     ran = sweep(bench, bench.job(SLEEP), *words, "--json")
     assert ran.code == 0, ran.err
-    assert ran.err.count("refused: ") == 2 and "is no grid of copies and shards" in ran.err
+    assert ran.err.count("refused: ") == 2 and "is not a grid of copies and shards" in ran.err
     assert "2 cells x 2 repeats x 12 steps = 4 runs, 48 steps" in ran.err
     answer = json.loads(ran.out)
     assert answer["winner"] == "NAP=0.01,name=ddp" and answer["exit_code"] == 0

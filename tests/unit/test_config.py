@@ -13,11 +13,11 @@ from paceline.config.load import (
     validate,
 )
 from paceline.config.schema import RunConfig, run_schema
-from paceline.data.settings import TextData
+from paceline.data.base import TextData
 from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.strategies import strategy_section
-from paceline.workloads.lm.config import LMModel
+from paceline.workloads.lm.workload import LMModel
 
 SCHEMA = run_schema(LMModel, TextData, strategy_section())
 

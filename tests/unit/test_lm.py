@@ -6,9 +6,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.strategies.weights import fill_weights
-from paceline.workloads.lm.config import LMModel
 from paceline.workloads.lm.model import LM, flops_per_token
-from paceline.workloads.lm.workload import LanguageModel
+from paceline.workloads.lm.workload import LanguageModel, LMModel
 
 SHAPES = {
     "plain": LMModel(dim=64, num_layers=2, num_heads=4, num_kv_heads=4, vocab_size=320),

@@ -8,11 +8,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from paceline.data.synthetic import RandomImages
 from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.plan.policy import effective_config
 from paceline.strategies.weights import fill_weights
-from paceline.workloads.mae.data import RandomImages
 from paceline.workloads.mae.model import build_mae, flops_per_sample, init_mae_module, mae_config
 from paceline.workloads.mae.workload import MaskedAutoencoder
 from tests.machines import plan

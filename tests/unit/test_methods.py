@@ -14,7 +14,7 @@ from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.records import Finding
 from paceline.run.flow import require_feasible
-from paceline.train.worker import require_data
+from paceline.train.feed import require_data
 from paceline.workloads.base import REGISTRY, find_workload
 from paceline.workloads.methods import FOREIGN, SEAM, check_methods
 

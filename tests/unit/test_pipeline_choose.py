@@ -14,7 +14,7 @@ from paceline.schedules.choose import (
     simulate_setup,
 )
 from paceline.schedules.orders import NAMES
-from paceline.schedules.split import split_blocks
+from paceline.schedules.requirements import split_blocks
 
 EVEN = tuple(Block(1.0, 1.0, 1.0, activation_bytes=2**20, state_bytes=2**30) for _ in range(16))
 

@@ -79,7 +79,7 @@ REFUSED = {
     ),
     "more stages a rank than 1f1b has": (
         ["launch.nproc=2", "strategy.stages_per_rank=2"],
-        "strategy.stages_per_rank", "it has one stage a rank", "to 1",
+        "strategy.stages_per_rank", "it has one stage per rank", "to 1",
     ),
     "a compiled split backward": (
         ["launch.nproc=2", "strategy.schedule=zbv", "train.compile=default"],

@@ -155,7 +155,7 @@ def test_a_deadlock_names_what_is_waited_for() -> None:
     with pytest.raises(DeadlockError) as error:
         simulate(stuck, EQUAL)
     assert error.value.problems == [
-        "by hand: no rank can go on",
+        "by hand: no rank can continue",
         "rank 0 waits before 0B0 for 1B0 of rank 1",
         "rank 1 waits before 1F1 for 0F1 of rank 0",
     ]

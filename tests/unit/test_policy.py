@@ -44,7 +44,7 @@ def test_auto_follows_the_compute_capability(machine, precision: str, attention:
         (
             ["strategy.name=zero3_hybrid", "launch.nproc=4", "strategy.shard_size=3"],
             CPU,
-            "4 ranks in groups of 3 is no grid",
+            "4 ranks in groups of 3 is not a grid",
             "strategy.shard_size=2",
         ),
         (["strategy.name=zero2_hybrid", "launch.nproc=2"], CPU, "2 ranks in groups", "use zero2"),

@@ -109,7 +109,7 @@ def test_names() -> None:
         (EQUAL.replace("forward_s: 1e-3", "forward_s: [1, 2, 3]"), "3 values, and .* 8 blocks"),
         (EQUAL.replace("forward_s", "foward_s"), "did you mean forward_s?"),
         (EQUAL.replace("input_s: 1e-3\n", ""), "has no input_s\nhint: give one number, or a list"),
-        (EQUAL.replace("1e-3", "soon", 1), "'soon', which is no number"),
+        (EQUAL.replace("1e-3", "soon", 1), "'soon', which is not a number"),
         (EQUAL.replace("1e-3", "-1", 1), "finite numbers from 0 on"),
         (EQUAL.replace("1e-3", ".nan", 1), "finite numbers from 0 on"),
         (EQUAL.replace("transfer_s: 0", "transfer_s: [0, 0]"), "one number for all"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data.settings import TextData
+from paceline.data.base import TextData
 from paceline.data.text import (
     DOCUMENT_END,
     list_files,

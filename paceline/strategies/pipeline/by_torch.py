@@ -54,7 +54,7 @@ class TimedStage(PipelineStage):
         self.stage, self.recorder = stage, recorder
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Greet the neighbours on other ranks only: in a V the next stage may be on this one, and
+        """Connect to neighbours on other ranks only: in a V the next stage may be on this one, and
         gloo has no connection to itself (torch 2.11; later versions ask otherwise)."""
         ops = super()._get_init_p2p_neighbors_ops()
         return [op for op in ops if op.group_peer != self.group_rank]
@@ -101,7 +101,7 @@ class TimedStage(PipelineStage):
 
 
 class TorchRunner:
-    """One pass of a schedule over the microbatches of a batch."""
+    """Runs one pass of torch's schedule over the microbatches of a batch."""
 
     def __init__(
         self,

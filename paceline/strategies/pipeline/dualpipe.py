@@ -51,13 +51,13 @@ class DualPipeRunner:
         self.recorder, self.objective = recorder, objective
         self.here = dist.get_rank(groups[LANES[0]])
         self.wire = stages[0].wire
-        self.hands = [TimedStage(stage, groups[LANES[0]], recorder) for stage in stages]
+        self.torch_stages = [TimedStage(stage, groups[LANES[0]], recorder) for stage in stages]
         self.flying: dict[Action, _Flying] = {}
         self.posted: dict[Action, _Post] = {}
         self.waiting: dict[Lane, deque[Action]] = {}
         self.sent: dict[Lane, deque[tuple[dist.Work, Tensor]]] = {lane: deque() for lane in LANES}
         self.forms = [(stage.takes, stage.gives) for stage in stages]
-        # With NCCL a receive that waits can stand before a send in the device's one queue.
+        # With NCCL a receive posted early could block a send behind it in the device's one queue.
         self.is_eager = dist.get_backend(groups[LANES[0]]) == "gloo"
 
     def run(self, microbatches: Sequence[Any]) -> None:
@@ -73,11 +73,11 @@ class DualPipeRunner:
             self._send(action, result)
         for lane in LANES:
             self._settle(lane, left=0)
-        for hand in self.hands:
-            hand.perform_reduce_grad(1)
+        for stage in self.torch_stages:
+            stage.perform_reduce_grad(1)
 
     def _compute(self, action: Action, given: Tensor | None) -> Tensor | None:
-        """What the neighbour waits for, or nothing."""
+        """Return what the neighbour waits for, or None."""
         key = Action(Kind.FORWARD, action.stage, action.microbatch, action.direction)
         stage = self.stages[action.direction]
         if action.kind == Kind.FORWARD:
@@ -105,21 +105,23 @@ class DualPipeRunner:
         return made[0] if made else None
 
     def _backward_input(self, action: Action, flying: _Flying) -> tuple[Tensor | None, _Flying]:
-        """Nobody waits for the gradient of the first stage's inputs: all is left for later."""
+        """Run the half that a neighbour waits for. The first stage has none: all is left for
+        later."""
         if flying.received is None:
             return None, flying
         made, groups = self._run_backward(action, "input", flying)
         return made[0], flying._replace(groups=groups)
 
     def _run_backward(self, action: Action, kind: str, flying: _Flying, **more: Any) -> Any:
-        """By torch's own hands: they know what to do where a stage is sharded."""
-        is_loss = flying.gradient is None and kind == "full"  # torch looks into no tuple then
+        """Run a backward by torch's own stage: it knows what to do where a stage is sharded."""
+        # Without a gradient the output is the loss, which torch takes bare and not in a tuple.
+        is_loss = flying.gradient is None and kind == "full"
         values = {
             "stage_output": flying.output if is_loss else (flying.output,),
             "output_grads": None if flying.gradient is None else (flying.gradient,),
             "input_values": [] if flying.received is None else [flying.received],
         }
-        return self.hands[action.direction].backward_maybe_with_nosync(kind, values | more)
+        return self.torch_stages[action.direction].backward_maybe_with_nosync(kind, values | more)
 
     def _take(self, action: Action) -> Tensor | None:
         if not _receives(action, self.schedule.num_stages):

@@ -26,8 +26,7 @@ from paceline.strategies.pipeline.by_torch import TorchRunner
 from paceline.strategies.pipeline.dualpipe import DualPipeRunner, Lane
 from paceline.strategies.pipeline.holdings import Holdings, Stages, all_reduce_gradients
 from paceline.strategies.pipeline.recorder import Recorder
-from paceline.strategies.pipeline.relay import Relay
-from paceline.strategies.pipeline.stage import Stage
+from paceline.strategies.pipeline.stage import Relay, Stage
 from paceline.strategies.stored import load_module, load_optimizer, load_scale
 
 Shapes = tuple[torch.Size, ...]
@@ -100,7 +99,7 @@ class PipelineEngine(ModuleEngine):
             all_reduce_gradients(self.parameters, group, bucket_mb, divisor=size)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Each weight once, whoever holds it."""
+        """Return the gradient norm; each weight counts once, whichever ranks hold it."""
         counted = [p.grad for p in self.line.holdings.counted if p.grad is not None]
         group = dist.group.WORLD if self.line.is_sharded else self.line.group
         return global_norm(counted, self.parts.device, group)
@@ -115,8 +114,8 @@ class PipelineEngine(ModuleEngine):
         return self._totals()
 
     def weights(self) -> dict[str, Tensor]:
-        """For proofs: the whole model on every rank. Own copies as they are, so that copies which
-        drift apart show; others from a holder."""
+        """Return the whole model on every rank, for proofs. A rank's own copies are taken as they
+        are, so that copies which drift apart show; others come from a holder."""
         own = {name: whole(value) for name, value in self.module.state_dict().items()}
         holdings, group = self.line.holdings, self.line.group
         found = {}
@@ -132,7 +131,8 @@ class PipelineEngine(ModuleEngine):
         return [self._with_holders(piece) for piece in super().pieces()]
 
     def _with_holders(self, piece: Piece) -> Piece:
-        """All ranks with the same rows of it: of every stage that reads it, of every pipeline."""
+        """Name all ranks with the same rows of it: of every stage that reads it, of every
+        pipeline."""
         name = piece.name if piece.section == "model" else piece.name.partition("/")[2]
         ranks = self.line.holdings.holders.get(name)
         if ranks is None:  # fp16's scale, which all have
@@ -173,7 +173,7 @@ class PipelineEngine(ModuleEngine):
         ]
 
     def _runner(self, microbatch: Any) -> Runner:
-        """One for each shape of a microbatch: torch makes its buffers beforehand."""
+        """Return the runner for this shape of a microbatch: torch makes its buffers beforehand."""
         leaves, _ = tree_flatten(microbatch)
         key = tuple(leaf.shape for leaf in leaves if torch.is_tensor(leaf))
         if key not in self.runners:
@@ -182,7 +182,8 @@ class PipelineEngine(ModuleEngine):
         return self.runners[key]
 
     def _learn_shapes(self, microbatch: Any) -> None:
-        """By sending one through: nothing of it stays, no random number is drawn by it."""
+        """Learn what stages send by sending a microbatch through: nothing of it stays, no random
+        number is drawn by it."""
         on_gpu = [self.parts.device] if self.parts.device.type == "cuda" else []
         self.recorder.clock = None
         with torch.random.fork_rng(devices=on_gpu):
@@ -224,15 +225,15 @@ class PipelineEngine(ModuleEngine):
 
 
 def cut_batch(batch: Any, parts: int) -> list[Any]:
-    """By samples: every tensor along its first axis."""
+    """Cut a batch by samples: every tensor along its first axis."""
     leaves, form = tree_flatten(batch)
     tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
     sizes = {leaf.shape[0] if leaf.dim() else None for leaf in tensors}
     if len(tensors) != len(leaves) or len(sizes) != 1 or None in sizes:
         raise ConfigError(
             "a pipeline cuts a batch by samples, and this one is not made of tensors with one row"
-            f" a sample: {[getattr(leaf, 'shape', type(leaf).__name__) for leaf in leaves]}\n"
-            "hint: return tensors with one row a sample from the data set"
+            f" per sample: {[getattr(leaf, 'shape', type(leaf).__name__) for leaf in leaves]}\n"
+            "hint: return tensors with one row per sample from the data set"
         )
     cut = [leaf.tensor_split(parts) for leaf in tensors]
     return [tree_unflatten([pieces[n] for pieces in cut], form) for n in range(parts)]
@@ -241,7 +242,8 @@ def cut_batch(batch: Any, parts: int) -> list[Any]:
 def _tell_other_direction(
     stages: Sequence[Stage], schedule: Schedule, group: dist.ProcessGroup
 ) -> None:
-    """A stage sends the same in both directions; its copy is on another rank."""
+    """Exchange shapes: a stage sends the same in both directions, and its copy is on another
+    rank."""
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, (stages[0].takes, stages[0].gives), group=group)
     stages[1].takes, stages[1].gives = told[schedule.homes[0][stages[1].index]]

@@ -3,9 +3,9 @@
 A stage runs the model's own forward pass from the start, so that masks, positions and whatever else
 the code around the blocks computes are there. But modules of other stages are ghosts: they have no
 weights, and what they return has the right shape and holds NaN. The pass becomes real where the
-stage's first block is entered with what was received, and is left where the next stage's first
-block would be. Should a ghost's result find its way into what is real, the loss is NaN: never
-silently wrong.
+stage's first block is entered with what was received, and ends where the next stage's first block
+would be. Should a ghost's result find its way into what is real, the loss is NaN: never silently
+wrong.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ SEQUENCES = (tuple, list)
 
 
 class Reached(BaseException):
-    """The next stage's first block was called with `hidden`: the way out of a forward pass. Not an
-    Exception, so that no model's own handler stops it."""
+    """The next stage's first block was called with `hidden`: ends a forward pass. Not an Exception,
+    so that no model's own handler stops it."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__("the end of a stage")
@@ -65,7 +65,8 @@ class Region:
         self._lent.clear()
 
     def _require_no_draws(self, device: torch.device) -> None:
-        """Each stage would draw numbers of its own, where the model means the same ones."""
+        """Refuse random numbers before the first block: each stage would draw its own, where the
+        model means the same ones."""
         now = capture_rng(device)
         if any(not torch.equal(now[name], before) for name, before in self._drawn.items()):
             raise ConfigError(
@@ -74,14 +75,14 @@ class Region:
             )
 
     def stand_in(self, value: Any, device: torch.device) -> Any:
-        """Of the same shape, without memory: NaN, or 0 where there is no NaN."""
+        """Return a tensor of the same shape, without memory: NaN, or 0 where there is no NaN."""
         if not torch.is_tensor(value):
             return value
-        self._fillings.append(_haunt(torch.empty((), dtype=value.dtype, device=device)))
+        self._fillings.append(_fill_nan(torch.empty((), dtype=value.dtype, device=device)))
         return self._fillings[-1].expand(value.shape)
 
     @contextmanager
-    def disguised(self) -> Iterator[None]:
+    def filled_with_ones(self) -> Iterator[None]:
         """While inside, ghosts return ones. What is real does not depend on it."""
         for filling in self._fillings:
             filling.fill_(1)
@@ -89,7 +90,7 @@ class Region:
             yield
         finally:
             for filling in self._fillings:
-                _haunt(filling)
+                _fill_nan(filling)
 
 
 class Ghost(nn.Module):
@@ -121,23 +122,24 @@ class Ghost(nn.Module):
         # With the mode: some models write into what they were given only when they train.
         key = (_shapes_of(args), _shapes_of(kwargs), torch.is_grad_enabled())
         if key not in self._results:
-            self._results[key] = self._imagine(args, kwargs)
+            self._results[key] = self._run_on_meta(args, kwargs)
         made = self._results[key]
         if not self._are_written.get(key, True):
             return made.detach() if torch.is_tensor(made) else tree_map(_alias, made)
-        # A copy with memory of its own, for callers who write into it. Deep models have many
-        # ghosts, so the first pass finds out which need one.
+        # A copy with memory of its own, for callers that write into it. Deep models have many
+        # ghosts, so the first pass finds out which of them need one.
         copy = tree_map(_copied, made)
         self.region.lend(self, key, copy)
         return copy
 
     def note_use(self, key: Any, is_written: bool) -> None:
-        """Once written into, always copied."""
+        """Note whether a result was written into: once written into, always copied."""
         self._are_written[key] = is_written or self._are_written.get(key, False)
 
     @torch.no_grad()
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def _imagine(self, args: Any, kwargs: Any) -> Any:
+    def _run_on_meta(self, args: Any, kwargs: Any) -> Any:
+        """Return stand-ins for what the module would return, by running it on meta."""
         devices = [leaf.device for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
         there_args, there_kwargs = tree_map(_on_meta, (args, kwargs))
         made = self._elsewhere[0](*there_args, **there_kwargs)
@@ -146,7 +148,7 @@ class Ghost(nn.Module):
 
 
 class Exit(nn.Module):
-    """The next stage's first block."""
+    """Takes the place of the next stage's first block, and ends the forward pass there."""
 
     is_elsewhere = True
 
@@ -155,7 +157,8 @@ class Exit(nn.Module):
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """What flows from block to block: the first tensor of numbers that a block is called with."""
+    """Return what flows from block to block: the first tensor of numbers that a block is called
+    with."""
     for value in (*args, *kwargs.values()):
         if torch.is_tensor(value) and value.is_floating_point():
             return value
@@ -165,7 +168,8 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     )
 
 
-def _haunt(filling: Tensor) -> Tensor:
+def _fill_nan(filling: Tensor) -> Tensor:
+    """Fill with NaN, or with 0 where the type has none."""
     return filling.fill_(torch.nan if filling.is_floating_point() else 0)
 
 
@@ -178,7 +182,7 @@ def _alias(value: Any) -> Any:
 
 
 def _is_written(copy: Any) -> bool:
-    """torch counts what is written into a tensor, through whatever view."""
+    """Say whether something was written into a tensor: torch counts that, through whatever view."""
     return any(leaf._version > 0 for leaf in tree_leaves(copy) if torch.is_tensor(leaf))
 
 
@@ -187,8 +191,8 @@ def _on_meta(value: Any) -> Any:
 
 
 def _shapes_of(value: Any) -> Any:
-    """All that the shape of a result can depend on. By hand where it can be: torch's walk over a
-    tree takes ten times as long, and every ghost is called for every microbatch."""
+    """Return all that the shape of a result can depend on. By hand where it can be: torch's walk
+    over a tree takes ten times as long, and every ghost is called for every microbatch."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, PLAIN):

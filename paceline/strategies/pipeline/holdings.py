@@ -26,6 +26,7 @@ class Stages(nn.ModuleList):
         return [stage.model for stage in self if isinstance(stage, Stage)]
 
     def tie(self) -> None:
+        """Make one object of a weight that several stages have."""
         first: dict[str, nn.Parameter] = {}
         for model in self.models():
             for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -47,7 +48,8 @@ class Stages(nn.ModuleList):
         return merged
 
     def spread_buffers(self) -> None:
-        """From the first stage that has one to the others: a checkpoint fills the first only."""
+        """Copy buffers from the first stage that has one to the others: a checkpoint fills the
+        first only."""
         first: dict[str, Tensor] = {}
         for model in self.models():
             for name, buffer in model.named_buffers():
@@ -70,19 +72,20 @@ class Holdings:
     buffers: list[tuple[dist.ProcessGroup, Tensor]]
 
     def sum_copies(self) -> None:
-        """Each holder has seen some of the microbatches, or has used the weight elsewhere."""
+        """Sum gradients over holders: each has seen some of the microbatches, or has used the
+        weight elsewhere."""
         for group, parameters in self.sums.items():
             all_reduce_gradients(parameters, group, bucket_mb=64.0)
 
     def spread_buffers(self) -> None:
-        """What a forward pass changes, such as BatchNorm's statistics: the first holder's are those
-        of all, as in DistributedDataParallel."""
+        """Broadcast what a forward pass changes, such as BatchNorm's statistics: the first holder's
+        are those of all, as in DistributedDataParallel."""
         for group, buffer in self.buffers:
             dist.broadcast(buffer, group_src=0, group=group)
 
 
 def gather_holdings(stages: Stages, mesh: DeviceMesh, timeout: Any) -> Holdings:
-    """All ranks together."""
+    """Gather who holds what, and make the groups of holders. A collective."""
     group, dp_size = mesh.get_group("pp"), mesh.size(1)
     own = {name: Sent(value.shape, value.dtype) for name, value in stages.state_dict().items()}
     told: list[Any] = [None] * dist.get_world_size(group)
@@ -137,7 +140,7 @@ def all_reduce_gradients(
 
 
 def _buckets(tensors: Sequence[Tensor], bucket_mb: float) -> Iterator[list[Tensor]]:
-    """Of one type each: they are laid into one tensor."""
+    """Yield buckets of one type each: they are laid into one tensor."""
     filling: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     sizes: dict[torch.dtype, int] = defaultdict(int)
     for tensor in tensors:

@@ -17,10 +17,10 @@ from paceline.schedules.requirements import (
     nearest_microbatches,
     nearest_ranks,
     next_microbatches,
+    split_blocks,
     takes_microbatches,
     takes_ranks,
 )
-from paceline.schedules.split import split_blocks
 from paceline.strategies.ddp import Buckets
 from paceline.strategies.shape import ModelShape
 from paceline.strategies.zero import Gathering
@@ -67,14 +67,14 @@ class Asked:
 
     @property
     def distinct(self) -> int:
-        """Stages that a rank adds: dualpipe's second is another's copy."""
+        """Return the stages that each rank adds: dualpipe's second is another's copy."""
         return 1 if self.schedule == "dualpipe" else self.stages_per_rank
 
 
 def choose_pipeline(
     config: RunConfig, world: int, model: ModelShape
 ) -> tuple[PipelinePlan | None, list[Finding]]:
-    """The pipeline, or everything that stands against it."""
+    """Return the pipeline, or everything that stands against it."""
     asked = _read(config, world)
     problems = [*_rank_problems(asked, world, model)]
     problems += [*_shape_problems(asked, config, world), *_split_problems(asked, config, model)]
@@ -102,7 +102,7 @@ def ranks_of_pipeline(config: RunConfig, world: int) -> int:
 
 def count_microbatches(config: RunConfig, num_ranks: int) -> int:
     """Return the parts that a batch is cut into on `num_ranks` ranks, as asked or chosen: a divisor
-    of the batch that the schedule takes, with four a rank, or else the largest. Where there is no
+    of the batch that the schedule takes, with four per rank, or else the largest. Where there is no
     such divisor, the number that a larger batch should have."""
     strategy = PipelineSettings.of(config)
     asked, schedule = strategy.microbatches, strategy.schedule
@@ -132,7 +132,7 @@ def _read(config: RunConfig, world: int) -> Asked:
 
 
 def _fitting(asked: Asked, world: int) -> list[int]:
-    """Every number of stages that can be laid over all ranks."""
+    """Return every number of stages that can be laid over all ranks."""
     return [
         ranks * asked.distinct
         for ranks in range(2, world + 1)
@@ -147,7 +147,7 @@ def _nearest(asked: Asked, fitting: list[int]) -> int:
 def _rank_problems(asked: Asked, world: int, model: ModelShape) -> Iterator[Finding]:
     fitting = _fitting(asked, world)
     if asked.num_ranks == 1:
-        what = "a pipeline of one rank has nobody to hand its results to"
+        what = "a pipeline of one rank has no other rank to hand its results to"
         more = "set launch.nproc to 2 or more, or use another strategy"
         hint = f"set strategy.stages to {fitting[0]}" if fitting else more
         yield _error("strategy.name", what, hint)
@@ -170,8 +170,8 @@ def _rank_problems(asked: Asked, world: int, model: ModelShape) -> Iterator[Find
 
 
 def _shape_problems(asked: Asked, config: RunConfig, world: int) -> Iterator[Finding]:
-    """What the schedule asks of numbers, on the ranks that it would have were they right; the
-    nearest number of microbatches is one that cuts the batch, too."""
+    """Yield what the schedule cannot do with these numbers, on the ranks that it would have were
+    they right; the nearest number of microbatches is one that cuts the batch, too."""
     ranks = _nearest(asked, _fitting(asked, world)) // asked.distinct
     ranks = nearest_ranks(asked.schedule, max(1, ranks))
     micro, parts = config.train.micro_batch_size, asked.num_microbatches

@@ -42,7 +42,7 @@ class Recorder:
 
     @contextmanager
     def timed(self, action: Action) -> Iterator[None]:
-        """Around the work of an action. An error inside says where it was."""
+        """Time the work of an action. An error inside says where it was."""
         clock = self.clock
         if clock is None:  # shapes are learnt, or the model is evaluated
             yield
@@ -60,12 +60,12 @@ class Recorder:
         clock.on_action(None)
 
     def order(self) -> list[Action]:
-        """What the last pass ran, in that order."""
+        """Return what the last pass ran, in that order."""
         return [action for action, _, _ in self._passes[-1].marks] if self._passes else []
 
     def passes(self) -> list[Pass]:
-        """All that is kept; on a GPU waits for it. The device lags behind the host: moments on it
-        are counted back from one that both know."""
+        """Return all that is kept; on a GPU, wait for it. The device lags behind the host: moments
+        on it are counted back from one that both know."""
         anchor = self._mark()
         if self.on_gpu:
             anchor.synchronize()

@@ -1,15 +1,24 @@
-"""One stage: a part of the workload's own forward pass, as a module that takes what the stage
-before sends, and returns what the next one needs, or the loss."""
+"""One stage, and a batch relayed through all of them.
 
+A stage is a part of the workload's own forward pass, as a module: it takes what the stage before
+sends, and returns what the next one needs, or the loss.
+"""
+
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 from paceline.strategies.base import EngineParts
 from paceline.strategies.objective import compute_loss
 from paceline.strategies.pipeline.ghosts import Reached, Region
+
+# A tensor is announced by a header of whole numbers: its type's place here, its axes, its sizes.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MAX_AXES = 8
 
 
 class Sent(NamedTuple):
@@ -52,7 +61,7 @@ class Stage(nn.Module):
         return self.index == self.num_stages - 1
 
     def forward(self, received: Tensor | None = None) -> Tensor:
-        """The first stage may be given anything: it reads its batch."""
+        """Run this part of the model. The first stage may be given anything: it reads its batch."""
         handed = None if self.is_first or received is None else received.to(self.parts.device)
         self.region.begin(handed)
         try:
@@ -74,8 +83,87 @@ class Stage(nn.Module):
 
 
 def _ownable(hidden: Tensor) -> Tensor:
-    """A tensor that torch can send, which wants it dense, and cut off from its graph in place,
-    which it cannot do to a view: what a Linear or a transpose returns."""
+    """Return a tensor that torch can send, which wants it dense, and cut off from its graph in
+    place, which it cannot do to a view: what a Linear or a transpose returns."""
     if hidden._is_view() or not hidden.is_contiguous():
         return hidden.clone(memory_format=torch.contiguous_format)
     return hidden
+
+
+class Relay:
+    """Runs a batch through all stages, one after the other, forward only.
+
+    `homes[stage]`: the rank of the pipeline that has it; `stages`: those of this rank.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        homes: Sequence[int],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.stages, self.homes, self.group, self.device = stages, homes, group, device
+        self.here = dist.get_rank(group)
+
+    @torch.no_grad()
+    def run(self, batch: Any, learns: bool = False) -> None:
+        """Hand a batch through; the last stage notes its loss. `learns`: each notes what it takes
+        and gives, which for a batch to evaluate may be another size."""
+        handed: Tensor | None = None
+        for index, stage in sorted(self.stages.items()):
+            if index > 0 and self.homes[index - 1] != self.here:
+                handed = self._receive(self.homes[index - 1])
+            stage.batch = batch
+            stage.region.learns = learns
+            if learns:
+                _require_no_ghosts(stage, handed, self.device)
+            given = stage(handed)
+            stage.region.learns = False
+            if learns:
+                stage.takes = Sent(handed.shape, handed.dtype) if handed is not None else None
+                stage.gives = Sent(given.shape, given.dtype)
+            handed = given
+            if not stage.is_last and self.homes[index + 1] != self.here:
+                self._send(given, self.homes[index + 1])
+
+    def _send(self, value: Tensor, target: int) -> None:
+        header = torch.zeros(2 + MAX_AXES, dtype=torch.int64)
+        header[:2] = torch.tensor([DTYPES.index(value.dtype), value.dim()])
+        header[2 : 2 + value.dim()] = torch.tensor(value.shape)
+        dist.send(header.to(value.device), group_dst=target, group=self.group)
+        dist.send(value.contiguous(), group_dst=target, group=self.group)
+
+    def _receive(self, source: int) -> Tensor:
+        wire = next(iter(self.stages.values())).wire
+        header = torch.zeros(2 + MAX_AXES, dtype=torch.int64, device=wire)
+        dist.recv(header, group_src=source, group=self.group)
+        kind, axes, *sizes = header.tolist()
+        value = torch.empty(sizes[:axes], dtype=DTYPES[kind], device=wire)
+        dist.recv(value, group_src=source, group=self.group)
+        return value
+
+
+def _require_no_ghosts(stage: Stage, handed: Tensor | None, device: torch.device) -> None:
+    """Refuse a stage whose result depends on what ghosts return: the loss would be NaN, and nothing
+    would say why."""
+    on_gpu = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=on_gpu):
+        given = stage(handed)
+    with torch.random.fork_rng(devices=on_gpu), stage.region.filled_with_ones():
+        again = stage(handed)
+    if _differ(given, again):
+        raise ConfigError(
+            f"stage {stage.index} uses what an earlier stage has computed, and only what flows from"
+            " block to block is sent: the model has a connection around its blocks\n"
+            "hint: hand it through the blocks, or use another strategy"
+        )
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    """Compare as a whole: a kernel that sums in another order may change the last bit of some
+    numbers."""
+    if not torch.equal(a.isnan(), b.isnan()):
+        return True
+    a, b = a.double().nan_to_num(), b.double().nan_to_num()
+    return bool((a - b).norm() > 1e-3 * a.norm())

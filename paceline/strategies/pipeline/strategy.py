@@ -39,7 +39,7 @@ class Pipeline(Strategy):
         return list(_problems(config, model))
 
     def lay_out(self, config: RunConfig, crew: Crew, model: ModelShape) -> Layout:
-        """Stages across, and ranks with the same stages inside, for they exchange more."""
+        """Lay stages across, and ranks with the same stages inside, for they exchange more."""
         world = crew.world_size
         pipeline, problems = choose_pipeline(config, world, model)
         if pipeline is None:
@@ -63,7 +63,7 @@ class Pipeline(Strategy):
         return wire(plan) if self.shards(config) else []
 
     def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
-        """`model` has only the blocks of this rank."""
+        """Estimate one rank; `model` has only the blocks of this rank."""
         if not self.shards(config):
             return DDP.estimate(model, config, share)
         # Until a pass has ended a rank has whole gradients of its stages, and, after the first
@@ -84,11 +84,12 @@ class Pipeline(Strategy):
             f"{among:,} bytes among the {share.size} ranks with the same stages" if among else "",
         ]
         told = " and ".join(reason for reason in reasons if reason)
-        because = f"summed once a step: {told}" if told else "no other rank has these stages"
+        because = f"summed once per step: {told}" if told else "no other rank has these stages"
         return Exchange(plain=shared + among, sent=shared + among, because=because)
 
     def cases(self, config: RunConfig, world: int, micro: int) -> list[Case]:
-        """One for each schedule, on a model that can be cut into two stages a rank, unevenly."""
+        """Return one case for each schedule, on a model that can be cut into two stages per rank,
+        unevenly."""
         found = []
         for schedule in NAMES:
             asked = with_settings(config, schedule=schedule)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from paceline.records import Finding
 from paceline.workloads.hf.model import WHERE, build_from_config
 
-# Keys that say a model is no plain decoder: experts, compressed attention, state spaces.
+# Keys that say a model is not a plain decoder: experts, compressed attention, state spaces.
 NOT_PLAIN = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")
 
 
@@ -19,22 +19,23 @@ def build_causal_lm(config: Any, impl: str) -> nn.Module:
 
 
 def loss_sum(model: nn.Module, tokens_BT1: Tensor) -> Tensor:
-    """Cross entropy summed over tokens. The targets are shifted here and nowhere else: the model
-    is given no labels, which it would shift by itself."""
+    """Return the cross entropy summed over tokens. The targets are shifted here and nowhere else:
+    the model is given no labels, which it would shift by itself."""
     targets_BT = tokens_BT1[:, 1:].long()
     logits_BTV = model(input_ids=tokens_BT1[:, :-1].long(), use_cache=False).logits
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum")
 
 
 def head_width(config: Any) -> int | None:
+    """Return the width of an attention head; None where the config has no heads."""
     width = getattr(config, "head_dim", None)
     heads = getattr(config, "num_attention_heads", None)
     return int(width or config.hidden_size // heads) if heads else None
 
 
 def flops_per_token(config: Any, seq_len: int, causal: bool = True) -> float | None:
-    """Forward and backward FLOPs of a token, as in models/lm.py: 6 per weight of a matrix, and
-    half the square of attention. None where the model is more than a plain decoder."""
+    """Return the forward and backward FLOPs per token, as in lm/model.py: 6 per weight of a matrix,
+    and half the square of attention. None where the model is more than a plain decoder."""
     head = head_width(config)
     if head is None or not _is_plain(config, seq_len):
         return None
@@ -55,8 +56,8 @@ def _is_plain(config: Any, seq_len: int) -> bool:
 
 
 def _matrix_numel(model: nn.Module) -> int | None:
-    """Weights that every token is multiplied with; None where some do not look like that. A tied
-    head is a product too; embeddings are lookups."""
+    """Count the weights that every token is multiplied with; None where some do not look like that.
+    A tied head is a product too; embeddings are lookups."""
     total, seen = 0, set()
     for module in model.modules():
         kind = type(module).__name__
@@ -70,12 +71,13 @@ def _matrix_numel(model: nn.Module) -> int | None:
 
 
 def check_shape(config: Any, seq_len: int, num_tokens: int) -> Iterator[Finding]:
-    """Whether this model can be trained on samples of `seq_len` of `num_tokens` kinds of tokens."""
+    """Check that this model can be trained on samples of `seq_len` of `num_tokens` kinds of
+    tokens."""
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", True) is False:
         yield Finding(
             severity="error",
             where="model.hf",
-            what=f"{config.model_type} sees what comes after a token: it is no causal model",
+            what=f"{config.model_type} sees what comes after a token: it is not a causal model",
             hint="choose another, or set model.hf_config.is_decoder=true where it has that key",
         )
     longest = getattr(config, "max_position_embeddings", None)

@@ -8,16 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
+
+from paceline.config.schema import Section
 from paceline.data.base import Dataset
 from paceline.records import Finding
 from paceline.workloads.base import Split
-from paceline.workloads.causal_lm.config import CausalLMModel
 from paceline.workloads.lm.workload import BYTE_VOCABULARY, LanguageModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+class CausalLMModel(Section):
+    """The `model` section of causal_lm; its `data` section is the language model's."""
+
+    hf: str = Field(
+        "llama",
+        min_length=1,
+        description="A folder, a name on the Hugging Face hub, or an architecture of transformers"
+        " such as llama, which has no weights. A folder called llama is ./llama.",
+    )
+    hf_config: dict[str, Any] = Field(
+        {}, description="Keys of the model's own config, over those that it comes with."
+    )
+    weights: Literal["auto", "load", "random"] = Field(
+        "auto", description="auto: load where there are safetensors files, else random."
+    )
 
 
 class CausalLM(LanguageModel):
@@ -111,7 +130,8 @@ class CausalLM(LanguageModel):
         )
 
     def _fit_problems(self, config: Any) -> Sequence[Finding]:
-        """Weights of a folder are looked at while planning; those of the hub when they are here."""
+        """Look at the weights of a folder while planning; those of the hub are looked at when they
+        are here."""
         import torch
 
         from paceline.errors import DataError
@@ -141,7 +161,8 @@ class CausalLM(LanguageModel):
         return load_config(settings.hf, settings.hf_config, self._folder(settings.hf))
 
     def _folder(self, name: str) -> Path | None:
-        """Known on ranks; found again wherever a plan is made before anything is prepared."""
+        """Return the folder of the model: on ranks it is known; it is found again wherever a plan
+        is made before anything is prepared."""
         from paceline.workloads.hf.pretrained import find_folder
 
         if "hf_weights" in self.prepared:

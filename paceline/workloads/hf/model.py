@@ -29,7 +29,7 @@ DECIDED = {
 
 
 def require_extra(name: str = "transformers") -> Any:
-    """A module of the extra `hf`, imported."""
+    """Import and return a module of the extra `hf`."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -44,14 +44,15 @@ def attention_name(impl: str) -> str:
 
 
 def known_keys(kind: Any) -> set[str]:
-    """The keys of a config class that a user may set."""
+    """Return the keys of a config class that a user may set."""
     listed = inspect.signature(kind).parameters.values()
     named = {p.name for p in listed if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     return (named | set(kind.attribute_map)) - set(DECIDED)
 
 
 def check_keys(given: Mapping[str, Any], kind: Any) -> Iterator[Finding]:
-    """Keys that `kind` does not have: it would store them and never look at them."""
+    """Yield a finding for each key that `kind` does not have: it would store it and never look at
+    it."""
     known = known_keys(kind)
     for key in given:
         if key in known:
@@ -66,7 +67,7 @@ def check_keys(given: Mapping[str, Any], kind: Any) -> Iterator[Finding]:
 
 
 def build_config(kind: Any, given: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> Any:
-    """A config of class `kind` from the known keys of `given`, over those of `base`."""
+    """Build a config of class `kind` from the known keys of `given`, over those of `base`."""
     known = known_keys(kind)
     kept = {key: value for key, value in given.items() if key in known}
     try:
@@ -78,7 +79,7 @@ def build_config(kind: Any, given: Mapping[str, Any], base: Mapping[str, Any] | 
 
 
 def build_from_config(auto: str, config: Any, impl: str) -> nn.Module:
-    """The model of a config by one of transformers' Auto classes, in fp32."""
+    """Build the model of a config by one of transformers' Auto classes, in fp32."""
     factory = getattr(require_extra(), auto)
     try:
         model: nn.Module = factory.from_config(
@@ -129,7 +130,7 @@ def own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _outwards(name: str) -> Iterator[str]:
-    """`a.b.c`, `a.b`, `a`, and the model itself."""
+    """Yield `a.b.c`, `a.b`, `a`, and "", which is the model itself."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -137,7 +138,8 @@ def _outwards(name: str) -> Iterator[str]:
 
 
 def _rules_for(model: nn.Module, path: str) -> Any:
-    """`_init_weights` of the innermost model that holds `path`: a model may consist of several."""
+    """Return `_init_weights` of the innermost model that holds `path`: a model may consist of
+    several."""
     for outer in _outwards(path):
         rules = getattr(model.get_submodule(outer), "_init_weights", None)
         if rules is not None:
@@ -146,7 +148,7 @@ def _rules_for(model: nn.Module, path: str) -> Any:
 
 
 def _marker(tensor: Tensor) -> float | int | bool:
-    """A value that no initialiser writes; a bool has none to spare."""
+    """Return a value that no initialiser writes; a bool has none to spare."""
     if tensor.is_floating_point():
         return float("nan")
     return False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min

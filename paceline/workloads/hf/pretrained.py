@@ -1,22 +1,25 @@
-"""Where a Hugging Face model comes from, and its weights: read from safetensors, by name.
+"""Where a Hugging Face model comes from and goes to: config.json and safetensors, by name.
 
     folder = find_folder("org/name")                 a folder with config.json, or None: no files
     source = choose_weights("auto", folder)          before ranks start: "load" or "random"
     load_module(model, name, module, folder)         on a rank: one module's own tensors
+    save_layout(model, tensors, folder)              `model` was built on meta and takes these
+    load_layout(type(model), folder)                 as transformers itself loads it, strictly
 
-Nothing is unpickled, and no code of a model's repository is run.
+Nothing is pickled or unpickled, and no code of a model's repository is run.
 """
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from paceline.errors import ConfigError, DataError
+from paceline.errors import ConfigError, DataError, SaveError
 from paceline.workloads.hf.model import build_config, init_module, require_extra
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -26,7 +29,7 @@ MAX_NAMED = 5
 
 
 def find_folder(name: str) -> Path | None:
-    """The folder that holds a model's config.json; None for a bare architecture."""
+    """Return the folder that holds a model's config.json; None for a bare architecture."""
     if name in require_extra("transformers.models.auto.configuration_auto").CONFIG_MAPPING:
         return None
     folder = Path(name).expanduser()
@@ -34,7 +37,7 @@ def find_folder(name: str) -> Path | None:
         return folder.resolve()
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise DataError(
-            f"model.hf={name} is no folder, and neither an architecture nor ORGANISATION/NAME\n"
+            f"model.hf={name} is not a folder, and neither an architecture nor ORGANISATION/NAME\n"
             "hint: give a folder with config.json, a name on the hub, or llama, gpt2, ..."
         )
     return _download(name, ("config.json",))
@@ -42,20 +45,20 @@ def find_folder(name: str) -> Path | None:
 
 @cache
 def _download(name: str, patterns: tuple[str, ...]) -> Path:
-    """Files of a model on the hub, from the local cache where they are in it."""
+    """Return the folder of a model on the hub, from the local cache where the files are in it."""
     hub = require_extra("huggingface_hub")
     try:
         return Path(hub.snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # of the network, the hub, or the rights to a model: many classes
         why = " ".join(str(error).split())[:300]
         raise DataError(
-            f"model.hf={name} is no folder here and cannot be had from the hub: {why}\n"
+            f"model.hf={name} is not a folder here and cannot be had from the hub: {why}\n"
             "hint: check the name and the network, or copy the model and give its folder"
         ) from error
 
 
 def load_config(name: str, given: dict[str, Any], folder: Path | None) -> Any:
-    """The model's config, with the keys of `given` in place of its own."""
+    """Load the model's config, with the keys of `given` in place of its own."""
     base: dict[str, Any] = {} if folder is None else _read_config(folder)
     kind = config_class(name, base)
     return build_config(kind, given, base)
@@ -83,12 +86,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
     if not isinstance(read, dict):
-        raise DataError(f"{path} is no map of keys")
+        raise DataError(f"{path} is not a map of keys")
     return read
 
 
 def choose_weights(asked: str, name: str, folder: Path | None) -> tuple[Path | None, str]:
-    """Whether weights are loaded or random, and the folder they are in by then."""
+    """Decide whether weights are loaded or random; return the folder they are in by then."""
     if folder is None or asked == "random":
         return folder, "random"
     is_local = Path(name).expanduser().is_dir()
@@ -108,7 +111,7 @@ def choose_weights(asked: str, name: str, folder: Path | None) -> tuple[Path | N
 
 
 def list_tensors(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor."""
+    """Return which file holds each tensor."""
     index = folder / INDEX
     if not index.is_file():
         return dict.fromkeys(_open(folder / SINGLE).keys(), folder / SINGLE)
@@ -152,7 +155,7 @@ def check_weights(model: nn.Module, folder: Path) -> None:
 
 
 def _shapes(files: dict[str, Path]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type of every tensor, from the headers alone."""
+    """Read shape and type of every tensor, from the headers alone."""
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     for path in sorted(set(files.values())):
         opened = _open(path)
@@ -169,14 +172,15 @@ def _few(keys: list[str]) -> str:
 
 
 def _names(model: Any, key: str) -> list[str]:
-    """The names that stand for a tensor: tied weights are saved under one of them."""
+    """Return the names that stand for a tensor: tied weights are saved under one of them."""
     tied: dict[str, str] = model.all_tied_weights_keys
     source = tied.get(key, key)
     return [key, source, *(other for other, first in tied.items() if first == source)]
 
 
 def _is_spare(model: nn.Module, key: str) -> bool:
-    """Buffers that are computed, not loaded: older files hold them, at times in every layer."""
+    """Say whether it is a buffer that is computed, not loaded: older files hold them, at times in
+    every layer."""
     computed = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     return key.rpartition(".")[2] in computed
 
@@ -200,3 +204,56 @@ def _iter_saved(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for leaf, buffer in module.named_buffers(recurse=False):
         if leaf not in module._non_persistent_buffers_set:
             yield leaf, buffer
+
+
+def save_layout(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Save by transformers' own `save_pretrained`: it knows the names on disk, and tied weights."""
+    _fill(model, tensors)
+    # Of a model that came with code of its own: what was trained here is transformers' class.
+    model.config.__dict__.pop("auto_map", None)
+    with _quiet():
+        model.save_pretrained(folder)
+
+
+def _fill(model: Any, tensors: dict[str, Tensor]) -> None:
+    """Give a model on meta its values without a copy; the checkpoint has tied weights once."""
+    try:
+        found = model.load_state_dict(tensors, strict=False, assign=True)
+    except RuntimeError as error:  # another shape
+        raise ConfigError(f"the checkpoint is not of the model in run.yaml: {error}") from error
+    model.tie_weights()
+    missing = [name for name, value in model.state_dict().items() if value.is_meta]
+    if missing or found.unexpected_keys:
+        raise ConfigError(
+            "the checkpoint is not of the model in run.yaml:"
+            f" {_count(missing, 'tensors it lacks')}, {_count(found.unexpected_keys, 'too many')}"
+        )
+
+
+def load_layout(kind: Any, folder: Path) -> dict[str, Tensor]:
+    """Return every tensor of the model that transformers makes of `folder`."""
+    with _quiet():
+        model, info = kind.from_pretrained(
+            folder, output_loading_info=True, local_files_only=True, use_safetensors=True
+        )
+    if wrong := {what: names for what, names in info.items() if names}:
+        raise SaveError(f"transformers does not load what was written: {wrong}")
+    state: dict[str, Tensor] = model.state_dict()
+    return state
+
+
+def _count(names: list[str], what: str) -> str:
+    return f"{len(names)} {what}" + (f" ({names[0]}, ...)" if names else "")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """While inside, transformers shows no progress bars: ours are the only words on stderr."""
+    talk = require_extra("transformers.utils.logging")
+    was_on = talk.is_progress_bar_enabled()
+    talk.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            talk.enable_progress_bar()

@@ -38,25 +38,25 @@ def mae_config(given: dict[str, Any]) -> Any:
 
 
 def build_mae(given: dict[str, Any], impl: str) -> nn.Module:
-    """Pixels (B, C, H, H) and the order of their patches (B, N) to predictions and mask."""
+    """Build a model from pixels (B, C, H, H) and the order of their patches (B, N) to predictions
+    and mask."""
     model = build_from_config("AutoModelForPreTraining", mae_config(given), impl)
     model.forward = MethodType(_reconstruct, model)
     return model
 
 
 def _reconstruct(model: Any, pixels_BCHH: Tensor, order_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Predicted patches (B, N, P), and 1 where a patch was masked (B, N).
-
-    In place of transformers' forward, which has the loss in it: under FSDP that would compare in
-    the 8 bits of bf16, because FSDP rounds the pixels on their way in.
-    """
+    """Return the predicted patches (B, N, P), and 1 where a patch was masked (B, N). It stands in
+    for transformers' forward, which has the loss in it: under FSDP that would compare in the 8 bits
+    of bf16, because FSDP rounds the pixels on their way in."""
     encoded = model.vit(pixels_BCHH, noise=order_BN)
     decoded = model.decoder(encoded.last_hidden_state, encoded.ids_restore)
     return decoded.logits, encoded.mask
 
 
 def loss_sum(config: Any, pixels_BCHH: Tensor, outputs: tuple[Tensor, Tensor]) -> Tensor:
-    """Squared error of the masked patches, averaged in each sample and summed over samples."""
+    """Return the squared error of the masked patches, averaged in each sample and summed over
+    samples."""
     logits_BNP, mask_BN = outputs
     target_BNP = patches_of(pixels_BCHH.float(), config.patch_size)
     if config.norm_pix_loss:
@@ -67,7 +67,7 @@ def loss_sum(config: Any, pixels_BCHH: Tensor, outputs: tuple[Tensor, Tensor]) -
 
 
 def patches_of(pixels_BCHH: Tensor, side: int) -> Tensor:
-    """(B, C, H, H) to (B, N, P): row by row, and the channels of a pixel side by side."""
+    """Turn (B, C, H, H) into (B, N, P): row by row, and the channels of a pixel side by side."""
     B, C, H, W = pixels_BCHH.shape
     tiles = pixels_BCHH.reshape(B, C, H // side, side, W // side, side)
     return tiles.permute(0, 2, 4, 3, 5, 1).reshape(B, -1, side * side * C)
@@ -115,7 +115,8 @@ def num_patches(config: Any) -> int:
 
 
 def block_positions(config: Any) -> list[int]:
-    """The encoder sees the patches that are not masked, the decoder all; both a class token."""
+    """Count positions per block: the encoder sees the patches that are not masked, the decoder all;
+    both a class token."""
     patches = num_patches(config)
     seen = int(patches * (1 - config.mask_ratio))
     encoder = [1 + seen] * config.num_hidden_layers
@@ -125,7 +126,7 @@ def block_positions(config: Any) -> list[int]:
 def flops_per_sample(config: Any) -> float:
     """Forward and backward FLOPs of an image, as torch counts them: products of matrices only.
 
-    Backward is twice the forward, but for the patch embedding: nobody needs the pixels' gradient.
+    Backward is twice the forward, but for the patch embedding: nothing needs the pixels' gradient.
     """
     patches, pixels = num_patches(config), config.patch_size**2 * config.num_channels
     seen = int(patches * (1 - config.mask_ratio)) + 1  # and the class token
@@ -147,11 +148,13 @@ def _layer_flops(num_tokens: int, width: int, inner: int) -> int:
 
 
 def check_mae(given: dict[str, Any]) -> Iterator[Finding]:
-    """What is wrong with the keys of `model.hf_config`."""
+    """Return what is wrong with the keys of `model.hf_config`."""
     yield from check_keys(given, require_extra().ViTMAEConfig)
     config = mae_config(given)
     if config.image_size % config.patch_size:
-        what = f"an image of {config.image_size} is no whole number of {config.patch_size} patches"
+        what = (
+            f"an image of {config.image_size} is not a whole number of {config.patch_size} patches"
+        )
         yield _refuse("image_size", what, "make it a multiple of patch_size")
     for prefix in ("", "decoder_"):
         width = getattr(config, f"{prefix}hidden_size")

@@ -8,13 +8,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
+from paceline.config.schema import DataConfig, Positive, Section
 from paceline.data.base import Dataset
 from paceline.records import Finding
 from paceline.workloads.base import Split, Workload
-from paceline.workloads.mae.config import MAEData, MAEModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+class MAEModel(Section):
+    """The `model` section of the masked-autoencoder workload."""
+
+    hf_config: dict[str, Any] = Field(
+        {}, description="Keys of Hugging Face's ViTMAEConfig: model.hf_config.hidden_size=1280."
+    )
+
+
+class MAEData(DataConfig):
+    """Its `data` section."""
+
+    synthetic_samples: Positive = Field(
+        256_000, description="Length of the data set of random images, in samples."
+    )
 
 
 class MaskedAutoencoder(Workload):
@@ -37,7 +55,7 @@ class MaskedAutoencoder(Workload):
         init_mae_module(model, name, module)
 
     def head_dim(self, config: Any) -> int:
-        """Of encoder or decoder: the one that kernels find harder."""
+        """Return the head's width of encoder or decoder: of the one that kernels find harder."""
         from paceline.workloads.mae.model import mae_config
 
         known = mae_config(config.model.hf_config)
@@ -48,7 +66,7 @@ class MaskedAutoencoder(Workload):
         return next((width for width in widths if width % 8), max(widths))
 
     def build_data(self, config: Any, split: Split) -> Dataset | None:
-        from paceline.workloads.mae.data import RandomImages
+        from paceline.data.synthetic import RandomImages
         from paceline.workloads.mae.model import mae_config, num_patches
 
         if split == "val":
