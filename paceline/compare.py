@@ -22,8 +22,7 @@ from paceline.stats.figures import LOWER_IS_BETTER, RunFigures, measure_run
 from paceline.stats.intervals import Interval
 from paceline.stats.standings import Group, Standing, Standings, compare_groups
 from paceline.sweep.cells import find_cell
-from paceline.sweep.folder import SweepDir
-from paceline.sweep.manifest import SUCCESS, load_manifest
+from paceline.sweep.folder import SUCCESS, SweepDir, load_manifest
 
 # What of a machine and its software may make a difference; its packages are compared too.
 ENV_FACTS = ("host", "cpu", "cores", "driver", "python", "torch", "cuda", "nccl", "hip")

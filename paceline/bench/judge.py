@@ -12,8 +12,7 @@ from paceline.records import Fingerprints, Result
 from paceline.records.rundir import RunDir
 from paceline.stats.figures import RunFigures, measure_run
 from paceline.stats.standings import Group, Standings, compare_groups
-from paceline.sweep.folder import SweepDir
-from paceline.sweep.manifest import SUCCESS, Row
+from paceline.sweep.folder import SUCCESS, Row, SweepDir
 
 MEMORY_WORDS = {"faster": "less memory", "slower": "more memory"}
 

@@ -23,8 +23,7 @@ from paceline.records import Env
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
-from paceline.sweep.folder import SweepDir
-from paceline.sweep.manifest import Row
+from paceline.sweep.folder import Row, SweepDir
 from paceline.sweep.matrix import PLAIN
 
 REPORT, SUMMARY = "bench.json", "summary.md"

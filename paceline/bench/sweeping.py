@@ -7,7 +7,7 @@ from paceline.launch.signals import logged_signals
 from paceline.records.rundir import RunLock
 from paceline.records.swept import SweepRecord
 from paceline.sweep.flow import open_folder, report_sweep
-from paceline.sweep.manifest import rows_of
+from paceline.sweep.folder import rows_of
 from paceline.sweep.runner import SweepRunner, SweepTalk
 
 

@@ -25,8 +25,7 @@ from paceline.report.sweep_story import (
 )
 from paceline.sweep.board import Board
 from paceline.sweep.flow import SweepEnd
-from paceline.sweep.folder import SweepDir
-from paceline.sweep.manifest import load_manifest
+from paceline.sweep.folder import SweepDir, load_manifest
 from paceline.sweep.outputs import tell
 from paceline.sweep.phases import describe_schedule
 from paceline.sweep.spec import SweepSpec

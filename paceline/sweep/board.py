@@ -8,7 +8,7 @@ from statistics import fmean, geometric_mean
 from paceline.records.swept import Metric, SweptPhase
 from paceline.stats.figures import LOWER_IS_BETTER
 from paceline.stats.standings import MARGIN, Group, compare_groups
-from paceline.sweep.manifest import STOPPED, SUCCESS, Row
+from paceline.sweep.folder import STOPPED, SUCCESS, Row
 
 
 @dataclass

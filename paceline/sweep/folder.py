@@ -1,9 +1,38 @@
 """The directory of a sweep: where its files lie."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.errors import DataError, Outcome
+from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir, slug
+from paceline.records.swept import SweptPhase
+
+Row = dict[str, str]
+NOT_THERE = "n/a"  # a setting that the workload does not have
+SUCCESS, FAILED = "success", "failed"
+STOPPED = frozenset(outcome for outcome in Outcome if outcome.is_stop)  # somebody ended the run
+# Names and order are those of the sweep scripts that Paceline's users come from
+# (docs/sweeping.md); what those had no name for stands behind.
+IDENTITY = ("mode", "group", "repeat")
+SETTINGS = (
+    "zero_stage", "micro_batch", "world_size", "global_batch", "log_every_steps",
+    "validation_every_steps", "checkpoint_every_steps", "num_workers", "prefetch_factor",
+    "dataset_manifest_path", "precision_mode_req", "precision_mode_effective", "attn_impl_req",
+    "attn_impl_effective", "torch_compile_enabled", "gpu_name", "gpu_cc",
+)  # fmt: skip
+FINGERPRINTS = (
+    "config_fingerprint", "code_fingerprint", "data_fingerprint", "hardware_fingerprint",
+)  # fmt: skip
+COLUMNS = (
+    *IDENTITY, "status", "exit_code", "duration_sec", "last_step", "last_iter_ms_p50",
+    "run_dir", "launcher_log", "train_log", *SETTINGS,
+    "phase", "outcome", "steps_asked", "started_at", "peak_bytes", *FINGERPRINTS, "overrides",
+)  # fmt: skip
+
+
+NEEDED = (*IDENTITY, "status", "run_dir", "outcome", "steps_asked")  # to know a run again
 
 
 @dataclass(frozen=True)
@@ -67,3 +96,42 @@ class SweepDir:
     def run(self, row: dict[str, str]) -> RunDir:
         """The run directory of a row of the manifest, wherever the sweep has been moved to."""
         return RunDir(self.root / row["run_dir"])
+
+
+def save_manifest(path: Path, rows: list[Row]) -> None:
+    """Write all rows; columns that only rows of another version have stand last."""
+    columns = list(dict.fromkeys((*COLUMNS, *(name for row in rows for name in row))))
+    cells = ([_cell(row.get(name, NOT_THERE)) for name in columns] for row in rows)
+    write_atomic(path, "".join("\t".join(line) + "\n" for line in (columns, *cells)))
+
+
+def load_manifest(path: Path) -> list[Row]:
+    """Read the rows of this version or another: what a row does not say is not there. `DataError`
+    when the file is not one that `save_manifest` wrote."""
+    if not path.is_file():
+        return []
+    head, *lines = path.read_text().splitlines() or [""]
+    rows = [line.split("\t") for line in lines]
+    columns = head.split("\t")
+    if not set(NEEDED) <= set(columns) or any(len(row) != len(columns) for row in rows):
+        raise DataError(
+            f"{path} is no manifest: its columns or rows are not ours\n"
+            "hint: give --out another directory; the runs in this one stay as they are"
+        )
+    absent = dict.fromkeys(COLUMNS, NOT_THERE)
+    return [absent | dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def rows_of(phase: SweptPhase, rows: Iterable[Row]) -> list[Row]:
+    """A manifest may also hold what an earlier call asked for: other lengths, more repeats."""
+    return [
+        row
+        for row in rows
+        if row["group"] in phase.cells
+        and int(row["repeat"]) <= phase.repeats
+        and row["steps_asked"] == str(phase.steps)
+    ]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split())  # no tab and no line break inside a cell

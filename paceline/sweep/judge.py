@@ -12,8 +12,7 @@ from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.stats.figures import LOWER_IS_BETTER, RunFigures, measure_run
 from paceline.stats.intervals import Interval
 from paceline.stats.standings import Group, Standing, Standings, compare_groups
-from paceline.sweep.folder import SweepDir
-from paceline.sweep.manifest import NOT_THERE, STOPPED, SUCCESS, Row, rows_of
+from paceline.sweep.folder import NOT_THERE, STOPPED, SUCCESS, Row, SweepDir, rows_of
 from paceline.sweep.target import SPEEDUP, Target, TargetResult, hold
 
 NUM_PARTS = 5  # of a loss curve; the first one is left out

@@ -14,9 +14,8 @@ from paceline.report.sweep import render_sweep_page, render_sweep_summary
 from paceline.report.sweep_story import CellLine, RunLine, SweepStory, pasteable, winners
 from paceline.stats.figures import RunFigures
 from paceline.stats.standings import Standing
-from paceline.sweep.folder import SweepDir
+from paceline.sweep.folder import FINGERPRINTS, SUCCESS, Row, SweepDir
 from paceline.sweep.judge import SweepJudgement, cause_of, peak_bytes, problem_of
-from paceline.sweep.manifest import FINGERPRINTS, SUCCESS, Row
 from paceline.sweep.phases import plain_name
 from paceline.sweep.tables import (
     common_settings,

@@ -12,7 +12,7 @@ from paceline.records.tables import read_steps
 from paceline.run.flow import Decided
 from paceline.stats.timing_points import list_points
 from paceline.strategies import find_strategy
-from paceline.sweep.manifest import COLUMNS, FAILED, NOT_THERE, SUCCESS, Row
+from paceline.sweep.folder import COLUMNS, FAILED, NOT_THERE, SUCCESS, Row
 
 
 def describe_run(

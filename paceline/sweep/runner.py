@@ -20,12 +20,12 @@ from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.run.flow import Decided, Talk, run_decided
 from paceline.stats.figures import measure_run
 from paceline.sweep.board import Board
-from paceline.sweep.folder import SweepDir
-from paceline.sweep.manifest import (
+from paceline.sweep.folder import (
     FINGERPRINTS,
     STOPPED,
     SUCCESS,
     Row,
+    SweepDir,
     load_manifest,
     save_manifest,
 )

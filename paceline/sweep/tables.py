@@ -12,9 +12,8 @@ from paceline.records.swept import SweepRecord
 from paceline.stats.figures import RunFigures
 from paceline.stats.standings import Standing
 from paceline.stats.timing_points import TIMED
-from paceline.sweep.folder import SweepDir
+from paceline.sweep.folder import IDENTITY, NOT_THERE, SETTINGS, Row, SweepDir
 from paceline.sweep.judge import SweepJudgement, cause_of, peak_bytes, problem_of
-from paceline.sweep.manifest import IDENTITY, NOT_THERE, SETTINGS, Row
 from paceline.sweep.phases import plain_name
 
 Value = str | float | int | bool | None

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.compare import Comparison, compare_sides, open_side
 from paceline.errors import ConfigError, DataError, Outcome
-from paceline.sweep.manifest import save_manifest
+from paceline.sweep.folder import save_manifest
 from tests.machines import machine
 from tests.measured import make_row, make_run
 from tests.sweeps import draw_cell, draw_record

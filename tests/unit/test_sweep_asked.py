@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import ConfigError, DataError
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.sweep.cells import draw_cells, find_cell, short_keys
-from paceline.sweep.manifest import COLUMNS, load_manifest, save_manifest
+from paceline.sweep.folder import COLUMNS, load_manifest, save_manifest
 from paceline.sweep.phases import choose_extras, describe_schedule, first_phase, plain_name
 from paceline.sweep.runner import turns_of
 from paceline.sweep.spec import SweepSpec, read_spec, split_values
