@@ -21,8 +21,8 @@ from paceline.records.swept import Metric, SweepRecord
 from paceline.stats.figures import LOWER_IS_BETTER, RunFigures, measure_run
 from paceline.stats.intervals import Interval
 from paceline.stats.standings import Group, Standing, Standings, compare_groups
-from paceline.sweep.cells import find_cell
 from paceline.sweep.folder import SUCCESS, SweepDir, load_manifest
+from paceline.sweep.spec import find_cell
 
 # What of a machine and its software may make a difference; its packages are compared too.
 ENV_FACTS = ("host", "cpu", "cores", "driver", "python", "torch", "cuda", "nccl", "hip")

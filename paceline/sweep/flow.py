@@ -12,7 +12,6 @@ from paceline.launch.signals import logged_signals
 from paceline.machine.facts import probe
 from paceline.records.rundir import RunDir, RunLock
 from paceline.records.swept import Metric, SweepRecord, SweptCell, SweptPhase
-from paceline.sweep.cells import draw_cells, find_cell
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.judge import SweepJudgement, judge_sweep
 from paceline.sweep.matrix import Ground, load_cells, refuse_impossible
@@ -28,7 +27,7 @@ from paceline.sweep.phases import (
     with_extras,
 )
 from paceline.sweep.runner import SweepRunner, SweepTalk
-from paceline.sweep.spec import SweepSpec
+from paceline.sweep.spec import SweepSpec, draw_cells, find_cell
 from paceline.sweep.target import SPEEDUP, Target
 
 QUESTION = ("mode", "recipe", "overrides", "axes")  # what makes it another sweep

@@ -11,11 +11,17 @@ import pytest
 
 from paceline.errors import ConfigError, DataError
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
-from paceline.sweep.cells import draw_cells, find_cell, short_keys
 from paceline.sweep.folder import COLUMNS, load_manifest, save_manifest
 from paceline.sweep.phases import choose_extras, describe_schedule, first_phase, plain_name
 from paceline.sweep.runner import turns_of
-from paceline.sweep.spec import SweepSpec, read_spec, split_values
+from paceline.sweep.spec import (
+    SweepSpec,
+    draw_cells,
+    find_cell,
+    read_spec,
+    short_keys,
+    split_values,
+)
 from paceline.sweep.target import Target
 
 TWO = ["strategy.name=ddp,zero1", "train.micro_batch_size=4,8"]
