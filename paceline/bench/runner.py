@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.bench.asked import Asked
 from paceline.bench.expectations import Expectations, check_rows, hardware_of
 from paceline.bench.judge import collect_runs, judge_pair, skipped_pair
 from paceline.bench.pairs import Pair, plan_pair
 from paceline.bench.records import BenchReport, GateRow, PairResult
-from paceline.bench.target import load_targets
+from paceline.bench.target import Asked, load_targets
 from paceline.bench.words import summarise
 from paceline.config.overrides import parse_override
 from paceline.errors import ConfigError, Outcome, PacelineError

@@ -72,7 +72,7 @@ def run_targets(
 
     Example: paceline bench run zero3 ddp_bucket --repeats 3 --steps 40
     """
-    from paceline.bench.asked import parse_words
+    from paceline.bench.target import parse_words
     from paceline.cli.talk import print_json, refusals_on_stdout, shown
     from paceline.cli.together import require_alone
 

@@ -4,10 +4,9 @@ import re
 
 import pytest
 
-from paceline.bench.asked import parse_words
 from paceline.bench.equal import check_equal
 from paceline.bench.pairs import Pair, plan_pair
-from paceline.bench.target import LAB, find_names, load_targets, parse_target
+from paceline.bench.target import LAB, find_names, load_targets, parse_target, parse_words
 from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.plan.planner import make_plan

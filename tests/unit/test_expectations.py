@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.asked import parse_words
 from paceline.bench.expectations import Expectations, hardware_of, key_of
 from paceline.bench.records import BenchReport
 from paceline.bench.runner import BenchSettings, PairRunner, Ran, run_bench
+from paceline.bench.target import parse_words
 from paceline.bench.words import headline, rows_of
 from paceline.errors import ConfigError, LaunchError, Outcome
 from paceline.machine.facts import probe
