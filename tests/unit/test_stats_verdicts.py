@@ -8,8 +8,7 @@ from scipy import stats
 
 from paceline.errors import DataError
 from paceline.stats.intervals import SMALLEST_NOISE, Noise, Ruler, _lean, _tukey, measure_samples
-from paceline.stats.standings import Group, Standings, compare_groups
-from paceline.stats.verdicts import Verdict
+from paceline.stats.standings import Group, Standings, Verdict, compare_groups
 
 
 def compare(*values: tuple[float, ...], **more: object) -> Standings:
