@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from paceline.config.differences import differing
+from paceline.config.describe import differing
 from paceline.config.load import read_plain
 from paceline.errors import ConfigError, DataError, Outcome
 from paceline.records import Env, Part, Plan, Record, Result

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline.bench.target import Target
-from paceline.config.differences import differing
+from paceline.config.describe import differing
 from paceline.config.schema import RunConfig
 from paceline.records import Plan
 

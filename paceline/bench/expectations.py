@@ -14,7 +14,7 @@ from typing import Any, Self
 from paceline import __version__
 from paceline.bench.pairs import Pair
 from paceline.bench.records import ArmResult, GateRow, PairResult, Range
-from paceline.config.differences import differing, flatten
+from paceline.config.describe import differing, flatten
 from paceline.errors import ConfigError
 from paceline.records import Env, Fingerprints, Part, Record
 from paceline.stats.standings import Group, compare_groups

@@ -2,7 +2,7 @@
 
 import types
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel, Field
@@ -18,6 +18,7 @@ _SIGNS = {
     annotated_types.Lt: ("<", "lt"),
 }
 _NOUNS = {int: "whole number", float: "number", str: "text", bool: "true|false"}
+ABSENT = "absent"
 
 
 class Key(Part):
@@ -119,3 +120,31 @@ def _words(annotation: Any) -> str:
 def _bound(item: Any) -> str:
     sign = _SIGNS.get(type(item))
     return f" {sign[0]} {getattr(item, sign[1]):g}" if sign else ""
+
+
+class Difference(NamedTuple):
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.after}"
+
+
+def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Difference]:
+    """Every dotted key whose value is another one, in the order of the alphabet."""
+    old, new = flatten(before), flatten(after)
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key, ABSENT) != new.get(key, ABSENT):
+            yield Difference(key, old.get(key, ABSENT), new.get(key, ABSENT))
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found |= flatten(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
