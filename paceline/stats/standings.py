@@ -11,7 +11,6 @@ from paceline.errors import DataError
 from paceline.stats.intervals import Interval, Ruler, Sample, around, measure_samples, pool
 
 MARGIN, CONFIDENCE = 0.02, 0.95
-NO_RUNS = Verdict("not enough data")  # it failed or was refused: repeats are not what it lacks
 Kind = Literal["faster", "slower", "no difference seen", "not enough data"]
 OPPOSITE: dict[Kind, Kind] = {"faster": "slower", "slower": "faster"}
 MOST_REPEATS = 100
@@ -57,6 +56,9 @@ def judge(gain: float, reach: Callable[[int], float | None], margin: float) -> V
 
     more = 1 + bisect_left(range(1, MOST_REPEATS + 1), True, key=would_do)
     return Verdict("not enough data", more)
+
+
+NO_RUNS = Verdict("not enough data")  # it failed or was refused: repeats are not what it lacks
 
 
 @dataclass(frozen=True)
