@@ -17,13 +17,16 @@ from paceline.bench.target import Asked, load_targets
 from paceline.bench.words import summarise
 from paceline.config.overrides import parse_override
 from paceline.errors import ConfigError, Outcome, PacelineError
+from paceline.launch.signals import logged_signals
 from paceline.machine.facts import probe
 from paceline.records import Env
 from paceline.records.files import write_atomic
-from paceline.records.rundir import RunDir
+from paceline.records.rundir import RunDir, RunLock
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
-from paceline.sweep.folder import Row, SweepDir
+from paceline.sweep.flow import open_folder, report_sweep
+from paceline.sweep.folder import Row, SweepDir, rows_of
 from paceline.sweep.matrix import PLAIN
+from paceline.sweep.runner import SweepRunner, SweepTalk
 
 REPORT, SUMMARY = "bench.json", "summary.md"
 Say = Callable[[str], None]
@@ -115,7 +118,7 @@ def run_bench(asked: Asked, settings: BenchSettings, run_pair: PairRunner, say: 
     started_at, env = time.time(), probe()
     pairs = plan_pairs(asked, env, settings.steps)
     expected = _expectations(settings, env, pairs)
-    bench = _Bench(settings, env, open_folder(settings.out), started_at)
+    bench = _Bench(settings, env, open_bench(settings.out), started_at)
     for pair in pairs:
         stopped_by = bench.take(pair, run_pair, say)
         if stopped_by:
@@ -145,7 +148,7 @@ def plan_pairs(asked: Asked, env: Env, steps: int) -> list[Pair]:
     return pairs
 
 
-def open_folder(out: Path | None) -> Path:
+def open_bench(out: Path | None) -> Path:
     """A new one, or that of a bench, which goes on in it."""
     if out is None:
         return RunDir.create("bench", None, is_run=False).root
@@ -198,3 +201,21 @@ def _expectations(settings: BenchSettings, env: Env, pairs: Sequence[Pair]) -> E
 
 def _save(path: Path, bench: _Bench, pairs: Sequence[Pair]) -> Path:
     return Expectations.merge(path, bench.env, bench.pairs, pairs)
+
+
+def through_sweeps(talk: SweepTalk) -> PairRunner:
+    """A runner of pairs that makes each a sweep directory."""
+
+    def run_pair(record: SweepRecord, root: Path) -> Ran:
+        folder = open_folder(record, root.name, root)
+        with RunLock(folder.root), logged_signals() as signals:
+            record.save(folder.record)
+            runner = SweepRunner(record, folder, talk, signals)
+            try:
+                runner.run_phase(record.phases[0])
+            finally:
+                report_sweep(runner)
+            runner.is_stopped()
+        return Ran(rows_of(record.phases[0], runner.rows), runner.stopped_by)
+
+    return run_pair

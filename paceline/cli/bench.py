@@ -79,8 +79,11 @@ def run_targets(
     with refusals_on_stdout(as_json):
         require_alone("bench")
         asked = parse_words(words)
-        from paceline.bench.runner import BenchSettings, run_bench  # these import torch
-        from paceline.bench.sweeping import through_sweeps
+        from paceline.bench.runner import (  # these import torch
+            BenchSettings,
+            run_bench,
+            through_sweeps,
+        )
         from paceline.cli.sweep_talk import SweepConsole
 
         talk = SweepConsole()
