@@ -4,9 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.config.schema import RunConfig, Section
-from paceline.machine.launchers import foreign_keys
+from paceline.machine.launchers import foreign_keys, is_allocated
+from paceline.plan.crew import count_ranks
 from paceline.records import Env, Finding, Plan
 from paceline.strategies import find_strategy, most_sharding
+from paceline.strategies.base import Strategy
+
+GIB = 2**30
 
 
 def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
@@ -37,7 +41,7 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
 
 def _memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Finding]:
     if not plan.on_gpu:
-        return  # plan/memory.py: ranks on CPUs share their machine's
+        return  # check_host_memory: ranks on CPUs share their machine's memory
     smallest = min((gpu.memory_bytes for gpu in env.gpus), default=0)
     needed = find_strategy(plan.strategy.value).device_bytes(config, plan.state_bytes)
     if smallest and needed > smallest:
@@ -136,3 +140,45 @@ def _section(config: RunConfig, path: str) -> Section:
     for part in path.split("."):
         section = getattr(section, part)
     return section
+
+
+def check_host_memory(
+    config: RunConfig, env: Env, plan: Plan, held: int, sharded: tuple[Strategy, int]
+) -> Iterator[Finding]:
+    """For ranks on CPUs, which share their machine's memory. `held`: bytes of weights, gradients
+    and optimizer of all ranks of one machine; `sharded`: the strategy that shards most, and what
+    it would hold there."""
+    if plan.on_gpu or held <= env.memory_bytes:
+        return
+    # A login node says nothing of the machines that a scheduler will give.
+    is_here = not is_allocated(plan.crew.launcher.value)
+    is_refused = is_here and not config.launch.overcommit
+    yield Finding(
+        severity="error" if is_refused else "warning",
+        where="launch.nproc",
+        what=f"{count_ranks(plan.crew.per_node)} on this machine would hold"
+        f" {held / GIB:,.0f} GiB of weights, gradients and optimizer, and it has"
+        f" {env.memory_bytes / GIB:,.0f} GiB",
+        hint=_hint(plan, env, *sharded) + _way_on(is_refused),
+        cause="cluster",
+    )
+
+
+def _hint(plan: Plan, env: Env, sharding: Strategy, if_sharded: int) -> str:
+    """What helps; a smaller microbatch does not, for none of this grows with it."""
+    size = f"{if_sharded / GIB:,.0f} GiB"
+    if if_sharded <= env.memory_bytes:
+        return f"strategy.name={sharding.name} would hold {size} here"
+    machines = -(-if_sharded // env.memory_bytes) * (plan.world_size // plan.crew.per_node)
+    if find_strategy(plan.strategy.value) is sharding:
+        return f"take {machines} machines or more like this one, or a smaller model"
+    return (
+        f"strategy.name={sharding.name} would still hold {size} here: take it on {machines}"
+        " machines or more like this one, or a smaller model"
+    )
+
+
+def _way_on(is_refused: bool) -> str:
+    if not is_refused:
+        return ""
+    return "; launch.overcommit=true goes on all the same, and plans for a larger machine"

@@ -16,9 +16,8 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.job import Job
 from paceline.machine.datasheets import choose_arithmetic, choose_peak
 from paceline.machine.topology import Topology
-from paceline.plan.constraints import check
+from paceline.plan.constraints import check, check_host_memory
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
-from paceline.plan.memory import check_host_memory
 from paceline.plan.policy import (
     check_policy,
     choose_attention,
