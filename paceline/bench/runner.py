@@ -55,7 +55,7 @@ class BenchSettings:
 
 @dataclass
 class _Bench:
-    """A bench while it goes on."""
+    """Hold a bench while it runs."""
 
     settings: BenchSettings
     env: Env
@@ -66,7 +66,7 @@ class _Bench:
     saved: str = ""
 
     def take(self, pair: Pair, run_pair: PairRunner, say: Say) -> str:
-        """Run and judge one pair. Returns the outcome that asks to stop, or nothing."""
+        """Run and judge one pair. Return the outcome that asks to stop, or nothing."""
         name, settings = pair.target.name, self.settings
         if pair.skipped:
             say(f"{name}: skipped: {pair.skipped}")
@@ -114,7 +114,8 @@ class _Bench:
 
 
 def run_bench(asked: Asked, settings: BenchSettings, run_pair: PairRunner, say: Say) -> BenchReport:
-    """What can be refused is, before the first run; a failed pair does not stop the others."""
+    """Run all pairs. What can be refused is refused before the first run; a failed pair does not
+    stop the others."""
     started_at, env = time.time(), probe()
     pairs = plan_pairs(asked, env, settings.steps)
     expected = _expectations(settings, env, pairs)
@@ -122,7 +123,7 @@ def run_bench(asked: Asked, settings: BenchSettings, run_pair: PairRunner, say: 
     for pair in pairs:
         stopped_by = bench.take(pair, run_pair, say)
         if stopped_by:
-            say(f"stopped ({stopped_by}): the same command with --out {bench.root} goes on")
+            say(f"stopped ({stopped_by}): the same command with --out {bench.root} resumes")
             return bench.write(Outcome(stopped_by))
         bench.write(Outcome.OK)
     if expected is not None and settings.check is not None:
@@ -135,7 +136,7 @@ def run_bench(asked: Asked, settings: BenchSettings, run_pair: PairRunner, say: 
 
 
 def plan_pairs(asked: Asked, env: Env, steps: int) -> list[Pair]:
-    """Every problem of every pair at once."""
+    """Plan every pair, and raise all their problems at once."""
     pairs: list[Pair] = []
     problems: list[str] = []
     for target in asked.targets:
@@ -149,13 +150,13 @@ def plan_pairs(asked: Asked, env: Env, steps: int) -> list[Pair]:
 
 
 def open_bench(out: Path | None) -> Path:
-    """A new one, or that of a bench, which goes on in it."""
+    """Return a new directory, or that of a bench, which is then resumed."""
     if out is None:
         return RunDir.create("bench", None, is_run=False).root
     names = {path.name for path in out.iterdir()} if out.is_dir() else set()
     if names and REPORT not in names and not names <= set(load_targets()):
         raise ConfigError(
-            f"{out} holds files and is no bench's directory\nhint: give --out another one"
+            f"{out} holds files and is not the directory of a bench\nhint: give --out another one"
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -165,7 +166,7 @@ def open_bench(out: Path | None) -> Path:
 
 
 def record_of(pair: Pair, repeats: int, margin: float) -> SweepRecord:
-    """The pair as a sweep whose cells are its arms."""
+    """Return the pair as a sweep whose cells are its arms."""
     cells = [
         SweptCell(
             name=arm.name,
@@ -204,7 +205,8 @@ def _save(path: Path, bench: _Bench, pairs: Sequence[Pair]) -> Path:
 
 
 def through_sweeps(talk: SweepTalk) -> PairRunner:
-    """A runner of pairs that makes each a sweep directory."""
+    """Return a runner that runs each pair as a sweep: interleaved, resumed by fingerprints,
+    recorded in a directory of its own."""
 
     def run_pair(record: SweepRecord, root: Path) -> Ran:
         folder = open_folder(record, root.name, root)

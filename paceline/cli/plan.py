@@ -62,7 +62,7 @@ def show_plan(
     launch: bool = False,
     sbatch: Path | None = None,
 ) -> None:
-    """Also what `paceline train --dry-run` does."""
+    """Plan and print; `paceline train --dry-run` does the same."""
     from paceline.cli.talk import print_json, refusals_on_stdout
     from paceline.job import load_job
     from paceline.machine import resolve_topology
@@ -101,7 +101,7 @@ def show_schedules(
     bubble: float,
     as_json: bool,
 ) -> None:
-    """Compare, print, and refuse where no schedule can run."""
+    """Compare schedules and print them; refuse where none of them can run."""
     from paceline.cli.plan_talk import print_comparison
     from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout
     from paceline.errors import ConfigError
@@ -126,7 +126,7 @@ def show_schedules(
     if made.best is None:
         raise ConfigError(
             f"no schedule of those asked for can run on {made.num_ranks} ranks with"
-            f" {made.num_microbatches} microbatches\nhint: the reasons stand above, each with the"
+            f" {made.num_microbatches} microbatches\nhint: the reasons are above, each with the"
             " nearest value that will do"
         )
     raise typer.Exit(0)

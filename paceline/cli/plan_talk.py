@@ -24,7 +24,7 @@ def print_plan(plan: Plan) -> None:
     console.print(f"[bold]{escape(plan.name)}[/]: {plan.steps} steps of {escape(plan.workload)}")
     batch, state = plan.batch, plan.state_bytes
     console.print(
-        f"batch   {batch.global_size} samples a step = {batch.micro} micro x {batch.grad_accum}"
+        f"batch   {batch.global_size} samples per step = {batch.micro} micro x {batch.grad_accum}"
         f" accumulation x {batch.dp} dp"
     )
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in plan.mesh.items())
@@ -34,7 +34,7 @@ def print_plan(plan: Plan) -> None:
     frozen = f" and {plan.model.num_frozen:,} frozen" if plan.model.num_frozen else ""
     console.print(f"model   {plan.model.num_trainable:,} parameters{frozen}")
     console.print(
-        f"state   {size(state.total)} a rank = weights {size(state.parameters)} + gradients"
+        f"state   {size(state.total)} per rank = weights {size(state.parameters)} + gradients"
         f" {size(state.gradients)} + optimizer {size(state.optimizer)}; activations come on top"
     )
     if state.peak > state.total:
@@ -43,7 +43,7 @@ def print_plan(plan: Plan) -> None:
             f" {size(state.deferred)} of gradients that wait"
         )
     console.print(
-        f"sends   {size(plan.exchange.sent)} of gradients a step: {plan.exchange.because}"
+        f"sends   {size(plan.exchange.sent)} of gradients per step: {plan.exchange.because}"
     )
     table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
     for column in ("choice", "requested", "effective", "because"):
@@ -60,12 +60,12 @@ def print_plan(plan: Plan) -> None:
 
 
 def _pipeline_lines(plan: Plan) -> Iterator[str]:
-    """Who holds which part of the model."""
+    """Say which rank holds which part of the model."""
     if plan.pipeline is None:
         return
     made, micro = plan.pipeline, plan.batch.micro
     each = micro // made.num_microbatches
-    yield f"pipe    {made.schedule}: {made.num_microbatches} microbatches of {each} a pass"
+    yield f"pipe    {made.schedule}: {made.num_microbatches} microbatches of {each} per pass"
     for number, stage in enumerate(made.stages):
         ranks = ", ".join(str(rank) for rank in stage.ranks)
         yield (
@@ -128,7 +128,8 @@ def print_comparison(made: ScheduleComparison) -> None:
 
 
 def _print_rows(console: Console, made: ScheduleComparison) -> None:
-    """Columns as wide as they need to be, whatever the terminal is; then why some do not fit."""
+    """Print columns as wide as they need to be, whatever the terminal is; then why some
+    schedules do not fit."""
     rows = [COLUMNS, *(_cells(row) for row in made.schedules)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

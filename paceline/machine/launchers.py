@@ -1,8 +1,13 @@
 """Every launcher: what it is, which keys of `launch` are its own. The one list of their names.
 
 A new launcher is a file in `launch/` and a row here. How its ranks know who they are is another
-matter: `topology.py` reads their variables, unless they are those of torchrun. Nothing here imports
-torch or starts anything, so that config, planner and command line can ask.
+matter: `topology.py` reads their variables, unless they are those of torchrun. Nothing here
+imports torch or starts anything, so that config, planner and command line can ask.
+
+`launch.slurm_args` comes from a YAML file as easily as from the command line, so none of its
+options may start another program, change where python looks for code, or send output elsewhere.
+The lists below name what is passed on, not what is refused: SLURM takes any unambiguous
+beginning of an option's name.
 """
 
 import re
@@ -70,7 +75,7 @@ def explain_refusal(argument: str) -> str:
 
 
 class LauncherConfig(LaunchConfig):
-    """Extended by launchers that have keys of their own."""
+    """The base of sections of launchers that have keys of their own."""
 
     @classmethod
     def of(cls, launch: LaunchConfig) -> Self:
@@ -156,12 +161,12 @@ DEFAULT = "local"
 
 
 def is_local(name: str) -> bool:
-    """True where Paceline itself forks the ranks. What started us need not be in the list."""
+    """Tell whether Paceline itself forks the ranks. What started us need not be in the list."""
     return name in LAUNCHERS and LAUNCHERS[name].is_local
 
 
 def is_allocated(name: str) -> bool:
-    """True where ranks start on machines that a scheduler gives: this one need not be theirs."""
+    """Tell whether ranks start on machines that a scheduler gives: this one need not be theirs."""
     return name in LAUNCHERS and LAUNCHERS[name].allocation is not None
 
 
