@@ -213,7 +213,7 @@ def test_one_group_alone() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -3.0])
 def test_values_that_cannot_be_compared_are_refused(bad: float) -> None:
-    with pytest.raises(DataError, match=f"a: {bad} is no number that can be compared"):
+    with pytest.raises(DataError, match=f"a: {bad} cannot be compared"):
         compare((1.0, bad), (1.0, 2.0))
 
 

@@ -77,7 +77,7 @@ def test_a_file_may_not_choose_code(tmp_path: Path) -> None:
     ("words", "axes", "said"),
     [
         ([], ["train.micro_batch_size="], "is empty"),
-        ([], ["train.micro_batch_size"], "is no KEY=A,B"),
+        ([], ["train.micro_batch_size"], "is not KEY=A,B"),
         ([], ["optim.lr=1", "optim.lr=2"], "two axes on optim.lr"),
         ([], ["optim.lr=1,1"], "has 1 twice"),
         ([], ["optim.lr=1,,2"], "has an empty value"),
@@ -253,7 +253,7 @@ def test_a_manifest_survives_a_kill_at_any_byte(tmp_path: Path) -> None:
 
 def test_a_foreign_manifest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.tsv").write_text("mode\tgroup\nsweep\ta\n")
-    with pytest.raises(DataError, match="columns or rows are not ours"):
+    with pytest.raises(DataError, match="columns or rows are not those of a sweep"):
         load_manifest(tmp_path / "m.tsv")
 
 
