@@ -123,6 +123,7 @@ def _autocorrelation(values: Seconds) -> float:
 def _median_slope(values: Seconds) -> float:
     """Return the slope per block as the median over all pairs (Theil-Sen): one block with a
     spike does not bend it."""
+    # As scipy.stats.theilslopes, whose import alone takes longer than reading all files of a run.
     if len(values) < 2:
         return 0.0
     first, second = np.triu_indices(len(values), 1)
