@@ -147,7 +147,7 @@ def _count_ranks(config: RunConfig, world: int) -> int:
     ranks = ranks_of_pipeline(config, world)
     if ranks < 2:
         raise ConfigError(
-            f"a pipeline of {ranks} rank has nobody to hand its results to\n"
+            f"a pipeline of {ranks} rank has no other rank to send to\n"
             "hint: set launch.nproc to 2 or more: any number can be planned for here"
         )
     if world % ranks:

@@ -84,7 +84,7 @@ def pool(noises: Sequence[Noise | None]) -> Noise | None:
 
 
 def _lean(own: Noise | None, others: Sequence[Noise | None]) -> Noise | None:
-    """Own noise joined with that of the other groups, as far as they agree.
+    """Join a group's own noise with that of the other groups, as far as they agree.
 
     Three runs say little about noise, twelve groups of three say much. The others count with a
     share of their degrees of freedom: the probability that a group as noisy as they are would
@@ -115,7 +115,7 @@ class Ruler:
     num_comparisons: int | None = None
 
     def reach(self, one: Sample, other: Sample, more: int = 0) -> float | None:
-        """Half the width of the interval of their log ratio; None where no noise is known.
+        """Return half the width of the interval of their log ratio; None where no noise is known.
         `more`: as it would be with so many more runs in every group."""
         if one.leaned is None or other.leaned is None:
             return None
@@ -143,7 +143,7 @@ def _student(share: float, freedom: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _tukey(confidence: float, num_groups: int, freedom: int) -> float:
-    """What scipy.stats.studentized_range.ppf computes (over the root of 2, as a multiple of the
+    """Compute what scipy.stats.studentized_range.ppf does (over the root of 2, as a multiple of the
     standard error), 20 times faster: a table that is redrawn cannot wait for seconds.
 
     The range of normal values is below q with the probability inside the integral over z; q is
