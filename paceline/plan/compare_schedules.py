@@ -239,7 +239,7 @@ def _count_times(counted: Sequence[CountedBlock], cut: Cut, rate: Speed, how: st
         [block.forward_flops * scale for block in counted],
         [block.input_flops * scale for block in counted],
         [block.weight_flops * scale for block in counted],
-        because=f"{how}, {cut.samples} a microbatch, over the rate; an action of the host is free",
+        because=f"{how}, {cut.samples} per microbatch, over the rate; an action of the host is free",
     )
 
 
@@ -256,7 +256,7 @@ def _surroundings(
     sources = []
     if times.transfer_s is not None:
         transfer_s = times.transfer_s
-        because = f"{duration(transfer_s, 4)} a microbatch, from where the times are from"
+        because = f"{duration(transfer_s, 4)} per microbatch, from where the times are from"
         sources.append(Sourced(what="transfers", kind=kind, because=because))
     else:
         sent = max(block.sent_bytes for block in counted) * cut.samples

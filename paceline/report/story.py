@@ -144,7 +144,7 @@ def _rate_figures(result: Result) -> list[Figure]:
         share = f"{result.matmul_share:.1%} of the matmul rate of paceline check"
     if result.mfu is None:
         return [*figures, Figure("compute a rank", computed, unit, share)]
-    beside = "; ".join(filter(None, [f"{computed} {unit} a rank", share]))
+    beside = "; ".join(filter(None, [f"{computed} {unit} per rank", share]))
     return [*figures, Figure("MFU", f"{result.mfu:.1%}", beside=beside)]
 
 
