@@ -239,7 +239,7 @@ def _count_times(counted: Sequence[CountedBlock], cut: Cut, rate: Speed, how: st
         [block.forward_flops * scale for block in counted],
         [block.input_flops * scale for block in counted],
         [block.weight_flops * scale for block in counted],
-        because=f"{how}, {cut.samples} per microbatch, over the rate; an action of the host is free",
+        because=f"{how}, {cut.samples} per microbatch, over the rate; host work is free",
     )
 
 
