@@ -1,4 +1,4 @@
-"""Runs and groups of runs held against each other: what differs between them first, then rates,
+"""Runs and groups of runs compared with each other: what differs between them first, then rates,
 memory and loss, and a verdict that needs repeats. Reads files only; needs no torch.
 
 paceline compare runs/a runs/b        runs/a/ may hold repeats; SWEEP_DIR:CELL is a sweep's cell
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from paceline.config.differences import differing
+from paceline.config.describe import differing
 from paceline.config.load import read_plain
 from paceline.errors import ConfigError, DataError, Outcome
 from paceline.records import Env, Part, Plan, Record, Result
@@ -21,9 +21,8 @@ from paceline.records.swept import Metric, SweepRecord
 from paceline.stats.figures import LOWER_IS_BETTER, RunFigures, measure_run
 from paceline.stats.intervals import Interval
 from paceline.stats.standings import Group, Standing, Standings, compare_groups
-from paceline.sweep.cells import find_cell
-from paceline.sweep.folder import SweepDir
-from paceline.sweep.manifest import SUCCESS, load_manifest
+from paceline.sweep.folder import SUCCESS, SweepDir, load_manifest
+from paceline.sweep.spec import find_cell
 
 # What of a machine and its software may make a difference; its packages are compared too.
 ENV_FACTS = ("host", "cpu", "cores", "driver", "python", "torch", "cuda", "nccl", "hip")
@@ -43,7 +42,7 @@ class Side:
 
 
 class SideFigures(Part):
-    """One side in numbers, one a run; `low` and `high` hold the true value."""
+    """One side in numbers, one per run; `low` and `high` hold the true value."""
 
     name: str
     num_runs: int
@@ -63,7 +62,7 @@ class SideFigures(Part):
 
 
 class Apart(Part):
-    """Something that is not the same: `values` in the order of the sides."""
+    """Something that differs: `values` in the order of the sides."""
 
     kind: Kind
     what: str
@@ -79,7 +78,7 @@ class Comparison(Record):
 
 
 def open_side(text: str) -> Side:
-    """A run directory, a folder of run directories, or SWEEP_DIR:CELL."""
+    """Open a run directory, a folder of run directories, or SWEEP_DIR:CELL."""
     path = Path(text)
     if RunDir(path).config.is_file():
         return _side(text, [RunDir(path.resolve())])
@@ -87,7 +86,7 @@ def open_side(text: str) -> Side:
     if colon and SweepDir(Path(sweep)).manifest.is_file():
         return _cell(text, SweepDir(Path(sweep)), cell)
     if not path.is_dir():
-        raise DataError(f"{text} is no run directory, no folder of runs, and no SWEEP_DIR:CELL")
+        raise DataError(f"{text} is not a run directory, a folder of runs, or SWEEP_DIR:CELL")
     runs = [RunDir(child.resolve()) for child in sorted(path.iterdir()) if not child.is_symlink()]
     runs = [run for run in runs if run.config.is_file()]
     if SweepDir(path).record.is_file():
@@ -105,18 +104,18 @@ def open_side(text: str) -> Side:
 
 
 def _require_repeats(side: Side) -> None:
-    """A mean over runs of different things says nothing."""
+    """Refuse runs of different things as one side: their mean says nothing."""
     configs = [read_plain(run.config) | {"name": ""} for run in side.runs]
     inside = [difference.what for difference in _apart("config", configs)]
     if inside:
         raise ConfigError(
-            f"the runs in {side.name} are no repeats of one another: {', '.join(inside[:8])} differ"
-            "\nhint: name the runs one by one, or SWEEP_DIR:CELL"
+            f"the runs in {side.name} are not repeats of one run: {', '.join(inside[:8])} differ\n"
+            "hint: name the runs one by one, or SWEEP_DIR:CELL"
         )
 
 
 def compare_sides(sides: Sequence[Side], metric: Metric | None, margin: float) -> Comparison:
-    """The first side is the baseline."""
+    """Compare all sides with the first, which is the baseline."""
     names = [side.name for side in sides]
     if len(sides) < 2 or len(set(names)) < len(names):
         raise ConfigError("compare needs two or more runs or groups, each named once")
@@ -145,7 +144,8 @@ def compare_sides(sides: Sequence[Side], metric: Metric | None, margin: float) -
 
 
 def find_differences(sides: Sequence[Side]) -> Iterator[Apart]:
-    """By the first run of each side; runs that differ inside a side are told in the notes."""
+    """Yield what differs between the first runs of the sides; runs that differ inside a side are
+    named in the notes."""
     firsts = [side.runs[0] for side in sides if side.runs]
     if len(firsts) < len(sides):
         return  # a side without a run that succeeded has nothing to be compared
@@ -165,7 +165,7 @@ def find_differences(sides: Sequence[Side]) -> Iterator[Apart]:
 
 
 def _apart(kind: Kind, trees: Sequence[dict[str, Any]]) -> Iterator[Apart]:
-    """Every key on which any side differs from the first."""
+    """Yield every key on which any side differs from the first."""
     keys: dict[str, None] = {}
     for tree in trees[1:]:
         keys |= dict.fromkeys(difference.key for difference in differing(trees[0], tree))
@@ -229,7 +229,7 @@ def _notes(sides: Sequence[Side], measured: Sequence[Sequence[RunFigures]]) -> I
         if len(figures) < len(side.runs):
             yield f"{side.name}: {len(side.runs) - len(figures)} runs have no step after warm-up"
     if any(len(figures) < 2 for figures in measured):
-        yield "one run a side cannot tell a difference from chance: repeat it"
+        yield "one run per side cannot tell a difference from chance: repeat it"
     yield from _loss_notes(sides, measured)
     sizes = {Result.load(run.result).world_size for side in sides for run in side.runs}
     if len(sizes) > 1:
@@ -237,7 +237,7 @@ def _notes(sides: Sequence[Side], measured: Sequence[Sequence[RunFigures]]) -> I
 
 
 def _loss_notes(sides: Sequence[Side], measured: Sequence[Sequence[RunFigures]]) -> Iterator[str]:
-    """Losses compare where a step takes as many samples and there are as many steps."""
+    """Compare losses where a step takes as many samples and there are as many steps."""
     plans = [Plan.load(side.runs[0].plan) for side in sides]
     tails = [[each.tail_loss for each in figures if each.tail_loss] for figures in measured]
     for side, plan, tail in list(zip(sides, plans, tails, strict=True))[1:]:
@@ -245,7 +245,7 @@ def _loss_notes(sides: Sequence[Side], measured: Sequence[Sequence[RunFigures]])
             continue
         apart = abs(fmean(tail) / fmean(tails[0]) - 1)
         if (plan.batch.global_size, plan.steps) != (plans[0].batch.global_size, plans[0].steps):
-            yield f"{side.name}: other samples a step or other steps, so its loss does not compare"
+            yield f"{side.name}: other samples per step, or other steps: its loss does not compare"
         elif apart > LOSS_TOLERANCE:
             yield f"{side.name}: its loss is {apart:.1%} from the baseline's: not the same training"
 

@@ -128,7 +128,8 @@ class StopAsked(PacelineError):
 
 
 def is_retryable_kind(kind: str) -> bool:
-    """Say so of an error that is known by the name of its class only, as a verdict has it."""
+    """Tell whether an error is retryable that is known by the name of its class only, as in a
+    verdict."""
     known = {PacelineError}
     while more := {sub for cls in known for sub in cls.__subclasses__()} - known:
         known |= more

@@ -25,7 +25,7 @@ EXPERIMENT = "+experiment="
 
 @dataclass(frozen=True)
 class Job:
-    """`asked` is the command line in words, for the record."""
+    """A job to run. `asked` is the command line in words, for the record."""
 
     config: RunConfig
     workload: Workload
@@ -33,8 +33,8 @@ class Job:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for runs that ask for the same thing under another name: keys that only other
-        strategies read are not asked."""
+        """Return a text that is equal for runs that ask for the same thing under another name:
+        keys that only other strategies read are not asked."""
         config = self.config.model_copy(update={"name": ""})
         used = find_strategy(config.strategy.name).name
         unread = {key for key, by in type(config.strategy).readers.items() if used not in by}
@@ -69,7 +69,8 @@ def job_schema(workload: type[Workload]) -> type[RunConfig]:
 
 
 def reload_job(run: RunDir, workload: str) -> Job:
-    """The job of a run directory; `workload` is what was typed, from launch.json, not the YAML."""
+    """Load the job of a run directory; `workload` is what was typed, from launch.json, not the
+    YAML."""
     kind = find_workload(workload, typed=True)
     job = Job(load_config(run.config, job_schema(kind)), kind())
     job.workload.prepared = json.loads(run.data.read_text())
@@ -77,5 +78,5 @@ def reload_job(run: RunDir, workload: str) -> Job:
 
 
 def _name_after_class(draft: Draft, spec: str) -> None:
-    """`my_job.py:MyWorkload` names its run MyWorkload until the user names it."""
+    """Name the run of `my_job.py:MyWorkload` MyWorkload until the user names it."""
     draft.tree["name"] = spec.rsplit(":", 1)[-1]

@@ -11,7 +11,7 @@ from paceline.job import Job, load_job
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Fingerprints, Plan, Result
 from paceline.records.rundir import RunDir
-from paceline.sweep.manifest import COLUMNS, FAILED, NOT_THERE, SUCCESS, Row
+from paceline.sweep.folder import COLUMNS, FAILED, NOT_THERE, SUCCESS, Row
 from tests.machines import machine
 
 TRAINING = "step,loss,lr,grad_norm,step_s,samples_per_s,tokens_per_s,skipped,warmup,val_loss\n"

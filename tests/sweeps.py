@@ -9,9 +9,8 @@ from typing import Any
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.stats.figures import RunFigures
 from paceline.stats.timing_points import TimingPoint
-from paceline.sweep.folder import SweepDir
+from paceline.sweep.folder import COLUMNS, NOT_THERE, Row, SweepDir
 from paceline.sweep.judge import SweepJudgement, judge_figures
-from paceline.sweep.manifest import COLUMNS, NOT_THERE, Row
 from paceline.sweep.target import TargetResult
 
 AXES = {

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline.bench.target import Target
-from paceline.config.differences import differing
+from paceline.config.describe import differing
 from paceline.config.schema import RunConfig
 from paceline.records import Plan
 
@@ -26,20 +26,20 @@ DECIDED: dict[str, tuple[str, ...]] = {
 
 
 def work_of(plan: Plan, per_device: bool) -> dict[str, Any]:
-    """What a step is, in numbers that both sides must have in common."""
+    """Return what a step is, in numbers that both sides must have in common."""
     batch = plan.batch
     work: dict[str, Any] = {
         "steps": plan.steps,
         "trainable parameters": plan.model.num_trainable,
-        f"{plan.unit} a sample": plan.units_per_sample,
+        f"{plan.unit} per sample": plan.units_per_sample,
     }
     if per_device:
-        return work | {"samples a device and step": batch.micro * batch.grad_accum}
-    return work | {"samples a step": batch.global_size, "ranks": plan.world_size}
+        return work | {"samples per device and step": batch.micro * batch.grad_accum}
+    return work | {"samples per step": batch.global_size, "ranks": plan.world_size}
 
 
 def facts_of(config: RunConfig, plan: Plan, per_device: bool) -> dict[str, Any]:
-    """The same for people, with the settings that a comparison stands on."""
+    """Return the same for people, with the settings that a comparison depends on."""
     return work_of(plan, per_device) | {
         "seed": config.train.seed,
         "optimizer": config.optim.name,
@@ -50,7 +50,7 @@ def facts_of(config: RunConfig, plan: Plan, per_device: bool) -> dict[str, Any]:
 def check_equal(
     target: Target, baseline: tuple[RunConfig, Plan], other: tuple[RunConfig, Plan]
 ) -> list[str]:
-    """Every reason why the two do not do the same work, or do not differ at all."""
+    """Return every reason why the two do not do the same work, or do not differ at all."""
     problems = [*_config_problems(target, baseline[0], other[0])]
     problems += _plan_problems(target, baseline[1], other[1])
     for plan in (baseline[1], other[1]):
@@ -80,7 +80,7 @@ def _plan_problems(target: Target, before: Plan, after: Plan) -> Iterator[str]:
 
 
 def _idle_problems(target: Target, plan: Plan) -> Iterator[str]:
-    """A difference without an effect would be measured as noise."""
+    """Refuse a difference without an effect: it would be measured as noise."""
     for finding in plan.findings:
         if finding.severity == "warning" and finding.where in target.differs:
             yield f"{finding.where} {finding.what}"

@@ -1,8 +1,8 @@
 """What a machine measured before, and whether it is shown to be worse now: a gate for CI.
 
-One file a hardware, `expectations_<key>.json`, with the values of every run, so that the new runs
-are held against them by an interval and not by a threshold on two means. Other hardware, another
-config or other data is refused: such figures do not compare.
+There is one file per hardware, `expectations_<key>.json`, with the values of every run, so that
+the new runs are held against them by an interval and not by a threshold on two means. Other
+hardware, another config or other data is refused: such figures do not compare.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any, Self
 from paceline import __version__
 from paceline.bench.pairs import Pair
 from paceline.bench.records import ArmResult, GateRow, PairResult, Range
-from paceline.config.differences import differing, flatten
+from paceline.config.describe import differing, flatten
 from paceline.errors import ConfigError
 from paceline.records import Env, Fingerprints, Part, Record
 from paceline.stats.standings import Group, compare_groups
@@ -50,13 +50,14 @@ class Expectations(Record):
 
     @classmethod
     def find(cls, path: Path, env: Env) -> Self:
-        """Of a folder the file of this hardware; `ConfigError` where there is none."""
+        """Load the file of this hardware, from a folder or by its own path; `ConfigError` where
+        there is none."""
         file = file_in(path, env)
         if not file.is_file():
             others = sorted(other.name for other in path.glob("expectations_*.json"))
             there = f"; there are {', '.join(others)}" if others else ""
             raise ConfigError(
-                f"{file} is not there: nothing is known of this hardware{there}\n"
+                f"{file} does not exist: nothing is stored for this hardware{there}\n"
                 f"hint: paceline bench run ... --save-expectations {path}"
             )
         found = cls.load(file)
@@ -70,7 +71,7 @@ class Expectations(Record):
         return found
 
     def require_same_work(self, pairs: Sequence[Pair], repeats: int) -> None:
-        """Before anything runs: each pair is stored, and with this very config."""
+        """Refuse, before anything runs, a pair that is not stored with this very config."""
         problems = [problem for pair in pairs for problem in self._problems(pair)]
         require_repeats(repeats)
         if problems:
@@ -122,13 +123,13 @@ class Expectations(Record):
 def require_repeats(repeats: int) -> None:
     if repeats < MIN_REPEATS:
         raise ConfigError(
-            f"{repeats} run a side shows no difference that is not chance\n"
+            f"{repeats} run per side cannot tell a difference from chance\n"
             f"hint: --repeats {MIN_REPEATS} or more; 5 see a few percent"
         )
 
 
 def check_rows(expected: Expectations, results: Sequence[PairResult]) -> list[GateRow]:
-    """Rate, speedup and memory of every arm against the stored runs."""
+    """Hold rate, speedup and memory of every arm against the stored runs."""
     kept = [result for result in results if result.status == "ok"]
     checks = [check for result in kept for check in _checks(expected, result)]
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(checks))
@@ -170,7 +171,7 @@ def _check(
 
 
 def _hold(row: GateRow, old: list[float], new: list[float], confidence: float) -> GateRow:
-    """Worse only where all of the interval lies beyond the margin."""
+    """Call a figure worse only where all of its interval lies beyond the margin."""
     standings = compare_groups(
         [Group("stored", tuple(old)), Group("new", tuple(new))],
         baseline="stored",
@@ -184,7 +185,7 @@ def _hold(row: GateRow, old: list[float], new: list[float], confidence: float) -
 
 
 def _ratios(rates: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """Repeat by repeat: what drifted meanwhile met both sides of a round."""
+    """Return the ratio of each repeat: what drifted meanwhile met both sides of a round."""
     return [rate / other for rate, other in zip(rates, baseline, strict=False)]
 
 
@@ -230,7 +231,7 @@ def file_in(path: Path, env: Env) -> Path:
 
 
 def key_of(env: Env) -> str:
-    """`8x_nvidia_h200`, `nvidia_h200`, or `cpu_2_NAME` with its cores."""
+    """Return `8x_nvidia_h200`, `nvidia_h200`, or `cpu_2_NAME` with its cores."""
     if not env.gpus:
         return f"cpu_{env.cores}_{_slug(env.cpu)}"
     count = f"{len(env.gpus)}x_" if len(env.gpus) > 1 else ""
@@ -238,8 +239,9 @@ def key_of(env: Env) -> str:
 
 
 def hardware_of(env: Env) -> dict[str, str]:
-    """What must be the same for figures to compare. Not the host's name: a CI job runs on
-    whichever of equal machines is free."""
+    """Return what must be equal for figures to compare. The host's name is not part of it: a CI
+    job runs on whichever of equal machines is free. These texts are stored and compared, so they
+    keep their form."""
     gpus = [f"{gpu.name} ({gpu.memory_bytes >> 20} MiB)" for gpu in env.gpus]
     links = [f"{link.a}-{link.b} {link.kind} x{link.nvlinks}" for link in env.links]
     return {

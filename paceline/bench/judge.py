@@ -12,15 +12,14 @@ from paceline.records import Fingerprints, Result
 from paceline.records.rundir import RunDir
 from paceline.stats.figures import RunFigures, measure_run
 from paceline.stats.standings import Group, Standings, compare_groups
-from paceline.sweep.folder import SweepDir
-from paceline.sweep.manifest import SUCCESS, Row
+from paceline.sweep.folder import SUCCESS, Row, SweepDir
 
 MEMORY_WORDS = {"faster": "less memory", "slower": "more memory"}
 
 
 @dataclass
 class ArmRuns:
-    """The runs of one side, in the order of the repeats."""
+    """Hold the runs of one side, in the order of the repeats."""
 
     figures: list[RunFigures] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
@@ -30,7 +29,7 @@ class ArmRuns:
 
 
 def collect_runs(folder: SweepDir, rows: Sequence[Row], arm: str) -> ArmRuns:
-    """The newest run of each repeat: one that failed and was run again does not count twice."""
+    """Return the newest run of each repeat: one that failed and was run again counts once."""
     newest = {row["repeat"]: row for row in rows if row["group"] == arm}
     found = ArmRuns()
     for repeat in sorted(newest, key=int):
@@ -48,6 +47,7 @@ def collect_runs(folder: SweepDir, rows: Sequence[Row], arm: str) -> ArmRuns:
 
 
 def judge_pair(pair: Pair, runs: dict[str, ArmRuns], margin: float, repeats: int) -> PairResult:
+    """Turn the runs of both sides into the result of the pair."""
     target, first = pair.target, pair.baseline
     metric = "tokens_per_s" if first.plan.unit == "tokens" else "samples_per_s"
     arms = [_measure_arm(pair, arm, runs[arm.name], metric, repeats) for arm in pair.arms]
@@ -119,7 +119,7 @@ def _measure_arm(
 
 
 def _compare(arms: list[ArmResult], margin: float) -> list[ArmResult]:
-    """Rates and memory of every arm against the first, each with the interval of its ratio."""
+    """Compare rates and memory of every arm with the first, each with the interval of its ratio."""
     baseline = arms[0].name
     if not arms[0].rates:
         return arms
@@ -167,7 +167,8 @@ def _agree(arm: ArmResult, runs: ArmRuns, baseline: ArmRuns, tolerance: float) -
 
 
 def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The worst step, relative; infinite where steps are missing or a loss is not finite."""
+    """Return the relative difference at the worst step; infinite where steps are missing or a
+    loss is not finite."""
     if len(losses) != len(expected) or not expected:
         return math.inf
     worst = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, expected, strict=True)]

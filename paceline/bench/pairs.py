@@ -28,7 +28,8 @@ class PlannedArm:
 
 @dataclass(frozen=True)
 class Pair:
-    """`skipped`: why nothing of it runs here. `left_out`: arms that do not, and why."""
+    """A target as it runs here. `skipped`: why nothing of it runs. `left_out`: arms that do not
+    run, and why."""
 
     target: Target
     device: Device
@@ -44,15 +45,15 @@ class Pair:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What is equal on both sides, in words."""
+        """Return what is equal on both sides, in words."""
         first = self.baseline
         found = facts_of(first.job.config, first.plan, self.target.per_device)
         return {name: str(value) for name, value in found.items()}
 
 
 def plan_pair(target: Target, env: Env, overrides: Sequence[str] = (), steps: int = STEPS) -> Pair:
-    """`ConfigError` when the user's overrides are what makes the pair impossible or unfair.
-    Among them train.steps stands for `steps`."""
+    """Plan both sides. Raise `ConfigError` when the user's overrides make the pair impossible or
+    unfair. An override of train.steps replaces `steps`."""
     own = [text for text in overrides if parse_override(text).key == "train.steps"]
     overrides = [text for text in overrides if text not in own]
     count = own[-1] if own else f"train.steps={steps}"
@@ -98,7 +99,7 @@ def _too_few(target: Target, device: Device, ranks: int) -> str:
 
 @dataclass(frozen=True)
 class _Ground:
-    """What the arms of a pair stand on here."""
+    """Hold what the arms of a pair have in common here."""
 
     device: Device
     env: Env
@@ -137,7 +138,7 @@ def _plan_arms(target: Target, ground: _Ground) -> Pair:
 
 
 def _require_not_users(target: Target, arm: Arm, ground: _Ground, problems: Sequence[str]) -> None:
-    """What this machine lacks is skipped; what the user's own overrides break is refused."""
+    """Refuse what the user's own overrides break; what this machine lacks is skipped instead."""
     places = [text for text in ground.overrides if parse_override(text).key.startswith("launch.")]
     if not ground.plan(target, arm, places)[1].problems():
         raise ConfigError([f"{target.name}, {arm.name}: {problem}" for problem in problems])

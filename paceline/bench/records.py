@@ -23,7 +23,7 @@ class Range(Part):
 
 
 class ArmResult(Part):
-    """One side of a pair. Lists have one number a run, in the order of the repeats."""
+    """One side of a pair. Lists have one number per run, in the order of the repeats."""
 
     name: str
     overrides: list[str] = []
@@ -47,7 +47,8 @@ class ArmResult(Part):
 
 
 class PairResult(Part):
-    """`failed`: a run crashed, or the losses do not agree. Being slower is a result, no failure."""
+    """One pair. `failed`: a run crashed, or the losses do not agree. Being slower is a result,
+    not a failure."""
 
     target: str
     title: str

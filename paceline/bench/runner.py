@@ -9,23 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.bench.asked import Asked
 from paceline.bench.expectations import Expectations, check_rows, hardware_of
 from paceline.bench.judge import collect_runs, judge_pair, skipped_pair
 from paceline.bench.pairs import Pair, plan_pair
 from paceline.bench.records import BenchReport, GateRow, PairResult
-from paceline.bench.target import load_targets
+from paceline.bench.target import Asked, load_targets
 from paceline.bench.words import summarise
 from paceline.config.overrides import parse_override
 from paceline.errors import ConfigError, Outcome, PacelineError
+from paceline.launch.signals import logged_signals
 from paceline.machine.facts import probe
 from paceline.records import Env
 from paceline.records.files import write_atomic
-from paceline.records.rundir import RunDir
+from paceline.records.rundir import RunDir, RunLock
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
-from paceline.sweep.folder import SweepDir
-from paceline.sweep.manifest import Row
+from paceline.sweep.flow import open_folder, report_sweep
+from paceline.sweep.folder import Row, SweepDir, rows_of
 from paceline.sweep.matrix import PLAIN
+from paceline.sweep.runner import SweepRunner, SweepTalk
 
 REPORT, SUMMARY = "bench.json", "summary.md"
 Say = Callable[[str], None]
@@ -54,7 +55,7 @@ class BenchSettings:
 
 @dataclass
 class _Bench:
-    """A bench while it goes on."""
+    """Hold a bench while it runs."""
 
     settings: BenchSettings
     env: Env
@@ -65,7 +66,7 @@ class _Bench:
     saved: str = ""
 
     def take(self, pair: Pair, run_pair: PairRunner, say: Say) -> str:
-        """Run and judge one pair. Returns the outcome that asks to stop, or nothing."""
+        """Run and judge one pair. Return the outcome that asks to stop, or nothing."""
         name, settings = pair.target.name, self.settings
         if pair.skipped:
             say(f"{name}: skipped: {pair.skipped}")
@@ -113,15 +114,16 @@ class _Bench:
 
 
 def run_bench(asked: Asked, settings: BenchSettings, run_pair: PairRunner, say: Say) -> BenchReport:
-    """What can be refused is, before the first run; a failed pair does not stop the others."""
+    """Run all pairs. What can be refused is refused before the first run; a failed pair does not
+    stop the others."""
     started_at, env = time.time(), probe()
     pairs = plan_pairs(asked, env, settings.steps)
     expected = _expectations(settings, env, pairs)
-    bench = _Bench(settings, env, open_folder(settings.out), started_at)
+    bench = _Bench(settings, env, open_bench(settings.out), started_at)
     for pair in pairs:
         stopped_by = bench.take(pair, run_pair, say)
         if stopped_by:
-            say(f"stopped ({stopped_by}): the same command with --out {bench.root} goes on")
+            say(f"stopped ({stopped_by}): the same command with --out {bench.root} resumes")
             return bench.write(Outcome(stopped_by))
         bench.write(Outcome.OK)
     if expected is not None and settings.check is not None:
@@ -134,7 +136,7 @@ def run_bench(asked: Asked, settings: BenchSettings, run_pair: PairRunner, say: 
 
 
 def plan_pairs(asked: Asked, env: Env, steps: int) -> list[Pair]:
-    """Every problem of every pair at once."""
+    """Plan every pair, and raise all their problems at once."""
     pairs: list[Pair] = []
     problems: list[str] = []
     for target in asked.targets:
@@ -147,14 +149,14 @@ def plan_pairs(asked: Asked, env: Env, steps: int) -> list[Pair]:
     return pairs
 
 
-def open_folder(out: Path | None) -> Path:
-    """A new one, or that of a bench, which goes on in it."""
+def open_bench(out: Path | None) -> Path:
+    """Return a new directory, or that of a bench, which is then resumed."""
     if out is None:
         return RunDir.create("bench", None, is_run=False).root
     names = {path.name for path in out.iterdir()} if out.is_dir() else set()
     if names and REPORT not in names and not names <= set(load_targets()):
         raise ConfigError(
-            f"{out} holds files and is no bench's directory\nhint: give --out another one"
+            f"{out} holds files and is not the directory of a bench\nhint: give --out another one"
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -164,7 +166,7 @@ def open_folder(out: Path | None) -> Path:
 
 
 def record_of(pair: Pair, repeats: int, margin: float) -> SweepRecord:
-    """The pair as a sweep whose cells are its arms."""
+    """Return the pair as a sweep whose cells are its arms."""
     cells = [
         SweptCell(
             name=arm.name,
@@ -200,3 +202,22 @@ def _expectations(settings: BenchSettings, env: Env, pairs: Sequence[Pair]) -> E
 
 def _save(path: Path, bench: _Bench, pairs: Sequence[Pair]) -> Path:
     return Expectations.merge(path, bench.env, bench.pairs, pairs)
+
+
+def through_sweeps(talk: SweepTalk) -> PairRunner:
+    """Return a runner that runs each pair as a sweep: interleaved, resumed by fingerprints,
+    recorded in a directory of its own."""
+
+    def run_pair(record: SweepRecord, root: Path) -> Ran:
+        folder = open_folder(record, root.name, root)
+        with RunLock(folder.root), logged_signals() as signals:
+            record.save(folder.record)
+            runner = SweepRunner(record, folder, talk, signals)
+            try:
+                runner.run_phase(record.phases[0])
+            finally:
+                report_sweep(runner)
+            runner.is_stopped()
+        return Ran(rows_of(record.phases[0], runner.rows), runner.stopped_by)
+
+    return run_pair

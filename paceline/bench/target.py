@@ -1,6 +1,12 @@
-"""The targets of `paceline bench`: pairs of configs in targets/*.yaml, and the names they go by."""
+"""The targets of `paceline bench`, pairs of configs in targets/*.yaml; and the words of
+`paceline bench run` as targets and overrides, before anything is planned.
+
+zero3 labs/train_distributed:fsdp train.seed=1 zero3:model.dim=256
+"""
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Annotated, Literal, Self
@@ -26,14 +32,14 @@ LAB = (
 
 
 class Work(Section):
-    """What both sides train."""
+    """Hold what both sides train."""
 
     recipe: str
     overrides: list[str] = []
 
 
 class Arm(Section):
-    """One side. Its overrides set keys of `differs` and nothing else."""
+    """One side of a pair. Its overrides set keys of `differs` and nothing else."""
 
     name: str
     overrides: list[str] = []
@@ -45,7 +51,7 @@ class Arm(Section):
 
 
 class Needs(Section):
-    """What a machine must have; without it the target is skipped, and the reason is said."""
+    """Hold what a machine must have. Without it the target is skipped, and the reason is shown."""
 
     ranks: Positive = 1
     device: Literal["any", "cuda"] = "any"
@@ -54,7 +60,8 @@ class Needs(Section):
 
 
 class Agreement(Section):
-    """How far losses may differ, relative, at the worst step. None: they cannot be compared."""
+    """Hold how far losses may differ, relative, at the worst step. None: they cannot be
+    compared."""
 
     cpu: Annotated[float, Field(gt=0)] | None = None
     cuda: Annotated[float, Field(gt=0)] | None = None
@@ -67,7 +74,7 @@ class Target(Section):
     name: str
     title: str
     goal: Goal
-    per_device: bool = Field(False, description="Compare a device's rate, not that of all.")
+    per_device: bool = Field(False, description="Compare the rate per device, not that of all.")
     aliases: list[str] = []
     needs: Needs = Needs()
     work: dict[Device, Work]
@@ -93,7 +100,7 @@ class Target(Section):
 
 @cache
 def load_targets() -> dict[str, Target]:
-    """Every target by its name."""
+    """Return every target by its name."""
     folder = resources.files("paceline.bench") / "targets"
     files = {file.name.removesuffix(".yaml"): file.read_text() for file in folder.iterdir()}
     return {name: parse_target(name, text) for name, text in sorted(files.items())}
@@ -107,7 +114,7 @@ def parse_target(name: str, text: str) -> Target:
 
 
 def find_names(word: str) -> list[str]:
-    """The targets that a word names: `all`, a target, `labs/train_distributed[:TARGET]`."""
+    """Return the targets that a word names: `all`, a target, `labs/train_distributed[:TARGET]`."""
     targets = load_targets()
     if word == ALL:
         return list(targets)
@@ -124,3 +131,77 @@ def find_names(word: str) -> list[str]:
             f"there is no target '{word}'\nhint: {guess}the targets are {', '.join(targets)}"
         )
     return [name]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Hold each target once, in the order it was named, with the overrides of both its sides."""
+
+    overrides: dict[str, list[str]]
+
+    @property
+    def targets(self) -> list[Target]:
+        return [load_targets()[name] for name in self.overrides]
+
+
+def parse_words(words: Sequence[str]) -> Asked:
+    """Read the words of the command line. `ConfigError` lists every word that means nothing, or
+    that would make the sides of a pair alike."""
+    problems: list[str] = []
+    names: dict[str, None] = {}
+    for word in words:
+        if not _is_override(word):
+            names |= dict.fromkeys(_collect(word, problems))
+    if not names and not problems:
+        problems.append("bench run needs a target, or all\nhint: paceline bench list")
+    own: dict[str, list[str]] = {name: [] for name in names}
+    for word in words:
+        if _is_override(word):
+            place, text = _split(word)
+            for name in _collect(place, problems) if place else names:
+                if name in own:
+                    own[name].append(text)
+                else:
+                    problems.append(f"'{word}' is for {name}, which is not among the targets")
+    problems += _compared(own)
+    if problems:
+        raise ConfigError(problems)
+    return Asked(own)
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word or _split(word)[1].startswith(("~", "+"))
+
+
+def _split(word: str) -> tuple[str, str]:
+    """Split `TARGET:key=value` into its two parts; `labs/train_distributed:TARGET` has a colon
+    too."""
+    left, equals, value = word.partition("=")
+    place, _, key = left.rpartition(":")
+    return place, f"{key}{equals}{value}"
+
+
+def _collect(word: str, problems: list[str]) -> list[str]:
+    try:
+        return find_names(word)
+    except ConfigError as error:
+        problems += error.problems
+        return []
+
+
+def _compared(own: dict[str, list[str]]) -> list[str]:
+    """Refuse overrides that would set what a pair compares for both of its sides."""
+    problems = []
+    for name, texts in own.items():
+        for text in texts:
+            try:
+                key = parse_override(text).key
+            except ValueError as error:
+                problems.append(str(error))
+                continue
+            if key in load_targets()[name].differs:
+                problems.append(
+                    f"{text}: {key} is what {name} compares, so it cannot be set for both sides\n"
+                    f"hint: leave it out, or measure it with: paceline sweep RECIPE --axis {key}="
+                )
+    return list(dict.fromkeys(problems))

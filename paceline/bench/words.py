@@ -11,12 +11,12 @@ MIN_RUNS = 3  # an interval of two runs is honest, and so wide that it says noth
 
 
 def rows_of(pair: PairResult) -> list[tuple[str, ...]]:
-    """A row an arm, for `COLUMNS`."""
+    """Return one row per arm, for `COLUMNS`."""
     return [_row(pair, arm) for arm in pair.arms]
 
 
 def headline(pair: PairResult) -> str:
-    """One line that says what came of it."""
+    """Say in one line what came of a pair."""
     if pair.status != "ok":
         return f"{pair.target}: {pair.status}: {pair.because}"
     others = [arm for arm in pair.measured if arm.name != pair.baseline]
@@ -24,7 +24,7 @@ def headline(pair: PairResult) -> str:
 
 
 def summarise(report: BenchReport) -> str:
-    """summary.md."""
+    """Return the text of summary.md."""
     lines = ["# Bench", ""]
     lines += [f"- {name}: {value}" for name, value in report.hardware.items()]
     for pair in report.pairs:
@@ -105,7 +105,7 @@ def speed_ratio(pair: PairResult, arm: ArmResult) -> str:
 
 
 def memory_ratio(pair: PairResult, arm: ArmResult) -> str:
-    """How many times less than the baseline."""
+    """Say how many times less memory than the baseline an arm holds."""
     peaks = [float(each) for each in pair.arm(pair.baseline).peak_bytes]
     return _ratio(pair, arm, arm.memory_ratio, peaks, [float(each) for each in arm.peak_bytes])
 
@@ -113,7 +113,7 @@ def memory_ratio(pair: PairResult, arm: ArmResult) -> str:
 def _ratio(
     pair: PairResult, arm: ArmResult, found: Range | None, over: list[float], under: list[float]
 ) -> str:
-    """Return it with its interval; of too few runs the number alone."""
+    """Write a ratio with its interval; from too few runs the number alone."""
     if arm.name == pair.baseline or not (over and under):
         return span(found)
     if found is not None and min(len(over), len(under)) >= MIN_RUNS:
@@ -128,4 +128,4 @@ def span(found: Range | None) -> str:
 
 def _unit(pair: PairResult) -> str:
     unit = pair.metric.replace("_per_s", "/s")
-    return f"{unit} a device" if pair.per_device else unit
+    return f"{unit} per device" if pair.per_device else unit

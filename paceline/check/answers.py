@@ -27,7 +27,7 @@ REDUCE_SCATTER = (
 
 @dataclass(frozen=True)
 class Case:
-    """Where one rank stands in an op of `numel` elements; `chunk` of them belong to each rank."""
+    """Where one rank is in an op of `numel` elements; `chunk` of them belong to each rank."""
 
     rank: int
     world_size: int
@@ -46,18 +46,19 @@ class Case:
         return torch.arange(numel, dtype=torch.int32, device=self.device)
 
     def term(self, rank: int | Tensor, index: Tensor) -> Tensor:
-        """What `rank` adds to the sum at `index`: 1 to 5 near its own place, 0 elsewhere."""
+        """Return what `rank` adds to the sum at `index`: 1 to 5 near its own place, 0 elsewhere."""
         near = (index - rank) % self.world_size < WINDOW
         return near * (1 + (rank + 3 * index) % 5)
 
     def terms(self, index: Tensor) -> Tensor:
-        """The terms at `index` that are not zero, one a row."""
+        """Return the terms at `index` that are not zero, one per row."""
         rows = range(min(WINDOW, self.world_size))
         return torch.stack([self.term((index - row) % self.world_size, index) for row in rows])
 
 
 def message(sender: int | Tensor, index: Tensor) -> Tensor:
-    """What `sender` says at `index`: differs from sender to sender, and within a message."""
+    """Return what `sender` says at `index`: it differs from sender to sender, and within a
+    message."""
     again = sender // MODULUS
     return (sender + 31 * index + again * (1 + index % 250)) % MODULUS
 
@@ -169,7 +170,7 @@ def exchange(outgoing: Tensor, incoming: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """`api` is the function of torch.distributed that is called."""
+    """One op to check; `api` is the function of torch.distributed that is called."""
 
     api: str
     ask: Callable[[Case], Question]

@@ -60,13 +60,14 @@ def load_all_to_all(size: int, device: torch.device) -> Load:
 
 
 def load_send_recv(size: int, device: torch.device) -> Load:
-    """Every rank sends to the next while it receives from the one before."""
+    """Let every rank send to the next while it receives from the one before."""
     outgoing, incoming = _floats(max(size // 4, 1), device), _floats(max(size // 4, 1), device)
     return Load(lambda: exchange(outgoing, incoming), incoming.nbytes)
 
 
 def _chunk_and_whole(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """One rank's piece and all ranks' pieces together, `size` bytes rounded to whole pieces."""
+    """Return one rank's piece and all ranks' pieces together, `size` bytes rounded to whole
+    pieces."""
     numel = max(size // 4 // dist.get_world_size(), 1)
     return _floats(numel, device), _floats(numel * dist.get_world_size(), device)
 
@@ -88,7 +89,7 @@ LOADS: dict[str, Callable[[int, torch.device], Load]] = {
 
 
 def bus_factor(op: str, world_size: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: what each link carries, whatever the world size."""
+    """Return bus over algorithm bandwidth: what each link carries, whatever the world size."""
     share = (world_size - 1) / world_size
     factors = {"all_reduce": 2 * share, "broadcast": 1.0, "send_recv": 1.0}
     return factors.get(op, share)
@@ -137,10 +138,10 @@ def _measure(op: str, size: int, device: torch.device, share_s: float) -> Speed:
 
 
 def _time_batch(load: Load, size: int, device: torch.device) -> float:
-    """Seconds of one run on the slowest rank.
+    """Return the seconds of one run on the slowest rank.
 
-    The same number on every rank, so that all decide alike how often to go on: a rank that counted
-    otherwise would wait for ever.
+    It is the same number on every rank, so that all decide alike how many more batches to time:
+    a rank that counted otherwise would wait for ever.
     """
     line_up(device)
     own_s = time_batch(load.run, size, device)

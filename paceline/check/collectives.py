@@ -51,14 +51,15 @@ def verify_collectives(device: torch.device) -> Correctness:
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend of the default group that carries this device's tensors: gloo, nccl, ..."""
+    """Return the backend of the default group that carries this device's tensors: gloo, nccl,
+    ..."""
     # Reads "cpu:gloo,cuda:nccl", whatever the group was asked for with.
     pairs = dist.get_backend_config().split(",")
     return dict(pair.split(":") for pair in pairs)[device.type]
 
 
 def why_no_send_recv(device: torch.device) -> str | None:
-    """Why this device's tensors cannot be sent to another rank; None where they can."""
+    """Say why this device's tensors cannot be sent to another rank; None where they can."""
     if dist.get_world_size() == 1:
         return "one rank has nobody to send to"
     if backend_of(device) == "gloo" and device.type != "cpu":
@@ -95,7 +96,7 @@ class _Tally:
 
 
 def _run(op: str, check: Check, question: Question, dtype: torch.dtype) -> Tensor | str:
-    """The op's result on this rank, or why the backend has no such op."""
+    """Return the op's result on this rank, or why the backend has no such op."""
     given = question.given.to(dtype, copy=True)
     blank = torch.full_like(question.expected, BLANK, dtype=dtype)
     try:
@@ -110,7 +111,7 @@ def _run(op: str, check: Check, question: Question, dtype: torch.dtype) -> Tenso
 
 
 def _compare(op: str, case: Case, result: Tensor, answer: Tensor) -> list[Wrong]:
-    """At most one entry, about the first wrong element."""
+    """Return at most one entry, about the first wrong element."""
     expected = answer.to(result.dtype)
     wrong = result != expected  # nan differs from everything, as it should
     if op == "all_reduce avg" and case.world_size.bit_count() > 1:
@@ -136,7 +137,8 @@ def _compare(op: str, case: Case, result: Tensor, answer: Tensor) -> list[Wrong]
 
 
 def _verify_barrier(device: torch.device) -> list[Wrong]:
-    """Nobody leaves before the last has come, whether the first or the last rank is late."""
+    """Check that nobody leaves before the last has come, whether the first or the last rank is
+    late."""
     store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
     wrong = []
     for late in sorted({0, world_size - 1}):
@@ -166,17 +168,18 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def default_store() -> Store:
-    """The store that the default process group was made with."""
+    """Return the store that the default process group was made with."""
     return dist.distributed_c10d._get_default_store()
 
 
 def turn_key(store: Store, what: str, rank: int) -> str:
-    """A key of this call's own. Each rank counts its calls: all make them in the same order."""
+    """Return a key of this call's own. Each rank counts its calls: all make them in the same
+    order."""
     return f"paceline/{what}/{store.add(f'paceline/{what}/turns/{rank}', 1)}"
 
 
 def gather_texts(text: str) -> list[str]:
-    """Every rank's text in rank order, on rank 0; an empty list elsewhere."""
+    """Return every rank's text in rank order, on rank 0; an empty list elsewhere."""
     store, rank = default_store(), dist.get_rank()
     key = turn_key(store, "gather", rank)
     store.set(f"{key}/{rank}", text)

@@ -93,7 +93,7 @@ def _alone(crew: Crew) -> list[Finding]:
 def _keep(
     env: Env, crew: Crew, threads: int, ranks: list[RankCheckup], group: GroupCheckup | None
 ) -> list[Finding]:
-    """The rates of rank 0's device and its slowest link, for later plans and reports."""
+    """Store the rates of rank 0's device and its slowest link, for later plans and reports."""
     if not ranks or not ranks[0].rates:
         return []
     try:
@@ -148,14 +148,14 @@ def _load(run: RunDir, num_ranks: int) -> tuple[list[RankCheckup], GroupCheckup 
 
 
 def _lint_here(crew: Crew, run: RunDir) -> list[Finding]:
-    """Without ranks nobody else looks at the environment."""
+    """Check the environment of this process where no rank has done so."""
     import os
 
     return lint(os.environ, probe_situation(crew.num_nodes, crew.per_node, run.root))
 
 
 def save_snapshot(env: Env, folder: Path) -> list[str]:
-    """git_sha.txt, collect_env.txt and, where there is a GPU, nvidia_smi.xml."""
+    """Write git_sha.txt, collect_env.txt and, where there is a GPU, nvidia_smi.xml."""
     import subprocess
 
     from torch.utils.collect_env import get_pretty_env_info

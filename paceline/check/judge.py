@@ -34,6 +34,8 @@ def judge(
     may_share: bool,
 ) -> list[Finding]:
     """Return everything that is wrong, or worth knowing, most severe first."""
+    # From what one rank says of itself, to what only a comparison of ranks shows, to what only all
+    # ranks together can measure; last, each device against its data sheet.
     findings = [finding for rank in ranks for finding in _with_host(rank, ranks)]
     findings += _binding(ranks, may_share)
     findings += _versions(ranks)
@@ -49,7 +51,7 @@ def judge(
 
 
 def _with_host(rank: RankCheckup, ranks: Sequence[RankCheckup]) -> list[Finding]:
-    """A rank's own findings; on several machines each says which one it is about."""
+    """Return a rank's own findings; on several machines each says which one it is about."""
     if len({other.host for other in ranks}) == 1:
         return rank.findings
     return [
@@ -59,7 +61,7 @@ def _with_host(rank: RankCheckup, ranks: Sequence[RankCheckup]) -> list[Finding]
 
 
 def _binding(ranks: Sequence[RankCheckup], may_share: bool) -> Iterator[Finding]:
-    """Every rank on a GPU of its own, unless the user named one twice."""
+    """Refuse ranks that share a GPU, unless the user named one twice."""
     owners: dict[tuple[str, str], list[int]] = {}
     for rank in ranks:
         if rank.device_id != "cpu":
@@ -77,6 +79,7 @@ def _binding(ranks: Sequence[RankCheckup], may_share: bool) -> Iterator[Finding]
 
 
 def _versions(ranks: Sequence[RankCheckup]) -> Iterator[Finding]:
+    # Another torch or CUDA may compute something else; another python only behaves otherwise.
     for name in ("torch", "cuda", "python"):
         found: dict[str, list[str]] = {}
         for rank in ranks:
@@ -108,6 +111,7 @@ def _skew(group: GroupCheckup, ranks: Sequence[RankCheckup]) -> Iterator[Finding
     seen: set[str] = set()
     for clock in group.clocks:
         host = ranks[clock.rank].host
+        # An offset is known to half the round trip: only what is left beyond that is skew.
         if abs(clock.offset_s) - clock.round_trip_s / 2 > MAX_SKEW_S and host not in seen:
             seen.add(host)
             side = "ahead of" if clock.offset_s > 0 else "behind"

@@ -25,7 +25,8 @@ SPEEDS = TypeAdapter(list[PairSpeed])
 
 
 def plan_pairs(world_size: int) -> list[Pair]:
-    """Every pair of at most 16 ranks; of more, each rank with those at distances 1, 2, 4, ..."""
+    """Return every pair of at most 16 ranks; of more, each rank with those at distances 1, 2, 4,
+    ..."""
     if world_size <= EVERY_PAIR_UP_TO:
         return [(a, b) for a in range(world_size) for b in range(a + 1, world_size)]
     distances = [2**power for power in range(world_size.bit_length()) if 2**power < world_size]
@@ -34,11 +35,11 @@ def plan_pairs(world_size: int) -> list[Pair]:
 
 
 def plan_rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """A tournament: in each round every rank meets at most one other.
+    """Return the pairs as a tournament: in each round every rank meets at most one other.
 
     Each pair goes into the first round where both are free. For all pairs in order that is round
-    `a xor b`: with 8 ranks a host, a round is either inside hosts or between them, and links of
-    one kind are measured under the same load.
+    `a xor b`: with 8 ranks per host, a round is either inside hosts or between them, and links
+    of one kind are measured under the same load.
     """
     rounds: list[list[Pair]] = []
     busy: list[set[int]] = []
@@ -55,7 +56,8 @@ def plan_rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
 def measure_pairs(
     device: torch.device, size: int = SIZE, budget_s: float = BUDGET_S
 ) -> list[PairSpeed]:
-    """The link of each pair of ranks by ping-pong, all on rank 0; elsewhere an empty list.
+    """Measure the link of each pair of ranks by ping-pong, all on rank 0; elsewhere an empty
+    list.
 
     Ping-pong, because one clock then times both directions and a link bad in either shows. The
     fastest batch counts: other work only ever slows a link down, a bad one is slow every time.
@@ -82,10 +84,10 @@ def measure_pairs(
 
 
 def measure_clock_offsets(device: torch.device, tries: int = 8) -> list[ClockOffset]:
-    """Each rank's wall clock against rank 0's, on rank 0; elsewhere an empty list.
+    """Measure each rank's wall clock against rank 0's, on rank 0; elsewhere an empty list.
 
-    Rank 0 asks each rank in turn; of `tries` answers the one with the shortest round trip counts,
-    because its middle is the best guess of when the other rank read its clock.
+    Rank 0 asks each rank in turn; of `tries` answers the one with the shortest round trip
+    counts, because its middle is the best guess of when the other rank read its clock.
     """
     rank, note = dist.get_rank(), torch.zeros(1, dtype=torch.float64, device=_wire(device))
     line_up(device)
@@ -114,7 +116,7 @@ def _ask_clock(note: Tensor, peer: int) -> ClockOffset:
 
 
 def _ping_pong_s(buffer: Tensor, peer: int, budget_s: float) -> float:
-    """Half of a round trip with `peer`; the lower rank serves, and says how often."""
+    """Return half of a round trip with `peer`; the lower rank serves, and says how often."""
     serves = dist.get_rank() < peer
 
     def round_trip() -> None:
@@ -149,5 +151,6 @@ def _move(way: Callable[..., Any], data: Tensor, peer: int) -> None:
 
 
 def _wire(device: torch.device) -> torch.device:
-    """Where sent tensors lie: gloo sends from the host only, and through it for a GPU's tensors."""
+    """Return where sent tensors lie: gloo sends from the host only, and through it for a GPU's
+    tensors."""
     return device if why_no_send_recv(device) is None else torch.device("cpu")

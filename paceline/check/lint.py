@@ -29,6 +29,7 @@ from paceline.check.variables import (
     UNREAD,
 )
 from paceline.records import Finding
+from paceline.records.words import size
 
 GIB = 2**30
 # Docker gives 64 MiB. NCCL's guide (troubleshooting, shared memory) asks for --shm-size=1g: its
@@ -43,7 +44,7 @@ LONGEST_SHOWN = 60
 
 
 def resolve_host(name: str) -> list[str]:
-    """The addresses of a host; none when it does not resolve."""
+    """Return the addresses of a host; none when it does not resolve."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -108,7 +109,7 @@ def lint(environment: Mapping[str, str], situation: Situation) -> list[Finding]:
 
 
 def _check_name(name: str) -> Iterator[Finding]:
-    """Is it read at all, and under this name?"""
+    """Report a name that nothing reads, or that is read under another name."""
     if name in UNREAD:
         why, instead = UNREAD[name]
         yield _find(name, f"is set, and nothing reads it: {why}", f"use {instead}")
@@ -131,7 +132,8 @@ def _misspelt(name: str) -> list[str]:
 
 
 def one_edit_apart(a: str, b: str) -> bool:
-    """One letter too many, too few or wrong, or two neighbours swapped."""
+    """Tell whether two names differ by one letter too many, too few or wrong, or by two
+    neighbours that are swapped."""
     if a == b or abs(len(a) - len(b)) > 1:
         return False
     shared = len(os.path.commonprefix([a, b]))
@@ -165,9 +167,7 @@ def _check_words(name: str, value: str, situation: Situation) -> Iterator[Findin
     words = [word.removeprefix("^") for word in re.split("[,;:]", value)]
     bad = [word for word in words if word and word.lower() not in known]
     if bad:
-        what = (
-            f"{' and '.join(map(_shown, bad))} is no value NCCL knows: NCCL since 2.24 refuses it,"
-        )
+        what = f"{' and '.join(map(_shown, bad))} is not known to NCCL: since 2.24 it refuses it,"
         hint = f"it takes {', '.join(NCCL_WORDS[name])}, as a list with commas; or unset it"
         yield _find(name, f"{what} and no communicator is made", hint, "error")
     is_short = not any(mark in value for mark in "^:") and "ring" not in value.lower()
@@ -178,7 +178,7 @@ def _check_words(name: str, value: str, situation: Situation) -> Iterator[Findin
 
 
 def _check_idle(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Settings that another one switches off."""
+    """Report settings that another one switches off."""
     for switch, names in SWITCHED_OFF.items():
         for name in names:
             if environment.get(switch) == "1" and environment.get(name):
@@ -244,7 +244,8 @@ def _check_interfaces(environment: Mapping[str, str], situation: Situation) -> I
 
 
 def nccl_interfaces(asked: str, here: tuple[str, ...]) -> list[str]:
-    """Those NCCL uses (ncclFindInterfaces in src/misc/socket.cc): prefixes, =exact, ^all but."""
+    """Return those NCCL uses (ncclFindInterfaces in src/misc/socket.cc): prefixes, =exact, ^all
+    but."""
     rest = asked.removeprefix("^")
     parts = (part.split(":")[0] for part in rest.removeprefix("=").split(","))
     named = tuple(part for part in parts if part)
@@ -254,7 +255,7 @@ def nccl_interfaces(asked: str, here: tuple[str, ...]) -> list[str]:
 
 
 def gloo_interfaces(asked: str, here: tuple[str, ...]) -> list[str]:
-    """Those gloo uses: exact names, and none at all when one of them is not here."""
+    """Return those gloo uses: exact names, and none at all when one of them is not here."""
     named = asked.split(",")
     return named if set(named) <= set(here) else []
 
@@ -262,13 +263,13 @@ def gloo_interfaces(asked: str, here: tuple[str, ...]) -> list[str]:
 def _check_machine(situation: Situation) -> Iterator[Finding]:
     shm, disk = situation.shm_free_bytes, situation.disk_free_bytes
     if shm is not None and situation.ranks_here > 1 and shm < SHM_NEEDED_BYTES:
-        what = f"{shm / 2**20:.0f} MiB free for {situation.ranks_here} ranks; NCCL and loaders pass"
+        what = f"{size(shm)} free for {situation.ranks_here} ranks; NCCL and loaders pass"
         what += " data there, and NCCL's guide asks for 1 GiB (docker gives 64 MiB)"
         hint = "docker: --shm-size=1g or --ipc=host; kubernetes: an emptyDir of medium Memory there"
         yield _find("/dev/shm", what, hint, cause="cluster")
     if disk is not None and disk < DISK_NEEDED_BYTES:
-        what = f"{disk / GIB:.1f} GiB free where the run directory lies; less than"
-        what += f" {DISK_NEEDED_BYTES / GIB:.0f} GiB is soon filled by checkpoints"
+        what = f"{size(disk)} free where the run directory lies; less than"
+        what += f" {size(DISK_NEEDED_BYTES)} is soon filled by checkpoints"
         yield _find("disk", what, "free some, or choose another folder with --out", cause="cluster")
 
 
@@ -280,6 +281,6 @@ def _find(
 
 
 def _shown(value: str) -> str:
-    """A value fit for one line of a message."""
+    """Return a value fit for one line of a message."""
     text = value if len(value) <= LONGEST_SHOWN else f"{value[:LONGEST_SHOWN]}..."
     return repr(text)

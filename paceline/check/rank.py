@@ -35,7 +35,7 @@ LAUNCH_ENV = "launch.env"
 
 
 def examine_rank(context: RankContext) -> None:
-    """The task of `paceline check`."""
+    """Examine this rank: the task of `paceline check`."""
     run, place, launch = context.run, context.place, LaunchPlan.load(context.run.launch)
     torch.set_num_threads(launch.threads)
     crew = launch.crew
@@ -91,7 +91,7 @@ def _look_around(
 
 
 def _users_environment(run: RunDir, launch: LaunchPlan) -> dict[str, str]:
-    """This rank's, without what Paceline itself has put there."""
+    """Return the environment of this rank without what Paceline itself has put there."""
     asked = {name for name, why in launch.reasons.items() if why == LAUNCH_ENV}
     own = set(launch.env) - set(Env.load(run.env).variables) - asked
     if is_local(launch.launcher):  # the store is ours
@@ -113,9 +113,10 @@ def _examine_group(run: RunDir, place: RankId, device: torch.device) -> None:
 
 
 def find_missing_ranks(store: Store, rank: int, world_size: int, timeout_s: float) -> list[int]:
-    """Ranks that did not call this within `timeout_s`, the same list on all that did.
+    """Return the ranks that did not call this within `timeout_s`, the same list on all that did.
 
-    Needs no process group: call it before `init_process_group`, which waits without naming anyone.
+    It needs no process group: call it before `init_process_group`, which waits without naming
+    anyone.
     """
     key = turn_key(store, "roll", rank)
     store.set(f"{key}/{rank}", "here")

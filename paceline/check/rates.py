@@ -33,7 +33,8 @@ DTYPES = {
 
 
 def measure_rates(device: torch.device) -> list[Rate]:
-    """Matmul rate in each precision the device has, then the copy rate: 2 s on CPU, 4 on a GPU."""
+    """Measure the matmul rate in each precision the device has, then the copy rate: 2 s on CPU,
+    4 s on a GPU."""
     side = _pick_side(device)
     matmuls = [_measure_matmul(precision, side, device) for precision in _precisions(device)]
     rates: list[Rate] = [*matmuls, _measure_copy(_pick_copy_bytes(device), device)]
@@ -85,7 +86,7 @@ def _measure_copy(num_bytes: int, device: torch.device) -> CopyRate:
 
 
 def _time(run: Callable[[], object], device: torch.device) -> list[float]:
-    """Seconds of one run, by batch, after a warm-up; about `BUDGET_S` in all."""
+    """Return the seconds of one run, by batch, after a warm-up; about `BUDGET_S` in all."""
     for _ in range(WARM_UPS):
         run()
     trial_s = time_batch(run, 1, device)
@@ -95,7 +96,7 @@ def _time(run: Callable[[], object], device: torch.device) -> list[float]:
 
 @contextmanager
 def _fp32_products(mode: str, device: torch.device) -> Iterator[None]:
-    """How cuBLAS multiplies fp32: exactly ("ieee") or by tensor cores ("tf32"); then as before."""
+    """Let cuBLAS multiply fp32 exactly ("ieee") or by tensor cores ("tf32"); then as before."""
     if device.type != "cuda":
         yield
         return
@@ -109,7 +110,8 @@ def _fp32_products(mode: str, device: torch.device) -> Iterator[None]:
 
 
 def _pick_side(device: torch.device) -> int:
-    """The largest matrices whose three fp32 copies take a quarter of the free memory at most."""
+    """Return the side of the largest matrices whose three fp32 copies take at most a quarter of
+    the free memory."""
     if device.type == "cpu":
         return CPU_SIDE
     fitting = [side for side in GPU_SIDES if 3 * 4 * side**2 <= _free_bytes(device) // 4]
@@ -136,7 +138,7 @@ class Batches:
 
 
 def plan_batches(trial_s: float, budget_s: float) -> Batches:
-    """As many runs of `trial_s` as the budget holds, in five batches; at least one run."""
+    """Return as many runs of `trial_s` as the budget holds, in five batches; at least one run."""
     affordable = int(budget_s / max(trial_s, 1e-9))
     if affordable < NUM_BATCHES:
         return Batches(num=max(affordable, 1), size=1)
@@ -144,7 +146,8 @@ def plan_batches(trial_s: float, budget_s: float) -> Batches:
 
 
 def time_batch(run: Callable[[], object], size: int, device: torch.device) -> float:
-    """Seconds of one run, averaged over `size` runs back to back and the device's end of them."""
+    """Return the seconds of one run, averaged over `size` runs back to back, until the device
+    has ended them."""
     synchronise(device)
     started = time.perf_counter()
     for _ in range(size):

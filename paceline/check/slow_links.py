@@ -43,7 +43,8 @@ class Culprit(NamedTuple):
 
 
 def slow_pairs(pairs: Sequence[PairSpeed], hosts: Sequence[str]) -> list[Finding]:
-    """One finding for each host, rank or single link that is slow; `hosts[rank]` is its host.
+    """Return one finding for each host, rank or single link that is slow; `hosts[rank]` is its
+    host.
 
     Where most links of a host (or rank) are slow, it is named and its links are not. With two
     ranks there is one link and nothing to compare it with.
@@ -54,7 +55,7 @@ def slow_pairs(pairs: Sequence[PairSpeed], hosts: Sequence[str]) -> list[Finding
 
 
 def usual_gb_per_s(pairs: Sequence[PairSpeed]) -> float:
-    """The median over ranks of each rank's best link.
+    """Return the median over ranks of each rank's best link.
 
     Not the median over links: one bad rank (or host) of three spoils two links of three, and the
     median link would be a bad one.
@@ -67,7 +68,8 @@ def usual_gb_per_s(pairs: Sequence[PairSpeed]) -> float:
 
 
 def _judge(pairs: Sequence[PairSpeed], hosts: Sequence[str], kind: str) -> list[Finding]:
-    """Hosts first, then ranks, then what is left: the widest cause explains the most links."""
+    """Blame hosts first, then ranks, then what is left: the widest cause explains the most
+    links."""
     if not pairs:
         return []
     usual = usual_gb_per_s(pairs)
@@ -83,7 +85,8 @@ def _judge(pairs: Sequence[PairSpeed], hosts: Sequence[str], kind: str) -> list[
 
 
 def _blame_hosts(links: Sequence[Link], hosts: Sequence[str], kind: str) -> Owners:
-    """Hosts with several ranks, where there are others to compare with.
+    """Return whom a slow link speaks against: hosts with several ranks, where there are others
+    to compare with.
 
     Two hosts have the same links between them, so neither can be blamed for those.
     """
@@ -94,7 +97,7 @@ def _blame_hosts(links: Sequence[Link], hosts: Sequence[str], kind: str) -> Owne
 
 
 def _set_aside_culprits(links: list[Link], owners: Owners) -> tuple[list[Culprit], list[Link]]:
-    """The culprits, worst first, and the links of none of them.
+    """Return the culprits, worst first, and the links of none of them.
 
     The links of one found no longer count, so that its neighbours are not blamed for them.
     """
@@ -106,6 +109,8 @@ def _set_aside_culprits(links: list[Link], owners: Owners) -> tuple[list[Culprit
 
 
 def _worst(links: Sequence[Link], owners: Owners) -> Culprit | None:
+    """Return the owner with the largest share of slow links, where more than half of its links,
+    and at least two, are slow; None where nobody is to blame."""
     touching: dict[str, list[Link]] = {}
     for link in links:
         for name in owners(link):

@@ -1,4 +1,4 @@
-"""The command line: one thin file a verb. Only this package prints and exits.
+"""The command line: one thin file per verb. Only this package prints and exits.
 
 stdout is data, stderr is talk. torch is imported by the verbs that need it, inside them, so that
 help answers at once.

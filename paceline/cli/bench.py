@@ -52,16 +52,19 @@ def list_targets(as_json: JsonFlag = False) -> None:
 @app.command("run")
 def run_targets(
     words: Words,
-    repeats: int = typer.Option(5, "--repeats", min=1, help="Runs of each side."),
-    steps: int = typer.Option(60, "--steps", min=1, help="Steps of each run."),
+    repeats: int = typer.Option(5, "--repeats", min=1, help="Runs per side."),
+    steps: int = typer.Option(60, "--steps", min=1, help="Steps per run."),
     out: Path | None = typer.Option(
-        None, "--out", help="The bench's directory; one that holds this bench is gone on with."
+        None, "--out", help="The bench's directory; a bench that it already holds is resumed."
     ),
     margin: float = typer.Option(
         0.02, "--margin", min=0.0, max=0.99, help="Differences below this share do not matter."
     ),
     check: Path | None = typer.Option(
-        None, "--check-expectations", metavar="PATH", help="Exit 1 if shown worse than stored."
+        None,
+        "--check-expectations",
+        metavar="PATH",
+        help="Exit 1 if shown worse than what is stored.",
     ),
     save: Path | None = typer.Option(
         None, "--save-expectations", metavar="PATH", help="Store these runs for this hardware."
@@ -72,15 +75,18 @@ def run_targets(
 
     Example: paceline bench run zero3 ddp_bucket --repeats 3 --steps 40
     """
-    from paceline.bench.asked import parse_words
+    from paceline.bench.target import parse_words
     from paceline.cli.talk import print_json, refusals_on_stdout, shown
     from paceline.cli.together import require_alone
 
     with refusals_on_stdout(as_json):
         require_alone("bench")
         asked = parse_words(words)
-        from paceline.bench.runner import BenchSettings, run_bench  # these import torch
-        from paceline.bench.sweeping import through_sweeps
+        from paceline.bench.runner import (  # these import torch
+            BenchSettings,
+            run_bench,
+            through_sweeps,
+        )
         from paceline.cli.sweep_talk import SweepConsole
 
         talk = SweepConsole()
@@ -143,7 +149,8 @@ def _describe(pair: "Pair") -> dict[str, object]:
 
 
 def _tolerance(pair: "Pair") -> float | None:
-    """Of a target that this device cannot run: that of the device it is for."""
+    """Return the loss tolerance on this device, or on the target's own device where it cannot
+    run here."""
     target = pair.target
     return target.tolerance(pair.device if pair.device in target.work else next(iter(target.work)))
 

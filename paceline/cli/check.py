@@ -140,7 +140,7 @@ def _print_group(console: "Console", report: "CheckReport") -> None:
 
 
 def _bandwidths(speed: "Speed") -> tuple[str, str]:
-    """Of a small message the time is the figure; its bandwidth says nothing."""
+    """Return both bandwidths of a large message; for a small one the time is the figure."""
     if speed.num_bytes < LARGE_BYTES:
         return "", ""
     return f"{speed.algbw_gb_per_s:.3g} GB/s", f"{speed.busbw_gb_per_s:.3g} GB/s"

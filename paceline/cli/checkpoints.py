@@ -167,7 +167,7 @@ def _moment(saved_at: float | None) -> str:
 
 
 def _printable(text: str) -> str:
-    """A checkpoint from elsewhere may carry anything, and a terminal obeys some of it."""
+    """Return a text that a terminal can show: a checkpoint from elsewhere may carry anything."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

@@ -1,6 +1,5 @@
 """`paceline plan`: what would run, what it needs, what is wrong with it. No GPU needed."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,10 +8,9 @@ import typer
 from paceline.cli.arguments import JsonFlag, Overrides, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from paceline.launch.base import LaunchOrder
-    from paceline.records import Plan
 
 
 def plan(
@@ -48,8 +46,6 @@ def plan(
     Example: paceline plan lm_1b launch.nproc=4 --schedule all
     """
     if schedule is not None:
-        from paceline.cli.schedules import show_schedules
-
         _require_alone(launch, sbatch)
         show_schedules(source, overrides or [], schedule, times, bubble, as_json)
     if times is not None:
@@ -66,7 +62,7 @@ def show_plan(
     launch: bool = False,
     sbatch: Path | None = None,
 ) -> None:
-    """Also what `paceline train --dry-run` does."""
+    """Plan and print; `paceline train --dry-run` does the same."""
     from paceline.cli.talk import print_json, refusals_on_stdout
     from paceline.job import load_job
     from paceline.machine import resolve_topology
@@ -79,7 +75,7 @@ def show_plan(
 
         env, made = decide(job, resolve_topology())
     if launch:
-        from paceline.cli.launchplan import print_launch
+        from paceline.cli.plan_talk import print_launch
         from paceline.launch import find_launcher
 
         print_launch(
@@ -88,10 +84,51 @@ def show_plan(
     elif as_json:
         print_json(made.to_json())  # its problems are among its findings
     else:
-        _print(made)
+        from paceline.cli.plan_talk import print_plan
+
+        print_plan(made)
     require_feasible(made)
     if sbatch is not None:
         _write_batch(sbatch, made.name, order_for(job, env, made), job.asked)
+    raise typer.Exit(0)
+
+
+def show_schedules(
+    source: str,
+    overrides: list[str],
+    names: str,
+    times: Path | None,
+    bubble: float,
+    as_json: bool,
+) -> None:
+    """Compare schedules and print them; refuse where none of them can run."""
+    from paceline.cli.plan_talk import print_comparison
+    from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout
+    from paceline.errors import ConfigError
+    from paceline.job import load_job
+
+    with refusals_on_stdout(as_json):
+        job = load_job(source, overrides)
+        from paceline.machine import resolve_topology
+        from paceline.machine.facts import probe
+        from paceline.plan.compare_schedules import (  # imports torch
+            Question,
+            compare_for,
+            read_names,
+        )
+
+        question = Question(read_names(names), times, bubble)
+        made = compare_for(job, probe(), resolve_topology(), question, ConsoleTalk().say)
+    if as_json:
+        print_json(made.to_json())
+    else:
+        print_comparison(made)
+    if made.best is None:
+        raise ConfigError(
+            f"no schedule of those asked for can run on {made.num_ranks} ranks with"
+            f" {made.num_microbatches} microbatches\nhint: the reasons are above, each with the"
+            " nearest value that will do"
+        )
     raise typer.Exit(0)
 
 
@@ -122,64 +159,3 @@ def _write_batch(file: Path, name: str, order: "LaunchOrder", asked: "Sequence[s
 
     write_atomic(file, batch_script(slug(name), str(file), order, asked))
     typer.echo(f"{file}: add what your site needs, then: sbatch {file}", err=True)
-
-
-def _pipeline_lines(plan: "Plan") -> "Iterator[str]":
-    """Who holds which part of the model."""
-    if plan.pipeline is None:
-        return
-    made, micro = plan.pipeline, plan.batch.micro
-    each = micro // made.num_microbatches
-    yield f"pipe    {made.schedule}: {made.num_microbatches} microbatches of {each} a pass"
-    for number, stage in enumerate(made.stages):
-        ranks = ", ".join(str(rank) for rank in stage.ranks)
-        yield (
-            f"        stage {number}: blocks {stage.first_block} to {stage.end_block - 1},"
-            f" {stage.num_parameters:,} parameters, {stage.cost:.0%} of the FLOPs, on rank {ranks}"
-        )
-
-
-def _print(plan: "Plan") -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from paceline.records.words import shown, size
-
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"[bold]{escape(plan.name)}[/]: {plan.steps} steps of {escape(plan.workload)}")
-    batch, state = plan.batch, plan.state_bytes
-    console.print(
-        f"batch   {batch.global_size} samples a step = {batch.micro} micro x {batch.grad_accum}"
-        f" accumulation x {batch.dp} dp"
-    )
-    mesh = " x ".join(f"{axis} {degree}" for axis, degree in plan.mesh.items())
-    console.print(f"ranks   {plan.world_size} ({mesh})")
-    for line in _pipeline_lines(plan):
-        console.print(line)
-    frozen = f" and {plan.model.num_frozen:,} frozen" if plan.model.num_frozen else ""
-    console.print(f"model   {plan.model.num_trainable:,} parameters{frozen}")
-    console.print(
-        f"state   {size(state.total)} a rank = weights {size(state.parameters)} + gradients"
-        f" {size(state.gradients)} + optimizer {size(state.optimizer)}; activations come on top"
-    )
-    if state.peak > state.total:
-        console.print(
-            f"        and for a while {size(state.gathered)} of gathered weights,"
-            f" {size(state.deferred)} of gradients that wait"
-        )
-    console.print(
-        f"sends   {size(plan.exchange.sent)} of gradients a step: {plan.exchange.because}"
-    )
-    table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
-    for column in ("choice", "requested", "effective", "because"):
-        table.add_column(column, overflow="fold")
-    for name, choice in plan.choices().items():
-        table.add_row(name, shown(choice.requested), shown(choice.value), escape(choice.because))
-    console.print(table)
-    if plan.engine_config:
-        console.print(f"config of {plan.strategy.value}:")
-        console.print(escape(json.dumps(plan.engine_config, indent=2)))
-    for finding in plan.findings:
-        if finding.severity != "error":
-            console.print(f"{finding.severity}: {escape(str(finding))}")

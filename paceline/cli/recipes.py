@@ -39,7 +39,7 @@ def recipes(
 
 
 def _recipes() -> list[dict[str, str]]:
-    """Each recipe with the comment that opens its file."""
+    """Return each recipe with the comment that opens its file."""
     from paceline.config.load import recipe_names, recipe_text
 
     about = {name: recipe_text(name).splitlines()[0].lstrip("# ") for name in recipe_names()}
@@ -47,7 +47,8 @@ def _recipes() -> list[dict[str, str]]:
 
 
 def _keys_of(source: str) -> list[dict[str, Any]]:
-    """Every key with what the recipe sets it to, its type, the schema's default, its meaning."""
+    """Return every key with what the recipe sets it to, its type, the schema's default, its
+    meaning."""
     from functools import reduce
 
     from paceline.config.describe import iter_keys
@@ -61,7 +62,7 @@ def _keys_of(source: str) -> list[dict[str, Any]]:
 
 
 def _print_keys(keys: list[dict[str, Any]]) -> None:
-    """What can be searched, and pasted behind a command: never folded."""
+    """Print keys so that they can be searched and pasted behind a command: never folded."""
     for key in keys:
         default = "" if key["value"] == key["default"] else f"; default {key['default']}"
         print(f"{key['path']}={key['value']}   ({key['type']}{default})")

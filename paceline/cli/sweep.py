@@ -36,10 +36,10 @@ def sweep(
     axis: list[str] = typer.Option(
         [], "--axis", metavar="KEY=A,B", help="A key and its values; give one for each axis."
     ),
-    repeats: int | None = typer.Option(None, "--repeats", help="Runs of each cell: 3."),
-    steps: int | None = typer.Option(None, "--steps", help="Steps of each run: 60."),
+    repeats: int | None = typer.Option(None, "--repeats", help="Runs per cell; default 3."),
+    steps: int | None = typer.Option(None, "--steps", help="Steps per run; default 60."),
     out: Path | None = typer.Option(
-        None, "--out", help="The sweep's directory; one that holds this sweep is gone on with."
+        None, "--out", help="The sweep's directory; a sweep that it already holds is resumed."
     ),
     baseline: str | None = typer.Option(
         None, "--baseline", metavar="CELL", help="The cell that others are compared with."
@@ -49,13 +49,13 @@ def sweep(
     ),
     metric: MetricOption = None,
     margin: float | None = typer.Option(
-        None, "--margin", help="Differences below this share do not matter: 0.02."
+        None, "--margin", help="Differences below this share do not matter; default 0.02."
     ),
     phases: bool = typer.Option(
         False, "--phases", help="Pilot over all cells, final of the best, extras on the winner."
     ),
     stop_on_error: bool = typer.Option(
-        False, "--stop-on-error", help="End with the first run that fails."
+        False, "--stop-on-error", help="End at the first run that fails."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Show the cells and the cost; stop."),
     as_json: JsonFlag = False,
@@ -119,7 +119,8 @@ def _to_the_end(spec: SweepSpec, out: Path | None, dry_run: bool, as_json: bool)
 
 
 def exit_code(end: SweepEnd) -> int:
-    """A stop comes first; then: a run failed, nothing was measured, or the target is not met."""
+    """Return the exit code: a stop comes first; then 1 where a run failed, nothing was measured,
+    or the target is not met."""
     if end.stopped_by:
         return Outcome(end.stopped_by).exit_code
     target = end.judgement.target

@@ -25,8 +25,7 @@ from paceline.report.sweep_story import (
 )
 from paceline.sweep.board import Board
 from paceline.sweep.flow import SweepEnd
-from paceline.sweep.folder import SweepDir
-from paceline.sweep.manifest import load_manifest
+from paceline.sweep.folder import SweepDir, load_manifest
 from paceline.sweep.outputs import tell
 from paceline.sweep.phases import describe_schedule
 from paceline.sweep.spec import SweepSpec
@@ -38,7 +37,7 @@ BESIDE = 8  # lines of the screen that the live table leaves: it cannot be redra
 
 
 class SweepConsole(ConsoleTalk):
-    """A talk whose runs are lines of one table."""
+    """Show all runs of a sweep as lines of one table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class SweepConsole(ConsoleTalk):
             f"compared by {record.metric}, differences below {record.margin:.1%} do not matter"
         )
         if min(phase.steps for phase in record.phases) < FEW_STEPS:
-            self.say(f"warning: of fewer than {FEW_STEPS} steps little is left after the warm-up")
+            self.say(f"warning: fewer than {FEW_STEPS} steps leave little after the warm-up")
 
     @contextmanager
     def live(self) -> Iterator[None]:
@@ -107,7 +106,7 @@ class SweepConsole(ConsoleTalk):
         if end.stopped_by:
             self.say(
                 f"stopped ({end.stopped_by}): this is what there is so far; the same command with"
-                f" --out {shown(folder.root)} goes on"
+                f" --out {shown(folder.root)} resumes"
             )
         rows = load_manifest(folder.manifest)
         for line in _say_answer(end, tell(folder, end.record, rows, end.judgement)):
@@ -122,7 +121,7 @@ class SweepConsole(ConsoleTalk):
 
 
 def _say_answer(end: SweepEnd, story: SweepStory) -> list[str]:
-    """What the summary says first, then every cell that was measured."""
+    """Return what the summary says first, then every cell that was measured."""
     judged = end.judgement
     lines = [*answer(story), ""]
     for line in story.measured:
@@ -133,7 +132,7 @@ def _say_answer(end: SweepEnd, story: SweepStory) -> list[str]:
         lines.append(f" {line.sign or ' '} {line.name}{chosen}: {said}")
     if story.measured:
         lines.append(f"{SIGNS}; a speedup is against {reference(story)}")
-    lines += [f"not crowned: {name}: {why}" for name, why in judged.flagged.items()]
+    lines += [f"cannot win: {name}: {why}" for name, why in judged.flagged.items()]
     lines += [f"note: {note}" for note in judged.notes]
     if end.num_failed:
         lines.append(f"{end.num_failed} runs failed: skipped_runs.tsv has them")
@@ -154,7 +153,7 @@ def _status(board: Board) -> str:
 
 
 def _table(board: Board, now: str, room: int) -> Group:
-    """The status above the cells, as many as there is room for, the one that runs first."""
+    """Return the status above the cells, as many as there is room for, the one that runs first."""
     status = f"phase {board.phase}: {_status(board)}" if board.phase else _status(board)
     table = Table()
     for name in ("cell", "done", "failed", UNITS[board.metric], "now"):
@@ -170,5 +169,5 @@ def _table(board: Board, now: str, room: int) -> Group:
             escape(line.name), f"{line.num_done}/{line.num_asked}", failed, value, running
         )
     if len(lines) > room:
-        table.caption = f"and {len(lines) - room} cells more"
+        table.caption = f"and {len(lines) - room} more cells"
     return Group(escape(status), table)

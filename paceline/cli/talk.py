@@ -22,7 +22,7 @@ MAX_SAMPLE_IDS = 8
 
 
 class ConsoleTalk:
-    """Progress on a terminal; a line every few seconds where stderr is a file or a pipe."""
+    """Show progress on a terminal; a line every few seconds where stderr is a file or a pipe."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
@@ -84,7 +84,7 @@ def _describe(row: dict[str, str]) -> str:
 
 
 def print_problems(error: PacelineError) -> None:
-    """Every problem, its hint below it, nothing cut."""
+    """Print every problem, its hint below it, nothing cut."""
     console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     for problem in error.problems:
         console.print(f"[bold red]error:[/] {escape(problem)}")
@@ -92,7 +92,7 @@ def print_problems(error: PacelineError) -> None:
 
 @contextmanager
 def refusals_on_stdout(as_json: bool) -> Iterator[None]:
-    """With --json a refusal is data too: outcome, exit code and every problem."""
+    """Print a refusal as data where --json was given: outcome, exit code and every problem."""
     try:
         yield
     except PacelineError as error:
@@ -107,7 +107,7 @@ def refusals_on_stdout(as_json: bool) -> Iterator[None]:
 
 
 def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
-    """The last lines of a run: how it ended, its figures with their window, its report."""
+    """Say how a run ended, its figures with their window, and where its report is."""
     if result.outcome is Outcome.OK:
         loss = words.shown(result.final_loss)
         talk.say(f"finished {result.steps} steps, loss {loss}{_val(result)}")
@@ -129,15 +129,15 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
 
 
 def _way_on(result: Result, run: RunDir) -> str:
-    """How to continue a run that was stopped: from its newest checkpoint, where it has one."""
+    """Say how to resume a run that was stopped, where it has a checkpoint."""
     has_any = result.checkpoints is not None and result.checkpoints.num_written > 0
     if result.outcome is not Outcome.PREEMPTED and not has_any:
         return ""
-    return f": go on with: paceline train --resume {shlex.quote(shown(run.root))}"
+    return f": resume it with: paceline train --resume {shlex.quote(shown(run.root))}"
 
 
 def say_failure(talk: ConsoleTalk, result: Result) -> None:
-    """Outcome, exit code, last step, and the tail of the log of the rank that was first."""
+    """Say outcome, exit code, last step, and the tail of the log of the rank that failed first."""
     run = RunDir(Path(result.run_dir))
     if result.bad_step is not None:
         more = " and more" if len(result.bad_sample_ids) > MAX_SAMPLE_IDS else ""
@@ -170,7 +170,8 @@ def _tail(path: Path, num_lines: int = 12) -> list[str]:
 
 
 def _val(result: Result) -> str:
-    """Validation loss, and beside it what knowing only the frequency of each byte would give."""
+    """Say the validation loss, beside it what knowing only the frequency of each byte would
+    give."""
     if result.val_loss is None:
         return ""
     text = f", validation loss {number(result.val_loss)}"
@@ -178,11 +179,11 @@ def _val(result: Result) -> str:
     if entropy is None:
         return text
     side = "below" if result.val_loss < entropy else "not below"
-    return f"{text} nats a byte, {side} the corpus's byte-unigram entropy {number(entropy)}"
+    return f"{text} nats per byte, {side} the corpus's byte-unigram entropy {number(entropy)}"
 
 
 def shown(path: Path) -> str:
-    """A path as the user would type it from here."""
+    """Return a path as the user would type it from here."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""`paceline train`: one run, from config to report, or on from where it stopped."""
+"""`paceline train`: one run, from config to report, or resumed where it stopped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(
     as_json: JsonFlag = False,
     dry_run: bool = typer.Option(False, "--dry-run", help="Plan, say what would run, and stop."),
     resume: Path | None = typer.Option(
-        None, "--resume", help="Go on in this run directory, from its newest sound checkpoint."
+        None, "--resume", help="Resume this run directory, from its newest sound checkpoint."
     ),
     allow_change: bool = typer.Option(
         False, "--allow-change", help="With --resume: accept settings that change the training."
@@ -40,7 +40,7 @@ def train(
 
     Your own job: paceline train my_job.py:MyWorkload train.steps=50
 
-    Go on with a run that was stopped: paceline train --resume runs/latest
+    Resume a run that was stopped: paceline train --resume runs/latest
     """
     if resume is not None:
         go_on(
@@ -76,9 +76,9 @@ def finish(source: str, overrides: list[str], out: Path | None, as_json: bool) -
 def go_on(
     resume: Path, overrides: list[str], out: Path | None, as_json: bool, allow_change: bool
 ) -> None:
-    """The same for a run that was stopped."""
+    """Resume a run that was stopped, say how it ended, and leave with its exit code."""
     if out is not None:
-        raise ConfigError("--resume goes on in the run's own directory; it takes no --out")
+        raise ConfigError("--resume continues in the run's own directory; it takes no --out")
 
     def run(talk: ConsoleTalk, rendezvous: Rendezvous | None) -> Result:
         from paceline.run.flow import resume_job
@@ -114,13 +114,13 @@ def _load_task() -> Task:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Before ranks exist there is nothing to save: a signal ends planning and preparing as Ctrl-C
-    does, and what was being written is cleaned up on the way out."""
+    """Let a signal end planning and preparing as Ctrl-C does: before ranks exist there is
+    nothing to save, and what was being written is cleaned up on the way out."""
 
     def stop(number: int, frame: Any) -> None:
         raise StopAsked(
             f"{signal.Signals(number).name}: stopped before any rank had started; data that was"
-            " prepared stays\nhint: the same command goes on from there"
+            " prepared stays\nhint: the same command continues from there"
         )
 
     with signal_handlers(stop, (signal.SIGTERM, signal.SIGUSR2)):

@@ -1,8 +1,9 @@
-"""The schema in words: every key with its type, default and meaning, and the nearest known key."""
+"""The schema in words: every key with its type, default and meaning, and the nearest known key;
+and two configs key by key, as trees of plain values such as a run.yaml holds."""
 
 import types
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel, Field
@@ -18,6 +19,7 @@ _SIGNS = {
     annotated_types.Lt: ("<", "lt"),
 }
 _NOUNS = {int: "whole number", float: "number", str: "text", bool: "true|false"}
+ABSENT = "absent"
 
 
 class Key(Part):
@@ -31,6 +33,7 @@ class Key(Part):
 
 
 def iter_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[Key]:
+    """Yield every key of a schema, depth first."""
     readers: Mapping[str, tuple[str, ...]] = getattr(schema, "readers", {})
     for name, field in schema.model_fields.items():
         path = f"{prefix}{name}"
@@ -48,7 +51,7 @@ def iter_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[Key]:
 
 
 def field_at(schema: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """The field a dotted path names, or None when the schema has no such key."""
+    """Return the field a dotted path names, or None when the schema has no such key."""
     field = schema.model_fields.get(path[0]) if path else None
     if field is None or len(path) == 1:
         return field
@@ -59,7 +62,7 @@ def field_at(schema: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None
 
 
 def is_open_map(field: FieldInfo) -> bool:
-    """True for a section that takes any key, such as a map of environment variables."""
+    """Tell whether a section takes any key, such as a map of environment variables."""
     return get_origin(field.annotation) is dict
 
 
@@ -68,26 +71,27 @@ def is_section(annotation: Any) -> bool:
 
 
 def allows_word(field: FieldInfo, word: str) -> bool:
-    """True when `word` is one of the literals that a field's type allows."""
+    """Tell whether `word` is one of the literals that a field's type allows."""
     parts = [field.annotation, *get_args(field.annotation)]
     return any(get_origin(part) is Literal and word in get_args(part) for part in parts)
 
 
 def wants(field: FieldInfo) -> str:
-    """What a value must be, in words: `auto, or whole number >= 1`."""
+    """Say what a value must be: `auto, or whole number >= 1`."""
     bounds = "".join(_bound(item) for item in field.metadata)
     return _words(field.annotation) + bounds
 
 
 def nearest_word(field: FieldInfo, value: Any) -> str | None:
-    """The word that a misspelt one most likely meant, among those that a field's type allows."""
+    """Return the word that a misspelt one most likely meant, among those that a field's type
+    allows."""
     parts = [field.annotation, *get_args(field.annotation)]
     words = [str(w) for part in parts if get_origin(part) is Literal for w in get_args(part)]
     return nearest(str(value), words)
 
 
 def nearest_key(path: str, schema: type[BaseModel]) -> str | None:
-    """The known key a misspelt one most likely meant."""
+    """Return the known key a misspelt one most likely meant."""
     known = {key.path: key.path.rpartition(".") for key in iter_keys(schema)}
     section, _, leaf = path.rpartition(".")
     beside = {parts[2]: key for key, parts in known.items() if parts[0] == section}
@@ -119,3 +123,31 @@ def _words(annotation: Any) -> str:
 def _bound(item: Any) -> str:
     sign = _SIGNS.get(type(item))
     return f" {sign[0]} {getattr(item, sign[1]):g}" if sign else ""
+
+
+class Difference(NamedTuple):
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.after}"
+
+
+def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield every dotted key whose values differ, in alphabetical order."""
+    old, new = flatten(before), flatten(after)
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key, ABSENT) != new.get(key, ABSENT):
+            yield Difference(key, old.get(key, ABSENT), new.get(key, ABSENT))
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Turn `{"a": {"b": 1}}` into `{"a.b": 1}`."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found |= flatten(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -50,7 +50,7 @@ class Draft:
     problems: list[str] = field(default_factory=list)
 
     def typed(self, key: str) -> Any | None:
-        """The value the command line gives `key`, or None when it does not."""
+        """Return the value that the command line gives `key`, or None when it does not."""
         values = [item.value for item in self.overrides if item.key == key]
         return values[-1] if values else None
 
@@ -111,7 +111,7 @@ def validate(draft: Draft, schema: type[Config]) -> Config:
 
 
 def dump_config(config: Section) -> str:
-    """run.yaml: every key with the value that was used."""
+    """Return the text of run.yaml: every key with the value that was used."""
     return yaml.dump(
         config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True
     )
@@ -123,12 +123,12 @@ def load_config(path: Path, schema: type[RunConfig]) -> RunConfig:
 
 
 def read_plain(path: Path) -> dict[str, Any]:
-    """A run.yaml as it stands, for those who need a part of it: nothing in it is imported, and
+    """Read a run.yaml as it is, for those who need a part of it: nothing in it is imported, and
     no reference in it is followed."""
     text = _read_file(path)
     _require_plain(text, str(path))
     try:
-        # Through JSON: dates, and keys that are no words, have no place in a run's config.
+        # Through JSON: dates, and keys that are not words, have no place in a run's config.
         tree: dict[str, Any] = json.loads(json.dumps(yaml.load(text, Loader) or {}))
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} holds what no run's config does: {error}") from error
@@ -136,7 +136,7 @@ def read_plain(path: Path) -> dict[str, Any]:
 
 
 def check_plain(tree: dict[str, Any], schema: type[Config], place: str) -> Config:
-    """A config, or a section of one, from what `read_plain` read."""
+    """Check a config, or a section of one, from what `read_plain` read."""
     try:
         return schema.model_validate_json(json.dumps(tree))
     except ValidationError as error:
@@ -169,7 +169,7 @@ def _parse_yaml(text: str, place: str) -> DictConfig:
 
 
 def _require_plain(text: str, place: str) -> None:
-    """Safe YAML only: a map, no tags, no aliases (they can blow up), bounded depth."""
+    """Refuse all but safe YAML: a map, no tags, no aliases (they can blow up), bounded depth."""
     try:
         depth = 0
         for event in yaml.parse(text, Loader):
@@ -192,7 +192,7 @@ def _require_plain(text: str, place: str) -> None:
 
 
 def _forbidden(draft: Draft) -> Iterator[str]:
-    """Keys that import code, and references to secrets, wherever they stand."""
+    """Yield keys that import code, and references to secrets, wherever they are."""
     for path, value in _leaves(OmegaConf.to_container(draft.tree, resolve=False)):
         if IMPORTING_KEYS.intersection(path):
             key = ".".join(path)
@@ -228,7 +228,7 @@ def _resolve(draft: Draft, problems: list[str]) -> Any:
 
 
 def _with_words(tree: Any, schema: type[BaseModel]) -> Any:
-    """YAML reads a bare `off` as false: give switches that are words their word back."""
+    """Give switches that are words their word back: YAML reads a bare `off` as false."""
     if not isinstance(tree, dict):
         return tree
     words, changed = {True: "on", False: "off"}, {}
@@ -244,7 +244,7 @@ def _with_words(tree: Any, schema: type[BaseModel]) -> Any:
 
 
 def _explain(error: ValidationError, draft: Draft, schema: type[BaseModel]) -> Iterator[str]:
-    """Pydantic's errors in our words, one for each key however many types its value missed."""
+    """Say pydantic's errors in our words, one for each key however many types its value missed."""
     seen: set[tuple[str, ...]] = set()
     for item in error.errors():
         path = _real_path(item["loc"], schema)
@@ -269,7 +269,7 @@ def _explain(error: ValidationError, draft: Draft, schema: type[BaseModel]) -> I
 
 
 def _real_path(loc: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str, ...]:
-    """The key an error is about; pydantic appends the tried type's name to it."""
+    """Return the key an error is about; pydantic appends the tried type's name to it."""
     path = tuple(str(part) for part in loc)
     for length in range(1, len(path)):
         known = field_at(schema, path[:length])

@@ -21,7 +21,7 @@ SECRET_NAME = re.compile(
 
 
 class Section(BaseModel):
-    """Strict and frozen: `"4"` is not a 4, a misspelt key is an error, nobody edits it later."""
+    """The base of all sections, strict and frozen: `"4"` is not a 4, a misspelt key is an error."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -67,7 +67,7 @@ class TrainConfig(Section):
     compile_scope: Literal["auto", "blocks", "model"] = Field(
         "auto",
         description="What one graph holds: a block, or the model with its loss. auto: the model on"
-        " one rank, else blocks, so that gathering and reducing go on between them.",
+        " one rank, else blocks, so that ranks gather and reduce between them.",
     )
     compile_dynamic: Literal["auto", "off", "on"] = Field(
         "off", description="Dynamic shapes in torch.compile; auto lets it decide on a recompile."
@@ -153,13 +153,13 @@ class LaunchConfig(Section):
         "auto", description="What starts the ranks. auto: whoever started this process, else local."
     )
     nproc: Literal["auto"] | Positive = Field(
-        "auto", description="Ranks on each machine. auto: one a GPU; 1 on CPU."
+        "auto", description="Ranks per machine. auto: one per GPU; 1 on CPU."
     )
     nnodes: Literal["auto"] | Positive = Field(
         "auto", description="Machines. auto: those of the hostfile or the allocation, else 1."
     )
     devices: Literal["auto"] | list[Count] = Field(
-        "auto", description="GPUs by index, one for each rank of a machine; twice the same shares."
+        "auto", description="GPUs by index, one per rank of a machine; one named twice is shared."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda where there is a GPU."
@@ -170,8 +170,8 @@ class LaunchConfig(Section):
     env: dict[str, str] = Field({}, description="Variables for every rank: launch.env.NAME=value.")
     overcommit: bool = Field(
         False,
-        description="Go on where weights, gradients and optimizer do not fit into memory; also to"
-        " plan here for a larger machine.",
+        description="Start even where weights, gradients and optimizer do not fit into memory; also"
+        " to plan here for a larger machine.",
     )
     fabric: Literal["auto", "off", "nvlink", "pcie", "frontier"] = Field(
         "auto", description="Preset of NCCL's variables. auto: the one that the probed links match."
@@ -211,7 +211,7 @@ class DataConfig(Section):
 
     num_workers: Literal["auto"] | Count = Field(
         "auto",
-        description="Loader processes a rank. auto: a rank's spare cores, at most 4; few on CPU.",
+        description="Loader processes per rank. auto: its spare cores, at most 4; few on CPU.",
     )
     prefetch: Positive = Field(2, description="Microbatches each loader process keeps ready.")
     timeout_s: Seconds = Field(
@@ -223,10 +223,10 @@ class CheckpointConfig(Section):
     every: Literal["off"] | Positive = Field("off", description="Steps between checkpoints.")
     every_s: Literal["off"] | Seconds = Field("off", description="Seconds between checkpoints.")
     at_end: bool = Field(True, description="One after the last step too.")
-    at_stop: bool = Field(True, description="One when the run is asked to stop, to go on from.")
+    at_stop: bool = Field(True, description="One when the run is asked to stop, to resume from.")
     mode: Literal["async", "sync"] = Field(
         "async",
-        description="async: the state is copied at its step and written while training goes on.",
+        description="async: the state is copied at its step and written while training continues.",
     )
     state: Literal["sharded", "full"] = Field(
         "sharded", description="sharded: each rank writes its part. full: one file of each kind."
@@ -238,14 +238,14 @@ class CheckpointConfig(Section):
         "run", description="run: checkpoints/ in the run directory; else a folder, for large ones."
     )
     on_error: Literal["stop", "continue"] = Field(
-        "stop", description="When one cannot be written: end with exit 8, or train on and say so."
+        "stop", description="When one cannot be written: end with exit 8, or continue and say so."
     )
 
     @field_validator("dir")
     @classmethod
     def _dir_is_a_path(cls, place: str) -> str:
         if not place or "\0" in place:
-            raise ValueError(f"{place!r} is no path")
+            raise ValueError(f"{place!r} is not a path")
         return place
 
 
@@ -292,7 +292,7 @@ class RunConfig(Section):
     observe: ObserveConfig = Field(ObserveConfig(), description="What is measured while it runs.")
     audit: AuditConfig = Field(AuditConfig(), description="Whether what was decided really ran.")
     checkpoint: CheckpointConfig = Field(
-        CheckpointConfig(), description="What is kept of a run, so that it can go on."
+        CheckpointConfig(), description="What is kept of a run, so that it can be resumed."
     )
 
 

@@ -12,8 +12,7 @@ from paceline.errors import ClusterError
 from paceline.launch.base import LaunchOrder, Task, draw_plan
 from paceline.launch.command import member_argv, require_program, run_command
 from paceline.launch.ending import Ending
-from paceline.machine.launchers import SlurmConfig
-from paceline.machine.slurm_args import SRUN_ONLY, option_of
+from paceline.machine.launchers import SRUN_ONLY, SlurmConfig, option_of
 from paceline.machine.topology import expand_nodes
 from paceline.records import LaunchPlan
 from paceline.records.rundir import RunDir

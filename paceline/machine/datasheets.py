@@ -29,7 +29,7 @@ INSTINCT = "https://www.amd.com/en/products/accelerators/instinct"
 
 @dataclass(frozen=True)
 class DataSheet:
-    """One GPU; None where its sheet has no such figure."""
+    """The figures of one GPU; None where its sheet has no such figure."""
 
     pattern: str
     source: str
@@ -137,14 +137,15 @@ SHEETS: tuple[DataSheet, ...] = (
 
 
 def find_sheet(gpu_name: str) -> DataSheet | None:
-    """A MIG slice carries the whole GPU's name and has a part of its rates: it has no sheet."""
+    """Return the sheet of a GPU by its name. A MIG slice carries the whole GPU's name and has a
+    part of its rates: it has no sheet."""
     if "MIG" in gpu_name:
         return None
     return next((sheet for sheet in SHEETS if re.search(sheet.pattern, gpu_name)), None)
 
 
 def choose_arithmetic(env: Env, device: str, precision: str, matmul: str) -> str:
-    """How matrices are really multiplied where `precision` and `matmul` were chosen."""
+    """Return how matrices are really multiplied where `precision` and `matmul` were chosen."""
     if precision != "fp32" or matmul == "highest" or device != "cuda" or not env.gpus:
         return precision
     # ROCm takes no notice of it, unless HIPBLASLT_ALLOW_TF32 is set on an MI300.
@@ -154,14 +155,14 @@ def choose_arithmetic(env: Env, device: str, precision: str, matmul: str) -> str
 
 
 def choose_peak(asked: float | str, env: Env, device: str, arithmetic: str) -> Choice:
-    """The peak that MFU divides by: as asked, else by the data sheet of the first GPU."""
+    """Choose the peak that MFU divides by: as asked, else by the data sheet of the first GPU."""
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked: observe.peak_flops")
     return find_peak(env.gpus[0].name if device == "cuda" and env.gpus else None, arithmetic)
 
 
 def find_peak(gpu_name: str | None, arithmetic: str) -> Choice:
-    """FLOP/s of one device; value None, and why, where it is not known."""
+    """Return the FLOP/s of one device; value None, and why, where it is not known."""
     hint = "observe.peak_flops states it"
     if gpu_name is None:
         return _peak(None, "a CPU has no stated peak")
@@ -180,14 +181,15 @@ def _peak(value: float | None, because: str) -> Choice:
 
 
 def expected_copy_gb_per_s(gpu_name: str) -> float | None:
-    """Memory bandwidth, the ceiling of bytes read and written in a copy: about nine tenths of it
-    are reached (an H200 copied 4.3 of 4.8 TB/s)."""
+    """Return the memory bandwidth, the ceiling of bytes read and written in a copy: about nine
+    tenths of it are reached (an H200 copied 4.3 of 4.8 TB/s)."""
     sheet = find_sheet(gpu_name)
     return sheet.memory_gb_per_s if sheet else None
 
 
 def expected_link_gb_per_s(kind: str, nvlinks: int, gpu_name: str) -> float | None:
-    """One direction between two GPUs. Only NVLink says how wide it is: others give None."""
+    """Return the rate of one direction between two GPUs. Only NVLink says how wide it is: others
+    give None."""
     sheet = find_sheet(gpu_name)
     if kind not in ("nvlink", "nvswitch") or sheet is None or sheet.nvlink_gb_per_s is None:
         return None

@@ -23,7 +23,7 @@ NODE_CACHE = "{tmp}/paceline-miopen-{user}"  # of each rank's own node, filled i
 
 @dataclass(frozen=True)
 class Fabric:
-    """`variables` maps a name to its value and the reason for it."""
+    """A preset. `variables` maps a name to its value and the reason for it."""
 
     choice: Choice
     variables: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -126,7 +126,8 @@ def make_node_caches(environment: dict[str, str], local_rank: int) -> dict[str, 
 
 
 def _own_folder(path: Path) -> str:
-    """Everybody can write into /tmp: a folder that another user put there is not used."""
+    """Make a folder that this user owns: everybody can write into /tmp, and a folder that
+    another user put there is not used."""
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         found = path.lstat()
@@ -138,7 +139,8 @@ def _own_folder(path: Path) -> str:
 
 
 def _plugin_problems() -> Iterator[Finding]:
-    """Without AWS-OFI-RCCL, RCCL falls back to TCP over Slingshot: right, and many times slower."""
+    """Warn where AWS-OFI-RCCL is missing: RCCL falls back to TCP over Slingshot, which is right,
+    and many times slower."""
     try:
         ctypes.CDLL(PLUGIN)
     except OSError as error:

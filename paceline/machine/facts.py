@@ -29,7 +29,7 @@ ALLOWED_NAMES = frozenset(
 
 
 def probe() -> Env:
-    """Look at this machine. Takes well under a second, and no GPU."""
+    """Look at this machine. It takes well under a second, and no GPU."""
     import torch
 
     nvml = Nvml.open()
@@ -56,14 +56,14 @@ def probe() -> Env:
 
 
 def hardware_fingerprint(env: Env) -> str:
-    """Changes when a figure measured here would no longer compare."""
+    """Return a text that changes when a figure measured here would no longer compare."""
     gpus = [f"{gpu.name}/{gpu.memory_bytes}" for gpu in env.gpus]
     links = [f"{link.a}-{link.b}:{link.kind}x{link.nvlinks}" for link in env.links]
     return fingerprint(env.host, env.cpu, str(env.cores), str(env.driver), *gpus, *links)
 
 
 def allowed_variables(environment: dict[str, str]) -> dict[str, str]:
-    """The part of an environment that may be written down."""
+    """Return the part of an environment that may be written down."""
     return {
         name: value
         for name, value in sorted(environment.items())
@@ -73,7 +73,7 @@ def allowed_variables(environment: dict[str, str]) -> dict[str, str]:
 
 
 def probe_git(folder: Path) -> Git | None:
-    """Commit, branch and whether files differ; None outside a checkout or without git."""
+    """Return commit, branch and whether files differ; None outside a checkout or without git."""
     commit = _git(folder, "rev-parse", "HEAD")
     branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD")
     status = _git(folder, "status", "--porcelain")
@@ -98,7 +98,8 @@ def _infiniband() -> list[str]:
 
 
 def probe_network_gb_per_s() -> float | None:
-    """The fastest link out of this machine by its own statement: InfiniBand, else Ethernet."""
+    """Return the fastest link out of this machine by its own statement: InfiniBand, else
+    Ethernet."""
     rates = [_number(path, 0.125) for path in Path("/sys/class/infiniband").glob("*/ports/*/rate")]
     if not any(rates):
         plain = [path for path in Path("/sys/class/net").glob("*/speed") if _is_wire(path.parent)]
@@ -107,12 +108,12 @@ def probe_network_gb_per_s() -> float | None:
 
 
 def _is_wire(interface: Path) -> bool:
-    """A card, not a bridge or tunnel, whose stated speed means nothing."""
+    """Tell whether it is a card: the stated speed of a bridge or tunnel means nothing."""
     return (interface / "device").exists()
 
 
 def _number(path: Path, scale: float) -> float:
-    """The number that a file of the kernel's begins with; 0 where it does not say."""
+    """Return the number that a file of the kernel begins with; 0 where it does not say."""
     try:
         return max(0.0, float(path.read_text().split()[0]) * scale)
     except (OSError, ValueError, IndexError):
@@ -129,7 +130,7 @@ def _cpu_name() -> str:
 
 
 def _memory_limit() -> int:
-    """Bytes of memory this process may use: the container's limit where there is one."""
+    """Return the bytes of memory this process may use: the container's limit where there is one."""
     total = int(psutil.virtual_memory().total)
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()

@@ -30,7 +30,7 @@ AMD_PRODUCTS = {
 
 @dataclass(frozen=True)
 class GpuHandle:
-    """`index` counts the visible GPUs, as torch does; `handle` is NVML's."""
+    """One GPU. `index` counts the visible GPUs, as torch does; `handle` is NVML's."""
 
     index: int
     handle: Any
@@ -47,7 +47,7 @@ class GpuHandle:
         )
 
     def sample(self) -> dict[str, float]:
-        """Live values; one that this GPU does not report is left out."""
+        """Return live values; one that this GPU does not report is left out."""
         nvml, handle = self.nvml, self.handle
         readings = {
             "utilisation_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
@@ -91,7 +91,7 @@ class Nvml:
         return cls(_text(pynvml.nvmlSystemGetDriverVersion()), handles, pynvml)
 
     def links(self) -> list[Link]:
-        """How each pair of visible GPUs is connected, as the driver reports it."""
+        """Return how each pair of visible GPUs is connected, as the driver reports it."""
         pairs = [(a, b) for a in self.handles for b in self.handles if a.index < b.index]
         return [self._link(a, b) for a, b in pairs]
 
@@ -108,7 +108,8 @@ class Nvml:
         return Link(a=a.index, b=b.index, kind=kind, nvlinks=0)
 
     def _count_nvlinks(self, a: GpuHandle, b: GpuHandle) -> tuple[int, int]:
-        """Active NVLinks from a that end at b, and those at a switch if b's NVLinks do too."""
+        """Count active NVLinks from a that end at b, and those at a switch if b's NVLinks do
+        too."""
         to_b, to_switch = self._nvlink_ends(a, b)
         from_b, b_to_switch = self._nvlink_ends(b, a)
         return to_b or from_b, min(to_switch, b_to_switch)
@@ -131,8 +132,8 @@ class Nvml:
 
 
 def visible_indices(setting: str | None, uuids: list[str]) -> list[int]:
-    """Physical indices that CUDA_VISIBLE_DEVICES leaves visible, in its order, as CUDA reads it:
-    the list ends at the first entry that names no device."""
+    """Return the physical indices that CUDA_VISIBLE_DEVICES leaves visible, in its order, as
+    CUDA reads it: the list ends at the first entry that does not name a device."""
     if setting is None:
         return list(range(len(uuids)))
     chosen: list[int] = []
@@ -148,7 +149,8 @@ def visible_indices(setting: str | None, uuids: list[str]) -> list[int]:
 
 
 def rocm_gpus(nodes: Path = KFD_NODES) -> list[Gpu]:
-    """The visible GPUs, counted as torch does; CPUs are nodes too, and have no SIMD units."""
+    """Return the visible GPUs, counted as torch does; CPUs are nodes too, and have no SIMD
+    units."""
     found = [node for node in _sorted(nodes) if _facts(node / "properties").get("simd_count")]
     uuids = [f"GPU-{_facts(node / 'properties').get('unique_id', 0):x}" for node in found]
     asked = os.environ.get("ROCR_VISIBLE_DEVICES") or os.environ.get("HIP_VISIBLE_DEVICES")

@@ -1,8 +1,13 @@
 """Every launcher: what it is, which keys of `launch` are its own. The one list of their names.
 
 A new launcher is a file in `launch/` and a row here. How its ranks know who they are is another
-matter: `topology.py` reads their variables, unless they are those of torchrun. Nothing here imports
-torch or starts anything, so that config, planner and command line can ask.
+matter: `topology.py` reads their variables, unless they are those of torchrun. Nothing here
+imports torch or starts anything, so that config, planner and command line can ask.
+
+`launch.slurm_args` comes from a YAML file as easily as from the command line, so none of its
+options may start another program, change where python looks for code, or send output elsewhere.
+The lists below name what is passed on, not what is refused: SLURM takes any unambiguous
+beginning of an option's name.
 """
 
 import re
@@ -14,11 +19,63 @@ from typing import Any, Literal, Self
 from pydantic import Field, create_model, field_validator
 
 from paceline.config.schema import CheckConfig, LaunchConfig
-from paceline.machine.slurm_args import explain_refusal
+
+# Resources and placement: neither option reads or runs a file.
+BOTH = frozenset(
+    """
+    account begin clusters comment constraint contiguous core-spec cores-per-socket cpu-freq
+    cpus-per-gpu cpus-per-task deadline dependency distribution exclude exclusive extra-node-info
+    gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint job-name
+    licenses mem mem-bind mem-per-cpu mem-per-gpu network nice nodelist ntasks-per-core
+    ntasks-per-gpu ntasks-per-socket overcommit oversubscribe partition power priority qos
+    reservation sockets-per-node spread-job switches thread-spec threads-per-core time time-min tmp
+    tres-bind tres-per-task use-min-nodes wckey
+    """.split()
+)
+SRUN_ONLY = frozenset({"cpu-bind", "exact", "label", "overlap", "unbuffered"})
+OURS = {
+    "nodes": "launch.nnodes",
+    "ntasks": "launch.nproc and launch.nnodes",
+    "ntasks-per-node": "launch.nproc",
+    "export": "launch.env.NAME=value",
+    "export-file": "launch.env.NAME=value",
+    "signal": "launch.grace_s",
+}
+PROGRAMS = frozenset(
+    """
+    bcast bell chdir container container-id epilog get-user-env mpi multi-prog open-mode
+    preserve-env prolog propagate send-libs task-epilog task-prolog uid gid wrap x11
+    """.split()
+)
+# No blank, quote, comment or shell sign: a value also stands in a line of a batch script.
+WORD = re.compile(r"--([a-z][a-z0-9-]*)(?:=([A-Za-z0-9_.,:/@%+*=~^&|()\[\]-]+))?")
+
+
+def option_of(argument: str) -> str:
+    """Return the option's name: `gres` of `--gres=gpu:8`."""
+    return argument.removeprefix("--").partition("=")[0]
+
+
+def explain_refusal(argument: str) -> str:
+    """Return why an argument is not passed on, or nothing where it is."""
+    match = WORD.fullmatch(argument)
+    if match is None:
+        return (
+            f"{argument!r} is not --option=value\nhint: for example [--partition=gpu,--gres=gpu:8]"
+        )
+    name = match[1]
+    if name in BOTH | SRUN_ONLY:
+        return ""
+    if name in OURS:
+        return f"--{name} is Paceline's to set\nhint: set {OURS[name]}"
+    why = "is not a resource or a placement, and those alone are passed on"
+    if any(known.startswith(name) for known in PROGRAMS):
+        why = "can run a program, or change what is run, and a config file must not"
+    return f"--{name} {why}\nhint: call srun yourself: srun {argument} paceline train ..."
 
 
 class LauncherConfig(LaunchConfig):
-    """Extended by launchers that have keys of their own."""
+    """The base of sections of launchers that have keys of their own."""
 
     @classmethod
     def of(cls, launch: LaunchConfig) -> Self:
@@ -104,12 +161,12 @@ DEFAULT = "local"
 
 
 def is_local(name: str) -> bool:
-    """True where Paceline itself forks the ranks. What started us need not be in the list."""
+    """Tell whether Paceline itself forks the ranks. What started us need not be in the list."""
     return name in LAUNCHERS and LAUNCHERS[name].is_local
 
 
 def is_allocated(name: str) -> bool:
-    """True where ranks start on machines that a scheduler gives: this one need not be theirs."""
+    """Tell whether ranks start on machines that a scheduler gives: this one need not be theirs."""
     return name in LAUNCHERS and LAUNCHERS[name].allocation is not None
 
 

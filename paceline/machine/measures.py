@@ -112,7 +112,7 @@ Rate = MatmulRate | CopyRate
 
 
 class KeptRates(Record):
-    """Of one rank's device, measured while all ranks of the machine measured theirs."""
+    """Rates of one rank's device, measured while all ranks of the machine measured theirs."""
 
     measured_at: float
     threads: int
@@ -140,7 +140,8 @@ def keep_rates(
 
 
 def load_matmul_tflops(env: Env, device: str, precision: str, threads: int) -> float | None:
-    """The matmul rate measured on this very hardware; a CPU's holds for as many threads only."""
+    """Return the matmul rate measured on this very hardware; a CPU's holds for as many threads
+    only."""
     kept = _load(env, device)
     if kept is None or (device == "cpu" and kept.threads != threads):
         return None
@@ -149,7 +150,7 @@ def load_matmul_tflops(env: Env, device: str, precision: str, threads: int) -> f
 
 
 def load_link(env: Env, device: str, num_nodes: int) -> PairSpeed | None:
-    """The slowest link measured from here, over as many machines."""
+    """Return the slowest link measured from here, over as many machines."""
     kept = _load(env, device)
     return kept.link if kept is not None and kept.num_nodes == num_nodes else None
 

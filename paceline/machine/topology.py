@@ -44,12 +44,13 @@ class Topology(RankId):
 
     @property
     def is_alone(self) -> bool:
-        """Nobody waits for it: no launcher, or a launcher that was asked for one process."""
+        """Tell whether no other rank waits for it: no launcher, or one that was asked for one
+        process."""
         return self.world_size == 1
 
 
 def resolve_topology(environment: Mapping[str, str] | None = None) -> Topology:
-    """This process among its peers, from the environment; `ConfigError` on junk."""
+    """Return this process among its peers, from the environment; `ConfigError` on junk."""
     found = _Variables(os.environ if environment is None else environment)
     for discover in (_from_ranks, _from_slurm, _from_mpi):
         topology = discover(found)
@@ -61,7 +62,7 @@ def resolve_topology(environment: Mapping[str, str] | None = None) -> Topology:
 
 @dataclass
 class _Variables:
-    """Reads whole numbers and remembers everything that is wrong with them."""
+    """Read whole numbers and remember everything that is wrong with them."""
 
     environment: Mapping[str, str]
     problems: list[str] = field(default_factory=list)
@@ -73,7 +74,7 @@ class _Variables:
         return next((self.environment[n] for n in names if self.environment.get(n)), None)
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """The first of `names` that is set; without a default it must be."""
+        """Return the first of `names` that is set; without a default one of them must be."""
         name = next((n for n in names if n in self.environment), None)
         if name is None:
             if default is None:
@@ -87,7 +88,7 @@ class _Variables:
 
 
 def _from_ranks(found: _Variables) -> Topology | None:
-    """torchrun and DeepSpeed's launcher, or whoever sets the same variables."""
+    """Read the variables of torchrun and DeepSpeed's launcher, or of whoever sets the same ones."""
     if not found.has("RANK", "LOCAL_RANK"):
         return None
     launcher = "env"
@@ -118,8 +119,8 @@ def _from_ranks(found: _Variables) -> Topology | None:
 
 
 def _from_slurm(found: _Variables) -> Topology | None:
-    """A task of srun. In salloc and sbatch the same variables exist around one lone process: only
-    a step has an id, and only a task of one can have a rank above 0."""
+    """Read the variables of a task of srun. In salloc and sbatch the same variables exist around
+    one lone process: only a step has an id, and only a task of one can have a rank above 0."""
     in_step = found.has("SLURM_STEP_ID", "SLURM_STEPID") or found.text("SLURM_PROCID") not in (
         None,
         "0",
@@ -151,7 +152,7 @@ def _from_slurm(found: _Variables) -> Topology | None:
 
 
 def _slurm_master(found: _Variables, num_nodes: int) -> str:
-    """The step's first node, unless the user named a host that all nodes can reach."""
+    """Return the step's first node, unless the user named a host that all nodes can reach."""
     named = found.text("MASTER_ADDR")
     if named and not (num_nodes > 1 and LOOPBACK.match(named)):
         return named
@@ -222,13 +223,14 @@ def _from_mpi(found: _Variables) -> Topology | None:
 
 
 def _mpi_job(found: _Variables) -> str:
-    """Something that all ranks of one mpirun share and no other mpirun on the host does."""
+    """Return something that all ranks of one mpirun share and no other mpirun on the host does."""
     name = found.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
     return name or f"child of {os.getppid()}"
 
 
 def _port(found: _Variables, job: str) -> int:
-    """MASTER_PORT, or one that every rank of this job, and hardly another job, arrives at."""
+    """Return MASTER_PORT, or one that every rank of this job, and hardly another job, arrives
+    at."""
     if found.has("MASTER_PORT"):
         return found.number("MASTER_PORT")
     return FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
@@ -260,7 +262,7 @@ def _require_possible(topology: Topology, found: _Variables) -> None:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """`gpu[01-03,7],login` as SLURM means it: gpu01 gpu02 gpu03 gpu7 login."""
+    """Expand `gpu[01-03,7],login` as SLURM means it: gpu01 gpu02 gpu03 gpu7 login."""
     names: list[str] = []
     for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\][^,\[\]]*)*", text):
         names += _expand(part)
@@ -283,7 +285,7 @@ def _expand(part: str) -> list[str]:
 
 
 def _tasks_per_node(text: str | None) -> list[int]:
-    """`2(x3),1` is 2, 2, 2, 1."""
+    """Expand `2(x3),1` to 2, 2, 2, 1."""
     counts: list[int] = []
     for piece in (text or "").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece.strip())

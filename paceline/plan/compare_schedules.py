@@ -66,7 +66,7 @@ class Question:
 
 
 def read_names(text: str) -> tuple[str, ...]:
-    """`all`, or names with commas between them; raises for all that are no schedule."""
+    """Read `all`, or names with commas between them; refuse all that are not schedules."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if names == ("all",):
         return NAMES
@@ -84,10 +84,10 @@ def read_names(text: str) -> tuple[str, ...]:
 def compare_for(
     job: Job, env: Env, topology: Topology, question: Question, say: Callable[[str], None]
 ) -> ScheduleComparison:
-    """Every schedule that was asked for, in the order of `compare_schedules`."""
+    """Compare every schedule that was asked for, in the order of `compare_schedules`."""
     if not 0 < question.bubble < 1:
         raise ConfigError(
-            f"--bubble {question.bubble:g} is no share of a step\nhint: --bubble 0.1 is 10 %"
+            f"--bubble {question.bubble:g} is not a share of a step\nhint: --bubble 0.1 is 10 %"
         )
     config = job.config
     _require_sound(job)
@@ -136,7 +136,7 @@ def _compiled(config: RunConfig, names: Sequence[str]) -> Iterator[Finding]:
 
 
 def _require_sound(job: Job) -> None:
-    """What is wrong with the model is wrong for every schedule."""
+    """Refuse a model that is wrong for every schedule."""
     problems = [str(f) for f in job.workload.problems(job.config) if f.severity == "error"]
     if problems:
         raise ConfigError(problems)
@@ -147,7 +147,7 @@ def _count_ranks(config: RunConfig, world: int) -> int:
     ranks = ranks_of_pipeline(config, world)
     if ranks < 2:
         raise ConfigError(
-            f"a pipeline of {ranks} rank has nobody to hand its results to\n"
+            f"a pipeline of {ranks} rank has no other rank to send to\n"
             "hint: set launch.nproc to 2 or more: any number can be planned for here"
         )
     if world % ranks:
@@ -161,7 +161,7 @@ def _count_ranks(config: RunConfig, world: int) -> int:
 
 @dataclass(frozen=True)
 class Cut:
-    """A batch in microbatches."""
+    """A batch cut into microbatches."""
 
     num_microbatches: int
     samples: int
@@ -189,8 +189,8 @@ def cut_batch(config: RunConfig, num_ranks: int) -> tuple[Cut, list[Finding]]:
 def _measure(
     job: Job, env: Env, crew: Crew, cut: Cut, question: Question
 ) -> tuple[list[Block], list[Sourced], Setup]:
-    """Blocks with times and bytes of one microbatch, where these come from, and the rest of what
-    the simulator needs."""
+    """Return blocks with times and bytes of one microbatch, where these come from, and the rest
+    of what the simulator needs."""
     config, workload = job.config, job.workload
     precision = choose_precision(config, env, crew.device).value
     attention = choose_attention(config, env, crew.device, workload).value
@@ -239,7 +239,7 @@ def _count_times(counted: Sequence[CountedBlock], cut: Cut, rate: Speed, how: st
         [block.forward_flops * scale for block in counted],
         [block.input_flops * scale for block in counted],
         [block.weight_flops * scale for block in counted],
-        because=f"{how}, {cut.samples} a microbatch, over the rate; an action of the host is free",
+        because=f"{how}, {cut.samples} per microbatch, over the rate; host work is free",
     )
 
 
@@ -251,12 +251,12 @@ def _surroundings(
     link: Speed,
     memory: tuple[float, Sourced],
 ) -> tuple[Setup, list[Sourced]]:
-    """Transfers, overhead and memory: from where the times are from, or counted."""
+    """Return transfers, overhead and memory: from where the times are from, or counted."""
     limit, limit_source = memory
     sources = []
     if times.transfer_s is not None:
         transfer_s = times.transfer_s
-        because = f"{duration(transfer_s, 4)} a microbatch, from where the times are from"
+        because = f"{duration(transfer_s, 4)} per microbatch, from where the times are from"
         sources.append(Sourced(what="transfers", kind=kind, because=because))
     else:
         sent = max(block.sent_bytes for block in counted) * cut.samples
@@ -273,7 +273,7 @@ def _surroundings(
 
 
 def _memory(env: Env, crew: Crew) -> tuple[float, Sourced]:
-    """What a rank has, where it has a device of its own."""
+    """Return the bytes that a rank may use, where it has a device of its own."""
     if crew.on_gpu and env.gpus:
         smallest = min(gpu.memory_bytes for gpu in env.gpus)
         because = f"{size(smallest)}, the smallest GPU here"
@@ -333,7 +333,7 @@ def _row(setup: Setup, candidate: Candidate, best_s: float | None, bubble: float
 
 
 def _draw(setup: Setup, rows: Sequence[ScheduleRow]) -> str:
-    """The order of the best schedule in equal slots: real times do not fall into columns."""
+    """Draw the order of the best schedule in equal slots: real times do not fall into columns."""
     best = next((row for row in rows if row.status == "fits"), None)
     is_small = (
         setup.num_ranks <= MAX_DRAWN_RANKS and setup.num_microbatches <= MAX_DRAWN_MICROBATCHES
@@ -345,7 +345,7 @@ def _draw(setup: Setup, rows: Sequence[ScheduleRow]) -> str:
 
 
 def _idle_settings(config: RunConfig) -> list[Finding]:
-    """Keys of the pipeline that one schedule has and a comparison of all does not read."""
+    """Report keys that one schedule has and a comparison of all does not read."""
     strategy, found = PipelineSettings.of(config), []
     why = {
         "stages_per_rank": "each schedule is compared with the stages that it has by itself",

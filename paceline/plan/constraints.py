@@ -1,16 +1,21 @@
-"""What is wrong with a plan, or has no effect in it: each is a finding, never silence."""
+"""What is wrong with a plan, or has no effect in it: each is a finding, never silence. State
+that does not fit is refused before anything is started: it would die in its first step, hours
+into a queue."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.config.schema import RunConfig, Section
-from paceline.machine.launchers import foreign_keys
+from paceline.machine.launchers import foreign_keys, is_allocated
+from paceline.plan.crew import count_ranks
 from paceline.records import Env, Finding, Plan
+from paceline.records.words import size
 from paceline.strategies import find_strategy, most_sharding
+from paceline.strategies.base import Strategy
 
 
 def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
-    """Everything wrong with, or idle in, what was asked for here."""
+    """Yield everything that is wrong with, or idle in, what was asked for here."""
     yield from _memory_problems(config, plan, env)
     if config.optim.schedule.warmup_steps > config.train.steps:
         yield Finding(
@@ -37,15 +42,15 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
 
 def _memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Finding]:
     if not plan.on_gpu:
-        return  # plan/memory.py: ranks on CPUs share their machine's
+        return  # check_host_memory: ranks on CPUs share their machine's memory
     smallest = min((gpu.memory_bytes for gpu in env.gpus), default=0)
     needed = find_strategy(plan.strategy.value).device_bytes(config, plan.state_bytes)
     if smallest and needed > smallest:
         yield Finding(
             severity="warning" if config.launch.overcommit else "error",
             where="strategy.name",
-            what=f"{plan.strategy.value} holds {needed / 2**30:.1f} GiB of state on every rank;"
-            f" the smallest GPU has {smallest / 2**30:.1f} GiB",
+            what=f"{plan.strategy.value} holds {size(needed)} of state on every rank;"
+            f" the smallest GPU has {size(smallest)}",
             hint=f"use a smaller model, strategy.name={most_sharding(config).name} on more ranks,"
             " or strategy.offload=true; a smaller microbatch does not help",
             cause="cluster",
@@ -54,7 +59,8 @@ def _memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Findin
 
 @dataclass(frozen=True)
 class Idle:
-    """`keys` have no effect while `holds`; said only when the user changed one of them."""
+    """A rule: `keys` have no effect while `holds`; reported only when the user changed one of
+    them."""
 
     section: str
     keys: tuple[str, ...]
@@ -63,7 +69,7 @@ class Idle:
 
 
 def check_idle_settings(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    """One warning for every changed setting that this plan never reads."""
+    """Yield one warning for every changed setting that this plan never reads."""
     said: set[tuple[str, str]] = set()
     for rule in _rules(config, plan):
         if not rule.holds:
@@ -108,7 +114,7 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
 
 
 def _strategy_rules(config: RunConfig, plan: Plan) -> Iterator[Idle]:
-    """Keys of other strategies, by their sections; and keys of its own that it does not read."""
+    """Yield keys of other strategies, by their sections, and its own keys that it does not read."""
     used, asked = find_strategy(plan.strategy.value), find_strategy(config.strategy.name)
     for key, readers in type(config.strategy).readers.items():
         if key in used.Settings.model_fields:
@@ -136,3 +142,44 @@ def _section(config: RunConfig, path: str) -> Section:
     for part in path.split("."):
         section = getattr(section, part)
     return section
+
+
+def check_host_memory(
+    config: RunConfig, env: Env, plan: Plan, held: int, sharded: tuple[Strategy, int]
+) -> Iterator[Finding]:
+    """Refuse ranks on CPUs whose state does not fit into the memory that they share. `held`:
+    bytes of weights, gradients and optimizer of all ranks of one machine; `sharded`: the
+    strategy that shards most, and what it would hold there."""
+    if plan.on_gpu or held <= env.memory_bytes:
+        return
+    # A login node says nothing of the machines that a scheduler will give.
+    is_here = not is_allocated(plan.crew.launcher.value)
+    is_refused = is_here and not config.launch.overcommit
+    yield Finding(
+        severity="error" if is_refused else "warning",
+        where="launch.nproc",
+        what=f"{count_ranks(plan.crew.per_node)} on this machine would hold"
+        f" {size(held)} of weights, gradients and optimizer, and it has {size(env.memory_bytes)}",
+        hint=_hint(plan, env, *sharded) + _way_on(is_refused),
+        cause="cluster",
+    )
+
+
+def _hint(plan: Plan, env: Env, sharding: Strategy, if_sharded: int) -> str:
+    """Say what helps; a smaller microbatch does not, for none of this grows with it."""
+    needed = size(if_sharded)
+    if if_sharded <= env.memory_bytes:
+        return f"strategy.name={sharding.name} would hold {needed} here"
+    machines = -(-if_sharded // env.memory_bytes) * (plan.world_size // plan.crew.per_node)
+    if find_strategy(plan.strategy.value) is sharding:
+        return f"take {machines} machines or more like this one, or a smaller model"
+    return (
+        f"strategy.name={sharding.name} would still hold {needed} here: take it on {machines}"
+        " machines or more like this one, or a smaller model"
+    )
+
+
+def _way_on(is_refused: bool) -> str:
+    if not is_refused:
+        return ""
+    return "; launch.overcommit=true starts all the same, and plans for a larger machine"

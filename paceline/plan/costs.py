@@ -8,11 +8,11 @@ For one sample of N positions (tokens, where a workload has them), a matrix of R
     input backward      2 R C N
     weight backward     2 R C N, nothing where it is frozen
     activations kept    (R + C) N numbers of the compute type: what goes in, what comes out
-    state               weights, gradients and optimizer: 16 bytes a weight with AdamW on fp32
+    state               weights, gradients and optimizer: 16 bytes per weight with AdamW on fp32
 
 What the workload counts beyond its matrices (attention's two products) is shared by all blocks; its
 backward is twice its forward, and it has no weights. Embeddings are lookups and count nothing; what
-stands between blocks counts with the one before it, so the head does with the last.
+is between blocks counts with the one before it, so the head does with the last.
 train.activation_checkpointing=full adds a forward to the input backward and keeps a block's input
 only; selective keeps what comes out of matrices.
 """
@@ -26,6 +26,7 @@ from paceline.config.schema import RunConfig
 from paceline.machine.datasheets import choose_peak, expected_link_gb_per_s, find_sheet
 from paceline.machine.measures import load_link, load_matmul_tflops
 from paceline.records import Crew, Env, Sourced
+from paceline.records.words import size
 from paceline.strategies.base import Share
 from paceline.strategies.pipeline.strategy import PIPELINE
 from paceline.strategies.shape import ModelShape, ParameterShape
@@ -39,7 +40,8 @@ CPU_LINK_GB_PER_S, GPU_LINK_GB_PER_S, NETWORK_GB_PER_S = 2.0, 25.0, 12.5
 
 @dataclass(frozen=True)
 class CountedBlock:
-    """Of one sample, but for `state_bytes`. `sent_bytes`: what goes on to the next block."""
+    """What one sample costs in a block; `state_bytes` does not depend on samples. `sent_bytes`:
+    what is sent to the next block."""
 
     forward_flops: float
     input_flops: float
@@ -55,7 +57,8 @@ class CountedBlock:
 
 @dataclass(frozen=True)
 class Positions:
-    """How many a sample has, and FLOPs of a sample that each block has besides its matrices."""
+    """How many positions a sample has, and FLOPs per sample that each block has besides its
+    matrices."""
 
     number: float
     more_flops: float
@@ -65,7 +68,7 @@ class Positions:
 def count_blocks(
     workload: Workload, config: RunConfig, model: ModelShape, share: Share
 ) -> tuple[list[CountedBlock], str]:
-    """Each block, and in words what was counted."""
+    """Return the cost of each block, and in words what was counted."""
     positions = count_positions(workload, config, model)
     return [
         _count(number, config, model, share, positions) for number in range(model.num_blocks)
@@ -97,24 +100,25 @@ def _count(
 
 
 def count_positions(workload: Workload, config: RunConfig, model: ModelShape) -> Positions:
-    """Tokens where samples have them; else what the workload's own count of FLOPs comes to."""
+    """Return tokens where samples have them; else what the workload's own count of FLOPs comes
+    to."""
     flops = workload.flops(config)
     matrices = sum(model.block_costs)
     if workload.unit == "tokens":
         known = workload.units_per_sample(config)
         tokens: int = getattr(config.data, "seq_len", 1) if known is None else known
         more = max(0.0, (flops or 0.0) - 6 * matrices * tokens) / max(1, model.num_blocks)
-        return Positions(tokens, more, f"FLOPs of its matrices for {tokens} tokens a sample")
+        return Positions(tokens, more, f"FLOPs of its matrices for {tokens} tokens per sample")
     if flops and matrices:
-        because = "the workload's own FLOPs, dealt out to blocks by their matrices"
+        because = "the workload's own FLOPs, shared out to blocks by their matrices"
         return Positions(flops / (6 * matrices), 0.0, because)
-    because = "FLOPs of its matrices for one position a sample: the workload does not say more"
+    because = "FLOPs of its matrices for one position per sample: the workload does not say more"
     return Positions(1.0, 0.0, because)
 
 
 def block_width(parameters: Sequence[ParameterShape]) -> int:
-    """Numbers of a position that go from a block to the next: the length that most of its vectors
-    have (norms, biases), else the rows of its last matrix."""
+    """Return the numbers per position that are sent from a block to the next: the length that
+    most of its vectors have (norms, biases), else the rows of its last matrix."""
     vectors = Counter(p.shape[0] for p in parameters if len(p.shape) == 1)
     if vectors:
         return vectors.most_common(1)[0][0]
@@ -123,7 +127,8 @@ def block_width(parameters: Sequence[ParameterShape]) -> int:
 
 
 def _kept(matrix: ParameterShape, is_inside: bool, recompute: str) -> int:
-    """Numbers of a position that are kept for backward; what is outside blocks, always."""
+    """Return the numbers per position that are kept for backward; all, where the matrix is
+    outside blocks."""
     rows, columns = matrix.shape[0], prod(matrix.shape[1:])
     if not is_inside or recompute == "none":
         return rows + columns
@@ -141,7 +146,7 @@ class Speed:
 def choose_rate(
     env: Env, crew: Crew, arithmetic: str, threads: int, asked: float | str = "auto"
 ) -> Speed:
-    """FLOP/s of one rank that multiplies in `arithmetic`."""
+    """Return the FLOP/s of one rank that multiplies in `arithmetic`."""
     device = crew.device.value
     measured = load_matmul_tflops(env, device, arithmetic, threads)
     if measured is not None:
@@ -162,13 +167,13 @@ def choose_rate(
 
 
 def choose_link(env: Env, crew: Crew) -> Speed:
-    """Bytes/s from rank to rank, one way."""
+    """Return the bytes/s from rank to rank, one way."""
     device = crew.device.value
     measured = load_link(env, device, crew.num_nodes)
     if measured is not None:
         because = (
             f"{measured.gb_per_s:.3g} GB/s, the slowest link that `paceline check` measured here,"
-            f" with {measured.num_bytes / 2**20:.0f} MiB"
+            f" with {size(measured.num_bytes)}"
         )
         return _link(measured.gb_per_s, "measured", because)
     if crew.num_nodes > 1:

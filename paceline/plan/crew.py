@@ -69,12 +69,12 @@ def choose_threads(launch: LaunchConfig, env: Env, crew: Crew, workers: int) -> 
 
 
 def visible_devices(launch: LaunchConfig) -> list[int]:
-    """The GPUs of `launch.devices`, each once, in the order they are named."""
+    """Return the GPUs of `launch.devices`, each once, in the order they are named."""
     return [] if launch.devices == "auto" else list(dict.fromkeys(launch.devices))
 
 
 def device_indices(launch: LaunchConfig, device: Choice[Device]) -> list[int]:
-    """For each local rank its place among `visible_devices`: [0, 4, 4] is 0, 1, 1."""
+    """Return for each local rank its place among `visible_devices`: [0, 4, 4] is 0, 1, 1."""
     if launch.devices == "auto" or device.value == "cpu":
         return []
     visible = visible_devices(launch)
@@ -86,7 +86,7 @@ def shares_gpus(launch: LaunchConfig) -> bool:
 
 
 def check_crew(launch: LaunchConfig, env: Env, crew: Crew, topology: Topology) -> Iterator[Finding]:
-    """What is wrong with these ranks here."""
+    """Yield what is wrong with these ranks here."""
     yield from _thread_problems(launch, env, crew)
     yield from _late_variables(launch, crew)
     if topology.is_alone:
@@ -115,7 +115,8 @@ def check_crew(launch: LaunchConfig, env: Env, crew: Crew, topology: Topology) -
 
 
 def _late_variables(launch: LaunchConfig, crew: Crew) -> Iterator[Finding]:
-    """Ranks of ours are forked from a process that has loaded python and torch already."""
+    """Warn of variables that come too late: local ranks are forked from a process that has
+    loaded python and torch already."""
     for name in sorted(READ_AT_START & set(launch.env)):
         if is_local(crew.launcher.value):
             yield Finding(
@@ -159,7 +160,7 @@ def _start_problems(launch: LaunchConfig, env: Env, crew: Crew) -> Iterator[Find
 
 
 def _unused_nodes(env: Env) -> Iterator[Finding]:
-    """Ranks that start here leave the other nodes of an allocation idle."""
+    """Note that ranks which start here leave the other nodes of an allocation idle."""
     for name, facts in LAUNCHERS.items():
         num_nodes = facts.allocated_nodes(env.variables)
         if facts.allocation is not None and num_nodes > 1:
@@ -173,7 +174,7 @@ def _unused_nodes(env: Env) -> Iterator[Finding]:
 
 
 def _joined_problems(launch: LaunchConfig, crew: Crew, topology: Topology) -> Iterator[Finding]:
-    """Settings that contradict the launcher which has already started us."""
+    """Yield settings that contradict the launcher which has already started this process."""
     started = f"{topology.launcher} has started {count_ranks(topology.local_world_size)} here"
     if launch.nproc not in ("auto", topology.local_world_size):
         yield _no_effect("launch.nproc", started)

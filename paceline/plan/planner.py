@@ -16,9 +16,8 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.job import Job
 from paceline.machine.datasheets import choose_arithmetic, choose_peak
 from paceline.machine.topology import Topology
-from paceline.plan.constraints import check
+from paceline.plan.constraints import check, check_host_memory
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
-from paceline.plan.memory import check_host_memory
 from paceline.plan.policy import (
     check_policy,
     choose_attention,
@@ -139,7 +138,7 @@ def _host_memory_problems(
 
 
 def estimate_rank(plan: Plan, config: RunConfig, model: ModelShape, rank: int) -> StateBytes:
-    """Bytes that `rank` will hold."""
+    """Return the bytes that `rank` will hold."""
     share = _share(plan.mesh, plan.precision.value, plan.batch, rank)
     if plan.pipeline is not None:
         model = model.of_blocks(plan.pipeline.blocks_of(rank // plan.batch.dp))
@@ -153,7 +152,7 @@ def fullest(
     share: Share,
     pipeline: PipelinePlan | None,
 ) -> ModelShape:
-    """The model, or the part of it with which a rank of the pipeline holds most."""
+    """Return the model, or the part of it with which a rank of the pipeline holds most."""
     if pipeline is None:
         return model
     parts = [model.of_blocks(pipeline.blocks_of(rank)) for rank in range(pipeline.num_ranks)]
@@ -169,7 +168,8 @@ def _share(
 
 
 def split_batch(config: RunConfig, dp: int) -> tuple[BatchSplit, list[Finding]]:
-    """global = micro x accumulation x dp; what does not divide is a problem with a way out."""
+    """Split the global batch: micro x accumulation x dp. What does not divide is a problem with
+    a hint."""
     train = config.train
     micro, asked = train.micro_batch_size, train.global_batch_size
     accum = 1 if train.grad_accum == "auto" else train.grad_accum
@@ -182,7 +182,7 @@ def split_batch(config: RunConfig, dp: int) -> tuple[BatchSplit, list[Finding]]:
 
 
 def sketch_model(workload: Workload, config: RunConfig) -> torch.nn.Module:
-    """The model on meta: no memory, any size."""
+    """Build the model on meta: no memory, any size."""
     try:
         with torch.device("meta"):
             return workload.build_model(config)
@@ -194,7 +194,7 @@ def sketch_model(workload: Workload, config: RunConfig) -> torch.nn.Module:
 
 
 def measure_model(workload: Workload, config: RunConfig) -> ModelShape:
-    """Parameters of the model; tied ones count once."""
+    """Return the shape of the model; tied parameters count once."""
     shape = measure_shape(sketch_model(workload, config))
     shape = replace(shape, positions=workload.block_positions(config))
     if not shape.trainable:
@@ -213,7 +213,7 @@ def _build_for_real(workload: Workload, config: RunConfig) -> torch.nn.Module:
 
 
 def _accumulation(config: RunConfig, asked: int, dp: int) -> tuple[int, Finding | None]:
-    """Forward passes per step that make up a global batch, or the problem with it."""
+    """Return the forward passes per step that make up a global batch, or the problem with it."""
     micro, wanted = config.train.micro_batch_size, config.train.grad_accum
     where = "train.global_batch_size"
     if asked < dp:

@@ -54,7 +54,7 @@ def choose_matmul(config: RunConfig, env: Env, device: Choice[Device]) -> Choice
 
 
 def effective_config(config: RunConfig, attention: str) -> RunConfig:
-    """What a workload builds its model from: the choice, where the user left it to us."""
+    """Return what a workload builds its model from: the choice, where the user left it to us."""
     section = config.attention.model_copy(update={"impl": attention})
     return config.model_copy(update={"attention": section})
 
@@ -124,7 +124,7 @@ def _offer(own: frozenset[str], on_cpu: bool) -> str:
 
 
 def _capability(env: Env) -> tuple[int, int] | None:
-    """Of the weakest GPU; None where there is none to look at."""
+    """Return the compute capability of the weakest GPU; None where there is none to look at."""
     found = [gpu.compute_capability.partition(".") for gpu in env.gpus]
     return min(((int(major), int(minor or 0)) for major, _, minor in found), default=None)
 

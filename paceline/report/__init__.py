@@ -13,8 +13,8 @@ from paceline.schedules.trace import render_trace
 
 
 def write_report(run: RunDir, beside: Sequence[RunDir] = ()) -> None:
-    """Write them for a run, whatever state it is in; the losses of the runs `beside` it are drawn
-    into its own."""
+    """Write summary.md and report.html of a run, whatever state it is in. The losses of the runs
+    `beside` it are drawn into its own chart."""
     story = read_story(run)
     others = {other.root.name: read_training(other.training) for other in beside}
     write_atomic(run.summary, render_markdown(story))

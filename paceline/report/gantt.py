@@ -1,4 +1,4 @@
-"""Pipelines drawn: a row a rank, a bar an action, charts under each other on one scale. Inline SVG.
+"""Pipelines drawn: a row per rank, a bar per action, charts on one scale. Inline SVG.
 
 A bar has its kind and microbatch inside where they fit, and everything in its tooltip. The lighter
 bars are a rank's later stages, or DualPipe's second direction; a frame is around overlapped pairs.
@@ -34,7 +34,7 @@ class Chart:
 
 
 def gantt(charts: Sequence[Chart]) -> str:
-    """All charts on the scale of the longest, so that lengths compare from one to the next."""
+    """Draw all charts on the scale of the longest, so that lengths compare from one to the next."""
     longest_s = max((chart.timeline.total_s for chart in charts), default=0.0)
     if not longest_s:
         return '<p class="empty">Nothing was recorded for this chart.</p>'
@@ -75,13 +75,14 @@ def _draw(chart: Chart, top: float, scale: float) -> Iterator[str]:
 
 
 def _pairs(rank: RankTimeline) -> list[tuple[Interval, Interval]]:
-    """They stand next to each other in a rank's order, the forward first."""
+    """Return each forward with the backward that it overlaps, which is next in the rank's order."""
     paired = [interval for interval in rank.intervals if interval.is_paired]
     return list(zip(paired[::2], paired[1::2], strict=False))
 
 
 def _places(rank: RankTimeline, y: float) -> dict[Action, tuple[float, float]]:
-    """Top and height of bars that share their row: a forward and a backward that run at once."""
+    """Return top and height of bars that share their row: a forward and a backward that run at
+    once."""
     places = {}
     for forward, backward in _pairs(rank):
         if forward.started_s == backward.started_s:
@@ -111,7 +112,7 @@ def _bar(interval: Interval, place: tuple[float, float], scale: float, is_second
 
 
 def _label(kind: str, microbatch: int, width: float) -> str:
-    """What fits: kind and microbatch, the microbatch alone, nothing."""
+    """Return what fits into a bar: kind and microbatch, the microbatch alone, or nothing."""
     with_kind = f"{kind}{microbatch}"
     if len(with_kind) * LETTER + 5 <= width:
         return with_kind

@@ -63,7 +63,7 @@ def render_html(story: Story, others: Mapping[str, Table[TrainingRow]] | None = 
 
 @cache
 def environment() -> Environment:
-    """Where the templates of all pages come from; it escapes whatever they are given."""
+    """Return where the templates of all pages come from; it escapes whatever they are given."""
     made = Environment(
         loader=PackageLoader("paceline.report", "."), autoescape=True, undefined=StrictUndefined
     )
@@ -164,7 +164,7 @@ def _optimizer(story: Story) -> str:
 
 
 def _minis(drawn: dict[str, tuple[str, str]]) -> str:
-    """Small charts side by side: by name, with what stands at the right of it."""
+    """Draw small charts side by side, by name, each with the text at its right."""
     figures = "".join(
         f"<figure><figcaption>{escape(name)}<span>{escape(said)}</span></figcaption>{chart}</figure>"
         for name, (said, chart) in drawn.items()
@@ -196,7 +196,8 @@ def _memory(story: Story) -> Chart:
 
 
 def _over_time(sampled: dict[str, list[Point]]) -> str:
-    """Draw bytes as small charts on one scale; of more than MAX_MINIS least, median and most."""
+    """Draw bytes as small charts on one scale; where there are more than MAX_MINIS, the least,
+    the median and the most."""
     most = max((y for points in sampled.values() for _, y in points), default=0.0)
     unit, scale = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
     lines = {name: [(x, y / scale) for x, y in points] for name, points in sampled.items()}
@@ -214,7 +215,7 @@ def _over_time(sampled: dict[str, list[Point]]) -> str:
 
 
 def _sampled(story: Story, name: str, on_gpu: bool) -> dict[str, list[Point]]:
-    """Points (seconds since the first sample, value) by rank, or by GPU and machine."""
+    """Return points (seconds since the first sample, value) by rank, or by GPU and machine."""
     rows = [row for found in story.telemetry.values() for row in found]
     start = min((row.time for row in rows), default=0.0)
     machines = sum(any(r.source == "host" for r in found) for found in story.telemetry.values())
@@ -230,7 +231,7 @@ def _sampled(story: Story, name: str, on_gpu: bool) -> dict[str, list[Point]]:
 
 
 def _band(lines: dict[str, list[Point]], axes: Axes) -> str:
-    """All lines as one: sample by sample, for they are taken at about the same moments."""
+    """Return all lines as one, sample by sample, for they are taken at about the same moments."""
     rounds = list(zip(*lines.values(), strict=False))
     values = [(points[0][0], sorted(y for _, y in points)) for points in rounds]
     middle = [(x, median(ys)) for x, ys in values]

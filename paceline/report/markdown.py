@@ -77,7 +77,7 @@ def _failure(story: Story) -> list[str]:
 def _batch(story: Story) -> str:
     batch, state = story.plan.batch, story.plan.state_bytes
     return (
-        f"{batch.global_size} samples a step = {batch.micro} micro x {batch.grad_accum}"
+        f"{batch.global_size} samples per step = {batch.micro} micro x {batch.grad_accum}"
         f" accumulation x {batch.dp} dp; {story.plan.model.num_trainable:,} parameters;"
         f" {size(state.total)} of state a rank, {size(state.peak)} while weights are gathered;"
         f" {size(story.plan.exchange.sent)} of gradients sent a step"
@@ -86,8 +86,8 @@ def _batch(story: Story) -> str:
 
 
 def _engine_config(story: Story) -> str:
-    """As it ran, to be pasted into another run. Nothing inside a code block needs escaping but
-    the fence, and JSON holds no line of only that."""
+    """Return the engine's config as it ran, to be pasted into another run. Nothing inside a code
+    block needs escaping but the fence, and JSON has no line of only that."""
     settings = story.plan.engine_config
     if not settings:
         return ""

@@ -25,7 +25,7 @@ class Table:
 
 
 def draw_pipeline(measured: Measured, facts: PipelineFacts) -> str:
-    """The measured pass above what the simulator makes of its stage times, on one scale."""
+    """Draw the measured pass above what the simulator makes of its stage times, on one scale."""
     simulated = simulate_measured(measured.schedule, facts.stages)
     return gantt(
         [
@@ -36,7 +36,7 @@ def draw_pipeline(measured: Measured, facts: PipelineFacts) -> str:
 
 
 def describe_source(facts: PipelineFacts, num_nodes: int) -> str:
-    """What was measured, where it lies, and what to keep in mind."""
+    """Say what was measured, where it lies, and what to keep in mind."""
     passes = "the only pass" if facts.num_passes == 1 else f"the last {facts.num_passes} passes"
     num_pipelines = len(facts.ranks) // facts.num_ranks
     note = (
@@ -55,7 +55,7 @@ def describe_source(facts: PipelineFacts, num_nodes: int) -> str:
 
 
 def explain_idle(facts: PipelineFacts) -> list[str]:
-    """How idle the ranks were beside the formula; where they were much more so, why."""
+    """Say how idle the ranks were beside the formula; where they were much more so, say why."""
     formula, excess = facts.shares.formula, facts.idle - facts.shares.formula
     exact = "" if facts.is_exact else ", a guide with stages like these"
     lines = [
@@ -82,12 +82,12 @@ def rank_table(facts: PipelineFacts) -> Table:
 
 
 def stage_table(facts: PipelineFacts) -> Table:
-    """Milliseconds of one microbatch: the median over passes of their means."""
+    """Return milliseconds of one microbatch: the median over passes of their means."""
     return Table(STAGE_COLUMNS, [_stage_row(stage) for stage in facts.stages])
 
 
 def _reasons(facts: PipelineFacts) -> Iterator[str]:
-    """The largest first, then what was won."""
+    """Yield the reasons of idle time, the largest first, then what was gained."""
     shares = facts.shares
     cost_s = [_cost_s(stage) for stage in facts.stages]
     slowest = max(cost_s) * len(cost_s) / (sum(cost_s) or 1.0)

@@ -59,7 +59,7 @@ class Axes:
 
 @dataclass(frozen=True)
 class Scale:
-    """Values to places between 0 and SIDE; `is_up` for a y axis."""
+    """Map values to places between 0 and SIDE; `is_up` for a y axis."""
 
     low: float
     high: float
@@ -104,8 +104,8 @@ def line_chart(series: Sequence[Series], axes: Axes) -> str:
 
 
 def stacked_bars(rows: dict[str, dict[str, float]]) -> str:
-    """Draw a horizontal bar a row, split by phase; values are seconds of a step. Of more rows than
-    MAX_BARS the longest and the shortest, sorted."""
+    """Draw one horizontal bar per row, split by phase; values are seconds per step. Where there
+    are more rows than MAX_BARS, only the longest and the shortest are drawn, sorted."""
     if not rows:
         return EMPTY
     total = {name: sum(max(0.0, v) for v in phases.values()) for name, phases in rows.items()}
@@ -158,9 +158,9 @@ def thin(series: Series) -> Series:
 
 
 def smooth(ys: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
-    """Return the mean of the steps around each one, those that there are near the ends, and how
-    many they are: a hundredth of all, at least 7. Too few steps, or one that is not finite: no
-    line."""
+    """Return the mean of the steps around each one (fewer near the ends) and how many they are:
+    a hundredth of all, at least 7. There is no line where steps are too few or one is not
+    finite."""
     if len(ys) < MIN_TO_SMOOTH or not np.isfinite(ys).all():
         return ys[:0], 0
     reach = max(3, len(ys) // 200)
@@ -217,7 +217,7 @@ def scale_y(series: Sequence[Series], axes: Axes) -> Scale:
 
 
 def _log_scale(series: Sequence[Series], axes: Axes) -> Scale | None:
-    """None where a value has no logarithm."""
+    """Return a log scale; None where a value has no logarithm."""
     values = [*_values(series), *([axes.line_at] if axes.line_at is not None else [])]
     if min(values) <= 0:
         return None
@@ -226,7 +226,7 @@ def _log_scale(series: Sequence[Series], axes: Axes) -> Scale | None:
 
 
 def _values(series: Sequence[Series]) -> list[float]:
-    """All y values that will be drawn, those of bands too."""
+    """Return all y values that will be drawn, those of bands too."""
     found = [y for each in series for _, y in each.points]
     found += [edge for each in series for _, *edges in each.band for edge in edges]
     return [y for y in found if math.isfinite(y)]
@@ -277,7 +277,7 @@ def frame(
 
 
 def grid_marks(x_scale: Scale, y_scale: Scale, axes: Axes) -> Iterator[str]:
-    """The warm-up's shade, the grid, and the line of something to compare with."""
+    """Draw the warm-up's shade, the grid, and the line of something to compare with."""
     if axes.shaded_to is not None and axes.shaded_to > x_scale.low:
         right = x_scale(min(axes.shaded_to, x_scale.high))
         yield f'<rect class="shade" width="{right:.1f}" height="{SIDE}"/>'
@@ -311,7 +311,7 @@ def _area(series: Series, x_scale: Scale, y_scale: Scale) -> str:
 
 
 def _slices(series: Sequence[Series], x_scale: Scale, axes: Axes) -> Iterator[str]:
-    """Columns that nobody sees, each with the exact values above it as its tooltip."""
+    """Return invisible columns, each with the exact values above it as its tooltip."""
     values: dict[float, list[str]] = {}
     for each in series:
         for x, y in each.points:

@@ -26,7 +26,8 @@ PHASES = {str(phase): phase.column for phase in STEP_PHASES} | {"unaccounted": "
 
 @dataclass(frozen=True)
 class Story:
-    """`result` is None while the run goes on, or when its supervisor was killed."""
+    """All that a report shows of a run. `result` is None while the run continues, or when its
+    supervisor was killed."""
 
     name: str
     plan: Plan
@@ -143,7 +144,7 @@ def _rate_figures(result: Result) -> list[Figure]:
         share = f"{result.matmul_share:.1%} of the matmul rate of paceline check"
     if result.mfu is None:
         return [*figures, Figure("compute a rank", computed, unit, share)]
-    beside = "; ".join(filter(None, [f"{computed} {unit} a rank", share]))
+    beside = "; ".join(filter(None, [f"{computed} {unit} per rank", share]))
     return [*figures, Figure("MFU", f"{result.mfu:.1%}", beside=beside)]
 
 
@@ -160,9 +161,9 @@ def _memory_figures(story: Story, result: Result) -> list[Figure]:
 
 
 def _phases(run: RunDir, num_ranks: int, window: Window | None) -> dict[int, dict[str, float]]:
-    """Return the median seconds of each phase in the window of the rates, by rank, with the
-    unaccounted rest; of all steps where there is no window yet. One rank's table at a time is in
-    memory."""
+    """Return the median seconds of each phase by rank, with the unaccounted rest: in the window
+    of the rates, or over all steps where there is no window yet. Only one rank's table at a time
+    is in memory."""
     found = {}
     for rank in range(num_ranks):
         rows = read_steps(run.steps(rank))
@@ -177,7 +178,7 @@ def _median(values: NDArray[np.float64]) -> float:
 
 
 def asked(story: Story) -> str:
-    """The command line, as run.yaml's first line keeps it."""
+    """Return the command line, as run.yaml's first line keeps it."""
     first = story.config.partition("\n")[0]
     return first.removeprefix("# asked: ").replace("'", "") if first.startswith("# asked") else ""
 

@@ -33,7 +33,7 @@ COLUMNS = ("speedup", "verdict", "memory a rank", "between runs", "runs")
 
 
 def render_sweep_page(story: SweepStory) -> str:
-    """The page; every name from outside is escaped, by the template or by the drawing."""
+    """Return the page; every name from outside is escaped, by the template or by the drawing."""
     styles = [resources.files("paceline.report") / name for name in ("report.css", "sweep.css")]
     return (
         _environment()
@@ -71,12 +71,12 @@ def _environment() -> Environment:
 
 
 def _kept_together(text: str) -> str:
-    """An interval does not break in its middle."""
+    """Return a text whose intervals do not break in their middle."""
     return text.replace(" to ", "\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}")
 
 
 def _losses(story: SweepStory) -> tuple[Markup, str]:
-    """The drawing, and how to read it."""
+    """Return the drawing of the losses, and how to read it."""
     drawing, note = loss_curves(story)
     return Markup(drawing), note
 
@@ -129,7 +129,7 @@ def render_sweep_summary(story: SweepStory) -> str:
 
 
 def _indented(text: str) -> str:
-    """A code block that no text can end, as a fence could be."""
+    """Return a code block that no text can end, as a fence could be."""
     return "\n".join(f"    {line}" for line in text.split("\n")) if text else ""
 
 

@@ -51,7 +51,7 @@ class Spot:
 
 
 def pareto(story: SweepStory) -> str:
-    """Throughput against memory, numbered as in the table of cells."""
+    """Draw throughput against memory, numbered as in the table of cells."""
     spots, points = [], []
     places = _places(story)
     for line in story.latest:
@@ -65,14 +65,15 @@ def pareto(story: SweepStory) -> str:
         )
         kind = _kind(line)
         spots.append(Spot(*point, str(place), title, kind, line.is_winner))
-        if not line.flag:  # it may be faster, and is no choice
+        if not line.flag:  # it may be faster, and cannot be chosen
             points.append(point)
-    axes = Axes("GiB a rank at its peak", story.work_unit, from_zero=True)
+    axes = Axes("GiB per rank at its peak", story.work_unit, from_zero=True)
     return scatter(spots, staircase(front(points)), axes)
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """Those that no other beats in memory (x, less is better) and throughput (y) at once."""
+    """Return the points that no other beats in memory (x, less is better) and throughput (y) at
+    once."""
     kept: list[Point] = []
     for point in sorted(set(points), key=lambda p: (p[0], -p[1])):
         if not kept or point[1] > kept[-1][1]:
@@ -81,7 +82,8 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def staircase(points: Sequence[Point]) -> list[Point]:
-    """More memory than a point of the front has buys nothing until the next one."""
+    """Return the line through the front: more memory than one of its points has buys nothing
+    until the next one."""
     corners = [(after[0], before[1]) for before, after in zip(points, points[1:], strict=False)]
     mixed = [place for pair in zip(points, corners, strict=False) for place in pair]
     return [*mixed, *points[-1:]]
@@ -113,7 +115,7 @@ def scatter(spots: Sequence[Spot], front: Sequence[Point], axes: Axes) -> str:
 
 
 def _free_place(point: Point, taken: Sequence[Point]) -> Point:
-    """The middle of a label beside a point that is not on another label or point."""
+    """Return the middle of a label beside a point that is not on another label or point."""
     across, down = SIDE / WIDTH, SIDE / HEIGHT
     around = [(0, -15), (16, 0), (-16, 0), (0, 15), (16, -14), (-16, -14), (16, 14), (-16, 14)]
     places = [(point[0] + x * across, point[1] + y * down) for x, y in around]
@@ -196,7 +198,7 @@ def _curve(line: CellLine, by_samples: bool) -> list[Point]:
 
 @dataclass(frozen=True)
 class _Ruler:
-    """Values to percents of the width."""
+    """Map values to percents of the width."""
 
     low: float
     high: float
@@ -207,7 +209,8 @@ class _Ruler:
 
 
 def intervals(story: SweepStory) -> str:
-    """A dot and a bar a cell, and the reference as a line through all of them, phase by phase."""
+    """Draw a dot and a bar per cell, and the reference as a line through all of them, phase by
+    phase."""
     if not story.rounds:
         return '<p class="empty">Nothing was measured.</p>'
     return "".join(_round(story, standings) for standings in story.rounds)
@@ -230,7 +233,7 @@ def _round(story: SweepStory, standings: Standings) -> str:
 
 
 def _places(story: SweepStory) -> dict[str, int]:
-    """The number of each cell in the table of the page."""
+    """Return the number of each cell in the table of the page."""
     return {line.name: place for place, line in enumerate(story.cells, 1)}
 
 
@@ -256,7 +259,7 @@ def _strip(line: CellLine, place: int, ruler: _Ruler, reference: float) -> str:
         parts.append(
             f'<line class="span {kind}" x1="{left:.2f}%" x2="{right:.2f}%" y1="14" y2="14"/>'
         )
-        # An arrow instead of an end where the bar goes on beyond the picture.
+        # An arrow instead of an end where the bar continues beyond the picture.
         inside = rate.low >= ruler.low, rate.high <= ruler.high
         for is_inside, at, arrow in zip(inside, (left, right), "◂▸", strict=True):
             edge = f'<text class="tick" x="{min(max(at, 1), 99):.2f}%" y="18">{arrow}</text>'
@@ -271,7 +274,7 @@ def _strip(line: CellLine, place: int, ruler: _Ruler, reference: float) -> str:
 
 
 def breakable(text: str) -> Markup:
-    """Escaped, and free to go on in a new line after each comma of a cell's name."""
+    """Return a cell's name escaped, with a chance to break the line after each comma."""
     return Markup(escape(text).replace(",", ",<wbr>"))
 
 
@@ -302,7 +305,8 @@ class Grid:
 
 
 def grids(story: SweepStory) -> list[Grid]:
-    """The matrix: the first axis down, the second across, one grid a combination of the others."""
+    """Return the matrix: the first axis down, the second across, one grid per combination of the
+    others."""
     axes = story.record.axes
     if not axes:
         return []

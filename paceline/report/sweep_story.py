@@ -16,8 +16,7 @@ UNITS = {
     "tokens_per_s": "tokens/s",
     "tail_mean_iter_p50_ms": "ms an iteration",
 }
-# Above these a run, or a cell, is called unsteady. The first and the last are the gates that the
-# first sweeps were held to.
+# Above these a run, or a cell, is called unsteady.
 MAX_SPREAD, MAX_DRIFT, MAX_VARIATION = 1.5, 0.10, 0.05
 GATES = f"p90/p50 over {MAX_SPREAD}, drift over {MAX_DRIFT:.0%}, runs over {MAX_VARIATION:.0%}"
 SIGNS = "★ the fastest, told apart from all others; ≈ not told apart from the best"
@@ -136,7 +135,7 @@ class SweepStory:
 
     @property
     def latest(self) -> list[CellLine]:
-        """Every configuration once: as the last phase that measured it has found it."""
+        """Return every configuration once, as the last phase that measured it has found it."""
         kept: dict[tuple[str, ...], CellLine] = {}
         for line in self.measured:
             kept.setdefault(tuple(line.cell.overrides), line)
@@ -150,7 +149,7 @@ class SweepStory:
 
 
 def answer(story: SweepStory) -> list[str]:
-    """The result in sentences, the most important first."""
+    """Say the result in sentences, the most important first."""
     return [_winner(story), *_tied(story), *([story.target_text] if story.target_text else [])]
 
 
@@ -208,14 +207,14 @@ def winners(story: SweepStory) -> list[CellLine]:
 
 
 def pasteable(record: SweepRecord, cell: SweptCell) -> str:
-    """What to type behind `paceline train RECIPE`: what all cells got and what this one got, but
-    nothing of how the sweep ran it. Of a key that is set twice the last one."""
+    """Return what to type behind `paceline train RECIPE`: what all cells got and what this one
+    got, but nothing of how the sweep ran it. Where a key is set twice, only the last one."""
     words = {word.partition("=")[0]: word for word in [*record.overrides, *cell.overrides]}
     return shlex.join(words.values())
 
 
 def command(story: SweepStory) -> str:
-    """How to train what won; empty where nothing did."""
+    """Return the command that trains what won; empty where nothing did."""
     if story.winner is None:
         return ""
     recipe, cell = shlex.quote(story.record.recipe), story.line(story.winner).cell
@@ -231,7 +230,7 @@ def rate_text(standing: Standing, unit: str) -> str:
 
 
 def reference(story: SweepStory) -> str:
-    """What every speedup is against, in words."""
+    """Say what every speedup is against."""
     if story.standings is None:
         return "nothing yet"
     what = "the baseline" if story.standings.is_baseline else "the best cell"
@@ -240,7 +239,7 @@ def reference(story: SweepStory) -> str:
 
 
 def rate_cell(line: CellLine) -> str:
-    """`123.4 (120 to 126)`."""
+    """Write a rate with its interval: `123.4 (120 to 126)`."""
     if line.standing is None:
         return ""
     rate = line.standing.rate
@@ -258,7 +257,8 @@ def variation_cell(line: CellLine) -> str:
 
 
 def remarks(story: SweepStory) -> list[tuple[str, list[str]]]:
-    """Titles and lines, for both the summary and the page; a title without lines is left out."""
+    """Return titles and lines, for both the summary and the page; a title without lines is left
+    out."""
     disagreed = disagreement(story)
     found = [
         ("Where the two metrics disagree", [disagreed] if disagreed else []),
@@ -273,7 +273,7 @@ def remarks(story: SweepStory) -> list[tuple[str, list[str]]]:
 
 
 def asked(story: SweepStory) -> list[tuple[str, str]]:
-    """The question, as rows of a table."""
+    """Return the question as rows of a table."""
     record = story.record
     counts = [f"{len(story.measured)} measured"]
     for state in ("failed", "nothing to measure", "refused", "not run"):
@@ -313,13 +313,14 @@ def _left_out(story: SweepStory) -> list[str]:
 
 
 def instabilities(story: SweepStory) -> list[str]:
-    """Cells whose figures deserve less trust, and why."""
+    """Return the cells whose figures deserve less trust, and why."""
     found = {line.name: _unrest(line) for line in story.measured}
     return [f"{name}: {'; '.join(why)}" for name, why in found.items() if why]
 
 
 def _unrest(line: CellLine) -> list[str]:
-    """Runs that differ, rare slow steps, and a speed that changes while it is measured."""
+    """Return what is unsteady in a cell: runs that differ, rare slow steps, a speed that changes
+    while it is measured."""
     runs = [(run.label, run.figures) for run in line.runs if run.figures is not None]
     spread = {label: item.spread for label, item in runs if item.spread > MAX_SPREAD}
     drift = {label: item.drift for label, item in runs if abs(item.drift) > MAX_DRIFT}
@@ -334,14 +335,14 @@ def _unrest(line: CellLine) -> list[str]:
         most = max(drift.values(), key=abs)
         way = "slower" if most > 0 else "faster"
         found.append(
-            f"up to {abs(most):.0%} {way} at the end of the window than at its begin"
+            f"up to {abs(most):.0%} {way} at the end of the window than at its start"
             f" ({', '.join(drift)})"
         )
     return found
 
 
 def disagreement(story: SweepStory) -> str:
-    """Why the other metric would have crowned another cell; empty where it would not."""
+    """Say why the other metric would have chosen another cell; empty where it would not."""
     if story.standings is None or story.others is None or story.winner is None:
         return ""
     if any(standing.group.name == story.winner for standing in story.others.winners):

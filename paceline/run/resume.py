@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.tensors import TensorFiles
-from paceline.config.differences import differing
+from paceline.config.describe import differing
 from paceline.config.load import load_config, read_draft, validate
 from paceline.config.schema import RunConfig
 from paceline.errors import ConfigError, RestoreError

@@ -1,4 +1,4 @@
-"""A run directory -> its figures: one number a metric, and what is needed to trust it."""
+"""A run directory -> its figures: one number per metric, and what is needed to trust it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ LOWER_IS_BETTER = {"tail_mean_iter_p50_ms"}
 
 @dataclass(frozen=True)
 class RunFigures:
-    """Of the last attempt: those before it may have had other ranks."""
+    """Hold the figures of the last attempt: those before it may have had other ranks."""
 
     samples_per_s: float  # work over time in the steady window, compile steps apart
     tokens_per_s: float | None
@@ -36,7 +36,7 @@ class RunFigures:
     compile_s: float  # what those steps took beyond a usual one
     step_s_p50: float
     step_s_p90: float
-    drift: float  # of the step time from the begin to the end of the window, relative
+    drift: float  # of the step time from the start to the end of the window, relative
     standard_error: float  # of the mean step time, relative, by batch means
     blocks_s: tuple[float, ...]
     tail_mean_iter_p50_ms: float | None
@@ -70,7 +70,7 @@ class RunFigures:
 
 
 def measure_run(run: RunDir) -> RunFigures | None:
-    """None: there is nothing to measure, for no step was taken after the warm-up."""
+    """Return the figures of a run; None where no step was taken after the warm-up."""
     every_row = read_training(run.training)
     first_step, started_at = _last_attempt(run)
     rows = every_row.since(first_step)
@@ -113,7 +113,7 @@ def measure_run(run: RunDir) -> RunFigures | None:
 
 
 def _last_attempt(run: RunDir) -> tuple[int, float | None]:
-    """Its first step, and when it started."""
+    """Return the first step of the last attempt, and when it started."""
     if run.attempt.is_file():
         attempt = Attempt.load(run.attempt)
         first_step, started_at = attempt.first_step, attempt.started_at
@@ -127,7 +127,8 @@ def _last_attempt(run: RunDir) -> tuple[int, float | None]:
 
 
 def _compile_mask(run: RunDir, step_s: Seconds) -> NDArray[np.bool_]:
-    """Slow steps are set apart only where the plan says that something compiles."""
+    """Mark the steps that compiled. Slow steps are set apart only where the plan says that
+    something compiles."""
     compiles = run.plan.is_file() and Plan.load(run.plan).compile.value != "off"
     if not compiles or not len(step_s):
         return np.zeros(len(step_s), dtype=bool)
@@ -135,8 +136,8 @@ def _compile_mask(run: RunDir, step_s: Seconds) -> NDArray[np.bool_]:
 
 
 def _rates(rows: Table[TrainingRow]) -> tuple[float, float | None]:
-    """Return samples and tokens a second: sums of work over sums of time, so a slow step weighs
-    what it cost."""
+    """Return samples and tokens per second: sums of work over sums of time, so a slow step
+    weighs what it cost."""
     step_s = rows.column("step_s")
     samples, tokens = (rows.column(name) * step_s for name in ("samples_per_s", "tokens_per_s"))
     known = tokens[~np.isnan(tokens)]
@@ -150,8 +151,9 @@ def _tail_loss(rows: Table[TrainingRow]) -> float | None:
 
 
 def _startup_s(run: RunDir, steps: Table[StepRow], started_at: float | None) -> float | None:
-    """No file says when the first step began, but each heartbeat says which step it fell into:
-    that moment less the time of the steps before is at or after it. The earliest is nearest."""
+    """Estimate the seconds from the start of the attempt to its first step. No file says when
+    that step began, but each heartbeat says which step it fell into: its moment less the time of
+    the steps before is at or after the start of step 1. The earliest is nearest."""
     if started_at is None or not steps:
         return None
     before_s = np.cumsum([0.0, *steps.column("wall_s")[:-1]])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import optimize, special
 
-# No machine is taken to repeat itself better than this (relative standard deviation): runs that
+# No machine is assumed to repeat itself better than this (relative standard deviation): runs that
 # came out equal to the last digit are luck or a coarse clock, not certainty.
 SMALLEST_NOISE = 0.001
 TABLE_ROWS = (*range(1, 21), 24, 30, 40, 60, 120)  # degrees of freedom
@@ -45,8 +45,8 @@ class Sample:
     leaned: Noise | None
 
     def interval(self, confidence: float) -> Interval | None:
-        """Of the group's typical value: Student's t over its own runs; over the others' noise for
-        a single run."""
+        """Return the interval of the group's typical value: Student's t over its own runs, or
+        over the noise of the others for a single run."""
         noise = self.own or self.leaned
         if noise is None:
             return None
@@ -55,12 +55,12 @@ class Sample:
 
 
 def around(mean: float, reach: float) -> Interval:
-    """From the log scale to values."""
+    """Turn a mean and a reach on the log scale into an interval of values."""
     return Interval(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
 
 
 def measure_samples(groups: Sequence[Sequence[float]]) -> list[Sample]:
-    """Of groups with at least one run each."""
+    """Return the sample of each group; each group has at least one run."""
     logs = [np.log(values) for values in groups]
     owns = [
         Noise(max(float(values.var(ddof=1)), SMALLEST_NOISE**2), len(values) - 1)
@@ -75,7 +75,7 @@ def measure_samples(groups: Sequence[Sequence[float]]) -> list[Sample]:
 
 
 def pool(noises: Sequence[Noise | None]) -> Noise | None:
-    """One noise for all, each weighed by its degrees of freedom."""
+    """Return one noise for all, each weighed by its degrees of freedom."""
     known = [noise for noise in noises if noise is not None]
     freedom = sum(noise.freedom for noise in known)
     if not freedom:
@@ -84,7 +84,7 @@ def pool(noises: Sequence[Noise | None]) -> Noise | None:
 
 
 def _lean(own: Noise | None, others: Sequence[Noise | None]) -> Noise | None:
-    """Own noise joined with that of the other groups, as far as they agree.
+    """Join a group's own noise with that of the other groups, as far as they agree.
 
     Three runs say little about noise, twelve groups of three say much. The others count with a
     share of their degrees of freedom: the probability that a group as noisy as they are would
@@ -115,15 +115,16 @@ class Ruler:
     num_comparisons: int | None = None
 
     def reach(self, one: Sample, other: Sample, more: int = 0) -> float | None:
-        """Half the width of the interval of their log ratio; None where no noise is known.
+        """Return half the width of the interval of their log ratio; None where no noise is known.
         `more`: as it would be with so many more runs in every group."""
         if one.leaned is None or other.leaned is None:
             return None
         part = one.leaned.variance / (one.num_runs + more)
         other_part = other.leaned.variance / (other.num_runs + more)
         both = part + other_part
-        # Welch and Satterthwaite
+        # Degrees of freedom of a difference of means with unequal variances (Welch-Satterthwaite).
         freedom = both**2 / (part**2 / one.leaned.freedom + other_part**2 / other.leaned.freedom)
+        # Every group gets `more` runs, so the pooled degrees of freedom grow by as many each.
         growth = 1 + more * self.num_groups / self.freedom
         return self._critical(min(freedom, self.freedom) * growth) * math.sqrt(both)
 
@@ -142,14 +143,16 @@ def _student(share: float, freedom: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _tukey(confidence: float, num_groups: int, freedom: int) -> float:
-    """What scipy.stats.studentized_range.ppf computes (over the root of 2, as a multiple of the
+    """Compute what scipy.stats.studentized_range.ppf does (over the root of 2, as a multiple of the
     standard error), 20 times faster: a table that is redrawn cannot wait for seconds.
 
     The range of normal values is below q with the probability inside the integral over z; q is
     stretched by the noise's own error, averaged over equal steps of that error's probability.
     """
+    # Outer integral, over the estimated noise: 64 Gauss-Legendre nodes in its probability (0 to 1).
     nodes, weights = np.polynomial.legendre.leggauss(64)
     stretch = np.sqrt(special.chdtri(freedom, (nodes + 1) / 2) / freedom)
+    # Inner integral: the largest of the values is at z, and all others at most q below it.
     z, step = np.linspace(-8, 8, 161, retstep=True)
     density = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi) * step
     below = special.ndtr(z)[:, None]

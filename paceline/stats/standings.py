@@ -1,21 +1,74 @@
-"""Groups of runs -> who is faster than whom, and the set of winners that cannot be told apart."""
+"""Groups of runs -> who is faster than whom, in one of four verdicts that a person can act on,
+and the set of winners that cannot be told apart."""
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Literal
 
 from paceline.errors import DataError
 from paceline.stats.intervals import Interval, Ruler, Sample, around, measure_samples, pool
-from paceline.stats.verdicts import Verdict, judge
 
 MARGIN, CONFIDENCE = 0.02, 0.95
+Kind = Literal["faster", "slower", "no difference seen", "not enough data"]
+OPPOSITE: dict[Kind, Kind] = {"faster": "slower", "slower": "faster"}
+MOST_REPEATS = 100
+FIRST_REPEATS = 2  # where nothing was repeated, there is no noise to compute from
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One of four answers. `more_repeats`: how many more runs per group would give an answer at
+    today's noise; above MOST_REPEATS: more than that; None where repeats are not what is
+    missing."""
+
+    kind: Kind
+    more_repeats: int | None = None
+
+    def __str__(self) -> str:
+        if self.more_repeats is None:
+            return self.kind
+        if self.more_repeats > MOST_REPEATS:
+            return f"{self.kind} (needs more than {MOST_REPEATS} more repeats)"
+        plural = "" if self.more_repeats == 1 else "s"
+        return f"{self.kind} (needs about {self.more_repeats} more repeat{plural})"
+
+    def mirrored(self) -> "Verdict":
+        """Return the same verdict, seen from the other side."""
+        return Verdict(OPPOSITE.get(self.kind, self.kind), self.more_repeats)
+
+
+def judge(gain: float, reach: Callable[[int], float | None], margin: float) -> Verdict:
+    """Turn a speedup into a verdict. `gain`: log of the speedup. `reach(more)`: half the width
+    of its interval, with so many more repeats. A gain whose whole interval is inside the margin
+    is not a difference, however sure it is."""
+    now = reach(0)
+    if now is None:
+        return Verdict("not enough data", FIRST_REPEATS)
+    edge = math.log1p(margin)
+    if abs(gain) + now < edge:
+        return Verdict("no difference seen")
+    if abs(gain) > now:
+        return Verdict("faster" if gain > 0 else "slower")
+
+    # Enough repeats show either that the gain is not zero, or that it is inside the margin.
+    def would_do(more: int) -> bool:
+        later = reach(more)
+        return later is not None and later < max(abs(gain), edge - abs(gain))
+
+    # An interval shrinks with every repeat, so bisection finds the first number that would do.
+    more = 1 + bisect_left(range(1, MOST_REPEATS + 1), True, key=would_do)
+    return Verdict("not enough data", more)
+
+
 NO_RUNS = Verdict("not enough data")  # it failed or was refused: repeats are not what it lacks
 
 
 @dataclass(frozen=True)
 class Group:
-    """One configuration: a number of each of its runs (none: all failed), and its peak memory."""
+    """One configuration: one number per run (none: all failed), and its peak memory."""
 
     name: str
     values: tuple[float, ...]
@@ -23,7 +76,7 @@ class Group:
 
     @property
     def variation(self) -> float | None:
-        """Standard deviation over mean of its runs."""
+        """Return the standard deviation of its runs over their mean."""
         return stdev(self.values) / fmean(self.values) if len(self.values) > 1 else None
 
 
@@ -41,7 +94,8 @@ class Standing:
 
     @property
     def value(self) -> float:
-        """Return the middle of the interval; of runs too few to have one, their mean."""
+        """Return the middle of the interval, or the mean where there are too few runs to have
+        one."""
         return self.rate.value if self.rate else fmean(self.group.values)
 
     @property
@@ -67,7 +121,8 @@ class Standings:
 
     @property
     def best(self) -> Standing:
-        """The group with the best mean. Which of the winners to take is the order of `rows`."""
+        """Return the group with the best mean. Which of the winners to take is the order of
+        `rows`."""
         return self.of(self.best_name)
 
     def of(self, name: str) -> Standing:
@@ -144,12 +199,13 @@ class _Table:
         return Verdict("no difference seen") if is_named else self._verdict_of_best()
 
     def is_winner(self, name: str) -> bool:
-        """Not told apart from the best; against a baseline too, for winners do not depend on it."""
+        """Tell whether a group is not told apart from the best. A baseline does not matter here."""
         if name not in self.samples:
             return False
         return name == self.best or self._judge(name, self.best, False).kind != "slower"
 
     def order(self, row: Standing) -> tuple[float, ...]:
+        """Return the key that rows are sorted by, as `Standings` describes."""
         group = row.group
         if row.is_winner:
             memory, variation = group.memory_bytes, group.variation
@@ -176,7 +232,8 @@ class _Table:
             return NO_RUNS
 
         def nearness(name: str) -> float:
-            """The least that the best may be ahead of it: a far but noisy rival is near."""
+            """Return the least that the best may be ahead of `name`: a far but noisy rival is
+            near."""
             return self.gain(self.best, name) - (self.reach(self.best, name, False) or 0.0)
 
         return self._judge(min(rivals, key=nearness), self.best, False).mirrored()
@@ -187,7 +244,7 @@ def _require_sound(
 ) -> None:
     names = [group.name for group in groups]
     problems = [
-        f"{group.name}: {value} is no number that can be compared; it must be finite and above 0"
+        f"{group.name}: {value} cannot be compared; a value must be finite and above 0"
         for group in groups
         for value in group.values
         if not (math.isfinite(value) and value > 0)

@@ -35,10 +35,10 @@ class TimingPoint:
 
 @dataclass(frozen=True, eq=False)
 class TimingPoints(Sequence[TimingPoint]):
-    """All points of a run; kept as arrays, for a long run has many."""
+    """All points of a run, kept as arrays, for a long run has many."""
 
     steps: NDArray[np.int64]
-    medians_ms: NDArray[np.float64]  # a row a point: each phase of TIMED, then all together
+    medians_ms: NDArray[np.float64]  # one row per point: each phase of TIMED, then all together
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -65,10 +65,12 @@ class PointSummary:
 
 
 def list_points(rows: Table[StepRow], log_every: int) -> TimingPoints:
+    """Return a point for every step that `log_every` divides."""
     phases_ms = 1000 * np.nan_to_num([rows.column(phase.column) for phase in TIMED]).T
     table = np.column_stack([phases_ms, phases_ms.sum(axis=1)])
     steps = rows.column("step")
     ends = np.flatnonzero(steps % log_every == 0) + 1
+    # Windows at the start are shorter, so each has its own median; full ones go by many at once.
     early, later = ends[ends < WINDOW], ends[ends >= WINDOW]
     parts = [np.empty((0, table.shape[1])), *(np.median(table[:n], axis=0)[None] for n in early)]
     for some in np.array_split(later, len(later) // CHUNK + 1):

@@ -8,7 +8,7 @@ from statistics import fmean, geometric_mean
 from paceline.records.swept import Metric, SweptPhase
 from paceline.stats.figures import LOWER_IS_BETTER
 from paceline.stats.standings import MARGIN, Group, compare_groups
-from paceline.sweep.manifest import STOPPED, SUCCESS, Row
+from paceline.sweep.folder import STOPPED, SUCCESS, Row
 
 
 @dataclass
@@ -24,12 +24,15 @@ class Line:
 
     @property
     def value(self) -> float | None:
-        """The geometric mean, as the verdicts have it."""
+        """Return the geometric mean of its runs, as the verdicts do; None while it has none."""
         return geometric_mean(self.values) if self.values else None
 
 
 @dataclass
 class Board:
+    """Hold what is known of the phase that runs now; the runner calls `begin`, `start` and
+    `end`."""
+
     metric: Metric
     phase: str = ""
     lines: dict[str, Line] = field(default_factory=dict)
@@ -41,15 +44,18 @@ class Board:
     _began_at: float = 0.0
 
     def begin(self, phase: SweptPhase, to_run: Iterable[str]) -> None:
+        """Start a phase with an empty table; `to_run` names the cell of each run that is
+        missing."""
         self.phase, self._to_run = phase.name, list(to_run)
         self.lines = {name: Line(name, phase.repeats) for name in phase.cells}
         self.is_told_apart = False
 
     def start(self, cell: str, repeat: int) -> None:
+        """Note that a run begins now."""
         self.running, self.repeat, self._began_at = cell, repeat, time.monotonic()
 
     def end(self, row: Row, value: float | None) -> None:
-        """A run has ended now, or had before the sweep was begun again."""
+        """Note a run that has ended, now or in an earlier call of the same sweep."""
         line = self.lines[row["group"]]
         line.num_done += row["status"] == SUCCESS
         line.num_failed += row["status"] != SUCCESS and row["outcome"] not in STOPPED
@@ -88,13 +94,14 @@ class Board:
 
     @property
     def best(self) -> Line | None:
-        """By the means so far: a glance, not a verdict."""
+        """Return the line with the best mean so far: a glance, not a verdict."""
         found = [line for line in self.lines.values() if line.value is not None]
         sign = 1 if self.metric in LOWER_IS_BETTER else -1
         return min(found, key=lambda line: sign * (line.value or 0.0), default=None)
 
     def left_s(self) -> float | None:
-        """Each run to come as long as its cell's last, or as those of the others."""
+        """Estimate the seconds to the end of the phase: each run takes as long as the last one
+        of its cell, or as the mean run where its cell has none yet."""
         known = [s for line in self.lines.values() for s in line.seconds]
         if not known:
             return None

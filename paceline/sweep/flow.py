@@ -12,7 +12,6 @@ from paceline.launch.signals import logged_signals
 from paceline.machine.facts import probe
 from paceline.records.rundir import RunDir, RunLock
 from paceline.records.swept import Metric, SweepRecord, SweptCell, SweptPhase
-from paceline.sweep.cells import draw_cells, find_cell
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.judge import SweepJudgement, judge_sweep
 from paceline.sweep.matrix import Ground, load_cells, refuse_impossible
@@ -28,15 +27,15 @@ from paceline.sweep.phases import (
     with_extras,
 )
 from paceline.sweep.runner import SweepRunner, SweepTalk
-from paceline.sweep.spec import SweepSpec
+from paceline.sweep.spec import SweepSpec, draw_cells, find_cell
 from paceline.sweep.target import SPEEDUP, Target
 
-QUESTION = ("mode", "recipe", "overrides", "axes")  # what makes it another sweep
+QUESTION = ("mode", "recipe", "overrides", "axes")  # another value of one is another sweep
 
 
 @dataclass(frozen=True)
 class SweepEnd:
-    """`stopped_by` is the outcome that ended it early, or empty."""
+    """Hold what came of a sweep. `stopped_by` is the outcome that ended it early, or empty."""
 
     record: SweepRecord
     judgement: SweepJudgement
@@ -45,7 +44,8 @@ class SweepEnd:
 
 
 def plan_sweep(spec: SweepSpec) -> SweepRecord:
-    """Every cell, with the reason where it cannot run; nothing is written and nothing runs."""
+    """Return every cell, with the reason where it cannot run. Nothing is written and nothing
+    runs."""
     ground = Ground(spec.recipe, tuple(spec.overrides), probe())
     cells = draw_cells(spec)
     jobs = load_cells(ground, cells, spec.steps)
@@ -57,7 +57,7 @@ def plan_sweep(spec: SweepSpec) -> SweepRecord:
     by_tokens = all(job.workload.unit == "tokens" for job in jobs.values())
     metric: Metric = "tokens_per_s" if by_tokens else "samples_per_s"
     _require_countable(spec, by_tokens, cells[0].name)
-    if spec.phases:  # a misspelt extra must not be found when all others have run
+    if spec.phases:  # a misspelt extra is refused now, not after all other runs
         load_cells(ground, with_extras(spec, cells[0]), spec.steps)
     cells = in_phase(PILOT, cells) if spec.phases else cells
     return SweepRecord(
@@ -94,20 +94,21 @@ def run_planned(
 
 
 def report_sweep(runner: SweepRunner) -> SweepJudgement:
-    """Everything that can be said now, on disk."""
+    """Judge the runs that there are now, and write every table and page of the sweep."""
     judgement = judge_sweep(runner.record, runner.folder, runner.rows)
     try:
         write_outputs(runner.folder, runner.record, runner.rows, judgement)
     except OSError as error:
         raise ConfigError(
             f"cannot write the tables of the sweep: {error.filename}: {error.strerror}\n"
-            "hint: make room; the same command goes on, and no finished run is lost"
+            "hint: make room; the same command resumes, and no finished run is lost"
         ) from error
     return judgement
 
 
 def _phases(spec: SweepSpec, runner: SweepRunner) -> Iterator[SweptPhase]:
-    """The phases in order; the cells of a later one follow from the runs of the one before."""
+    """Yield the phases in order; the cells of a later one follow from the runs of the one
+    before."""
     yield runner.record.phases[0]
     if not spec.phases:
         return
@@ -121,7 +122,8 @@ def _phases(spec: SweepSpec, runner: SweepRunner) -> Iterator[SweptPhase]:
 
 
 def _next(spec: SweepSpec, runner: SweepRunner, name: str, cells: list[SweptCell]) -> SweptPhase:
-    """A phase more in the record, planned as the first one was."""
+    """Append the next phase to the record, with its cells planned as those of the first one
+    were."""
     named = in_phase(name, cells)
     jobs = load_cells(runner.ground, named, spec.steps)
     planned = refuse_impossible(named, jobs, runner.ground.env)
@@ -142,7 +144,7 @@ def _next(spec: SweepSpec, runner: SweepRunner, name: str, cells: list[SweptCell
 
 
 def open_folder(record: SweepRecord, name: str, out: Path | None) -> SweepDir:
-    """A new directory, or that of this very sweep, to go on in it."""
+    """Return a new directory, or that of this very sweep, so that it is resumed."""
     if out is not None and (out / SweepDir(out).record.name).is_file():
         _require_same(SweepRecord.load(SweepDir(out).record), record, out)
         return SweepDir(out.resolve())
@@ -153,6 +155,7 @@ def open_folder(record: SweepRecord, name: str, out: Path | None) -> SweepDir:
 
 
 def _require_same(old: SweepRecord, new: SweepRecord, out: Path) -> None:
+    """Refuse a directory that holds a sweep with another question."""
     differing = [name for name in QUESTION if getattr(old, name) != getattr(new, name)]
     if differing:
         told = [f"{n}: {getattr(old, n)} there, {getattr(new, n)} now" for n in differing]
@@ -163,6 +166,7 @@ def _require_same(old: SweepRecord, new: SweepRecord, out: Path) -> None:
 
 
 def _require_countable(spec: SweepSpec, by_tokens: bool, first: str) -> None:
+    """Refuse a metric or a target that this workload or this sweep cannot have."""
     target = Target.parse(spec.target) if spec.target else None
     problems = []
     if target is not None and target.metric == SPEEDUP and not spec.baseline:

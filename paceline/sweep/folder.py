@@ -1,69 +1,104 @@
-"""The directory of a sweep: where its files lie."""
+"""The directory of a sweep: where its files lie, and run_manifest.tsv, one row per run that has
+ended. The manifest is rewritten whole each time, so that a kill at any byte leaves either the
+old rows or the new ones."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
+from paceline.errors import DataError, Outcome
+from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir, slug
+from paceline.records.swept import SweptPhase
+
+Row = dict[str, str]
+NOT_THERE = "n/a"  # a setting that the workload does not have
+SUCCESS, FAILED = "success", "failed"
+STOPPED = frozenset(outcome for outcome in Outcome if outcome.is_stop)  # somebody ended the run
+# Names and order are those of the sweep scripts that Paceline's users come from
+# (docs/sweeping.md); columns that those did not have come last.
+IDENTITY = ("mode", "group", "repeat")
+SETTINGS = (
+    "zero_stage", "micro_batch", "world_size", "global_batch", "log_every_steps",
+    "validation_every_steps", "checkpoint_every_steps", "num_workers", "prefetch_factor",
+    "dataset_manifest_path", "precision_mode_req", "precision_mode_effective", "attn_impl_req",
+    "attn_impl_effective", "torch_compile_enabled", "gpu_name", "gpu_cc",
+)  # fmt: skip
+FINGERPRINTS = (
+    "config_fingerprint", "code_fingerprint", "data_fingerprint", "hardware_fingerprint",
+)  # fmt: skip
+COLUMNS = (
+    *IDENTITY, "status", "exit_code", "duration_sec", "last_step", "last_iter_ms_p50",
+    "run_dir", "launcher_log", "train_log", *SETTINGS,
+    "phase", "outcome", "steps_asked", "started_at", "peak_bytes", *FINGERPRINTS, "overrides",
+)  # fmt: skip
+NEEDED = (*IDENTITY, "status", "run_dir", "outcome", "steps_asked")  # to know a run again
 
 
-@dataclass(frozen=True)
 class SweepDir:
-    root: Path
+    """Paths inside one sweep's directory."""
 
-    @property
-    def record(self) -> Path:
-        return self.root / "sweep.json"
-
-    @property
-    def manifest(self) -> Path:
-        return self.root / "run_manifest.tsv"
-
-    @property
-    def per_run(self) -> Path:
-        return self.root / "per_run_metrics.csv"
-
-    @property
-    def points(self) -> Path:
-        return self.root / "timing_points.csv"
-
-    @property
-    def groups(self) -> Path:
-        return self.root / "group_summary.csv"
-
-    @property
-    def ranked(self) -> Path:
-        return self.root / "ranked_groups.csv"
-
-    @property
-    def best(self) -> Path:
-        return self.root / "best_config.json"
-
-    @property
-    def best_overrides(self) -> Path:
-        return self.root / "best_overrides.txt"
-
-    @property
-    def skipped(self) -> Path:
-        return self.root / "skipped_runs.tsv"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.md"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def runs(self) -> Path:
-        return self.root / "runs"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.record = root / "sweep.json"
+        self.manifest = root / "run_manifest.tsv"
+        self.per_run = root / "per_run_metrics.csv"
+        self.points = root / "timing_points.csv"
+        self.groups = root / "group_summary.csv"
+        self.ranked = root / "ranked_groups.csv"
+        self.best = root / "best_config.json"
+        self.best_overrides = root / "best_overrides.txt"
+        self.skipped = root / "skipped_runs.tsv"
+        self.summary = root / "summary.md"
+        self.report = root / "report.html"
+        self.runs = root / "runs"
 
     def unused_run(self, cell: str, repeat: int) -> Path:
-        """Where this repeat runs; with a counter behind it where one was run before."""
+        """Return where this repeat runs; with a counter behind it where one was run before."""
         stem = f"{slug(cell)}_r{repeat}"
         tries = (self.runs / (f"{stem}-{n}" if n else stem) for n in range(10_000))
         return next(path for path in tries if not path.exists())
 
     def run(self, row: dict[str, str]) -> RunDir:
-        """The run directory of a row of the manifest, wherever the sweep has been moved to."""
+        """Return the run directory of a row of the manifest, wherever the sweep has been moved
+        to."""
         return RunDir(self.root / row["run_dir"])
+
+
+def save_manifest(path: Path, rows: list[Row]) -> None:
+    """Write all rows; columns that only rows of another version have come last."""
+    columns = list(dict.fromkeys((*COLUMNS, *(name for row in rows for name in row))))
+    cells = ([_cell(row.get(name, NOT_THERE)) for name in columns] for row in rows)
+    write_atomic(path, "".join("\t".join(line) + "\n" for line in (columns, *cells)))
+
+
+def load_manifest(path: Path) -> list[Row]:
+    """Read the rows of this version or another; what a row does not say is `n/a`. Raise
+    `DataError` when the file is not one that `save_manifest` wrote."""
+    if not path.is_file():
+        return []
+    head, *lines = path.read_text().splitlines() or [""]
+    rows = [line.split("\t") for line in lines]
+    columns = head.split("\t")
+    if not set(NEEDED) <= set(columns) or any(len(row) != len(columns) for row in rows):
+        raise DataError(
+            f"{path} is not a manifest: its columns or rows are not those of a sweep\n"
+            "hint: give --out another directory; the runs in this one stay as they are"
+        )
+    absent = dict.fromkeys(COLUMNS, NOT_THERE)
+    return [absent | dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def rows_of(phase: SweptPhase, rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of one phase. A manifest may also hold what an earlier call asked for:
+    other lengths, more repeats."""
+    return [
+        row
+        for row in rows
+        if row["group"] in phase.cells
+        and int(row["repeat"]) <= phase.repeats
+        and row["steps_asked"] == str(phase.steps)
+    ]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split())  # no tab and no line break inside a cell

@@ -12,22 +12,23 @@ from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.stats.figures import LOWER_IS_BETTER, RunFigures, measure_run
 from paceline.stats.intervals import Interval
 from paceline.stats.standings import Group, Standing, Standings, compare_groups
-from paceline.sweep.folder import SweepDir
-from paceline.sweep.manifest import NOT_THERE, STOPPED, SUCCESS, Row, rows_of
+from paceline.sweep.folder import NOT_THERE, STOPPED, SUCCESS, Row, SweepDir, rows_of
 from paceline.sweep.target import SPEEDUP, Target, TargetResult, hold
 
-NUM_PARTS = 5  # of a loss curve; the first one is left out
+# Losses are compared as means over fifths of a run: single steps are noisy, and a mean over the
+# whole run would hide a curve that departs late. In the first fifth all losses fall alike.
+NUM_PARTS = 5
 
 
 @dataclass(frozen=True)
 class SweepJudgement:
     """What can be said now; a sweep that was stopped early is judged by what it has.
 
-    `figures`: by run_dir of the manifest, of successful runs that could be measured.
+    `figures`: of successful runs that could be measured, by their run_dir in the manifest.
     `standings`: of the phase that decides; None while no cell has a figure. Cells whose loss
-    departs stand at the end and count for nobody else. `earlier`: of the phases before it.
+    departs come last, and no other cell is compared with them. `earlier`: of the phases before it.
     `others`: the same cells by the other metric, which may disagree.
-    `flagged`: cells whose loss departs from that of their equals, and how.
+    `flagged`: cells whose loss departs from that of cells with the same model and batch, and how.
     """
 
     figures: dict[str, RunFigures]
@@ -65,7 +66,7 @@ class SweepJudgement:
 
 
 def judge_sweep(record: SweepRecord, folder: SweepDir, rows: Sequence[Row]) -> SweepJudgement:
-    """Read the figures of every run, and judge."""
+    """Read the figures of every run from its files, and judge."""
     good = [row for row in rows if row["status"] == SUCCESS]
     found = {row["run_dir"]: measure_run(folder.run(row)) for row in good}
     figures = {place: figure for place, figure in found.items() if figure is not None}
@@ -75,6 +76,7 @@ def judge_sweep(record: SweepRecord, folder: SweepDir, rows: Sequence[Row]) -> S
 def judge_figures(
     record: SweepRecord, rows: Sequence[Row], figures: dict[str, RunFigures]
 ) -> SweepJudgement:
+    """Judge the runs by figures that were read already."""
     judges = [_Judge(record, phase, list(rows), figures) for phase in record.phases]
     able = [judge for judge in judges if judge.standings is not None]
     if not able:
@@ -105,7 +107,7 @@ def _missed(record: SweepRecord, because: str) -> TargetResult:
 
 
 class _Judge:
-    """One phase: its runs, their losses, its standings."""
+    """Judge one phase: its runs, their losses, its standings."""
 
     def __init__(
         self,
@@ -123,13 +125,14 @@ class _Judge:
 
     @property
     def has_ended(self) -> bool:
-        """Every run of it has, well or badly."""
+        """Tell whether every run of the phase has ended, well or badly."""
         ended = [row for row in self.rows if row["outcome"] not in STOPPED]
         return len(ended) == len(self.phase.cells) * self.phase.repeats
 
     def compare(
         self, metric: str, names: Sequence[str], baseline: str | None = None
     ) -> Standings | None:
+        """Compare the cells `names` by a metric; None where none of them has a figure."""
         groups = [self._group(name, metric) for name in names]
         filled = [group for group in groups if group.values]
         if not filled:
@@ -143,7 +146,7 @@ class _Judge:
         )
 
     def winner(self) -> str | None:
-        """The first of those that cannot be told from the best."""
+        """Return the first of the cells that cannot be told apart from the best."""
         return self.standings.winners[0].group.name if self.standings else None
 
     def target(self) -> TargetResult:
@@ -158,17 +161,17 @@ class _Judge:
 
     def notes(self) -> list[str]:
         notes = [
-            f"{name}: no run of it could be measured"
+            f"{name}: none of its runs could be measured"
             for name in self.phase.cells
             if not self._of(name)
         ]
         if self.record.baseline and self.standings and not self.standings.is_baseline:
             notes.append(
-                f"the baseline {self.record.baseline} has no figure: held against the best"
+                f"the baseline {self.record.baseline} has no figure: all are held against the best"
             )
         for what in ("code", "hardware", "data"):
             if len({row[f"{what}_fingerprint"] for row in self.rows}) > 1:
-                notes.append(f"not all runs have the same {what}: what differs may be that")
+                notes.append(f"not all runs have the same {what}: a difference may come from that")
         alone = self._without_equals()
         if alone:
             notes.append(
@@ -178,7 +181,8 @@ class _Judge:
         return notes
 
     def _standings(self) -> Standings | None:
-        """Sound cells among themselves; then the others, each against the same reference."""
+        """Compare the sound cells among themselves; then add the others, each held against the
+        same reference, so that a cell that trains something else cannot change who wins."""
         sound = self.compare(self.record.metric, self.sound)
         if sound is None:
             return None
@@ -191,8 +195,9 @@ class _Judge:
             yield replace(beside.of(name), is_winner=False)
 
     def _departures(self) -> Iterator[tuple[str, str]]:
-        """Cells with the model and the global batch of others, but not with their losses. What they
-        are held against is the baseline, or the first of them in the order of the matrix."""
+        """Yield the cells that have the model and the global batch of others, but not their
+        losses. They are held against the baseline, or against the first of their kind in the
+        matrix."""
         references: dict[tuple[str, ...], str] = {}
         for name in sorted(self.phase.cells, key=lambda name: name != self.baseline):
             curve = self._curve(name)
@@ -227,7 +232,7 @@ class _Judge:
         return compare_groups([group]).rows[0].rate if group.values else None
 
     def _of(self, name: str) -> list[Row]:
-        """Its runs that could be measured."""
+        """Return the runs of a cell that could be measured."""
         return [r for r in self.rows if r["group"] == name and r["run_dir"] in self.figures]
 
     def _group(self, name: str, metric: str) -> Group:
@@ -238,19 +243,20 @@ class _Judge:
         return Group(name, values, max(peaks, default=None))
 
     def _kind(self, name: str) -> tuple[str, ...]:
-        """What must be the same for losses to compare: samples a step, and the model."""
+        """Return what must be equal for losses to compare: samples per step, and the model."""
         settings = self.record.cell(name).settings.items()
         model = [f"{key}={text}" for key, text in settings if key.startswith("model.")]
         rows = self._of(name)
         return (rows[0]["global_batch"] if rows else "", *model)
 
     def _curve(self, name: str) -> list[float]:
-        """Its loss over time: means over the parts of its runs, but for the first."""
+        """Return the loss of a cell over time: the mean over its runs of each part but the
+        first."""
         curves = [_parts(self.figures[row["run_dir"]].losses) for row in self._of(name)]
         return [fmean(part) for part in zip(*curves, strict=True)] if curves else []
 
     def _find_baseline(self) -> str | None:
-        """A baseline stands in each phase under the phase's own name."""
+        """Return the name of the baseline in this phase."""
         if self.record.baseline is None:
             return None
         return (
@@ -259,13 +265,14 @@ class _Judge:
 
 
 def _parts(losses: Sequence[float]) -> list[float]:
+    """Cut a loss curve into NUM_PARTS and return the mean of each but the first."""
     edges = [round(len(losses) * n / NUM_PARTS) for n in range(NUM_PARTS + 1)]
     parts = [losses[a:b] for a, b in zip(edges[1:], edges[2:], strict=False)]
     return [fmean(part) for part in parts if part]
 
 
 def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The largest relative distance between two curves; NaN if either has one."""
+    """Return the largest relative distance between two curves; NaN if either has one."""
     gaps = [
         abs(a - b) / abs(b) if b else abs(a - b) for a, b in zip(ours, theirs, strict=True)
     ]  # fmt: skip
@@ -273,7 +280,8 @@ def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def peak_bytes(standing: Standing | None, rows: list[Row]) -> float | None:
-    """What the standings order by; of a cell that has none, the most that a run of it took."""
+    """Return the memory that the standings order by; where a cell has none, the most that one of
+    its runs took."""
     if standing is not None and standing.group.memory_bytes is not None:
         return standing.group.memory_bytes
     known = [float(row["peak_bytes"]) for row in rows if row["peak_bytes"] not in ("", NOT_THERE)]
@@ -281,7 +289,7 @@ def peak_bytes(standing: Standing | None, rows: list[Row]) -> float | None:
 
 
 def problem_of(folder: SweepDir, record: SweepRecord, row: Row, judgement: SweepJudgement) -> str:
-    """Why a run is not in the comparison, in the words of the first sweeps; empty where it is."""
+    """Say why a run is not in the comparison, as skipped_runs.tsv has it; empty where it is."""
     if row["status"] != SUCCESS:
         return "run_failed"
     figures = judgement.figures.get(row["run_dir"])
@@ -292,7 +300,7 @@ def problem_of(folder: SweepDir, record: SweepRecord, row: Row, judgement: Sweep
 
 
 def cause_of(folder: SweepDir, row: Row) -> str:
-    """The root cause that the run's own record names, in one line."""
+    """Return the root cause that the run's own record names, in one line."""
     try:
         failure = Result.load(folder.run(row).result).failure
     except DataError:

@@ -10,8 +10,8 @@ from paceline.records import Env
 from paceline.records.swept import SweptCell
 from paceline.run.flow import Decided, Talk, prepare, require_feasible
 
-# What a run does only to be kept or judged later costs time that is not compared. The user's own
-# overrides stand behind these.
+# Switch off validation and checkpoints: they cost time that is not compared. The user's own
+# overrides come after these and win.
 PLAIN = (
     "train.eval_every=off", "train.eval_samples=all", "checkpoint.at_end=false",
     "checkpoint.at_stop=false",
@@ -20,7 +20,7 @@ PLAIN = (
 
 @dataclass(frozen=True)
 class Ground:
-    """What all cells stand on."""
+    """Hold what all cells have in common."""
 
     recipe: str
     overrides: tuple[str, ...]
@@ -28,14 +28,14 @@ class Ground:
 
 
 def load_cell(ground: Ground, cell: SweptCell, steps: int) -> Job:
-    """The job of a cell; `ConfigError` when one of its words is wrong."""
+    """Return the job of a cell; `ConfigError` when one of its words is wrong."""
     words = [*PLAIN, *ground.overrides, *cell.overrides, f"train.steps={steps}"]
     return load_job(ground.recipe, words)
 
 
 def load_cells(ground: Ground, cells: Sequence[SweptCell], steps: int) -> dict[str, Job]:
-    """All of them. A word that no schema knows is a mistake, not a cell that cannot run: every one
-    is named at once."""
+    """Return the job of every cell by its name. A word that no schema knows is a mistake, not a
+    cell that cannot run: all of them are named at once."""
     jobs, problems = {}, dict[str, None]()
     for cell in cells:
         try:
@@ -50,7 +50,7 @@ def load_cells(ground: Ground, cells: Sequence[SweptCell], steps: int) -> dict[s
 def refuse_impossible(
     cells: Sequence[SweptCell], jobs: dict[str, Job], env: Env
 ) -> list[SweptCell]:
-    """The cells again, with the reason where the plan has no place for one."""
+    """Return the cells again, each with the reason where its plan is refused."""
     return [_planned(cell, jobs[cell.name], env) for cell in cells]
 
 
@@ -64,6 +64,6 @@ def _planned(cell: SweptCell, job: Job, env: Env) -> SweptCell:
 
 
 def decide_cell(ground: Ground, cell: SweptCell, steps: int, talk: Talk) -> Decided:
-    """Ready to run, any number of times."""
+    """Plan and prepare a cell, so that it can run any number of times."""
     job = load_cell(ground, cell, steps)
     return prepare(job, ground.env, make_plan(job, ground.env), talk)

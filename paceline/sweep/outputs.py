@@ -1,5 +1,5 @@
-"""All files that tell the result of a sweep, from what the judge found. Written after each phase
-and at the end, and whole whatever the state: stopped in the middle, or with nothing that
+"""All files that show the result of a sweep, from what the judge found. They are written after
+each phase and at the end, whole whatever the state: stopped in the middle, or with nothing that
 succeeded."""
 
 import json
@@ -14,9 +14,8 @@ from paceline.report.sweep import render_sweep_page, render_sweep_summary
 from paceline.report.sweep_story import CellLine, RunLine, SweepStory, pasteable, winners
 from paceline.stats.figures import RunFigures
 from paceline.stats.standings import Standing
-from paceline.sweep.folder import SweepDir
+from paceline.sweep.folder import FINGERPRINTS, SUCCESS, Row, SweepDir
 from paceline.sweep.judge import SweepJudgement, cause_of, peak_bytes, problem_of
-from paceline.sweep.manifest import FINGERPRINTS, SUCCESS, Row
 from paceline.sweep.phases import plain_name
 from paceline.sweep.tables import (
     common_settings,
@@ -35,7 +34,7 @@ BEST_SCHEMA = 1
 def write_outputs(
     folder: SweepDir, record: SweepRecord, rows: list[Row], judgement: SweepJudgement
 ) -> None:
-    """Everything in the directory but sweep.json, the manifest and the runs."""
+    """Write everything in the directory but sweep.json, the manifest and the runs."""
     story = tell(folder, record, rows, judgement)
     groups = groups_csv(record, rows, judgement, group_names(record))
     ranked = groups_csv(record, rows, judgement, ranked_names(record, judgement))
@@ -53,6 +52,7 @@ def write_outputs(
 def tell(
     folder: SweepDir, record: SweepRecord, rows: list[Row], judgement: SweepJudgement
 ) -> SweepStory:
+    """Return all that the report, the summary and the console show of a sweep."""
     by_group: dict[str, list[Row]] = {cell.name: [] for cell in record.cells}
     for row in rows:
         by_group.setdefault(row["group"], []).append(row)
@@ -111,7 +111,7 @@ def _figures(rows: list[Row], judgement: SweepJudgement) -> list[RunFigures]:
 def _throughput(
     record: SweepRecord, standing: Standing | None, figures: list[RunFigures]
 ) -> float | None:
-    """What the standings say, where they compare rates; else the mean over the runs."""
+    """Return what the standings say where they compare rates, else the mean over the runs."""
     if standing is None:
         return None
     if record.metric != "tail_mean_iter_p50_ms":
@@ -136,7 +136,7 @@ def _run_line(
 
 
 def _href(folder: SweepDir, row: Row) -> str:
-    """Its report; of a run that has none, its directory."""
+    """Return the link to a run's report, or to its directory where it has no report."""
     run = folder.run(row)
     if run.report.is_file():
         return quote(f"{row['run_dir']}/{run.report.name}")
@@ -144,7 +144,7 @@ def _href(folder: SweepDir, row: Row) -> str:
 
 
 def _best_overrides(story: SweepStory) -> str:
-    """One line for behind `paceline train RECIPE`; empty where nothing won."""
+    """Return one line for behind `paceline train RECIPE`; empty where nothing won."""
     if story.winner is None:
         return ""
     return pasteable(story.record, story.line(story.winner).cell) + "\n"
@@ -195,7 +195,7 @@ def _target(judgement: SweepJudgement) -> dict[str, Any] | None:
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for what is no number: JSON has no NaN."""
+    """Replace NaN and infinity by None, for JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

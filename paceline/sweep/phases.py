@@ -17,6 +17,7 @@ MIN_PILOT_STEPS = 20
 
 
 def first_phase(spec: SweepSpec, cells: Sequence[SweptCell]) -> SweptPhase:
+    """Return the phase that runs first: the only one, or the pilot."""
     runnable = [cell.name for cell in cells if not cell.refusal]
     if not spec.phases:
         return SweptPhase(name="", cells=runnable, repeats=spec.repeats, steps=spec.steps)
@@ -26,23 +27,24 @@ def first_phase(spec: SweepSpec, cells: Sequence[SweptCell]) -> SweptPhase:
 
 
 def pilot_steps(spec: SweepSpec) -> int:
+    """Return the steps of a run in the pilot: as asked, or a third of the full length."""
     if spec.pilot_steps != "auto":
         return spec.pilot_steps
     return min(spec.steps, max(MIN_PILOT_STEPS, spec.steps // 3))
 
 
 def in_phase(name: str, cells: Sequence[SweptCell]) -> list[SweptCell]:
-    """Runs of another length are another group: cells have a name of their own in each phase."""
+    """Name the cells after their phase: runs of another length are another group."""
     return [cell.model_copy(update={"name": f"{name}:{cell.name}"}) for cell in cells]
 
 
 def plain_name(name: str) -> str:
-    """Without its phase."""
+    """Return a cell's name without its phase."""
     return name.partition(":")[2] if name[1:2] == ":" else name
 
 
 def choose_finalists(record: SweepRecord, pilot: Standings) -> list[SweptCell]:
-    """All that may be the best, at least two, and the baseline."""
+    """Return all cells that may be the best, at least two, and the baseline."""
     order = [row.group.name for row in pilot.rows]
     chosen = {row.group.name for row in pilot.winners} | set(order[:MIN_FINALISTS])
     if record.baseline is not None:
@@ -51,7 +53,7 @@ def choose_finalists(record: SweepRecord, pilot: Standings) -> list[SweptCell]:
 
 
 def choose_extras(record: SweepRecord, spec: SweepSpec, winner: str) -> list[SweptCell]:
-    """The winner, the baseline, and the winner with each extra."""
+    """Return the winner, the baseline, and the winner with each extra."""
     base = _plain(record.cell(winner))
     kept = [base]
     if record.baseline not in (None, base.name):
@@ -60,6 +62,7 @@ def choose_extras(record: SweepRecord, spec: SweepSpec, winner: str) -> list[Swe
 
 
 def with_extras(spec: SweepSpec, base: SweptCell) -> list[SweptCell]:
+    """Return a cell for each extra: `base` with the overrides of that extra."""
     return [
         SweptCell(
             name=f"{base.name},+{name}",
@@ -75,7 +78,7 @@ def _plain(cell: SweptCell) -> SweptCell:
 
 
 def describe_schedule(spec: SweepSpec, cells: Sequence[SweptCell]) -> list[str]:
-    """What will run and what it costs, before it starts."""
+    """Say what will run and what it costs, before it starts."""
     num = sum(not cell.refusal for cell in cells)
     if not spec.phases:
         return [_cost("", num, spec.repeats, spec.steps)]

@@ -3,10 +3,11 @@
     spec = read_spec("lm_tiny", ["train.grad_accum=1"], ["strategy.name=ddp,zero1"], given)
     spec = read_spec("my_sweep.yaml", ["sweep.margin=0.05"], [], given)
 
-A YAML file is a sweep, and no recipe, when it has `axes`.
+A YAML file is a sweep, not a recipe, when it has `axes`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,21 +19,22 @@ from paceline.config.load import Draft, read_plain, validate
 from paceline.config.overrides import parse_override
 from paceline.config.schema import Positive, Section
 from paceline.errors import ConfigError
-from paceline.records.swept import Metric
+from paceline.records.swept import Metric, SweptCell
 
 PREFIX = "sweep."
 Share = Annotated[float, Field(gt=0, lt=1)]
 Values = Annotated[list[str | int | float | bool | list[Any]], Field(min_length=1)]
+MAX_NAMED = 20
 
 
 class SweepSpec(Section):
-    """Every word of a sweep. On the command line, without a flag of its own: sweep.WORD=value."""
+    """Hold every word of a sweep. One that has no flag is typed as sweep.WORD=value."""
 
     recipe: str = Field(description="A recipe's name or a YAML file of a run.")
     overrides: list[str] = Field([], description="key=value for every cell.")
     axes: dict[str, Values] = Field({}, description="A key and the values it takes.")
-    repeats: Positive = Field(3, description="Runs of each cell.")
-    steps: Positive = Field(60, description="Steps of each run.")
+    repeats: Positive = Field(3, description="Runs per cell.")
+    steps: Positive = Field(60, description="Steps per run.")
     metric: Literal["auto"] | Metric = Field(
         "auto", description="What cells are compared by. auto: tokens_per_s, or samples_per_s."
     )
@@ -43,24 +45,27 @@ class SweepSpec(Section):
     target: str = Field("", description="speedup>=1.08 against the baseline, or METRIC>=VALUE.")
     seed: Annotated[int, Field(ge=0)] = Field(0, description="Shuffles the order of runs.")
     phases: bool = Field(False, description="Pilot, final and extras instead of one round.")
-    pilot_repeats: Annotated[int, Field(ge=2)] = Field(2, description="Runs of a cell in A.")
+    pilot_repeats: Annotated[int, Field(ge=2)] = Field(
+        2, description="Runs per cell in the pilot (A)."
+    )
     pilot_steps: Literal["auto"] | Positive = Field(
-        "auto", description="Steps of a run in A. auto: a third of steps, at least 20."
+        "auto", description="Steps per run in the pilot (A). auto: a third of steps, at least 20."
     )
     extras: dict[str, list[str]] = Field(
         {"compile": ["train.compile=default"]},
-        description="Phase C: name to the overrides that the winner gets.",
+        description="Phase C: overrides to try on the winner, by a name for them.",
     )
     loss_tolerance: Share = Field(
-        0.02, description="How far a cell's loss may be from that of its equals."
+        0.02, description="How far a loss may be from that of cells with the same model and batch."
     )
-    stop_on_error: bool = Field(False, description="End the sweep with the first run that fails.")
+    stop_on_error: bool = Field(False, description="End the sweep at the first run that fails.")
 
 
 def read_spec(
     source: str, words: Sequence[str], axes: Sequence[str], given: dict[str, Any]
 ) -> SweepSpec:
-    """`words`: overrides of every cell, and sweep.WORD=value; `given`: flags that were set."""
+    """Read what was asked. `words`: overrides of every cell, and sweep.WORD=value; `given`:
+    flags that were set."""
     problems: list[str] = []
     body = _read_file(source) or {"recipe": source, "axes": {}, "overrides": []}
     body["axes"] = {**body["axes"], **_read_axes(axes, problems)}
@@ -80,7 +85,7 @@ def read_spec(
 
 
 def _read_file(source: str) -> dict[str, Any] | None:
-    """The words of a sweep's file; None where `source` is a recipe."""
+    """Return the words of a sweep's file; None where `source` is a recipe."""
     if not source.endswith((".yaml", ".yml")):
         return None
     body = {"overrides": [], **read_plain(Path(source))}
@@ -98,26 +103,27 @@ def _read_file(source: str) -> dict[str, Any] | None:
             f"hint: type it: paceline sweep {recipe} --axis ..."
         )
     problems = [
-        f"axes.{key} in {source} is no list of values\nhint: {key}: [A, B]"
+        f"axes.{key} in {source} is not a list of values\nhint: {key}: [A, B]"
         for key, values in axes.items()
         if not isinstance(values, list) or not values
     ]
     if not isinstance(body["overrides"], list):
-        problems.append(f"overrides in {source} is no list\nhint: overrides: [key=value]")
+        problems.append(f"overrides in {source} is not a list\nhint: overrides: [key=value]")
     if problems:
         raise ConfigError(problems)
-    # As they stand there: `on` is a word of ours, and no truth value.
+    # Read again as plain text: `on` is a word of ours, not a truth value.
     as_typed = yaml.load(Path(source).read_text(), yaml.BaseLoader)  # noqa: S506 (strings only)
     return {**body, "axes": as_typed["axes"]}
 
 
 def _read_axes(axes: Sequence[str], problems: list[str]) -> dict[str, list[Any]]:
+    """Read `KEY=A,B` of each --axis; what is wrong is added to `problems`."""
     found: dict[str, list[Any]] = {}
     for text in axes:
         key, sign, values = text.partition("=")
         key = key.strip().lstrip("+")
         if not sign or not key:
-            problems.append(f"--axis {text} is no KEY=A,B\nhint: --axis strategy.name=ddp,zero1")
+            problems.append(f"--axis {text} is not KEY=A,B\nhint: --axis strategy.name=ddp,zero1")
         elif not all(split_values(values)):
             problems.append(
                 f"--axis {text} is empty, or has an empty value\nhint: --axis {key}=A,B"
@@ -130,7 +136,7 @@ def _read_axes(axes: Sequence[str], problems: list[str]) -> dict[str, list[Any]]
 
 
 def split_values(text: str) -> list[str]:
-    """At commas that are not inside brackets: `[0,1],[2,3]` are two values."""
+    """Split at commas that are not inside brackets: `[0,1],[2,3]` are two values."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "[{") - (letter in "]}")
@@ -162,7 +168,7 @@ def _require_sensible(spec: SweepSpec) -> None:
 
 
 def _same(text: str) -> str | float:
-    """0.1 and 1e-1 are one value."""
+    """Return a value so that equal ones are equal: 0.1 and 1e-1 are one value."""
     try:
         return float(text)
     except ValueError:
@@ -170,9 +176,62 @@ def _same(text: str) -> str | float:
 
 
 def shown_value(value: Any) -> str:
-    """As it is typed after `key=`."""
+    """Write a value as it is typed after `key=`."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
         return f"[{','.join(shown_value(item) for item in value)}]"
     return str(value)
+
+
+def draw_cells(spec: SweepSpec) -> list[SweptCell]:
+    """Return every combination of the axes, the last axis fastest."""
+    short = short_keys(spec.axes)
+    cells = []
+    for values in product(*spec.axes.values()):
+        settings = {key: shown_value(value) for key, value in zip(spec.axes, values, strict=True)}
+        name = ",".join(f"{short[key]}={text}" for key, text in settings.items())
+        cells.append(
+            SweptCell(
+                name=" ".join(name.split()),  # a manifest keeps no other white space
+                settings=settings,
+                overrides=[f"{key}={text}" for key, text in settings.items()],
+            )
+        )
+    return cells
+
+
+def short_keys(keys: Iterable[str]) -> dict[str, str]:
+    """Return the shortest end of each key that no other key has."""
+    parts = {key: key.split(".") for key in keys}
+
+    def ends(key: str, length: int) -> str:
+        return ".".join(parts[key][-length:])
+
+    short = {}
+    for key in parts:
+        lengths = range(1, len(parts[key]) + 1)
+        short[key] = next(
+            (ends(key, n) for n in lengths if sum(ends(k, n) == ends(key, n) for k in parts) == 1),
+            key,
+        )
+    return short
+
+
+def find_cell(cells: Sequence[SweptCell], asked: str) -> SweptCell:
+    """Return the cell of that name, or the only one that has all of its `key=value` parts."""
+    wanted = {part.strip() for part in split_values(asked)}
+    exact = [cell for cell in cells if cell.name == asked]
+    fitting = exact or [cell for cell in cells if wanted <= _words(cell)]
+    names = "\n".join(f"  {cell.name}" for cell in (fitting or cells)[:MAX_NAMED])
+    if not fitting:
+        raise ConfigError(f"'{asked}' is not a cell; the cells are\n{names}")
+    if len(fitting) > 1:
+        raise ConfigError(f"'{asked}' fits {len(fitting)} cells\n{names}")
+    if fitting[0].refusal:
+        raise ConfigError(f"{fitting[0].name} cannot run: {fitting[0].refusal}")
+    return fitting[0]
+
+
+def _words(cell: SweptCell) -> set[str]:
+    return {*split_values(cell.name), *cell.overrides}

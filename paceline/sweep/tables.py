@@ -1,5 +1,5 @@
-"""The tables of a sweep: one row a run, a timing point, a group, a run that was left out. Their
-columns are described in docs/sweeping.md."""
+"""The tables of a sweep: one row per run, per timing point, per group, per run that was left
+out. docs/sweeping.md describes their columns."""
 
 import csv
 import io
@@ -12,9 +12,8 @@ from paceline.records.swept import SweepRecord
 from paceline.stats.figures import RunFigures
 from paceline.stats.standings import Standing
 from paceline.stats.timing_points import TIMED
-from paceline.sweep.folder import SweepDir
+from paceline.sweep.folder import IDENTITY, NOT_THERE, SETTINGS, Row, SweepDir
 from paceline.sweep.judge import SweepJudgement, cause_of, peak_bytes, problem_of
-from paceline.sweep.manifest import IDENTITY, NOT_THERE, SETTINGS, Row
 from paceline.sweep.phases import plain_name
 
 Value = str | float | int | bool | None
@@ -115,7 +114,7 @@ def points_csv(rows: Sequence[Row], judgement: SweepJudgement) -> str:
 def groups_csv(
     record: SweepRecord, rows: Sequence[Row], judgement: SweepJudgement, names: Sequence[str]
 ) -> str:
-    """A row for each of `names` that has a run with figures."""
+    """Return a row for each of `names` that has a run with figures."""
     lines = []
     for name in names:
         runs = _measured(name, rows, judgement)
@@ -145,7 +144,7 @@ def _measured(name: str, rows: Sequence[Row], judgement: SweepJudgement) -> Meas
 
 
 def _baseline(record: SweepRecord, name: str) -> str:
-    """The baseline in the phase of the cell `name`."""
+    """Return the name of the baseline in the phase of the cell `name`."""
     return name.removesuffix(plain_name(name)) + (record.baseline or "")
 
 
@@ -180,7 +179,7 @@ def _group_numbers(runs: Measured) -> dict[str, Value]:
 
 
 def common_settings(rows: Sequence[Row], names: Sequence[str] = SETTINGS) -> dict[str, str]:
-    """Each setting of a group; `mixed` where its runs disagree."""
+    """Return each setting of a group; `mixed` where its runs disagree."""
     values = {name: {row[name] for row in rows} for name in names}
     return {
         name: found.pop() if len(found) == 1 else "mixed" if found else NOT_THERE
@@ -206,7 +205,7 @@ def _standing_numbers(
 
 
 def compared(standing: Standing | None) -> dict[str, Value]:
-    """Value and speedup with their intervals; a single run has a value and no interval."""
+    """Return value and speedup with their intervals; a single run has a value and no interval."""
     rate = standing.rate if standing else None
     speedup = standing.speedup if standing else None
     return {
@@ -247,7 +246,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _std(values: Sequence[float]) -> float | None:
-    """Return the deviation of a sample; 0 of one value, None of none."""
+    """Return the sample standard deviation; 0 for a single value, None for none."""
     return stdev(values) if len(values) > 1 else 0.0 if values else None
 
 

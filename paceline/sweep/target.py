@@ -13,7 +13,7 @@ State = Literal["met", "missed", "open"]
 
 
 class Target(NamedTuple):
-    """`speedup>=1.08`, `tokens_per_s>=39`, `tail_mean_iter_p50_ms<=12`."""
+    """A limit on a metric: `speedup>=1.08`, `tokens_per_s>=39`, `tail_mean_iter_p50_ms<=12`."""
 
     metric: str
     sign: str
@@ -40,7 +40,8 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class TargetResult:
-    """`state`: met, missed, or open: the interval holds the limit, so nobody can tell yet."""
+    """Hold how the winner stands to the target. `open`: the interval holds the limit, so that
+    more repeats are needed to tell."""
 
     text: str
     group: str
@@ -54,9 +55,10 @@ class TargetResult:
 
 
 def hold(target: Target, found: Interval | None) -> tuple[State, str]:
-    """Met only when the whole interval is on the right side of the limit."""
+    """Hold an interval against a limit: met only when the whole interval is on the right side of
+    it."""
     if found is None:
-        return "open", f"there is no interval of {target.metric}: it needs more repeats, or steps"
+        return "open", f"{target.metric} has no interval: it needs more repeats, or steps"
     sign = -1 if target.sign == "<=" else 1
     low, high = sorted((sign * found.low, sign * found.high))
     text = f"{target.metric} is {found.value:.4g} ({found.low:.4g} to {found.high:.4g})"

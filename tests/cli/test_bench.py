@@ -75,9 +75,9 @@ def test_a_run_that_dies_fails_the_pair(tmp_path: Path) -> None:
         (["bench", "run", "ddp", "optim.fused=on"], 2, "optim.fused is what ddp compares"),
         (["bench", "run", "ddp", "zero1:train.seed=1"], 2, "not among the targets"),
         (["bench", "run", "ddp", "train.stps=3"], 2, "did you mean train.steps?"),
-        (["bench", "run", "ddp", "--check-expectations", "x"], 2, "nothing is known of this"),
+        (["bench", "run", "ddp", "--check-expectations", "x"], 2, "nothing is stored for this"),
         (["bench", "rum"], 2, "run"),
-        (["compare", "nowhere", "here"], 4, "nowhere is no run directory"),
+        (["compare", "nowhere", "here"], 4, "nowhere is not a run directory"),
         (["compare", "x", "y", "--metric", "speed"], 2, "there is no metric speed"),
     ],
 )

@@ -53,7 +53,7 @@ def test_one_record(given: Path) -> None:
         (["--schedule", "all", "--times", "no.yaml"], 2, "cannot read no.yaml"),
         (["--schedule", "all", "--times", "short.yaml"], 2, "has 3 values, and the model has 4"),
         (["--schedule", "all", "--times", "."], 4, "is not a run directory"),
-        (["--schedule", "all", "--bubble", "2"], 2, "--bubble 2 is no share"),
+        (["--schedule", "all", "--bubble", "2"], 2, "--bubble 2 is not a share"),
         (["--schedule", "all", "--launch"], 2, "strategy.schedule=NAME"),
         (["--times", "times.yaml"], 2, "add --schedule all"),
         (["--schedule", "all", "launch.nproc=1"], 2, "set launch.nproc to 2 or more"),

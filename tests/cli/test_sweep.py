@@ -71,9 +71,9 @@ def test_a_finished_run_is_skipped_only_while_all_is_the_same(bench: Bench) -> N
     assert again.code == 0 and len(runs(bench)) == 4 and set(before) < set(runs(bench))
     bench.job(SLEEP + " # edited")
     edited = sweep(bench, job, *NAPS, "--repeats", "2", "--steps", "6")
-    assert edited.err.count("run again, code changed") == 4 and len(runs(bench)) == 8
+    assert edited.err.count("runs again, for its code changed") == 4 and len(runs(bench)) == 8
     longer = sweep(bench, job, *NAPS, "--repeats", "1", "--steps", "7")
-    assert longer.err.count("run again, config changed") == 2
+    assert longer.err.count("runs again, for its config changed") == 2
     assert "the data has no `fingerprint`" in longer.err
 
 
@@ -87,7 +87,7 @@ def test_what_the_job_imports_is_code_too(bench: Bench) -> None:
     assert sweep(bench, job, *words).code == 0
     assert "run again" not in sweep(bench, job, *words).err
     helper.write_text("SIZE = 4  # edited\n")
-    assert sweep(bench, job, *words).err.count("run again, code changed") == 2
+    assert sweep(bench, job, *words).err.count("runs again, for its code changed") == 2
 
 
 @pytest.mark.slow

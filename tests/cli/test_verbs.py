@@ -59,8 +59,8 @@ def test_plan_for_64_ranks_on_this_machine(tmp_path: Path) -> None:
     assert ran.code == 3 and "launch.overcommit=true" in ran.err
     ran = paceline(*asked, "launch.overcommit=true", cwd=tmp_path)
     assert ran.code == 0
-    assert "1024 samples a step = 16 micro x 1 accumulation x 64 dp" in ran.out
-    assert "1,345,423,360 parameters" in ran.out and "20 GiB a rank" in ran.out
+    assert "1024 samples per step = 16 micro x 1 accumulation x 64 dp" in ran.out
+    assert "1,345,423,360 parameters" in ran.out and "20 GiB per rank" in ran.out
     assert not (tmp_path / "runs").exists()
 
 

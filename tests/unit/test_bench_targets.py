@@ -4,10 +4,9 @@ import re
 
 import pytest
 
-from paceline.bench.asked import parse_words
 from paceline.bench.equal import check_equal
 from paceline.bench.pairs import Pair, plan_pair
-from paceline.bench.target import LAB, find_names, load_targets, parse_target
+from paceline.bench.target import LAB, find_names, load_targets, parse_target, parse_words
 from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.plan.planner import make_plan
@@ -118,7 +117,7 @@ def test_one_rank_has_nothing_to_exchange() -> None:
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (["train.micro_batch_size=16"], "samples a step: 16 against 32 is not equal work"),
+        (["train.micro_batch_size=16"], "samples per step: 16 against 32 is not equal work"),
         (["train.seed=1"], "train.seed: 0 -> 1: the sides differ in what ddp does not compare"),
         (["train.steps=9"], "steps: 200 against 9 is not equal work"),
         (["optim.name=sgd"], "optim.name: adamw -> sgd"),

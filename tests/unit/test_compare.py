@@ -8,7 +8,7 @@ import pytest
 
 from paceline.compare import Comparison, compare_sides, open_side
 from paceline.errors import ConfigError, DataError, Outcome
-from paceline.sweep.manifest import save_manifest
+from paceline.sweep.folder import save_manifest
 from tests.machines import machine
 from tests.measured import make_row, make_run
 from tests.sweeps import draw_cell, draw_record
@@ -48,7 +48,7 @@ def test_one_run_a_side_is_not_enough_but_is_shown(tmp_path: Path) -> None:
     other = found.sides[1]
     assert other.verdict.startswith("not enough data") and other.speedup is None
     assert other.ratio == pytest.approx(2.0) and other.value == pytest.approx(8 * 128 / 0.05, 0.01)
-    assert any("one run a side" in note for note in found.notes)
+    assert any("one run per side" in note for note in found.notes)
 
 
 def test_what_differs_comes_with_every_sides_value(tmp_path: Path) -> None:
@@ -75,13 +75,13 @@ def test_a_loss_that_departs_and_other_batches_are_noted(tmp_path: Path) -> None
     make_run(tmp_path / "base", step_s=0.1)
     notes = "\n".join(compare(tmp_path / "base", tmp_path / "wrong", tmp_path / "large").notes)
     assert "wrong: its loss is 16.7% from the baseline's" in notes
-    assert "large: other samples a step" in notes
+    assert "large: other samples per step" in notes
 
 
 def test_a_folder_of_no_repeats_is_refused(tmp_path: Path) -> None:
     make_run(tmp_path / "mixed" / "r0")
     make_run(tmp_path / "mixed" / "r1", ["optim.lr=0.1"])
-    with pytest.raises(ConfigError, match=r"no repeats of one another: optim\.lr differ"):
+    with pytest.raises(ConfigError, match=r"not repeats of one run: optim\.lr differ"):
         open_side(str(tmp_path / "mixed"))
 
 
@@ -115,7 +115,7 @@ def test_a_cell_of_a_sweep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "error", "says"),
     [
-        ("nowhere", DataError, "no run directory, no folder of runs"),
+        ("nowhere", DataError, "not a run directory, a folder of runs"),
         ("empty", DataError, "holds no run directories"),
         ("bad", DataError, "no run of it succeeded"),
     ],

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.asked import parse_words
 from paceline.bench.expectations import Expectations, hardware_of, key_of
 from paceline.bench.records import BenchReport
 from paceline.bench.runner import BenchSettings, PairRunner, Ran, run_bench
+from paceline.bench.target import parse_words
 from paceline.bench.words import headline, rows_of
 from paceline.errors import ConfigError, LaunchError, Outcome
 from paceline.machine.facts import probe
@@ -72,7 +72,7 @@ def test_a_faster_arm_and_its_files(bench: Callable[..., BenchReport]) -> None:
     assert arm.speedup is not None and arm.speedup.low < 1.25 < arm.speedup.high
     assert arm.loss_difference == 0 and pair.arm("many").verdict == ""
     assert arm.step_s_p50 == pytest.approx(0.08, 0.01) and arm.step_s_p90 is not None
-    assert pair.equal["samples a step"] == "1" and pair.differs.keys() == {"optim.fused"}
+    assert pair.equal["samples per step"] == "1" and pair.differs.keys() == {"optim.fused"}
     assert BenchReport.load(Path(report.out) / "bench.json") == report
     assert "1.25" in headline(pair) and "faster" in (Path(report.out) / "summary.md").read_text()
 
@@ -150,7 +150,7 @@ def test_a_stop_leaves_what_there_is(tmp_path: Path) -> None:
 
 def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
-    with pytest.raises(ConfigError, match="is no bench's directory"):
+    with pytest.raises(ConfigError, match="is not the directory of a bench"):
         run_bench(parse_words(["ddp"]), replace(SETTINGS, out=tmp_path), runner({}), print)
 
 
@@ -221,7 +221,7 @@ def test_other_hardware_other_data_and_single_runs_are_refused(
     bench: Callable[..., BenchReport], stored: Path
 ) -> None:
     (file,) = stored.iterdir()
-    with pytest.raises(ConfigError, match="nothing is known of this hardware; there are expect"):
+    with pytest.raises(ConfigError, match="nothing is stored for this hardware; there are expect"):
         Expectations.find(stored, machine(8))
     body = json.loads(file.read_text())
     body["hardware"]["cores"] = "999"
@@ -232,7 +232,7 @@ def test_other_hardware_other_data_and_single_runs_are_refused(
     prints = {"config": "c", "code": "k", "data": "another", "hardware": "h"}
     with pytest.raises(ConfigError, match="trained on other data"):
         bench({"many": {"fingerprints": prints}}, check=stored)
-    with pytest.raises(ConfigError, match="1 run a side shows no difference"):
+    with pytest.raises(ConfigError, match="1 run per side cannot tell a difference"):
         bench({}, check=stored, repeats=1)
 
 

@@ -14,9 +14,8 @@ from paceline.records.swept import SweepRecord
 from paceline.records.words import number
 from paceline.report import write_report
 from paceline.stats.figures import measure_run
-from paceline.sweep.folder import SweepDir
+from paceline.sweep.folder import SweepDir, load_manifest, save_manifest
 from paceline.sweep.judge import judge_sweep
-from paceline.sweep.manifest import load_manifest, save_manifest
 from paceline.sweep.outputs import write_outputs
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"

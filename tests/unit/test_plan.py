@@ -124,7 +124,7 @@ def test_state_that_does_not_fit_is_refused() -> None:
     small = env(num_gpus=1)
     gpu = small.gpus[0].model_copy(update={"memory_bytes": 8 * GIB})
     made = plan(source="lm_1b", machine=small.model_copy(update={"gpus": [gpu]}))
-    assert "holds 20.0 GiB" in made.problems()[0].what
+    assert "holds 20 GiB" in made.problems()[0].what
 
 
 LARGE = ["model.dim=4096", "model.num_layers=80", "model.num_heads=32"]  # about 200 GiB
@@ -148,7 +148,7 @@ def test_weights_that_no_rank_could_hold_are_refused(overrides: list[str], hint:
 
 def test_ranks_on_cpus_share_their_machine() -> None:
     """lm_1b: 20 GiB a replica. Four do not fit into 64 GiB, shared among four they do."""
-    with pytest.raises(ClusterError, match="4 ranks on this machine would hold 80 GiB") as refused:
+    with pytest.raises(ClusterError, match="4 ranks on this machine would hold 80") as refused:
         require_feasible(plan("launch.nproc=4", source="lm_1b"))
     assert "strategy.name=zero3 would hold" in str(refused.value)
     require_feasible(plan("launch.nproc=4", "strategy.name=zero3", source="lm_1b"))

@@ -235,7 +235,7 @@ def test_stages_leave_room_for_several_pipelines(equal: Path) -> None:
         compare("launch.nproc=8", "strategy.stages=3")
     with pytest.raises(ConfigError, match="pipeline of 1 rank"):
         compare("launch.nproc=1")
-    with pytest.raises(ConfigError, match="--bubble 10 is no share"):
+    with pytest.raises(ConfigError, match="--bubble 10 is not a share"):
         compare("launch.nproc=2", bubble=10.0)
 
 

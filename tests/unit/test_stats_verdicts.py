@@ -8,8 +8,7 @@ from scipy import stats
 
 from paceline.errors import DataError
 from paceline.stats.intervals import SMALLEST_NOISE, Noise, Ruler, _lean, _tukey, measure_samples
-from paceline.stats.standings import Group, Standings, compare_groups
-from paceline.stats.verdicts import Verdict
+from paceline.stats.standings import Group, Standings, Verdict, compare_groups
 
 
 def compare(*values: tuple[float, ...], **more: object) -> Standings:
@@ -214,7 +213,7 @@ def test_one_group_alone() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -3.0])
 def test_values_that_cannot_be_compared_are_refused(bad: float) -> None:
-    with pytest.raises(DataError, match=f"a: {bad} is no number that can be compared"):
+    with pytest.raises(DataError, match=f"a: {bad} cannot be compared"):
         compare((1.0, bad), (1.0, 2.0))
 
 

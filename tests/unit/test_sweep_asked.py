@@ -11,11 +11,17 @@ import pytest
 
 from paceline.errors import ConfigError, DataError
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
-from paceline.sweep.cells import draw_cells, find_cell, short_keys
-from paceline.sweep.manifest import COLUMNS, load_manifest, save_manifest
+from paceline.sweep.folder import COLUMNS, load_manifest, save_manifest
 from paceline.sweep.phases import choose_extras, describe_schedule, first_phase, plain_name
 from paceline.sweep.runner import turns_of
-from paceline.sweep.spec import SweepSpec, read_spec, split_values
+from paceline.sweep.spec import (
+    SweepSpec,
+    draw_cells,
+    find_cell,
+    read_spec,
+    short_keys,
+    split_values,
+)
 from paceline.sweep.target import Target
 
 TWO = ["strategy.name=ddp,zero1", "train.micro_batch_size=4,8"]
@@ -71,7 +77,7 @@ def test_a_file_may_not_choose_code(tmp_path: Path) -> None:
     ("words", "axes", "said"),
     [
         ([], ["train.micro_batch_size="], "is empty"),
-        ([], ["train.micro_batch_size"], "is no KEY=A,B"),
+        ([], ["train.micro_batch_size"], "is not KEY=A,B"),
         ([], ["optim.lr=1", "optim.lr=2"], "two axes on optim.lr"),
         ([], ["optim.lr=1,1"], "has 1 twice"),
         ([], ["optim.lr=1,,2"], "has an empty value"),
@@ -247,7 +253,7 @@ def test_a_manifest_survives_a_kill_at_any_byte(tmp_path: Path) -> None:
 
 def test_a_foreign_manifest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.tsv").write_text("mode\tgroup\nsweep\ta\n")
-    with pytest.raises(DataError, match="columns or rows are not ours"):
+    with pytest.raises(DataError, match="columns or rows are not those of a sweep"):
         load_manifest(tmp_path / "m.tsv")
 
 

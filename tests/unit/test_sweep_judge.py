@@ -8,8 +8,8 @@ import pytest
 
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.stats.figures import RunFigures
+from paceline.sweep.folder import COLUMNS, Row
 from paceline.sweep.judge import SweepJudgement, judge_figures
-from paceline.sweep.manifest import COLUMNS, Row
 from paceline.sweep.phases import choose_finalists
 
 STEPS = 60

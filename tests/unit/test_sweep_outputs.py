@@ -13,9 +13,8 @@ from paceline.config.load import read_draft
 from paceline.records.swept import SweepRecord, SweptPhase
 from paceline.records.words import size
 from paceline.report.sweep_plots import front, staircase
-from paceline.sweep.folder import SweepDir
+from paceline.sweep.folder import Row, SweepDir
 from paceline.sweep.judge import SweepJudgement
-from paceline.sweep.manifest import Row
 from paceline.sweep.outputs import write_outputs
 from tests.sweeps import draw_cell, draw_figures, draw_record, draw_row, draw_sweep, judge_rows
 
