@@ -23,6 +23,7 @@ from paceline.records.rundir import RunDir
 from paceline.strategies.base import Engine
 from paceline.strategies.clock import HostClock
 from tests.harness import build_engine, make_kept, prepare_run, start_ranks
+from tests.saved import require_sound
 
 SAMPLES, STEPS = 8, 3
 CPU = torch.device("cpu")
@@ -106,7 +107,7 @@ def _step(engine: Engine, batches: list[object], dp: int) -> None:
 def read_all(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole, by section and name."""
     checkpoints = CheckpointFolder(folder / "checkpoints")
-    files = TensorFiles(checkpoints.path(STEPS), checkpoints.require_sound(STEPS))
+    files = TensorFiles(checkpoints.path(STEPS), require_sound(checkpoints, STEPS))
     return {
         f"{section}:{name}": files.rows(section, name, 0, (*shape, 1)[0])
         for section in SECTIONS

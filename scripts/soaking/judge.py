@@ -4,6 +4,7 @@ import csv
 from collections.abc import Iterator
 from pathlib import Path
 
+from paceline.checkpoint.survey import require_sound
 from paceline.errors import RestoreError
 from paceline.records.rundir import RunLock
 from paceline.records.tables import read_training
@@ -54,7 +55,7 @@ def _unsound(program: Program) -> Iterator[str]:
         yield f"only {len(kept)} checkpoints are kept"
     for step in kept:
         try:
-            program.checkpoints.require_sound(step)
+            require_sound(program.checkpoints, step, lambda text: None)
         except RestoreError as error:
             yield f"a kept checkpoint is not sound: {error}"
 

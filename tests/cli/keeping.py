@@ -11,6 +11,7 @@ from typing import Any
 from paceline.checkpoint.folder import CheckpointFolder
 from tests.cli.bench import Bench, finish, wait_until
 from tests.cli.program import Ran
+from tests.saved import require_sound
 
 STEPS, EVERY = 12, 5
 JOB = '''
@@ -143,7 +144,7 @@ def require_usable(bench: Bench) -> None:
     """Every checkpoint is sound, nothing temporary is left, the record is whole."""
     kept = folder(bench)
     for step in kept.steps():
-        kept.require_sound(step)
+        require_sound(kept, step)
     left = [path.name for path in kept.root.iterdir() if path.name.startswith(".")]
     assert left == [], "temporary folders are left"
     json.loads((bench.folder / "run/result.json").read_text())

@@ -22,6 +22,7 @@ from tests.cli.keeping import (
     samples,
     train,
 )
+from tests.saved import require_sound
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -104,7 +105,7 @@ def test_f33_a_file_system_that_is_too_small(bench: Bench) -> None:
         assert ran.code == 8 and "No space left" in ran.err
         kept = folder(bench).__class__(disk / "run")
         for step in kept.steps():
-            kept.require_sound(step)
+            require_sound(kept, step)
         assert not [path for path in kept.root.iterdir() if path.name.startswith(".")]
     finally:
         os.system(f"umount {disk}")
@@ -344,7 +345,7 @@ def test_f45_no_checkpoint_holds_a_nan(bench: Bench) -> None:
     kept = folder(bench)
     assert kept.steps()[0] == 9, "no checkpoint of the step that was vetoed"
     for step in kept.steps():
-        source = TensorFiles(kept.path(step), kept.require_sound(step))
+        source = TensorFiles(kept.path(step), require_sound(kept, step))
         for section in ("model", "optimizer"):
             for name, shape in source.shapes(section).items():
                 assert torch.isfinite(source.rows(section, name, 0, (*shape, 1)[0])).all()
