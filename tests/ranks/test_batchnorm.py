@@ -11,7 +11,7 @@ from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.records import Finding
 from tests.harness import run_each, run_here
-from tests.ranks.test_parity import assert_same_weights
+from tests.parity import assert_same_weights
 
 JOB = """
 import torch
