@@ -1,12 +1,17 @@
 """audit.json: what really ran is seen, and what differs is a warning or, if strict, exit 1."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.errors import AuditError, Outcome
+from paceline.machine.topology import RankId
 from paceline.records import Audit, Proof
-from tests.harness import run_here, run_ranks
+from paceline.records.rundir import RunDir
+from paceline.strategies.clock import HostClock
+from tests.harness import build_engine, prepare_run, run_here, run_ranks, start_ranks
 from tests.parity import tiny_model
 
 SHORT = [*tiny_model(), "train.steps=4", "train.micro_batch_size=4"]
@@ -104,6 +109,38 @@ def test_buckets_are_what_ddp_made(tmp_path: Path) -> None:
     found = {proof.what: proof for proof in Audit.load(ends.run.audit).proofs}
     assert found["DDP buckets"].ok and int(found["DDP buckets"].effective.split()[0]) > 1
     assert ends.verdicts[0].outcome is Outcome.OK
+
+
+# Two blocks and the rest are three units. zero2 gathers each once, zero3 its blocks again for their
+# backward. DDP's one bucket is exchanged once, however many microbatches a step has.
+EXCHANGED = {
+    "zero2": ("c10d::_allgather_base_", 3),
+    "zero3": ("c10d::_allgather_base_", 5),
+    "ddp": ("c10d::allreduce_", 1),
+}
+
+
+def test_a_step_exchanges_as_often_as_it_must(tmp_path: Path) -> None:
+    settings = {
+        name: [*SHORT, "launch.nproc=2", f"strategy.name={name}", "train.grad_accum=1"]
+        for name in EXCHANGED
+    }
+    settings["ddp"] += ["train.micro_batch_size=2", "train.grad_accum=3"]
+    for name, overrides in settings.items():
+        prepare_run(tmp_path / name, "lm_tiny", overrides)
+    start_ranks(RunDir(tmp_path), 2, partial(count_exchanges, settings))
+
+
+def count_exchanges(settings: dict[str, list[str]], group: RunDir, place: RankId) -> None:
+    for name, overrides in settings.items():
+        engine, batches = build_engine(RunDir(group.root / name), "lm_tiny", overrides)
+        engine.forward_backward(batches, 1.0, HostClock())  # DDP sorts its buckets after this one
+        engine.step(0.1, HostClock())
+        with torch.profiler.profile() as profile:
+            engine.forward_backward(batches, 1.0, HostClock())
+        op, expected = EXCHANGED[name]
+        found = {event.key: event.count for event in profile.key_averages()}
+        assert found.get(op, 0) == expected, f"{name}: {found.get(op, 0)} of {op}"
 
 
 @pytest.mark.timeout(300)

@@ -117,6 +117,36 @@ def test_training_goes_on_while_a_captured_state_is_written(tmp_path: Path) -> N
     assert torch.equal(read(first.writer.folder, 1)[:2], torch.zeros(2, 3))
 
 
+def test_all_is_on_disk_before_the_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut after the rename must not leave a checkpoint with holes: every file, manifest and
+    the folder itself are synced before; the folder that holds the name, after."""
+    synced: list[int] = []
+    renamed: list[tuple[set[str], set[str]]] = []  # files, and those of them that were not synced
+    sync, rename = os.fsync, os.rename
+
+    def noted_sync(handle: int) -> None:
+        synced.append(os.fstat(handle).st_ino)
+        sync(handle)
+
+    def noted_rename(old: Path, new: Path) -> None:
+        late = {path.name for path in (old, *old.iterdir()) if path.stat().st_ino not in synced}
+        renamed.append(({path.name for path in old.iterdir()}, late))
+        synced.clear()
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    saver = build_saver(tmp_path / "checkpoints")
+    save(saver, 1)
+    assert saver.failure is None
+    ((names, late),) = renamed
+    assert {"model-rank0.safetensors", "state.json", "manifest.json"} <= names
+    assert not late, "not synced before the rename"
+    assert (tmp_path / "checkpoints").stat().st_ino in synced
+
+
 def test_nothing_of_a_save_stays_in_the_store(tmp_path: Path) -> None:
     saver = build_saver(tmp_path / "checkpoints")
     for step in range(1, 4):

@@ -83,6 +83,15 @@ def test_a_failed_write_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [path], "a temporary file is left"
 
 
+def test_a_reader_sees_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_atomic(path, "old")
+    with path.open() as reader:
+        write_atomic(path, "a new one")
+        assert reader.read() == "old", "it was written over"
+    assert path.read_text() == "a new one" and list(tmp_path.iterdir()) == [path]
+
+
 def test_records_carry_their_schema(tmp_path: Path) -> None:
     path = tmp_path / "env.json"
     path.write_text('{"schema": 999}')

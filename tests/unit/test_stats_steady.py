@@ -89,6 +89,14 @@ def test_steps_that_remember_widen_the_error() -> None:
     assert np.mean(found) == pytest.approx(0.0022, rel=0.2)
 
 
+def test_blocks_whose_neighbours_are_alike_are_joined() -> None:
+    """One slow wave: of sixteen blocks each is like the next one, so eight are asked."""
+    wave = 1 + 0.02 * np.sin(np.linspace(0, 2 * np.pi, 1600))
+    assert len(measure_spread(wave).blocks_s) == 8
+    restless = 1 + 0.02 * np.tile(np.repeat([1.0, -1.0], 100), 8)
+    assert len(measure_spread(restless).blocks_s) == 16
+
+
 def test_drift_is_the_change_from_begin_to_end() -> None:
     """1.00 to 1.10 in a line, over a mean of 1.05: 0.0952. A spike hardly moves it."""
     step_s = np.linspace(1.0, 1.1, 1600)

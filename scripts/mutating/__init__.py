@@ -1,0 +1,1 @@
+"""What scripts/mutants is made of."""
