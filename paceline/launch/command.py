@@ -20,7 +20,7 @@ from paceline.errors import ClusterError
 from paceline.launch.base import LaunchOrder
 from paceline.launch.deadlines import Deadlines
 from paceline.launch.ending import Ending, LaunchEnd, judge_end
-from paceline.launch.member import load_ends, starter_variable
+from paceline.launch.member import load_ends, starter_variables
 from paceline.launch.signals import SignalLog, kill_time, logged_signals, repeats
 from paceline.launch.supervisor import POLL_S
 from paceline.machine.process import die_with_parent
@@ -51,7 +51,7 @@ def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> 
     with logged_signals() as signals, run.launcher_log.open("ab") as log:
         process = subprocess.Popen(
             launch.argv,
-            env=dict(os.environ) | launch.env | starter_variable(),
+            env=dict(os.environ) | launch.env | starter_variables(launch),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

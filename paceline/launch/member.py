@@ -29,8 +29,9 @@ from paceline.launch.supervisor import Supervisor
 from paceline.machine.topology import Topology, resolve_topology
 from paceline.records import LaunchPlan, RankEnd, RankPlace
 from paceline.records.rundir import RunDir
+from paceline.workloads.base import require_trusted
 
-STARTER = "PACELINE_STARTER"
+STARTER, TRUSTED = "PACELINE_STARTER", "PACELINE_TRUSTED"
 POLL_S = 1.0
 START_S = 300.0
 LAST_ENDS_S = 15.0  # how long rank 0 waits for the others to publish that they have ended
@@ -77,6 +78,7 @@ def follow_rank0(rendezvous: Rendezvous, task: Task) -> int:
             )
         launch = LaunchPlan.load(run.launch)
         _require_same_task(launch, task)
+        _require_trusted(launch, run)
     except PacelineError:
         rendezvous.publish_failure(rank)
         raise
@@ -92,6 +94,7 @@ def take_part(task: Task, arguments: Sequence[str]) -> int:
     try:
         _require_same_task(launch, task)
         _require_as_planned(topology, launch)
+        _require_trusted(launch, run)
         with join_rendezvous(topology, START_S) as rendezvous:
             member = MemberRun(run, launch, rendezvous, task)
             if topology.rank > 0:
@@ -194,9 +197,10 @@ class MemberRun:
         return self.rendezvous.has_failed()
 
 
-def starter_variable() -> dict[str, str]:
-    """Return the variable that tells members which process of which host runs their launcher."""
-    return {STARTER: f"{socket.gethostname()}:{os.getpid()}"}
+def starter_variables(launch: LaunchPlan) -> dict[str, str]:
+    """Return what tells members which process of which host runs their launcher, and which workload
+    it has found trusted: their machines need not have the user's state folder."""
+    return {STARTER: f"{socket.gethostname()}:{os.getpid()}", TRUSTED: launch.workload}
 
 
 def _starter() -> list[int]:
@@ -217,6 +221,11 @@ def _require_same_task(launch: LaunchPlan, task: Task) -> None:
             f"the ranks were planned for `{launch.task}`, and this process runs `{task.name}`\n"
             "hint: start the same command on every rank"
         )
+
+
+def _require_trusted(launch: LaunchPlan, run: RunDir) -> None:
+    if launch.workload != os.environ.get(TRUSTED):
+        require_trusted(launch.workload, run.root)
 
 
 def _require_as_planned(topology: Topology, launch: LaunchPlan) -> None:

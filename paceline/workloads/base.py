@@ -26,11 +26,14 @@ from paceline.data.base import Dataset
 from paceline.errors import ConfigError
 from paceline.records import Finding
 from paceline.records.files import fingerprint
+from paceline.trust import Code, remember, strangers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Split = Literal["train", "val"]
+# Asked about files that a run directory names and nobody has typed here: True where they may run.
+Approve = Callable[[Sequence[Code]], bool]
 # Ours; other packages register theirs as entry points of GROUP.
 REGISTRY = {
     "lm": "paceline.workloads.lm.workload:LanguageModel",
@@ -114,6 +117,7 @@ def find_workload(name: str, typed: bool) -> type[Workload]:
                 f"workload: {name} stands in a YAML file; a file may not choose code to run\n"
                 f"hint: type it: paceline train {name} ..., or workload={name}"
             )
+        remember_typed(name)
         return _from_file(name)
     if name in REGISTRY:
         module, _, class_name = REGISTRY[name].partition(":")
@@ -128,11 +132,59 @@ def find_workload(name: str, typed: bool) -> type[Workload]:
     return _require_workload(installed[name].load(), name)
 
 
+def absolute_name(name: str) -> str:
+    """Return FILE.py:Class with a full path: it is found whatever the working directory."""
+    return f"{_file_of(name)}:{name.rpartition(':')[2]}" if ".py:" in name else name
+
+
+def remember_typed(name: str) -> None:
+    """Keep that a person has typed FILE.py:Class here: the file, and what it imports from its own
+    folder, may run again. Names of installed workloads need no trust."""
+    if ".py:" in name and _file_of(name).is_file():
+        remember(own_files(_file_of(name)))
+
+
+def require_trusted(name: str, run_dir: Path, approve: Approve | None = None) -> None:
+    """Refuse a file that a run directory names: one inside it always, any other unless it was typed
+    on this machine as it is now, or `approve` says yes."""
+    if ".py:" not in name:
+        return
+    file = _file_of(name)
+    if file.is_relative_to(run_dir.resolve()):
+        raise ConfigError(
+            f"{file} lies inside the run directory; code that comes with a run is not run\n"
+            "hint: move it elsewhere and start a new run with it"
+        )
+    if not file.is_file():
+        raise ConfigError(f"{file}, which {run_dir} was trained with, is gone\nhint: put it back")
+    unknown = strangers(own_files(file))
+    if not unknown:
+        return
+    if approve is None or not approve(unknown):
+        raise ConfigError(
+            [
+                f"{run_dir} would run {code}, and nobody has typed that file on this machine as it"
+                " is now\nhint: read it, then say --trust-code"
+                for code in unknown
+            ]
+        )
+    remember_typed(name)
+
+
+def load_trusted(name: str) -> type[Workload]:
+    """Return the class that a name stands for which has been typed, or found trusted, already."""
+    return _from_file(name) if ".py:" in name else find_workload(name, typed=False)
+
+
+def _file_of(name: str) -> Path:
+    return Path(name.rpartition(":")[0]).resolve()
+
+
 def code_fingerprint(workload: str) -> str:
     """Changes when Paceline's sources, the user's workload file, what that file imported from its
     own folder, or torch's version change."""
     try:
-        files = own_files(Path(workload.rsplit(":", 1)[0]).resolve()) if ".py:" in workload else []
+        files = own_files(_file_of(workload)) if ".py:" in workload else []
         return fingerprint(_own_fingerprint(), *(path.read_bytes() for path in files))
     except FileNotFoundError as error:
         raise ConfigError(f"{error.filename} is gone\nhint: put it back, and go on") from error
@@ -160,9 +212,13 @@ def own_files(file: Path) -> list[Path]:
 
 
 def _imported(file: Path) -> set[str]:
-    """First words of its imports, wherever they stand."""
-    names = set()
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    """First words of its imports, wherever they stand; none of what python cannot read either."""
+    names: set[str] = set()
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the parser's own limits
+        return names
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
