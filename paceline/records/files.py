@@ -22,10 +22,11 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
         if path.is_symlink():
             raise DataError(f"{path} is a link, and links are not read here") from error
         raise
+    facts = os.fstat(handle)
+    if not stat.S_ISREG(facts.st_mode):
+        os.close(handle)
+        raise DataError(f"{path} is not a plain file")
     with open(handle, "rb") as file:
-        facts = os.fstat(handle)
-        if not stat.S_ISREG(facts.st_mode):
-            raise DataError(f"{path} is not a plain file")
         if facts.st_size > max_bytes:
             raise DataError(
                 f"{path} has {facts.st_size} bytes; no file of its kind has more than {max_bytes}"
