@@ -119,7 +119,8 @@ class CheckpointFolder:
             )
         if impossible := _impossible_tensors(manifest):
             raise RestoreError(
-                f"{folder.name} is damaged: {impossible[0]!r} has a shape or type that no tensor has"
+                f"{folder.name} is damaged: {impossible[0]!r} has a shape or type that no tensor"
+                " has"
             )
         return manifest
 

@@ -25,6 +25,7 @@ from paceline.records.rundir import RunDir
 from paceline.strategies import lossy_keys
 from paceline.strategies.optim import learning_rate
 from paceline.strategies.stored import named_tensors, require_same_shapes
+from paceline.trust import strangers
 from paceline.workloads.base import Approve, absolute_name, load_trusted, require_trusted
 
 # Where ranks run, what is watched, how the work is shared: the same thing is computed.
@@ -102,6 +103,7 @@ def load_resumption(
     run = RunDir.open(path)
     launch = LaunchPlan.load(run.launch)
     draft = read_draft(str(run.config), overrides)
+    draft.is_ours = not strangers([run.config])
     if draft.typed("workload") is not None:
         raise ConfigError("a run goes on with its own workload; --resume cannot change it")
     written: Any = OmegaConf.to_container(draft.tree, resolve=False)

@@ -20,6 +20,7 @@ from paceline.records.rundir import RunDir
 from paceline.run.flow import order_for
 from paceline.run.rank import TRAIN
 from paceline.run.resume import load_resumption
+from paceline.sweep.spec import read_spec
 from tests.harness import prepare_run
 from tests.machines import MACHINE
 
@@ -201,3 +202,102 @@ def test_a_typed_job_starts_where_nothing_can_be_kept(
     monkeypatch.setenv("XDG_STATE_HOME", os.devnull)
     make_plan(load_job(f"{code}:X", ["launch.device=cpu"]), MACHINE)
     assert has_run(code)
+
+
+# Configs, recipes and sweeps: no file chooses a program
+
+VARIABLES = [
+    "PYTHONPATH", "PYTHONSTARTUP", "LD_PRELOAD", "LD_LIBRARY_PATH", "DYLD_INSERT_LIBRARIES", "PATH",
+    "NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_CONF_FILE", "BASH_ENV", "ENV", "IFS", "PERL5LIB",
+    "TORCH_EXTENSIONS_DIR", "CUDA_INJECTION64_PATH", "GCONV_PATH", "MY_PRELOAD", "PET_NO_PYTHON",
+    "OMPI_MCA_plm_rsh_agent", "PACELINE_TRUSTED", "XDG_STATE_HOME", "OMP_TOOL_LIBRARIES",
+]  # fmt: skip
+ORDINARY = ["OMP_NUM_THREADS", "NCCL_DEBUG", "NCCL_P2P_LEVEL", "NCCL_NET", "CUDA_VISIBLE_DEVICES",
+            "MY_FLAGS", "HF_HOME", "TORCH_LOGS", "PATHS", "ENVIRONMENT"]  # fmt: skip
+REFUSED_ARGS = [
+    ["--no-python", "/x/evil.sh"], ["--no_python"], ["--no-py", "x"], ["-m", "evil"], ["--module"],
+    ["--run-path", "x"], ["--run_p", "x"], ["evil.py"], ["--tee", "3", "evil.py"], ["--tee=3", "x"],
+    ["--log-dir", "/etc"], ["--log-dir=../up"], ["--log-d", "logs"], ["--logs-specs", "evil"],
+    ["--tee", "-m"], ["--rdzv-endpoint", "evil:1"], ["--role", "a b"], ["-t3"], ["--tee"],
+]  # fmt: skip
+ALLOWED_ARGS = [["--tee", "3"], ["--log-dir=logs"], ["--log_dir", "a/b"], ["--monitor-interval=2"]]
+
+
+def config_file(folder: Path, launch: object) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(json.dumps({"workload": "lm", "launch": {"device": "cpu", **dict(launch)}}))  # type: ignore[call-overload]
+    return str(path)
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_b3_a_file_sets_no_variable_that_chooses_code(name: str, tmp_path: Path) -> None:
+    source = config_file(tmp_path, {"env": {name: "/x"}})
+    with pytest.raises(ConfigError, match=f"launch.env.{name} in .*mine.yaml: it chooses"):
+        load_job(source, [])
+    job = load_job(source, [f"launch.env.{name}=/mine"])
+    assert job.config.launch.env == {name: "/mine"}, "typed is trusted"
+    notes = [str(finding) for finding in make_plan(job, MACHINE).findings]
+    assert any(f"launch.env.{name}" in note and "was typed" in note for note in notes)
+
+
+def test_a_file_sets_all_other_variables(tmp_path: Path) -> None:
+    env = dict.fromkeys(ORDINARY, "1")
+    assert load_job(config_file(tmp_path, {"env": env}), []).config.launch.env == env
+
+
+@pytest.mark.parametrize("arguments", REFUSED_ARGS, ids=" ".join)
+def test_b3_a_file_gives_torchrun_no_program(arguments: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="launch.torchrun_args in .*mine.yaml"):
+        load_job(config_file(tmp_path, {"torchrun_args": arguments}), [])
+    typed = load_job("lm_tiny", [f"launch.torchrun_args={json.dumps(arguments)}"])
+    assert typed.config.launch.torchrun_args == arguments  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("arguments", ALLOWED_ARGS, ids=" ".join)
+def test_a_file_gives_torchrun_what_runs_nothing(arguments: list[str], tmp_path: Path) -> None:
+    load_job(config_file(tmp_path, {"torchrun_args": arguments}), [])
+
+
+def test_a_reference_in_a_file_is_read_before_it_is_judged(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("workload: lm\nname: --no-python\nlaunch: {torchrun_args: ['${name}', x]}\n")
+    with pytest.raises(ConfigError, match="--no-python is not one of"):
+        load_job(str(path), [])
+
+
+def test_a_file_names_no_peer_that_torchrun_obeys(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="launch.rdzv_endpoint in .*mine.yaml"):
+        load_job(config_file(tmp_path, {"rdzv_endpoint": "evil:4444"}), [])
+
+
+def test_what_was_typed_is_not_refused_when_the_run_goes_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "lm_tiny")
+    edit(run.config, "  env: {}", "  env: {PYTHONPATH: /x}")
+    with pytest.raises(ConfigError, match="launch.env.PYTHONPATH in .*run.yaml"):
+        load_resumption(run.root, [], allow_change=False)
+    trust.remember([run.config])  # as the flow does that has written it
+    assert load_resumption(run.root, [], allow_change=False).job.config.launch.env
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"overrides": ["workload=CODE:X"]},
+        {"axes": {"workload": ["CODE:X"]}},
+        {"overrides": ["++launch.env.PYTHONPATH=/x"]},
+        {"axes": {"launch.env.LD_PRELOAD": ["a", "b"]}},
+        {"extras": {"more": ["launch.torchrun_args=[--no-python,x]"]}},
+        {"overrides": ["launch={env: {PATH: /x}}"]},
+        {"overrides": ["launch=${model}"]},
+    ],
+    ids=str,
+)
+def test_a_sweeps_file_chooses_nothing_either(
+    words: dict[str, object], code: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "sweep.yaml"
+    body = {"recipe": "lm_tiny", "axes": {"train.grad_accum": [1, 2]}, **words}
+    path.write_text(json.dumps(body).replace("CODE", str(code)))
+    with pytest.raises(ConfigError, match="file may not choose"):
+        read_spec(str(path), [], [], {})
+    assert not has_run(code)
