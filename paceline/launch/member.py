@@ -26,6 +26,7 @@ from paceline.launch.rank import save_failure
 from paceline.launch.rendezvous import Rendezvous, join_rendezvous
 from paceline.launch.signals import SignalLog, logged_signals
 from paceline.launch.supervisor import Supervisor
+from paceline.machine.secret import SECRET, read_secret
 from paceline.machine.topology import Topology, resolve_topology
 from paceline.records import LaunchPlan, RankEnd, RankPlace
 from paceline.records.rundir import RunDir
@@ -60,7 +61,7 @@ class MemberLauncher:
 
     def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
         run.stop_request.unlink(missing_ok=True)  # a run that was killed may have left it
-        self.rendezvous.publish_orders(run_dir=str(run.root))
+        self.rendezvous.publish_orders(run_dir=str(run.root), workload=launch.workload)
         return MemberRun(run, launch, self.rendezvous, task).lead()
 
 
@@ -78,7 +79,8 @@ def follow_rank0(rendezvous: Rendezvous, task: Task) -> int:
             )
         launch = LaunchPlan.load(run.launch)
         _require_same_task(launch, task)
-        _require_trusted(launch, run)
+        if launch.workload != orders["workload"]:  # rank 0 has trusted another one
+            require_trusted(launch.workload, run.root)
     except PacelineError:
         rendezvous.publish_failure(rank)
         raise
@@ -95,7 +97,7 @@ def take_part(task: Task, arguments: Sequence[str]) -> int:
         _require_same_task(launch, task)
         _require_as_planned(topology, launch)
         _require_trusted(launch, run)
-        with join_rendezvous(topology, START_S) as rendezvous:
+        with join_rendezvous(topology, START_S, read_secret(run.secret)) as rendezvous:
             member = MemberRun(run, launch, rendezvous, task)
             if topology.rank > 0:
                 return exit_code_of(member.follow().ends[topology.rank])
@@ -197,10 +199,12 @@ class MemberRun:
         return self.rendezvous.has_failed()
 
 
-def starter_variables(launch: LaunchPlan) -> dict[str, str]:
-    """Return what tells members which process of which host runs their launcher, and which workload
-    it has found trusted: their machines need not have the user's state folder."""
-    return {STARTER: f"{socket.gethostname()}:{os.getpid()}", TRUSTED: launch.workload}
+def starter_variables(launch: LaunchPlan, secret: str) -> dict[str, str]:
+    """Return what tells members which process of which host runs their launcher, which workload it
+    has found trusted, and the run's secret: their machines need not have the user's state folder.
+    What no launcher carries to other machines they read in the run directory."""
+    here = f"{socket.gethostname()}:{os.getpid()}"
+    return {STARTER: here, TRUSTED: launch.workload, SECRET: secret}
 
 
 def _starter() -> list[int]:
