@@ -274,8 +274,8 @@ def _connect(topology: Topology, address: StoreAddress, connect_s: float) -> Sto
             ) from error
         raise LaunchError(
             f"rank {topology.rank} found nobody at {name}:{port} within {patience_s:g} s\n"
-            "hint: rank 0 has not started, or a firewall stands between; see MASTER_ADDR. Where nodes"
-            f" share no home, each arrives at another port: set {SECRET}"
+            "hint: rank 0 has not started, or a firewall stands between; see MASTER_ADDR. Nodes"
+            f" that share no home arrive at different ports: set {SECRET}"
         ) from error
 
 
