@@ -18,7 +18,7 @@ from paceline.machine.launchers import launch_section
 from paceline.records.files import fingerprint
 from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy, strategy_section
-from paceline.workloads.base import Workload, find_workload
+from paceline.workloads.base import Workload, find_workload, load_trusted, remember_typed
 
 EXPERIMENT = "+experiment="
 
@@ -68,10 +68,18 @@ def job_schema(workload: type[Workload]) -> type[RunConfig]:
     return run_schema(workload.Model, workload.Data, strategy_section(), launch_section())
 
 
+def remember_asked(source: str, overrides: Sequence[str]) -> None:
+    """Keep that a workload's file was typed, in a process that reads no config: a rank above 0,
+    whose machine need not share rank 0's state folder."""
+    named = [word.lstrip("+").removeprefix("workload=") for word in overrides]
+    for word in (source.removeprefix(EXPERIMENT), *named):
+        remember_typed(word)
+
+
 def reload_job(run: RunDir, workload: str) -> Job:
-    """Load the job of a run directory; `workload` is what was typed, from launch.json, not the
-    YAML."""
-    kind = find_workload(workload, typed=True)
+    """Load the job of a run directory. `workload` was typed, or found trusted, by whoever started
+    this rank; what the directory's files name now is not asked."""
+    kind = load_trusted(workload)
     job = Job(load_config(run.config, job_schema(kind)), kind())
     job.workload.prepared = json.loads(run.data.read_text())
     return job

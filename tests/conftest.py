@@ -1,4 +1,4 @@
-"""Fixtures for all tests: one thread a process, no cache shared with the user's."""
+"""Fixtures for all tests: one thread a process, no cache or state shared with the user's."""
 
 import os
 
@@ -6,7 +6,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some virtual machines report AMX and trap on it, which kills bf16 on the CPU.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import atexit
 import json
+import shutil
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,10 @@ from typing import Any
 import pytest
 
 from tests.skips import require_reason
+
+# What tests type is no code that the user has typed.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="paceline-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 SLOWEST = (
     "test_docs.py", "test_keep_", "test_deepspeed.py", "test_launchers.py", "test_soak.py",

@@ -18,17 +18,19 @@ from pathlib import Path
 
 import xxhash
 
-from paceline.checkpoint.tensors import sum_file, sum_head
+from paceline.checkpoint.tensors import TYPES, sum_file, sum_head
 from paceline.config.schema import CheckpointConfig
 from paceline.errors import ClusterError, ConfigError, DataError, RestoreError
 from paceline.records import Kept, Manifest
-from paceline.records.files import sync_directory, write_atomic
+from paceline.records.files import read_regular, sync_directory, write_atomic
 from paceline.records.rundir import RunDir
 
 STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # as `step_name` writes it; fits 64 bits
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 MANIFEST, STATE = "manifest.json", "state.json"
 LATEST, BEST = "latest", "best"
+MAX_POINTER_BYTES = 64  # step_N and a newline are fewer
+MAX_DIM = 1 << 62  # torch counts elements in 64 bits
 TEMPORARY, REPLACED, DAMAGED = ".tmp-", ".old-", "damaged-"
 POINTERS = (f".{LATEST}.", f".{BEST}.")  # how `write_atomic` names what it has not renamed yet
 
@@ -50,6 +52,15 @@ def _sum(manifest: Manifest) -> str:
 def _named_by_tensors(manifest: Manifest) -> set[str]:
     tensors = (*manifest.model.values(), *manifest.optimizer.values())
     return {part.file for entry in tensors for part in entry.parts}
+
+
+def _impossible_tensors(manifest: Manifest) -> list[str]:
+    tensors = (*manifest.model.items(), *manifest.optimizer.items())
+    return [
+        name
+        for name, entry in tensors
+        if entry.dtype not in TYPES or not all(0 <= size < MAX_DIM for size in entry.shape)
+    ]
 
 
 @dataclass(frozen=True)
@@ -87,9 +98,10 @@ class CheckpointFolder:
     def pointer(self, name: str) -> int | None:
         """Return the step that `latest` or `best` names."""
         try:
-            match = STEP.fullmatch((self.root / name).read_text(errors="replace").strip())
+            text = read_regular(self.root / name, MAX_POINTER_BYTES).decode(errors="replace")
+            match = STEP.fullmatch(text.strip())
             return int(match[1]) if match else None
-        except (OSError, ValueError):  # absent, or more digits than Python converts
+        except (OSError, ValueError, DataError):  # absent, too many digits, or not a plain file
             return None
 
     def manifest(self, step: int) -> Manifest:
@@ -98,7 +110,7 @@ class CheckpointFolder:
         folder = self.path(step)
         try:
             manifest = Manifest.load(folder / MANIFEST)
-        except (DataError, RecursionError) as error:
+        except DataError as error:
             raise RestoreError(f"{folder.name} is incomplete: {error}") from error
         if manifest.seal != _sum(manifest) or manifest.step != step:
             raise RestoreError(f"{folder.name} is damaged: its {MANIFEST} was changed")
@@ -110,6 +122,11 @@ class CheckpointFolder:
         if unsummed := {STATE, *_named_by_tensors(manifest)} - manifest.files.keys():
             raise RestoreError(
                 f"{folder.name} is damaged: there is no checksum for {min(unsummed)!r}"
+            )
+        if impossible := _impossible_tensors(manifest):
+            raise RestoreError(
+                f"{folder.name} is damaged: {impossible[0]!r} has a shape or type that no tensor"
+                " has"
             )
         return manifest
 

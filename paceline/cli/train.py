@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.launch.base import Task
     from paceline.launch.rendezvous import Rendezvous
     from paceline.records import Result
+    from paceline.trust import Code
 
 
 def train(
@@ -33,6 +36,9 @@ def train(
     allow_change: bool = typer.Option(
         False, "--allow-change", help="With --resume: accept settings that change the training."
     ),
+    trust_code: bool = typer.Option(
+        False, "--trust-code", help="With --resume: run the job's file though never typed here."
+    ),
 ) -> None:
     """Train a recipe, a YAML file, or a job of your own; write the run record and its report.
 
@@ -43,13 +49,8 @@ def train(
     Resume a run that was stopped: paceline train --resume runs/latest
     """
     if resume is not None:
-        go_on(
-            resume,
-            [word for word in (source, *(overrides or [])) if word],
-            out,
-            as_json,
-            allow_change,
-        )
+        words = [word for word in (source, *(overrides or [])) if word]
+        go_on(resume, words, out, as_json, allow_change, trust_code)
     if not source:
         raise ConfigError("train needs a RECIPE, or --resume RUN_DIR\nhint: paceline recipes")
     if dry_run:
@@ -61,7 +62,9 @@ def train(
 
 def finish(source: str, overrides: list[str], out: Path | None, as_json: bool) -> None:
     """Run a job to its report, say how it ended, and leave with its exit code."""
-    from paceline.job import load_job
+    from paceline.job import load_job, remember_asked
+
+    remember_asked(source, overrides)
 
     def run(talk: ConsoleTalk, rendezvous: Rendezvous | None) -> Result:
         job = load_job(source, overrides)
@@ -74,7 +77,12 @@ def finish(source: str, overrides: list[str], out: Path | None, as_json: bool) -
 
 
 def go_on(
-    resume: Path, overrides: list[str], out: Path | None, as_json: bool, allow_change: bool
+    resume: Path,
+    overrides: list[str],
+    out: Path | None,
+    as_json: bool,
+    allow_change: bool,
+    trust_code: bool,
 ) -> None:
     """Resume a run that was stopped, say how it ended, and leave with its exit code."""
     if out is not None:
@@ -84,11 +92,21 @@ def go_on(
         from paceline.run.flow import resume_job
         from paceline.run.resume import load_resumption
 
-        resumption = load_resumption(resume, overrides, allow_change)
+        approve = partial(_approve, talk, trust_code)
+        resumption = load_resumption(resume, overrides, allow_change, approve)
         talk.say("checking the machine and planning")
         return resume_job(resumption, talk, rendezvous)
 
     _to_the_end(run, as_json)
+
+
+def _approve(talk: ConsoleTalk, trust_code: bool, files: Sequence[Code]) -> bool:
+    """Name files that nobody has typed here, and ask once, where there is somebody to ask."""
+    is_asked = sys.stdin.isatty() and sys.stderr.isatty()
+    if trust_code or is_asked:
+        for code in files:
+            talk.say(f"this run's code, never typed on this machine as it is now: {code}")
+    return trust_code or (is_asked and typer.confirm("Run it?", err=True))
 
 
 def _to_the_end(run: Callable[[ConsoleTalk, Rendezvous | None], Result], as_json: bool) -> None:

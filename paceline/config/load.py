@@ -27,6 +27,7 @@ from paceline.config.describe import (
 )
 from paceline.config.overrides import Override, apply_override, parse_override, unknown_key
 from paceline.config.schema import SECRET_NAME, RunConfig, Section
+from paceline.config.typed_only import refuse_in_file
 from paceline.errors import ConfigError
 from paceline.records.words import did_you_mean
 
@@ -48,6 +49,7 @@ class Draft:
     tree: DictConfig
     overrides: list[Override]
     problems: list[str] = field(default_factory=list)
+    is_ours: bool = False  # a recipe of ours, or a run.yaml that was written here: as if typed
 
     def typed(self, key: str) -> Any | None:
         """Return the value that the command line gives `key`, or None when it does not."""
@@ -72,13 +74,14 @@ def recipe_text(name: str) -> str:
 
 def read_draft(source: str | None, overrides: Sequence[str]) -> Draft:
     """Read a recipe's name or a YAML file (None: an empty tree), and parse the overrides."""
+    is_file = source is not None and source.endswith((".yaml", ".yml"))
     if source is None:
         place, text = "the defaults", "{}"
-    elif source.endswith((".yaml", ".yml")):
+    elif is_file:
         place, text = source, _read_file(Path(source))
     else:
         place, text = f"recipe {source}", recipe_text(source)
-    draft = Draft(place, _parse_yaml(text, place), [])
+    draft = Draft(place, _parse_yaml(text, place), [], is_ours=not is_file)
     for item in overrides:
         try:
             draft.overrides.append(parse_override(item))
@@ -100,6 +103,8 @@ def validate(draft: Draft, schema: type[Config]) -> Config:
             problems.append(str(error))
     problems += _forbidden(draft)
     tree = _resolve(draft, problems)
+    if not draft.is_ours:
+        problems += refuse_in_file(tree, draft.place, lambda path: _overridden(path, draft))
     try:
         # As JSON: strict about numbers, yet a list may fill a tuple and text a path or an enum.
         config = schema.model_validate_json(json.dumps(_with_words(tree, schema)))

@@ -10,7 +10,7 @@ Whoever starts it, a rank is always the child of a supervisor that never touches
     under a launcher           torchrun -> paceline train, N times      (srun, mpirun, deepspeed)
                                member.py -> supervisor.py -fork-> rank.py, each its own rank
                                rendezvous.py: all meet at one store; rank 0 plans, decides about
-                               attempts and concludes, the others follow it
+                               attempts and concludes, the others follow what it signs (signed.py)
 
     we call the launcher       paceline train launch.launcher=torchrun
                                torchrun.py -> command.py -> torchrun -> python -m MODULE, N times

@@ -15,6 +15,7 @@ from paceline.plan.crew import visible_devices
 from paceline.records import Crew, Env, Finding, LaunchPlan, Limits, RankPlace
 from paceline.records.rundir import RunDir
 from paceline.train.control import Requests
+from paceline.workloads.base import absolute_name
 
 RUN_DIR = "RUN_DIR"  # in the place of a directory, in a plan that nobody runs
 
@@ -28,6 +29,7 @@ class RankContext:
     place: RankId
     store: StoreAddress
     requests: Requests
+    workload: str  # typed by the user, or trusted: ranks take no name of code from a file
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def draw_plan(order: LaunchOrder, argv: Sequence[str], hosts: Sequence[str]) -> 
         launcher=crew.launcher.value,
         argv=list(argv),
         task=order.task.name,
-        workload=_absolute(order.workload),
+        workload=absolute_name(order.workload),
         crew=crew,
         threads=order.threads,
         fabric=fabric.choice,
@@ -174,11 +176,3 @@ def _overruled(order: LaunchOrder, fabric: dict[str, tuple[str, str]]) -> list[F
         for name, (value, _) in fabric.items()
         if own.get(name, value) != value
     ]
-
-
-def _absolute(workload: str) -> str:
-    """Return FILE.py:Class with a full path: a rank finds it whatever its working directory."""
-    if ".py:" not in workload:
-        return workload
-    file, _, name = workload.rpartition(":")
-    return f"{Path(file).resolve()}:{name}"

@@ -20,10 +20,11 @@ from paceline.errors import ClusterError
 from paceline.launch.base import LaunchOrder
 from paceline.launch.deadlines import Deadlines
 from paceline.launch.ending import Ending, LaunchEnd, judge_end
-from paceline.launch.member import load_ends, starter_variable
+from paceline.launch.member import load_ends, starter_variables
 from paceline.launch.signals import SignalLog, kill_time, logged_signals, repeats
 from paceline.launch.supervisor import POLL_S
 from paceline.machine.process import die_with_parent
+from paceline.machine.secret import make_secret
 from paceline.records import LaunchPlan, Limits
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
@@ -48,10 +49,11 @@ def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> 
     """Run the plan's command to its end, and judge it; its own output goes to launcher.log. `stop`
     is SIGUSR2 for a launcher that passes it on to its ranks, SIGTERM for one that does not."""
     run.stop_request.unlink(missing_ok=True)
+    secret = make_secret(run.secret)
     with logged_signals() as signals, run.launcher_log.open("ab") as log:
         process = subprocess.Popen(
             launch.argv,
-            env=dict(os.environ) | launch.env | starter_variable(),
+            env=dict(os.environ) | launch.env | starter_variables(launch, secret),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -68,6 +70,7 @@ def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> 
                 process.wait()
             _end_session(process.pid, launch.limits.grace_s + EXTRA_S)
             run.stop_request.unlink(missing_ok=True)
+            run.secret.unlink(missing_ok=True)
     return judge_end(run, launch.crew.world_size, watch.seen())
 
 

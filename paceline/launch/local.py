@@ -74,6 +74,7 @@ def build_spec(
         supervisor_pid=os.getpid(),
         temporary=temporary_folder(),
         task=task,
+        workload=launch.workload,
     )
 
 

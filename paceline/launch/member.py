@@ -26,11 +26,13 @@ from paceline.launch.rank import save_failure
 from paceline.launch.rendezvous import Rendezvous, join_rendezvous
 from paceline.launch.signals import SignalLog, logged_signals
 from paceline.launch.supervisor import Supervisor
+from paceline.machine.secret import SECRET, read_secret
 from paceline.machine.topology import Topology, resolve_topology
 from paceline.records import LaunchPlan, RankEnd, RankPlace
 from paceline.records.rundir import RunDir
+from paceline.workloads.base import require_trusted
 
-STARTER = "PACELINE_STARTER"
+STARTER, TRUSTED = "PACELINE_STARTER", "PACELINE_TRUSTED"
 POLL_S = 1.0
 START_S = 300.0
 LAST_ENDS_S = 15.0  # how long rank 0 waits for the others to publish that they have ended
@@ -59,7 +61,7 @@ class MemberLauncher:
 
     def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
         run.stop_request.unlink(missing_ok=True)  # a run that was killed may have left it
-        self.rendezvous.publish_orders(run_dir=str(run.root))
+        self.rendezvous.publish_orders(run_dir=str(run.root), workload=launch.workload)
         return MemberRun(run, launch, self.rendezvous, task).lead()
 
 
@@ -77,6 +79,8 @@ def follow_rank0(rendezvous: Rendezvous, task: Task) -> int:
             )
         launch = LaunchPlan.load(run.launch)
         _require_same_task(launch, task)
+        if launch.workload != orders["workload"]:  # rank 0 has trusted another one
+            require_trusted(launch.workload, run.root)
     except PacelineError:
         rendezvous.publish_failure(rank)
         raise
@@ -92,7 +96,8 @@ def take_part(task: Task, arguments: Sequence[str]) -> int:
     try:
         _require_same_task(launch, task)
         _require_as_planned(topology, launch)
-        with join_rendezvous(topology, START_S) as rendezvous:
+        _require_trusted(launch, run)
+        with join_rendezvous(topology, START_S, read_secret(run.secret)) as rendezvous:
             member = MemberRun(run, launch, rendezvous, task)
             if topology.rank > 0:
                 return exit_code_of(member.follow().ends[topology.rank])
@@ -194,9 +199,12 @@ class MemberRun:
         return self.rendezvous.has_failed()
 
 
-def starter_variable() -> dict[str, str]:
-    """Return the variable that tells members which process of which host runs their launcher."""
-    return {STARTER: f"{socket.gethostname()}:{os.getpid()}"}
+def starter_variables(launch: LaunchPlan, secret: str) -> dict[str, str]:
+    """Return what tells members which process of which host runs their launcher, which workload it
+    has found trusted, and the run's secret: their machines need not have the user's state folder.
+    What no launcher carries to other machines they read in the run directory."""
+    here = f"{socket.gethostname()}:{os.getpid()}"
+    return {STARTER: here, TRUSTED: launch.workload, SECRET: secret}
 
 
 def _starter() -> list[int]:
@@ -217,6 +225,11 @@ def _require_same_task(launch: LaunchPlan, task: Task) -> None:
             f"the ranks were planned for `{launch.task}`, and this process runs `{task.name}`\n"
             "hint: start the same command on every rank"
         )
+
+
+def _require_trusted(launch: LaunchPlan, run: RunDir) -> None:
+    if launch.workload != os.environ.get(TRUSTED):
+        require_trusted(launch.workload, run.root)
 
 
 def _require_as_planned(topology: Topology, launch: LaunchPlan) -> None:

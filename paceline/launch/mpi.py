@@ -7,6 +7,7 @@ from paceline.errors import ClusterError
 from paceline.launch.base import LaunchOrder, Task, draw_plan
 from paceline.launch.command import member_argv, require_program, run_command
 from paceline.launch.ending import Ending
+from paceline.launch.member import TRUSTED
 from paceline.machine.hosts import free_port, read_hostfile
 from paceline.machine.launchers import HostfileConfig
 from paceline.records import LaunchPlan
@@ -25,6 +26,7 @@ class MpiLauncher:
         if crew.num_nodes > 1:
             # MPI does not tell where rank 0 runs; by slot it is the first host of the file.
             meet = ["-x", f"MASTER_ADDR={hosts[0]}", "-x", f"MASTER_PORT={free_port()}"]
+            meet += ["-x", TRUSTED]  # what is set in this process stays on this machine
         argv = [
             "mpirun",
             *("-n", str(crew.world_size)),

@@ -52,11 +52,13 @@ class RankSpec:
     supervisor_pid: int
     temporary: str  # where the fork server's socket is; a killed supervisor leaves it behind
     task: Task
+    workload: str
 
 
 def rank_main(spec: RankSpec) -> None:
     """Run one rank to its verdict. A failure ends the process with the outcome's exit code."""
-    context = RankContext(RunDir(Path(spec.run_dir)), spec.place, spec.store, Requests())
+    run = RunDir(Path(spec.run_dir))
+    context = RankContext(run, spec.place, spec.store, Requests(), spec.workload)
     _apply_environment(spec)
     os.setpgid(0, 0)  # Ctrl-C reaches the supervisor alone, which ends the ranks in order
     _redirect(context.run.rank_log(context.place.rank))

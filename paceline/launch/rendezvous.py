@@ -1,31 +1,40 @@
 """The rendezvous of a run whose processes another launcher has started: all meet at one store.
 
 Rank 0 serves it, unless torchrun's agent does. Whoever has something to say publishes a key, and
-whoever needs it waits for that key:
+whoever needs it waits for that key. Anybody who reaches the store may write there, so that each is
+signed (signed.py), and the keys stand under a prefix that follows from the secret:
 
-    here/<rank>        every rank      its host and local rank; rank 0 names those that are missing
-    orders             rank 0          the run to take part in, or an exit code to leave with
-    received           other ranks     how many have read the orders
+    hello              rank 0          the session: a number that its process has drawn
+    here/<rank>        every rank      its host, local rank, and a number that it has drawn
+    orders/<rank>      rank 0          the run to take part in, or an exit code to leave with: for
+                                       that number, so that an older one is not taken
+    received/<rank>    other ranks     it has read its orders
     <round>/failed     any rank        it has failed: all others are to be ended
-    <round>/ended      every rank      how many ranks have ended
+    <round>/ended/<rank>               every rank, when it has ended
     <round>/next       rank 0          does another attempt, a new round, follow?
+
+Beside them, unsigned, `who` is a sum of rank 0's secret: a rank that knows another one can say so.
 """
 
-import json
+import errno
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 
 import psutil
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline.errors import ClusterError, LaunchError, Outcome, PacelineError
+from paceline.launch.signed import Body, SignedStore
 from paceline.machine.group import StoreAddress, serve_store
+from paceline.machine.secret import HINT, SECRET, derive, shared_secret
 from paceline.machine.topology import LOOPBACK, Topology
 from paceline.records import RankPlace
 
@@ -35,8 +44,8 @@ WAIT_S = 1.0
 POLL_S = 0.02
 NEXT_S = 0.1
 LINGER_S = 5.0
+REFUSED_S = 0.1  # until a word that was refused is looked at again
 MAX_NAMED = 16
-AGAIN, STOP = "again ", "stop"
 CRASHED = Outcome.CRASHED.exit_code
 
 
@@ -45,9 +54,10 @@ class Rendezvous:
     """One member's view of all the members of a run."""
 
     topology: Topology
-    store: Store
+    words: SignedStore
     address: StoreAddress
     server: TCPStore | None  # kept alive by rank 0
+    number: str = field(default_factory=lambda: secrets.token_hex(16))  # drawn by this process
     round: int = 0  # of starts: each has keys of its own
 
     @property
@@ -55,40 +65,76 @@ class Rendezvous:
         """Return where the ranks of this round meet: nothing that an earlier one left is there."""
         return replace(self.address, prefix=f"{self.address.prefix}/{self.round}")
 
+    def greet(self, connect_s: float) -> None:
+        """Begin a session as rank 0; as any other rank join rank 0's, and say who is here."""
+        if self.topology.rank == 0:
+            self.words.say("hello", {"session": self.number})
+            self.words.session = self.number
+        else:
+            self.words.session = str(self._wait_for_hello(connect_s)["session"])
+        here = {"host": socket.gethostname(), "local_rank": self.topology.local_rank}
+        self.words.say(f"here/{self.topology.rank}", {**here, "number": self.number})
+
+    def _wait_for_hello(self, connect_s: float) -> Body:
+        started_at, own = time.monotonic(), who_knows(self.words.key)
+        plain = PrefixStore(attempt_prefix(), _beneath(self.words.store))
+        while time.monotonic() < started_at + connect_s:
+            if (hello := self.words.hear("hello")) is not None:
+                return hello
+            is_late = time.monotonic() > started_at + SUSPECT_S
+            if is_late and plain.check(["who"]) and plain.get("who").decode("latin1") != own:
+                raise ClusterError(
+                    f"rank {self.topology.rank} on {socket.gethostname()} and rank 0 have different"
+                    f" secrets, and so cannot tell each other from strangers\n{HINT}"
+                )
+            time.sleep(POLL_S)
+        raise LaunchError(f"rank 0 has said nothing within {connect_s:g} s\nhint: see its log")
+
     def wait_for_all(self, start_s: float) -> list[RankPlace]:
         """Return, to rank 0, host and local rank of every rank; raise where some are missing."""
-        world, missing = self.topology.world_size, list(range(self.topology.world_size))
+        world, here = self.topology.world_size, dict[int, Body]()
         deadline = time.monotonic() + start_s
-        while missing:
-            missing = [rank for rank in missing if not self.store.check([f"here/{rank}"])]
-            if missing and time.monotonic() > deadline:
-                raise _absence(missing, world)
+        while len(here) < world:
+            for rank in set(range(world)) - here.keys():
+                if (body := self.words.hear(f"here/{rank}")) is not None:
+                    here[rank] = body
+            if len(here) < world and time.monotonic() > deadline:
+                raise _absence(sorted(set(range(world)) - here.keys()), world)
             time.sleep(POLL_S)
-        facts = [json.loads(self.store.get(f"here/{rank}")) for rank in range(world)]
-        return [RankPlace(rank=rank, device="", **fact) for rank, fact in enumerate(facts)]
+        return [
+            RankPlace(rank=rank, device="", host=body["host"], local_rank=body["local_rank"])
+            for rank, body in sorted(here.items())
+        ]
 
     def publish_orders(self, **message: str | int) -> None:
-        """Publish, as rank 0, what to do: take part in run_dir, or leave with exit_code."""
-        self.store.set("orders", json.dumps(message))
+        """Publish, as rank 0, what those who have come are to do: take part in run_dir, with a
+        workload that rank 0 has found trusted, or leave with exit_code."""
+        for rank in range(1, self.topology.world_size):
+            if (here := self.words.hear(f"here/{rank}")) is not None:
+                self.words.say(f"orders/{rank}", message, to=str(here["number"]))
 
     def publish_exit(self, exit_code: int) -> None:
         """Publish that rank 0 leaves, and give those who have come a moment to read it."""
+        read = [f"received/{rank}" for rank in range(1, self.topology.world_size)]
+        deadline = time.monotonic() + LINGER_S
         with suppress(RuntimeError):
-            self.publish_orders(exit_code=exit_code)
-            deadline = time.monotonic() + LINGER_S
-            while time.monotonic() < deadline and self.server is not None:
-                if self.store.add("received", 0) >= self.topology.world_size - 1:
+            while True:
+                self.publish_orders(exit_code=exit_code)
+                is_over = time.monotonic() > deadline or self.server is None
+                if is_over or self.words.has_all(read):
                     return
                 time.sleep(POLL_S)
 
-    def wait_for_orders(self) -> dict[str, str | int]:
+    def wait_for_orders(self) -> Body:
         """Return what rank 0 has decided. It may prepare data for an hour; it may not vanish."""
+        name = f"orders/{self.topology.rank}"
         while True:
             try:
-                self.store.wait(["orders"], timedelta(seconds=WAIT_S))
-                orders = json.loads(self.store.get("orders"))
-                self.store.add("received", 1)
-                return dict(orders)
+                self.words.store.wait([name], timedelta(seconds=WAIT_S))
+                if (orders := self.words.hear(name, to=self.number)) is not None:
+                    self.words.say(f"received/{self.topology.rank}", {})
+                    return orders
+                time.sleep(REFUSED_S)
             except dist.DistStoreError:
                 continue
             except dist.DistNetworkError as error:
@@ -96,33 +142,32 @@ class Rendezvous:
 
     def publish_failure(self, rank: int) -> None:
         with suppress(RuntimeError):
-            self.store.set(f"{self.round}/failed", str(rank))
+            self.words.say(f"{self.round}/failed", {"rank": rank})
 
     def publish_end(self) -> None:
         with suppress(RuntimeError):
-            self.store.add(f"{self.round}/ended", 1)
+            self.words.say(f"{self.round}/ended/{self.topology.rank}", {})
 
     def has_failed(self) -> bool:
         """True when a rank has published so, or the store is gone, and with it rank 0."""
         try:
-            return bool(self.store.check([f"{self.round}/failed"]))
+            return self.words.hear(f"{self.round}/failed") is not None
         except RuntimeError:
             return True
 
     def wait_for_ends(self, timeout_s: float) -> None:
         """Wait, as rank 0, which serves the store, until the others need it no more."""
+        names = [f"{self.round}/ended/{rank}" for rank in range(self.topology.world_size)]
         deadline = time.monotonic() + timeout_s
         with suppress(RuntimeError):
-            while time.monotonic() < deadline:
-                if self.store.add(f"{self.round}/ended", 0) >= self.topology.world_size:
-                    return
+            while time.monotonic() < deadline and not self.words.has_all(names):
                 time.sleep(POLL_S)
 
     def publish_next(self, number: int | None) -> None:
         """Publish, as rank 0, that the attempt of this number has failed and another follows; or,
         with None, that none does."""
         with suppress(RuntimeError):
-            self.store.set(f"{self.round}/next", AGAIN + str(number) if number else STOP)
+            self.words.say(f"{self.round}/next", {"failed_attempt": number})
         self.round += 1
 
     def wait_for_next(self, is_over: Callable[[], bool]) -> int | None:
@@ -130,10 +175,9 @@ class Rendezvous:
         or where rank 0 has gone before it could say."""
         while not is_over():
             try:
-                if self.store.check([f"{self.round}/next"]):
-                    text = self.store.get(f"{self.round}/next").decode()
+                if (word := self.words.hear(f"{self.round}/next")) is not None:
                     self.round += 1
-                    return int(text.removeprefix(AGAIN)) if text.startswith(AGAIN) else None
+                    return word["failed_attempt"] or None
             except RuntimeError:
                 return None
             time.sleep(NEXT_S)
@@ -141,27 +185,65 @@ class Rendezvous:
 
 
 @contextmanager
-def join_rendezvous(topology: Topology, connect_s: float = CONNECT_S) -> Iterator[Rendezvous]:
-    """Meet the other ranks. Should rank 0 leave with an error, the others get its exit code."""
+def join_rendezvous(
+    topology: Topology, connect_s: float = CONNECT_S, secret: bytes = b""
+) -> Iterator[Rendezvous]:
+    """Meet the other ranks. Should rank 0 leave with an error, the others get its exit code.
+    `secret` is the run's, where all ranks were handed one; else it is the user's."""
     _require_address(topology)
+    key = derive(secret or shared_secret(), "orders", _job_of(topology))
     is_host = topology.rank == 0 and not topology.agent_store
-    server = _serve(topology) if is_host else None
-    # A restart by torchrun meets at the same store, under a name of its own.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    address = StoreAddress(
-        topology.master_addr, topology.master_port, f"paceline/{attempt}", server is not None
-    )
+    server, local = _serve(topology) if is_host else (None, "")
+    prefix = f"{attempt_prefix()}/{derive(key, 'prefix').hex()[:16]}"
+    address = StoreAddress(topology.master_addr, topology.master_port, prefix, local)
     store = _connect(topology, address, connect_s)
-    here = {"host": socket.gethostname(), "local_rank": topology.local_rank}
-    store.set(f"here/{topology.rank}", json.dumps(here))
-    rendezvous = Rendezvous(topology, store, address, server)
+    where = partial(_describe, address, server is not None)
+    rendezvous = Rendezvous(topology, SignedStore(store, key, where), address, server)
     try:
+        if topology.rank == 0:
+            PrefixStore(attempt_prefix(), _beneath(store)).set("who", who_knows(key))
+        rendezvous.greet(connect_s)
         yield rendezvous
     except BaseException as error:
         if topology.rank == 0:
             code = error.exit_code if isinstance(error, PacelineError) else CRASHED
             rendezvous.publish_exit(code)
         raise
+
+
+def attempt_prefix() -> str:
+    """Return where this start's keys stand: a restart by torchrun meets at the same store."""
+    return f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def who_knows(key: bytes) -> str:
+    """Return a sum by which two ranks see whether they know the same key."""
+    return derive(key, "who").hex()[:16]
+
+
+def _job_of(topology: Topology) -> str:
+    """Return what all ranks of this job, and of few others, are told by their launcher."""
+    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    told = [os.environ.get(name, "") for name in names]
+    return " ".join([*told, str(topology.master_port), str(topology.world_size)])
+
+
+def _beneath(store: Store) -> Store:
+    """Return the store under a prefix."""
+    assert isinstance(store, PrefixStore), "what StoreAddress.connect returns"
+    found: Store = store.underlying_store
+    return found
+
+
+def _describe(address: StoreAddress, is_server: bool) -> str:
+    """Say where the store is, and who is connected where this process serves it."""
+    peers: set[str] = set()
+    with suppress(psutil.Error, OSError):
+        for entry in psutil.net_connections("tcp") if is_server else []:
+            if entry.raddr and entry.laddr and entry.laddr.port == address.port:
+                peers.add(entry.raddr.ip)
+    named = f", connected from {', '.join(sorted(peers)[:MAX_NAMED])}" if peers else ""
+    return f"{address.host}:{address.port}{named}"
 
 
 def _require_address(topology: Topology) -> None:
@@ -192,7 +274,8 @@ def _connect(topology: Topology, address: StoreAddress, connect_s: float) -> Sto
             ) from error
         raise LaunchError(
             f"rank {topology.rank} found nobody at {name}:{port} within {patience_s:g} s\n"
-            "hint: rank 0 has not started, or a firewall stands between; see MASTER_ADDR"
+            "hint: rank 0 has not started, or a firewall stands between; see MASTER_ADDR. Nodes"
+            f" that share no home arrive at different ports: set {SECRET}"
         ) from error
 
 
@@ -201,10 +284,18 @@ def _means_here(name: str) -> bool:
     return all(LOOPBACK.match(address) for address in addresses)
 
 
-def _serve(topology: Topology) -> TCPStore:
+def _serve(topology: Topology) -> tuple[TCPStore, str]:
+    """Serve the store, and return it with the address that it has for this machine. It listens
+    where MASTER_ADDR leads, if that is one address of this machine; else, as with a name that means
+    loopback here and something else elsewhere, on all."""
+    host = _own_address(topology.master_addr)
     try:
-        is_public = LOOPBACK.match(topology.master_addr) is None
-        return serve_store(topology.master_port, is_public)
+        try:
+            return serve_store(topology.master_port, host), host or "127.0.0.1"
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:  # an address that is translated on the way
+                raise
+            return serve_store(topology.master_port, ""), "127.0.0.1"
     except OSError as error:
         raise ClusterError(
             f"port {topology.master_port}, where the ranks are to meet, is taken by"
@@ -212,6 +303,15 @@ def _serve(topology: Topology) -> TCPStore:
             "hint: set MASTER_PORT to a free one, or let `paceline train` start the ranks: it"
             " always finds one"
         ) from error
+
+
+def _own_address(name: str) -> str:
+    """Return the address to listen at; "" for all."""
+    if LOOPBACK.match(name):
+        return "127.0.0.1"
+    found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+    is_one = len(found) == 1 and not any(LOOPBACK.match(address) for address in found)
+    return found.pop() if is_one else ""
 
 
 def _owner(port: int) -> str:

@@ -16,32 +16,33 @@ CONNECT_S = 60.0
 @dataclass(frozen=True)
 class StoreAddress:
     """Where ranks find their store, which outlives any of them. Each start of ranks has a `prefix`
-    of its own, so that a rank never reads what one that died before it left. `is_served_here`: by
-    this process or its parent, whatever name the others know its machine by."""
+    of its own, so that a rank never reads what one that died before it left. `local`: where it is
+    found on the machine that serves it, whatever name the others know that machine by."""
 
     host: str
     port: int
     prefix: str
-    is_served_here: bool = False
+    local: str = ""
 
     def connect(self, timeout_s: float = CONNECT_S) -> Store:
-        host = "127.0.0.1" if self.is_served_here else self.host
-        store = TCPStore(host, self.port, is_master=False, timeout=timedelta(seconds=timeout_s))
-        return PrefixStore(self.prefix, store)
+        host, limit = self.local or self.host, timedelta(seconds=timeout_s)
+        return PrefixStore(self.prefix, TCPStore(host, self.port, is_master=False, timeout=limit))
 
 
-def serve_store(port: int = 0, is_public: bool = False, timeout_s: float = CONNECT_S) -> TCPStore:
+def serve_store(port: int = 0, host: str = "127.0.0.1", timeout_s: float = CONNECT_S) -> TCPStore:
     """Serve a store in this process; port 0 is any free one. `OSError` when the port is taken.
 
-    It speaks to whoever connects, so it listens on loopback unless other machines take part.
+    It speaks to whoever connects, so it listens at one address of this machine, on loopback unless
+    other machines take part; host "" is every address.
     """
-    if is_public and socket.has_dualstack_ipv6():
+    if not host and socket.has_dualstack_ipv6():
         listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     else:
-        listener = socket.create_server(("" if is_public else "127.0.0.1", port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
     try:
         return TCPStore(
-            "127.0.0.1",
+            host or "127.0.0.1",
             listener.getsockname()[1],
             is_master=True,
             wait_for_workers=False,

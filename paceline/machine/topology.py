@@ -9,11 +9,11 @@ then MPI, then nobody. Values that cannot be true are refused, all of them at on
 
 import os
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError
+from paceline.machine.secret import derive, shared_secret
 
 # Below the range from which kernels hand out ports to clients.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
@@ -136,6 +136,7 @@ def _from_slurm(found: _Variables) -> Topology | None:
     node_rank = found.number("SLURM_NODEID", default=0)
     per_node = _tasks_per_node(found.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     job = [found.text(name) or "" for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    restarts = found.text("SLURM_RESTART_COUNT") or "0"
     return Topology(
         launcher="slurm",
         rank=found.number("SLURM_PROCID"),
@@ -147,7 +148,7 @@ def _from_slurm(found: _Variables) -> Topology | None:
         node_rank=node_rank,
         num_nodes=nodes,
         master_addr=_slurm_master(found, nodes),
-        master_port=_port(found, ".".join([*job, found.text("SLURM_RESTART_COUNT") or "0"])),
+        master_port=_port(found, ".".join([*job, restarts]), world),
     )
 
 
@@ -218,7 +219,7 @@ def _from_mpi(found: _Variables) -> Topology | None:
         node_rank=rank // max(1, local_world),
         num_nodes=nodes,
         master_addr=named or "127.0.0.1",
-        master_port=_port(found, _mpi_job(found)),
+        master_port=_port(found, _mpi_job(found), world),
     )
 
 
@@ -228,12 +229,15 @@ def _mpi_job(found: _Variables) -> str:
     return name or f"child of {os.getppid()}"
 
 
-def _port(found: _Variables, job: str) -> int:
-    """Return MASTER_PORT, or one that every rank of this job, and hardly another job, arrives
-    at."""
+def _port(found: _Variables, job: str, world_size: int) -> int:
+    """Return MASTER_PORT, or one that every rank of this job, and hardly another job, arrives at.
+    Other users know the job's number too; what the port follows from they do not."""
     if found.has("MASTER_PORT"):
         return found.number("MASTER_PORT")
-    return FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
+    if world_size == 1:
+        return 0  # nobody to meet
+    drawn = derive(shared_secret(), "port", job)
+    return FIRST_PORT + int.from_bytes(drawn[:8], "big") % NUM_PORTS
 
 
 def _require_possible(topology: Topology, found: _Variables) -> None:

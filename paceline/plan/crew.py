@@ -6,6 +6,7 @@ In a process that a launcher started, the launcher has decided; alone, the setti
 from collections.abc import Iterator
 
 from paceline.config.schema import LaunchConfig
+from paceline.config.typed_only import iter_typed_only
 from paceline.machine.hosts import read_hostfile
 from paceline.machine.launchers import (
     DEFAULT,
@@ -89,6 +90,9 @@ def check_crew(launch: LaunchConfig, env: Env, crew: Crew, topology: Topology) -
     """Yield what is wrong with these ranks here."""
     yield from _thread_problems(launch, env, crew)
     yield from _late_variables(launch, crew)
+    for typed in iter_typed_only({"launch": launch.model_dump()}):
+        what = f"taken because it was typed: {typed.why}"
+        yield Finding(severity="note", where=typed.key, what=what)
     if topology.is_alone:
         yield from _start_problems(launch, env, crew)
     else:

@@ -7,7 +7,13 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict
 
 from paceline.errors import DataError
-from paceline.records.files import write_atomic
+from paceline.records.files import read_regular, write_atomic
+
+MAX_BYTES = 256 << 20  # the manifest of a checkpoint with a million parts is smaller
+# What content that no record has may raise: too deep, too long a number, another shape.
+DAMAGED = (
+    ValueError, KeyError, AttributeError, TypeError, RecursionError, OverflowError,
+)  # fmt: skip
 
 
 class Part(BaseModel):
@@ -38,14 +44,14 @@ class Record(Part):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a record of this schema or an older one; `DataError` when it is absent, damaged or
-        newer than this Paceline."""
+        """Read a record of this schema or an older one; `DataError` when it is absent, damaged, not
+        a plain file, or newer than this Paceline."""
         try:
-            body = json.loads(path.read_text())
+            body = json.loads(read_regular(path, MAX_BYTES))
             found = int(body.pop("schema"))
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except DAMAGED as error:
             raise DataError(f"{path} is damaged: no {cls.__name__} record ({error})") from error
         later = range(found + 1, cls.SCHEMA + 1)
         if found > cls.SCHEMA or not all(hasattr(cls, f"update_to_{n}") for n in later):
@@ -57,5 +63,5 @@ class Record(Part):
             for number in later:
                 body = getattr(cls, f"update_to_{number}")(body)
             return cls.model_validate(body)
-        except (ValueError, KeyError, TypeError) as error:
+        except DAMAGED as error:
             raise DataError(f"{path} is damaged: no {cls.__name__} record ({error})") from error

@@ -1,14 +1,40 @@
-"""Files that are whole or absent (temp file, fsync, rename), and files that one process holds."""
+"""Files that are whole or absent (temp file, fsync, rename), files that one process holds, and how
+a file is read that somebody else may have put there."""
 
 import fcntl
 import hashlib
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Self
 
+from paceline.errors import DataError
 
-def write_atomic(path: Path, content: str | bytes) -> None:
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Return what a plain file holds. A link, which may lead anywhere, and what is not a file at
+    all, such as a FIFO that nobody writes to, are a `DataError`, and so is more than `max_bytes`;
+    an absent one is an `OSError`."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if path.is_symlink():
+            raise DataError(f"{path} is a link, and links are not read here") from error
+        raise
+    facts = os.fstat(handle)
+    if not stat.S_ISREG(facts.st_mode):
+        os.close(handle)
+        raise DataError(f"{path} is not a plain file")
+    with open(handle, "rb") as file:
+        if facts.st_size > max_bytes:
+            raise DataError(
+                f"{path} has {facts.st_size} bytes; no file of its kind has more than {max_bytes}"
+            )
+        return file.read(max_bytes)
+
+
+def write_atomic(path: Path, content: str | bytes, mode: int = 0o644) -> None:
     """Replace `path` by `content`; a reader, or a kill, sees the old file or the new one."""
     raw = content.encode() if isinstance(content, str) else content
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -17,7 +43,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             file.write(raw)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -192,6 +192,11 @@ class RunDir:
         """The numbers of the signals that came to the process which runs a launcher's command."""
         return self.root / "control" / "stop"
 
+    @property
+    def secret(self) -> Path:
+        """By which members of a launcher that we run know each other; there while it runs."""
+        return self.root / ".secret"
+
     def rank(self, rank: int) -> Path:
         return self.ranks / f"rank{rank}"
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from paceline.checkpoint.folder import CheckpointFolder
 from paceline.config.load import dump_config
+from paceline.config.typed_only import iter_typed_only
 from paceline.errors import ClusterError, ConfigError, DataError, Outcome, PacelineError
 from paceline.job import Job
 from paceline.launch import find_launcher
@@ -49,6 +50,7 @@ from paceline.report import write_report
 from paceline.run.conclude import Circumstances, conclude
 from paceline.run.rank import TRAIN
 from paceline.run.resume import Resumption, explain_schedule
+from paceline.trust import remember
 from paceline.workloads.base import code_fingerprint
 
 REFUSALS: dict[str, type[PacelineError]] = {
@@ -200,6 +202,8 @@ def _write_decisions(
     archive_left_over(run)
     asked = " ".join(repr(word) for word in job.asked)
     write_atomic(run.config, f"# asked: {asked}\n{dump_config(job.config)}")
+    if any(iter_typed_only(job.config.model_dump(mode="json"))):
+        remember([run.config])  # typed once, and not refused when this file is read back
     env.save(run.env)
     plan.save(run.plan)
     launch.save(run.launch)

@@ -7,7 +7,7 @@ import torch
 
 from paceline.job import reload_job
 from paceline.launch.base import RankContext, Task
-from paceline.records import LaunchPlan, Plan
+from paceline.records import Plan
 from paceline.train.worker import RankRun
 
 LOG = logging.getLogger("paceline")
@@ -17,7 +17,7 @@ def train_rank(context: RankContext) -> None:
     """Train as one rank, by the decisions that lie in the run directory."""
     plan, place = Plan.load(context.run.plan), context.place
     torch.set_num_threads(plan.threads.value)
-    job = reload_job(context.run, LaunchPlan.load(context.run.launch).workload)
+    job = reload_job(context.run, context.workload)
     LOG.info("rank %d of %d: process %d", place.rank, place.world_size, os.getpid())
     rank = RankRun(job, plan, context.run, place, context.store, requests=context.requests)
     verdict = rank.execute()

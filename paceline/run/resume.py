@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.tensors import TensorFiles
 from paceline.config.describe import differing
@@ -23,7 +25,8 @@ from paceline.records.rundir import RunDir
 from paceline.strategies import lossy_keys
 from paceline.strategies.optim import learning_rate
 from paceline.strategies.stored import named_tensors, require_same_shapes
-from paceline.workloads.base import find_workload
+from paceline.trust import strangers
+from paceline.workloads.base import Approve, absolute_name, load_trusted, require_trusted
 
 # Where ranks run, what is watched, how the work is shared: the same thing is computed.
 FREE = ("name", "launch.", "observe.", "audit.", "checkpoint.", "strategy.")
@@ -92,19 +95,27 @@ class Resumption:
         return replace(self, job=replace(self.job, config=config))
 
 
-def load_resumption(path: Path, overrides: Sequence[str], allow_change: bool) -> Resumption:
-    """Read the run of a directory, with overrides on top; ConfigError lists what may not change."""
+def load_resumption(
+    path: Path, overrides: Sequence[str], allow_change: bool, approve: Approve | None = None
+) -> Resumption:
+    """Read the run of a directory, with overrides on top; ConfigError lists what may not change.
+    `approve` is asked about a workload's file that was never typed here."""
     run = RunDir.open(path)
     launch = LaunchPlan.load(run.launch)
-    _require_outside(run, launch.workload)
-    kind = find_workload(launch.workload, typed=True)
-    schema = job_schema(kind)
     draft = read_draft(str(run.config), overrides)
+    draft.is_ours = not strangers([run.config])
     if draft.typed("workload") is not None:
         raise ConfigError("a run goes on with its own workload; --resume cannot change it")
+    written: Any = OmegaConf.to_container(draft.tree, resolve=False)
+    _require_same_workload(run, str(written.get("workload")), launch.workload)
+    require_trusted(launch.workload, run.root, approve)
+    kind = load_trusted(launch.workload)
+    schema = job_schema(kind)
     config = validate(draft, schema)
-    job = Job(config, kind(), ("--resume", str(path), *overrides))
     changes = list(differences(load_config(run.config, schema), config))
+    if absolute_name(config.workload) != launch.workload:  # typed in another folder
+        config = config.model_copy(update={"workload": launch.workload})
+    job = Job(config, kind(), ("--resume", str(path), *overrides))
     _require_same_model(run, job, changes)
     if not allow_change:
         _require_free(changes)
@@ -138,15 +149,18 @@ def differences(before: RunConfig, after: RunConfig) -> Iterator[Change]:
     return (Change(*difference) for difference in differing(*trees))
 
 
-def _require_outside(run: RunDir, workload: str) -> None:
-    """Refuse code that came with a directory: a person must have typed its name."""
-    if ".py:" in workload:
-        file = Path(workload.rpartition(":")[0]).resolve()
-        if file.is_relative_to(run.root):
-            raise ConfigError(
-                f"{file} lies inside the run directory; code that comes with a run is not run\n"
-                "hint: move it elsewhere and start a new run with it"
-            )
+def _require_same_workload(run: RunDir, written: str, launched: str) -> None:
+    """Refuse a run.yaml that names another workload than launch.json. That one has the full path of
+    a file which run.yaml may name from the folder where it was typed: there only names compare."""
+    if ".py:" in written and not Path(written).is_absolute():
+        is_same = Path(written).name == Path(launched).name
+    else:
+        is_same = absolute_name(written) == launched
+    if not is_same:
+        raise ConfigError(
+            f"{run.config} names the workload {written}, and launch.json {launched}: one of"
+            " them was changed\nhint: start a new run with the workload that you want"
+        )
 
 
 def _require_free(changes: Sequence[Change]) -> None:

@@ -18,6 +18,7 @@ from pydantic import Field
 from paceline.config.load import Draft, read_plain, validate
 from paceline.config.overrides import parse_override
 from paceline.config.schema import Positive, Section
+from paceline.config.typed_only import refuse_words_in_file
 from paceline.errors import ConfigError
 from paceline.records.swept import Metric, SweptCell
 
@@ -109,11 +110,24 @@ def _read_file(source: str) -> dict[str, Any] | None:
     ]
     if not isinstance(body["overrides"], list):
         problems.append(f"overrides in {source} is not a list\nhint: overrides: [key=value]")
+    else:
+        problems += refuse_words_in_file(_words_of(body), source)
     if problems:
         raise ConfigError(problems)
     # Read again as plain text: `on` is a word of ours, not a truth value.
     as_typed = yaml.load(Path(source).read_text(), yaml.BaseLoader)  # noqa: S506 (strings only)
     return {**body, "axes": as_typed["axes"]}
+
+
+def _words_of(body: dict[str, Any]) -> list[str]:
+    """Return every override that a sweep's file holds: of all cells, of its axes, of its extras."""
+    extras = body.get("extras") or {}
+    more = extras.values() if isinstance(extras, dict) else []
+    words = [*body["overrides"], *(word for listed in more if listed for word in listed)]
+    for key, values in body["axes"].items():
+        values = values if isinstance(values, list) else [values]
+        words += [f"{key}={shown_value(value)}" for value in values]
+    return [str(word) for word in words]
 
 
 def _read_axes(axes: Sequence[str], problems: list[str]) -> dict[str, list[Any]]:

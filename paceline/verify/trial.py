@@ -61,7 +61,7 @@ def try_rank(context: RankContext) -> None:
     for name in (EQUAL, BEFORE, POISONED, AFTER, BYTES, BROKEN):
         trial = trial_dir(run, name)
         if trial.plan.is_file():
-            job = reload_job(trial, launch.workload)
+            job = reload_job(trial, context.workload)
             verdict = TrialRun(job, Plan.load(trial.plan), trial, place, first).execute()
             first = None
     # The supervisor looks for a word in the strategy's own directory.

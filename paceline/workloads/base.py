@@ -26,11 +26,14 @@ from paceline.data.base import Dataset
 from paceline.errors import ConfigError
 from paceline.records import Finding
 from paceline.records.files import fingerprint
+from paceline.trust import Code, remember, strangers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Split = Literal["train", "val"]
+# Asked about files that a run directory names and nobody has typed here: True where they may run.
+Approve = Callable[[Sequence[Code]], bool]
 # Ours; other packages register theirs as entry points of GROUP.
 REGISTRY = {
     "lm": "paceline.workloads.lm.workload:LanguageModel",
@@ -119,6 +122,7 @@ def find_workload(name: str, typed: bool) -> type[Workload]:
                 f"workload: {name} stands in a YAML file; a file may not choose code to run\n"
                 f"hint: type it: paceline train {name} ..., or workload={name}"
             )
+        remember_typed(name)
         return _from_file(name)
     if name in REGISTRY:
         module, _, class_name = REGISTRY[name].partition(":")
@@ -133,11 +137,59 @@ def find_workload(name: str, typed: bool) -> type[Workload]:
     return _require_workload(installed[name].load(), name)
 
 
+def absolute_name(name: str) -> str:
+    """Return FILE.py:Class with a full path: it is found whatever the working directory."""
+    return f"{_file_of(name)}:{name.rpartition(':')[2]}" if ".py:" in name else name
+
+
+def remember_typed(name: str) -> None:
+    """Keep that a person has typed FILE.py:Class here: the file, and what it imports from its own
+    folder, may run again. Names of installed workloads need no trust."""
+    if ".py:" in name and _file_of(name).is_file():
+        remember(own_files(_file_of(name)))
+
+
+def require_trusted(name: str, run_dir: Path, approve: Approve | None = None) -> None:
+    """Refuse a file that a run directory names: one inside it always, any other unless it was typed
+    on this machine as it is now, or `approve` says yes."""
+    if ".py:" not in name:
+        return
+    file = _file_of(name)
+    if file.is_relative_to(run_dir.resolve()):
+        raise ConfigError(
+            f"{file} lies inside the run directory; code that comes with a run is not run\n"
+            "hint: move it elsewhere and start a new run with it"
+        )
+    if not file.is_file():
+        raise ConfigError(f"{file}, which {run_dir} was trained with, is gone\nhint: put it back")
+    unknown = strangers(own_files(file))
+    if not unknown:
+        return
+    if approve is None or not approve(unknown):
+        raise ConfigError(
+            [
+                f"{run_dir} would run {code}, and nobody has typed that file on this machine as it"
+                " is now\nhint: read it, then say --trust-code"
+                for code in unknown
+            ]
+        )
+    remember_typed(name)
+
+
+def load_trusted(name: str) -> type[Workload]:
+    """Return the class that a name stands for which has been typed, or found trusted, already."""
+    return _from_file(name) if ".py:" in name else find_workload(name, typed=False)
+
+
+def _file_of(name: str) -> Path:
+    return Path(name.rpartition(":")[0]).resolve()
+
+
 def code_fingerprint(workload: str) -> str:
     """Return a sum that changes when Paceline's sources, the user's workload file, what that file
     imported from its own folder, or torch's version change."""
     try:
-        files = own_files(Path(workload.rsplit(":", 1)[0]).resolve()) if ".py:" in workload else []
+        files = own_files(_file_of(workload)) if ".py:" in workload else []
         return fingerprint(_own_fingerprint(), *(path.read_bytes() for path in files))
     except FileNotFoundError as error:
         raise ConfigError(f"{error.filename} is gone\nhint: put it back, and resume") from error
@@ -166,9 +218,14 @@ def own_files(file: Path) -> list[Path]:
 
 
 def _imported(file: Path) -> set[str]:
-    """Return the first words of its imports, at the top of the file or inside a function."""
-    names = set()
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    """Return the first words of its imports, at the top of the file or inside a function; none of
+    a file that python cannot read."""
+    names: set[str] = set()
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the parser's own limits
+        return names
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline import trust
 from paceline.checkpoint.tensors import TensorFiles
 from tests.cli.bench import Bench, finish
 from tests.cli.keeping import (
@@ -50,7 +51,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 def cut_off(clean: Bench, bench: Bench) -> Bench:
     """A copy of that run as if it had been cut off after step 10."""
-    shutil.copy(clean.folder / "job.py", bench.folder)
+    trust.remember([Path(shutil.copy(clean.folder / "job.py", bench.folder))])
     shutil.copytree(clean.folder / "run", bench.folder / "run")
     launch = bench.folder / "run/launch.json"
     launch.write_text(launch.read_text().replace(str(clean.folder), str(bench.folder)))
@@ -82,7 +83,7 @@ def test_f33_f34_a_full_disk_ends_the_run_and_spares_what_was_good(
         "no save after the one that failed"
     )
     (bench.folder / "job.py").write_text((clean.folder / "job.py").read_text())
-    assert resume(bench).code == 0 and rows(bench) == rows(clean)
+    assert resume(bench, "--trust-code").code == 0 and rows(bench) == rows(clean)
 
 
 def test_f33_on_request_the_run_trains_on_and_says_so(clean: Bench, bench: Bench) -> None:
@@ -300,7 +301,7 @@ def test_f39_another_model_is_refused_whatever_is_allowed(stopped: Bench) -> Non
     job = stopped.folder / "job.py"
     narrow = job.read_text().replace("Linear(4, 64)", "Linear(4, 32)")
     job.write_text(narrow.replace("Linear(64, 1)", "Linear(32, 1)"))
-    ran = resume(stopped, "--allow-change")
+    ran = resume(stopped, "--allow-change", "--trust-code")
     assert ran.code == 2, ran.err
     assert "0.weight: [64, 4] in the checkpoint, [32, 4] in the model" in ran.err
 
@@ -309,6 +310,8 @@ def test_other_data_must_be_allowed(stopped: Bench) -> None:
     job = stopped.folder / "job.py"
     job.write_text(job.read_text().replace('fingerprint = "numbers"', 'fingerprint = "others"'))
     ran = resume(stopped)
+    assert ran.code == 2 and "job.py (SHA-256 " in ran.err and "--trust-code" in ran.err
+    ran = resume(stopped, "--trust-code")
     assert ran.code == 4 and "fingerprint numbers -> others" in ran.err
     assert resume(stopped, "--allow-change").code == 0
 
@@ -360,7 +363,7 @@ def test_a_resume_that_takes_no_step_leaves_the_run_as_it_was(stopped: Bench) ->
     job.write_text(
         whole.replace("Linear(4, 64)", "Linear(4, 32)").replace("Linear(64", "Linear(32")
     )
-    assert resume(stopped, "optim.lr=0.5", "--allow-change").code == 2
+    assert resume(stopped, "optim.lr=0.5", "--allow-change", "--trust-code").code == 2
     job.write_text(whole)
     ran = resume(stopped)
     assert ran.code == 0 and "lr: 0.01" in (stopped.folder / "run/run.yaml").read_text()

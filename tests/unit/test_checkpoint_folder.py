@@ -175,6 +175,33 @@ def test_an_edited_manifest_is_refused(folder: CheckpointFolder) -> None:
         folder.manifest(2)
 
 
+def test_b10_a_manifest_that_is_no_plain_file_is_refused_at_once(folder: CheckpointFolder) -> None:
+    """A FIFO has no writer: to open it would be to wait without end."""
+    path = folder.path(2) / MANIFEST
+    elsewhere = path.rename(folder.root.parent / "elsewhere.json")
+    path.symlink_to(elsewhere)
+    with pytest.raises(RestoreError, match="is a link"):
+        folder.manifest(2)
+    for make, says in ((os.mkfifo, "not a plain file"), (os.mkdir, "not a plain file")):
+        path.unlink()
+        make(path)
+        with pytest.raises(RestoreError, match=says):
+            folder.manifest(2)
+    (folder.root / LATEST).unlink()
+    os.mkfifo(folder.root / LATEST)
+    assert folder.pointer(LATEST) is None
+
+
+@pytest.mark.parametrize("change", [{"dtype": "."}, {"shape": [-1, 3]}, {"shape": [10**30]}])
+def test_b10_a_tensor_that_cannot_be_is_refused(
+    folder: CheckpointFolder, change: dict[str, object]
+) -> None:
+    model = folder.manifest(2).model
+    reseal(folder, 2, model={**model, "weight": model["weight"].model_copy(update=change)})
+    with pytest.raises(RestoreError, match="'weight' has a shape or type that no tensor has"):
+        folder.manifest(2)
+
+
 def test_a_missing_file_is_named(folder: CheckpointFolder) -> None:
     (folder.path(2) / "state.json").unlink()
     with pytest.raises(RestoreError, match="step_2/state.json is missing"):

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "paceline"
 LAYERS = [
     ["errors"],
     ["records"],
-    ["config"],
+    ["config", "trust"],
     ["stats", "schedules", "machine", "data"],
     ["report", "workloads"],
     ["checkpoint"],
@@ -30,7 +30,7 @@ LAYERS = [
     ["__main__"],
 ]
 TORCH_FREE = [
-    "records", "config", "stats", "report", "errors", "job", "compare", "schedules",
+    "records", "config", "stats", "report", "errors", "job", "trust", "compare", "schedules",
 ]  # fmt: skip
 
 

@@ -8,10 +8,11 @@ import pytest
 from paceline.cli.talk import ConsoleTalk
 from paceline.errors import ConfigError, DataError
 from paceline.job import load_job
-from paceline.records import Choice, Env, Finding
+from paceline.records import Choice, Env, Finding, base
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir, slug
 from paceline.run import flow
+from tests.machines import MACHINE
 
 
 @pytest.mark.parametrize(
@@ -120,3 +121,33 @@ def test_a_bad_place_is_refused_before_anything_is_planned(
         flow.run_job(load_job("lm_tiny", []), tmp_path / place, ConsoleTalk())
     RunDir.require_place(tmp_path / "new" / "run")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 200_000, '{"schema": ' + "9" * 5_001 + "}", '{"schema": 1e999}', "[]", '{"schema": []}'],
+    ids=["deep", "long-number", "infinite", "no-map", "no-number"],
+)
+def test_a_record_that_none_of_ours_is_is_damaged(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "env.json"
+    path.write_text(content)
+    with pytest.raises(DataError, match="is damaged: no Env record"):
+        Env.load(path)
+
+
+def test_only_plain_files_of_a_sane_size_are_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = tmp_path / "env.json", tmp_path / "other"
+    MACHINE.save(other)
+    path.symlink_to(other)
+    with pytest.raises(DataError, match="is a link"):
+        Env.load(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="not a plain file"):
+        Env.load(path)
+    assert Env.load(other) == MACHINE
+    monkeypatch.setattr(base, "MAX_BYTES", 100)
+    with pytest.raises(DataError, match="has more than 100"):
+        Env.load(other)

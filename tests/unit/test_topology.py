@@ -64,6 +64,16 @@ def test_slurm_meets_on_the_first_node_of_the_step() -> None:
     assert found.master_port != resolve_topology(SLURM | {"SLURM_RESTART_COUNT": "1"}).master_port
 
 
+def test_a_stranger_who_knows_the_job_does_not_know_its_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ports = set()
+    for user in range(8):
+        monkeypatch.setenv("PACELINE_SECRET", f"the secret of user {user}")
+        ports.add(resolve_topology(SLURM).master_port)
+    assert len(ports) > 4
+
+
 @pytest.mark.parametrize("loopback", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])
 def test_slurm_never_meets_on_loopback_with_several_nodes(loopback: str) -> None:
     assert resolve_topology(SLURM | {"MASTER_ADDR": loopback}).master_addr == "n1"
