@@ -26,7 +26,7 @@ JOB = [
 
 
 # A kernel that spins for minutes.
-HANG = "if self.calls > 3: torch.cuda._sleep(1 << 40); torch.cuda.synchronize()"
+HANG = "if self.calls > 5: torch.cuda._sleep(1 << 40); torch.cuda.synchronize()"
 
 
 def losses(run: Path) -> list[float]:
