@@ -170,8 +170,7 @@ FAULTS = (
     ),
     Fault(
         "resumed-run-reads-from-the-begin", "paceline/train/worker.py",
-        "source = _source(job, plan, data, place, history.start_position)",
-        "source = _source(job, plan, data, place, 0)", DEATH,
+        ", history.start_position)", ", 0)", DEATH,
     ),
     Fault(
         "position-of-the-step-before-is-kept", "paceline/train/history.py",
@@ -338,7 +337,7 @@ FAULTS = (
     ),
     Fault(
         "samples-of-one-microbatch-are-compared", "paceline/bench/equal.py",
-        '"samples a step": batch.global_size', '"samples a step": batch.grad_accum',
+        'batch.global_size, "ranks"', 'batch.grad_accum, "ranks"',
         "tests/unit/test_bench_targets.py::test_unequal_work_is_seen",
     ),
     Fault(
