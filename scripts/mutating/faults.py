@@ -321,7 +321,7 @@ FAULTS = (
         "tests/unit/test_stats_steady.py",
     ),
     Fault(
-        "slower-is-called-faster", "paceline/stats/verdicts.py",
+        "slower-is-called-faster", "paceline/stats/standings.py",
         'return Verdict("faster" if gain > 0 else "slower")',
         'return Verdict("faster" if gain < 0 else "slower")', "tests/unit/test_stats_verdicts.py",
     ),
