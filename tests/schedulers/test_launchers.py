@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -253,7 +252,7 @@ def test_the_batch_script_passes_usr2_on_and_requeues_on_75(
     fake = tmp_path / "fake"
     fake.write_text(FAKE)
     fake.chmod(0o755)
-    program = shutil.which("paceline", path=str(Path(sys.executable).parent))
+    program = f"{sys.executable} -m paceline"
     script.write_text(script.read_text().replace(str(program), str(fake)))
     submitted = cluster.run(["sbatch", "--parsable", script.name], cwd=tmp_path, timeout=60)
     job, story = submitted.stdout.strip(), tmp_path / "story.txt"
