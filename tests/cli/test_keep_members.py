@@ -15,6 +15,7 @@ from tests.cli.program import free_port
 from tests.skips import needs_mpi
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+nightly = pytest.mark.nightly
 
 ONCE = (
     "if os.environ['RANK'] == '{rank}' and self.calls > 2 and not os.path.exists('once'):"
@@ -30,17 +31,24 @@ def attempts(bench: Bench) -> list[dict[str, Any]]:
     return list(bench.result()["attempts"])
 
 
-@pytest.mark.parametrize(
-    ("before", "launcher"),
-    [
-        (PYTHON, "launch.launcher=torchrun"),
-        (TORCHRUN, "launch.launcher=auto"),
-        pytest.param(PYTHON, "launch.launcher=mpi", marks=needs_mpi),
-        pytest.param(MPIRUN, "launch.launcher=auto", marks=needs_mpi),
-    ],
-    ids=["torchrun", "under-torchrun", "mpi", "under-mpirun"],
-)
-@pytest.mark.parametrize("rank", [0, 1])
+# Each starts five processes that load torch: one of each launcher in CI, the others at night.
+DEATHS = [
+    pytest.param(0, TORCHRUN, "launch.launcher=auto", id="0-under-torchrun"),
+    pytest.param(1, PYTHON, "launch.launcher=mpi", marks=needs_mpi, id="1-mpi"),
+    pytest.param(0, PYTHON, "launch.launcher=torchrun", marks=nightly, id="0-torchrun"),
+    pytest.param(1, PYTHON, "launch.launcher=torchrun", marks=nightly, id="1-torchrun"),
+    pytest.param(1, TORCHRUN, "launch.launcher=auto", marks=nightly, id="1-under-torchrun"),
+    pytest.param(0, PYTHON, "launch.launcher=mpi", marks=[needs_mpi, nightly], id="0-mpi"),
+    pytest.param(
+        0, MPIRUN, "launch.launcher=auto", marks=[needs_mpi, nightly], id="0-under-mpirun"
+    ),
+    pytest.param(
+        1, MPIRUN, "launch.launcher=auto", marks=[needs_mpi, nightly], id="1-under-mpirun"
+    ),
+]
+
+
+@pytest.mark.parametrize(("rank", "before", "launcher"), DEATHS)
 def test_f9_f10_a_killed_rank_starts_again(
     rank: int, before: tuple[str, ...], launcher: str, bench: Bench
 ) -> None:
@@ -57,6 +65,7 @@ def test_f9_f10_a_killed_rank_starts_again(
     assert 0 < bench.result()["ettr"] <= 1
 
 
+@nightly
 def test_f16_a_crash_loop_of_members_ends_too(bench: Bench) -> None:
     trouble = "if os.environ['RANK'] == '1' and self.calls > 2: raise ValueError('always')"
     more = ["launch.launcher=torchrun", "launch.nproc=2", "launch.max_restarts=9"]
@@ -81,13 +90,14 @@ def test_a_member_whose_supervisor_is_killed_is_not_waited_for(bench: Bench) -> 
 
 
 @pytest.mark.parametrize(
-    "launcher",
+    ("number", "code", "launcher"),
     [
-        "launch.launcher=torchrun",
-        pytest.param("launch.launcher=mpi", marks=needs_mpi),
+        (signal.SIGTERM, 75, "launch.launcher=torchrun"),
+        pytest.param(signal.SIGINT, 130, "launch.launcher=torchrun", marks=nightly),
+        pytest.param(signal.SIGTERM, 75, "launch.launcher=mpi", marks=[needs_mpi, nightly]),
+        pytest.param(signal.SIGINT, 130, "launch.launcher=mpi", marks=[needs_mpi, nightly]),
     ],
 )
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_f27_a_signal_stops_all_ranks_in_order(
     number: int, code: int, launcher: str, bench: Bench
 ) -> None:

@@ -122,9 +122,9 @@ def test_f29_loaders_ignore_the_signals_that_stop_a_run(clean: Bench, bench: Ben
 
 
 PAIRS = [
-    (signal.SIGTERM, signal.SIGTERM, 75),
     (signal.SIGINT, signal.SIGTERM, 130),
-    (signal.SIGINT, signal.SIGINT, 130),
+    pytest.param(signal.SIGTERM, signal.SIGTERM, 75, marks=pytest.mark.nightly),
+    pytest.param(signal.SIGINT, signal.SIGINT, 130, marks=pytest.mark.nightly),
 ]
 
 

@@ -57,6 +57,7 @@ def test_accumulation_recomputation_and_splits(untied: RankEnds, tmp_path: Path)
         "full": [*pipeline("zbv"), full],
         "layers": [*pipeline("gpipe"), "strategy.split=layers"],
         "listed": [*pipeline("interleaved_zb"), "strategy.split=[1,1,2,1]"],
+        **{name: pipeline(name) for name in ("interleaved_1f1b", "looped_bfs", "dualpipev")},
     }
     ended = run_each(tmp_path, "lm_tiny", {name: [*UNTIED, *c] for name, c in cases.items()})
     for name, ends in ended.items():

@@ -11,14 +11,20 @@ from tests.proofs import assert_proven, verify
 ALL = [f"pipeline_{name}" for name in NAMES]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "num_ranks",
-    [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)],
-)
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_schedule_is_proven(num_ranks: int, tmp_path: Path) -> None:
     report = verify(["pipeline"], [f"launch.nproc={num_ranks}"], tmp_path / "run")
     assert_proven(report, *ALL)
+
+
+@pytest.mark.slow
+def test_one_schedule_of_each_kind_is_proven(tmp_path: Path) -> None:
+    """Whole backwards, split ones over two blocks a rank, and the one that torch does not run."""
+    kinds = ["pipeline_1f1b", "pipeline_zbv", "pipeline_dualpipe"]
+    report = verify(kinds, ["launch.nproc=2"], tmp_path / "run")
+    assert_proven(report, *kinds)
 
 
 def test_a_schedule_that_does_not_exist_is_refused(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_torchrun_started_by_paceline(expected: dict[int, list[float]], tmp_path
     assert (tmp_path / "logs").is_dir(), "torchrun_args reached torchrun"
 
 
+@nightly
 @needs_deepspeed
 def test_under_deepspeed(expected: dict[int, list[float]], tmp_path: Path) -> None:
     argv = ["deepspeed", "--num_gpus", "2", "--master_port", free_port(), "--module", "paceline"]
@@ -138,6 +139,7 @@ def test_deepspeed_under_mpirun(expected: dict[int, list[float]], tmp_path: Path
     same(tmp_path / "run", expected[2])
 
 
+@nightly
 @needs_mpi
 def test_under_mpirun(expected: dict[int, list[float]], tmp_path: Path) -> None:
     run(["mpirun", "-n", "2", *PACELINE, "train", *JOB, "--out", "run"], tmp_path, **AS_ROOT)
@@ -171,6 +173,7 @@ def test_under_srun_on_two_nodes(
     assert cluster.processes() == []
 
 
+@nightly
 @needs_slurm
 def test_srun_started_by_paceline(
     expected: dict[int, list[float]], cluster: SlurmCluster, tmp_path: Path
@@ -269,6 +272,7 @@ def wait_for(file: Path, text: str, seconds: float = 60) -> None:
         time.sleep(0.1)
 
 
+@nightly
 @needs_slurm
 def test_a_requeued_job_goes_on_from_its_checkpoint(cluster: SlurmCluster, tmp_path: Path) -> None:
     slow = ["launch.nproc=1", "launch.nnodes=2", "train.steps=3000"]
@@ -286,6 +290,7 @@ def test_a_requeued_job_goes_on_from_its_checkpoint(cluster: SlurmCluster, tmp_p
     assert result["attempts"][1]["first_step"] > first["last_step"], "no step was taken twice"
 
 
+@nightly
 @needs_slurm
 def test_scancel_ends_ranks_in_order(cluster: SlurmCluster, tmp_path: Path) -> None:
     """Ranks under srun get TERM and leave with a checkpoint; nothing is left."""
@@ -367,8 +372,8 @@ def test_check_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
 
 STARTERS = [
     ("torchrun", signal.SIGKILL),
-    pytest.param("mpi", signal.SIGINT, marks=needs_mpi),
-    pytest.param("deepspeed", signal.SIGKILL, marks=needs_deepspeed),
+    pytest.param("mpi", signal.SIGINT, marks=[needs_mpi, nightly]),
+    pytest.param("deepspeed", signal.SIGKILL, marks=[needs_deepspeed, nightly]),
     pytest.param("torchrun", signal.SIGINT, marks=nightly),
     pytest.param("mpi", signal.SIGKILL, marks=[needs_mpi, nightly]),
     pytest.param("deepspeed", signal.SIGINT, marks=[needs_deepspeed, nightly]),

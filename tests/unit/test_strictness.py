@@ -61,6 +61,7 @@ def test_a_skip_needs_an_excuse(where: str, tmp_path: Path) -> None:
 def test_an_excuse_must_be_true(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not on the list" in why_refused("I do not like it")
     reason = "needs chromium"
+    monkeypatch.delenv("PACELINE_REQUIRED", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert why_refused(reason) == ""
     monkeypatch.setenv("PACELINE_REQUIRED", "chromium slurm")
