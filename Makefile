@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all test-nightly test-gpu check launchers figures format clean
+.PHONY: demo test test-all test-nightly test-gpu faults check launchers figures format clean
 
 demo: $(READY)
 	$(BIN)/paceline demo
@@ -35,6 +35,10 @@ BESIDE = $$($(PYTHON) -c "import importlib.util as u; print('-n 4' if u.find_spe
 test-gpu:
 	$(HERE) $(PYTHON) -m pytest tests/gpu -m "gpu and not serial and not nightly" $(BESIDE)
 	$(HERE) $(PYTHON) -m pytest tests/gpu -m "gpu and serial and not nightly"
+
+# Plants every fault of tests/faults.py and writes docs/faults.md.
+faults: $(READY) launchers
+	$(BIN)/python scripts/faults_page
 
 check: $(READY)
 	$(BIN)/ruff check .

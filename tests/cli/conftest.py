@@ -1,11 +1,20 @@
 """Fixtures of the tests that run the real program."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cli.bench import Bench, wait_until
+from tests.cli.program import EXIT_CODES
+
+
+@pytest.fixture(autouse=True)
+def exit_codes(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Note with which codes the programs of a test ended."""
+    EXIT_CODES.clear()
+    yield
+    record_property("exit_codes", " → ".join(map(str, EXIT_CODES)))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 from tests import warm
 
 TIMEOUT_S = 110
+EXIT_CODES: list[int] = []  # of the programs of this test, for docs/faults.md
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,9 @@ class Ran:
     code: int
     out: str
     err: str
+
+    def __post_init__(self) -> None:
+        EXIT_CODES.append(self.code)
 
 
 def free_port() -> str:

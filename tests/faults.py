@@ -1,0 +1,242 @@
+"""The faults that tests plant, one list: docs/faults.md is written from it (scripts/faults_page)."""
+
+from dataclasses import dataclass
+
+FAULTS = "tests/cli/test_faults.py"
+STOP = "tests/cli/test_keep_stop.py"
+RESTART = "tests/cli/test_keep_restart.py"
+DISK = "tests/cli/test_keep_disk.py"
+MEMBERS = "tests/cli/test_keep_members.py"
+DAMAGED = f"{DISK}::test_a_damaged_checkpoint_is_named_and_the_one_before_is_used"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`test` is a pytest id: all cases of it, or one. `number` is that of the fault matrix."""
+
+    number: str
+    what: str
+    then: str
+    test: str
+
+
+LIST = [
+    # Before ranks train
+    Fault(
+        "F1", "the port of a launcher is taken", "named with the process that holds it",
+        f"{FAULTS}::test_f1_a_taken_port_is_named_with_its_owner",
+    ),
+    Fault(
+        "F1", "the usual port 29500 is taken", "our own launch asks for no fixed port",
+        f"{FAULTS}::test_f1_our_own_launch_never_asks_for_a_fixed_port",
+    ),
+    Fault(
+        "F2", "a lock file is left, its process id used again", "no obstacle: the lock counts",
+        f"{FAULTS}::test_f2_a_lock_file_without_its_lock_is_no_obstacle",
+    ),
+    Fault(
+        "F3", "two launches into one directory", "one trains, the other is refused",
+        f"{FAULTS}::test_f3_of_two_launches_into_one_directory_one_is_refused",
+    ),
+    Fault(
+        "F4", "ranks that never come", "listed after launch.start_s",
+        f"{FAULTS}::test_f4_missing_ranks_are_listed",
+    ),
+    Fault(
+        "F5", "an address that does not resolve", "named at once",
+        f"{FAULTS}::test_f5_an_address_that_does_not_resolve",
+    ),
+    Fault(
+        "F6", "a job that cannot be imported", "one message however many ranks",
+        f"{FAULTS}::test_f6_a_broken_file_is_one_message_however_many_ranks",
+    ),
+    Fault(
+        "F7", "junk in RANK, WORLD_SIZE, OMP_NUM_THREADS, SLURM_PROCID", "refused by name",
+        f"{FAULTS}::test_f7_junk_in_the_environment_is_refused",
+    ),
+    Fault(
+        "F8", "nccl or cuda asked for where there is none", "refused, not replaced",
+        f"{FAULTS}::test_f8_what_is_not_here_is_refused_not_replaced",
+    ),
+    # Ranks that die
+    Fault(
+        "F9", "SIGKILL of rank 1", "all start again, no step lost or taken twice",
+        f"{RESTART}::test_a_death_costs_no_step[f9_sigkill_of_rank_1]",
+    ),
+    Fault(
+        "F10", "SIGKILL of rank 0", "all start again, no step lost or taken twice",
+        f"{RESTART}::test_a_death_costs_no_step[f10_sigkill_of_rank_0]",
+    ),
+    Fault(
+        "F9, F10", "SIGKILL of a rank under torchrun and mpirun", "all start again",
+        f"{MEMBERS}::test_f9_f10_a_killed_rank_starts_again",
+    ),
+    Fault(
+        "F11", "a segmentation fault", "its stack is in the log of its rank",
+        f"{RESTART}::test_f11_the_stack_of_a_segfault_is_in_the_log",
+    ),
+    Fault(
+        "F12", "an exception in one rank", "its rank and line come first, echoes are folded",
+        f"{FAULTS}::test_f12_the_users_error_comes_first_and_the_echo_is_folded",
+    ),
+    Fault(
+        "F13", "a rank leaves early with 0", "a failure, said so",
+        f"{FAULTS}::test_f13_leaving_early_with_zero_is_a_failure",
+    ),
+    Fault(
+        "F14", "an allocation that fails", "out of resources, with what to change",
+        f"{FAULTS}::test_f14_an_allocation_that_fails_is_out_of_resources",
+    ),
+    Fault(
+        "F15", "SIGKILL of the supervisor", "ranks and what they started are gone in a second",
+        f"{FAULTS}::test_f15_ranks_die_with_a_killed_supervisor_within_a_second",
+    ),
+    Fault(
+        "F15", "SIGKILL of torchrun", "ranks are gone",
+        f"{FAULTS}::test_f15_ranks_die_with_a_killed_torchrun",
+    ),
+    Fault(
+        "F16", "the same failure twice", "no third attempt; the evidence is kept",
+        f"{RESTART}::test_f16_two_identical_failures_end_the_run",
+    ),
+    Fault(
+        "F17", "a crash while ranks start again", "bounded",
+        f"{RESTART}::test_f17_a_crash_while_ranks_start_again_is_bounded",
+    ),
+    Fault(
+        "F17", "a hang while ranks start again", "ended by launch.start_s",
+        f"{RESTART}::test_f17_a_hang_while_ranks_start_again_is_bounded",
+    ),
+    # Ranks that hang
+    Fault(
+        "F18", "SIGSTOP of a rank", "named as stopped, and killed",
+        f"{FAULTS}::test_f18_a_stopped_rank_is_named_and_killed",
+    ),
+    Fault(
+        "F18", "SIGSTOP of a rank, restarts allowed", "killed, and all start again",
+        f"{RESTART}::test_f18_a_stopped_rank_is_killed_and_all_start_again",
+    ),
+    Fault(
+        "F19", "a rank sleeps in its loss", "named with its line; stacks of all ranks are kept",
+        f"{FAULTS}::test_f19_a_sleeping_rank_is_named_with_its_line",
+    ),
+    Fault(
+        "F20", "a rank holds the interpreter in C code", "named with its line",
+        f"{FAULTS}::test_a_rank_stuck_in_c_code_answers_too",
+    ),
+    Fault(
+        "", "a pipeline's rank dies, raises or hangs", "named with stage and microbatch",
+        "tests/cli/test_pipeline_faults.py::"
+        "test_a_rank_that_fails_is_named_with_its_stage_and_microbatch",
+    ),
+    # Asked to stop
+    Fault(
+        "F27", "SIGTERM, SIGUSR2 or Ctrl-C in a step", "a checkpoint; resumes without a step lost",
+        f"{STOP}::test_f27_a_signal_during_a_step",
+    ),
+    Fault(
+        "F28", "SIGTERM in evaluation, warm-up, step 1, a save", "the same",
+        f"{STOP}::test_f28_wherever_it_is",
+    ),
+    Fault(
+        "F28", "SIGTERM while data is prepared", "ends in order, nothing trained",
+        f"{STOP}::test_f28_while_data_is_prepared",
+    ),
+    Fault(
+        "F29", "stop signals to the loaders", "loaders ignore them, the save is written",
+        f"{STOP}::test_f29_loaders_ignore_the_signals_that_stop_a_run",
+    ),
+    Fault(
+        "F30", "a second signal during the save", "nothing is corrupted",
+        f"{STOP}::test_f30_a_second_signal_corrupts_nothing",
+    ),
+    Fault(
+        "F31", "SIGKILL at five places of a save", "the checkpoint before it is used",
+        f"{STOP}::test_f31_sigkill_in_the_middle_of_a_save",
+    ),
+    Fault(
+        "F32", "one rank alone gets SIGUSR2", "all stop at the same step",
+        f"{STOP}::test_f32_one_rank_alone_is_asked",
+    ),
+    # Checkpoints and disks
+    Fault(
+        "F33, F34", "a full disk in a save, at once or in the background",
+        "what was good stays; the next save is not tried",
+        f"{DISK}::test_f33_f34_a_full_disk_ends_the_run_and_spares_what_was_good",
+    ),
+    Fault(
+        "F33", "the same with checkpoint.on_error=continue", "trains on and says so",
+        f"{DISK}::test_f33_on_request_the_run_trains_on_and_says_so",
+    ),
+    Fault("F35", "a truncated file", "named; the checkpoint before it is used",
+          f"{DAMAGED}[f35_truncated]"),
+    Fault("F36", "one bit flipped in weights", "named; the checkpoint before it is used",
+          f"{DAMAGED}[f36_bit_in_weights]"),
+    Fault("F37", "no manifest", "incomplete; the checkpoint before it is used",
+          f"{DAMAGED}[f37_no_manifest]"),
+    Fault("F37", "an edited manifest", "named; the checkpoint before it is used",
+          f"{DAMAGED}[f37_edited_manifest]"),
+    Fault(
+        "F38", "other ranks or another strategy on resume", "the same samples and losses",
+        f"{DISK}::test_f38_the_same_samples_and_losses_on_other_ranks_and_strategies",
+    ),
+    Fault(
+        "F39", "another learning rate on resume", "shown, and asked for --allow-change",
+        f"{DISK}::test_f39_what_changes_the_training_must_be_allowed",
+    ),
+    Fault(
+        "F39", "another model on resume", "refused with both shapes",
+        f"{DISK}::test_f39_another_model_is_refused_whatever_is_allowed",
+    ),
+    Fault(
+        "F40", "checkpoint.dir is a file or a link", "found before ranks start",
+        f"{DISK}::test_f40_a_place_that_cannot_be_written_is_found_before_ranks_start",
+    ),
+    Fault(
+        "F40", "checkpoint.dir vanishes under the run", "said; a resume refuses to begin anew",
+        f"{DISK}::test_f40_a_folder_that_vanishes_under_the_run",
+    ),
+    # Data and numbers
+    Fault(
+        "F41", "SIGKILL of a loader", "named with the samples it owed",
+        f"{RESTART}::test_f41_a_dead_loader_is_named_with_its_samples",
+    ),
+    Fault(
+        "F42", "a loader hangs", "named with the samples it owed after data.timeout_s",
+        f"{RESTART}::test_f42_a_hanging_loader_is_named_with_its_samples",
+    ),
+    Fault(
+        "F45", "a NaN on one rank", "all ranks veto the step; no checkpoint holds a NaN",
+        f"{DISK}::test_f45_no_checkpoint_holds_a_nan",
+    ),
+    # Files and names that lie
+    Fault(
+        "F46a", "a pickle in the place of a checkpoint", "refused, and does not run",
+        f"{DISK}::test_f46a_a_pickle_is_refused_and_does_not_run",
+    ),
+    Fault(
+        "F46b", "YAML that would import or run code", "refused",
+        "tests/unit/test_config.py::test_yaml_that_would_run_code_is_refused",
+    ),
+    Fault(
+        "F46c", "a run's name with shell, path and HTML in it", "never a path or a command",
+        f"{FAULTS}::test_f46c_a_name_is_never_a_path_or_a_command",
+    ),
+    Fault(
+        "F46e", "secrets in the environment", "in no file and no output",
+        f"{FAULTS}::test_f46e_secrets_stay_out_of_every_file",
+    ),
+    Fault(
+        "F46f", "commands and options in a hostfile", "refused with their line",
+        "tests/unit/test_launch.py::test_f46f_a_hostfile_holds_names_and_nothing_else",
+    ),
+]  # fmt: skip
+
+# Of the matrix, not shown by a test yet.
+OPEN = {
+    "F21": "one rank skips a collective", "F22": "shapes that differ in a collective",
+    "F23": "uneven streams of data: a map-style data set is dealt out evenly",
+    "F24": "a rank that is 20 % slow", "F25": "a periodic stall", "F26": "a log that blocks",
+    "F43": "broken audio", "F44": "an interrupted preparation of audio",
+    "F46d": "archives that leave their folder",
+}  # fmt: skip
