@@ -35,6 +35,7 @@ def test_the_readme_names_every_verb() -> None:
     assert all(verb in text for verb in verbs)
 
 
+@pytest.mark.slow
 def test_the_job_in_the_readme_is_short_and_trains(tmp_path: Path) -> None:
     (job,) = blocks("python")
     assert len(job.splitlines()) <= 45
