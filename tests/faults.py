@@ -1,4 +1,4 @@
-"""The faults that tests plant, one list: docs/faults.md is written from it (scripts/faults_page)."""
+"""The faults that tests plant, one list: scripts/faults_page writes docs/faults.md from it."""
 
 from dataclasses import dataclass
 

@@ -24,6 +24,7 @@ from paceline.cli import (
     verify,
 )
 from paceline.errors import Outcome, PacelineError
+from paceline.machine.process import leave_at_once
 
 app = typer.Typer(
     name="paceline",
@@ -64,6 +65,7 @@ def main() -> None:
     """Run the command line; every refusal is one message and its exit code."""
     # A request for stacks must not kill a process that has none to show yet, or no more.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    leave_at_once()
     try:
         app()
     except PacelineError as error:

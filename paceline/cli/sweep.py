@@ -92,10 +92,11 @@ def _to_the_end(spec: SweepSpec, out: Path | None, dry_run: bool, as_json: bool)
     from paceline.cli.talk import print_json, refusals_on_stdout
 
     with refusals_on_stdout(as_json), redirect_stdout(sys.stderr):  # what the user's job prints
-        from paceline.launch.local import warm_up  # these import torch
+        from paceline.machine.fork_server import start_early
 
         if not dry_run:
-            warm_up()
+            start_early()
+        # These import torch.
         from paceline.cli.sweep_talk import SweepConsole
         from paceline.sweep.flow import open_folder, plan_sweep, run_planned
 

@@ -14,6 +14,7 @@ import typer
 
 from paceline.cli.arguments import SOURCE, JsonFlag, OutOption, Overrides
 from paceline.errors import ConfigError, StopAsked
+from paceline.machine.fork_server import start_early
 from paceline.machine.process import ignore_stop_signals, signal_handlers
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def finish(source: str, overrides: list[str], out: Path | None, as_json: bool) -
     def run(talk: ConsoleTalk, rendezvous: Rendezvous | None) -> Result:
         job = load_job(source, overrides)
         talk.say("checking the machine and planning")
+        start_early(job.config.launch.launcher)
         from paceline.run.flow import run_job  # imports torch: only once the config is right
 
         return run_job(job, out, talk, rendezvous)
@@ -89,6 +91,7 @@ def go_on(
         raise ConfigError("--resume continues in the run's own directory; it takes no --out")
 
     def run(talk: ConsoleTalk, rendezvous: Rendezvous | None) -> Result:
+        start_early()
         from paceline.run.flow import resume_job
         from paceline.run.resume import load_resumption
 

@@ -1,25 +1,21 @@
 """Ranks on this machine, forked from a server that has torch loaded already."""
 
-import multiprocessing
 import os
-import tempfile
 import uuid
 from functools import partial
-from multiprocessing import forkserver
-from multiprocessing.util import get_temp_dir
 
 from paceline.launch.attempts import Start, run_attempts
 from paceline.launch.base import LaunchOrder, Task, draw_plan
 from paceline.launch.ending import Ending, LaunchEnd
 from paceline.launch.rank import RankSpec
-from paceline.launch.supervisor import PRELOADED, Supervisor
+from paceline.launch.supervisor import Supervisor
 from paceline.machine.fabric import make_node_caches
+from paceline.machine.fork_server import temporary_folder
 from paceline.machine.group import StoreAddress, serve_store
 from paceline.machine.topology import RankId
 from paceline.records import LaunchPlan
 from paceline.records.rundir import RunDir
 
-MAX_TEMPORARY = 60  # letters of TMPDIR; with the rest a socket's path may have 107
 LOOPBACK = "127.0.0.1"
 
 
@@ -29,13 +25,6 @@ class LocalLauncher:
 
     def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
         return run_attempts(launch, run, partial(_start_all, launch, run, task))
-
-
-def warm_up() -> None:
-    """Let the server that ranks are forked from load torch, while we still plan."""
-    temporary_folder()
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
 
 
 def _start_all(launch: LaunchPlan, run: RunDir, task: Task, this: Start) -> LaunchEnd:
@@ -76,15 +65,3 @@ def build_spec(
         task=task,
         workload=launch.workload,
     )
-
-
-def temporary_folder() -> str:
-    """Return where the fork server has its socket. A long TMPDIR is not used: a path in it would be
-    too long for one."""
-    before = tempfile.tempdir
-    if len(tempfile.gettempdir()) > MAX_TEMPORARY:
-        tempfile.tempdir = "/tmp"
-    try:
-        return get_temp_dir()
-    finally:
-        tempfile.tempdir = before

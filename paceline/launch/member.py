@@ -26,6 +26,7 @@ from paceline.launch.rank import save_failure
 from paceline.launch.rendezvous import Rendezvous, join_rendezvous
 from paceline.launch.signals import SignalLog, logged_signals
 from paceline.launch.supervisor import Supervisor
+from paceline.machine.process import leave_at_once
 from paceline.machine.secret import SECRET, read_secret
 from paceline.machine.topology import Topology, resolve_topology
 from paceline.records import LaunchPlan, RankEnd, RankPlace
@@ -90,6 +91,7 @@ def follow_rank0(rendezvous: Rendezvous, task: Task) -> int:
 def take_part(task: Task, arguments: Sequence[str]) -> int:
     """Take part in a run that is planned already: RUN_DIR is the last argument. This is what the
     command of a launcher runs on every rank (`Task.module`)."""
+    leave_at_once()
     run = RunDir.open(Path(arguments[-1]))
     launch = LaunchPlan.load(run.launch)
     topology = resolve_topology()

@@ -21,8 +21,9 @@ from paceline.errors import Outcome
 from paceline.launch.deadlines import Deadline, Deadlines
 from paceline.launch.ending import LaunchEnd
 from paceline.launch.process import REAP_S, RankProcess, count_oom_kills, wait_for_any
-from paceline.launch.rank import RankSpec, rank_main
+from paceline.launch.rank import RankSpec
 from paceline.launch.signals import SignalLog, kill_time, request_for
+from paceline.machine.fork_server import PRELOADED
 from paceline.records import Limits, RankEnd, RankVerdict
 from paceline.records.rundir import RunDir
 from paceline.train.control import modified_at
@@ -32,8 +33,6 @@ DUMP_S = 2.0  # how long a stack dump may take before ranks are ended
 CONTROL_S = 1.0
 ASK_S = 1.0  # a rank that is only starting ignores the request: it is repeated
 SETTLE_S = 0.2
-# What the server that ranks are forked from imports, in this order: what a training rank needs.
-PRELOADED = ["paceline.launch.fork_server_init", rank_main.__module__, "paceline.train.worker"]
 
 
 class Supervisor:

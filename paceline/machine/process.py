@@ -1,6 +1,8 @@
 """What this process asks of the kernel: to die with its parent, to have signals taken otherwise."""
 
+import atexit
 import ctypes
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +19,12 @@ Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Have the kernel send this signal to this process when the one that forked it is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def leave_at_once() -> None:
+    """Let the interpreter leave without a last look for garbage: among torch's objects that takes
+    one to two seconds, after all is said and done."""
+    atexit.register(gc.freeze)
 
 
 def ignore_stop_signals() -> None:

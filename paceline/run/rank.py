@@ -8,13 +8,14 @@ import torch
 from paceline.job import reload_job
 from paceline.launch.base import RankContext, Task
 from paceline.records import Plan
-from paceline.train.worker import RankRun
 
 LOG = logging.getLogger("paceline")
 
 
 def train_rank(context: RankContext) -> None:
     """Train as one rank, by the decisions that lie in the run directory."""
+    from paceline.train.worker import RankRun  # a second that a supervisor need not wait for
+
     plan, place = Plan.load(context.run.plan), context.place
     torch.set_num_threads(plan.threads.value)
     job = reload_job(context.run, context.workload)

@@ -1,4 +1,4 @@
-"""docs/faults.md says what tests have shown: its rows are those of tests/faults.py, and all passed."""
+"""docs/faults.md says what tests have shown: its rows are those of tests/faults.py, all passed."""
 
 import ast
 from pathlib import Path

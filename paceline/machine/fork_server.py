@@ -1,0 +1,36 @@
+"""The process that ranks are forked from: it has torch and the training code loaded already.
+
+It takes three seconds to load them, and so does the process that plans. Whoever will start ranks
+calls `start_early` before its own imports, and both load side by side. Nothing here imports torch.
+"""
+
+import multiprocessing
+import tempfile
+from multiprocessing import forkserver
+from multiprocessing.util import get_temp_dir
+
+from paceline.machine.launchers import LAUNCHERS
+
+# What the server imports, in this order: what a training rank needs.
+PRELOADED = ["paceline.launch.fork_server_init", "paceline.launch.rank", "paceline.train.worker"]
+MAX_TEMPORARY = 60  # letters of TMPDIR; with the rest a socket's path may have 107
+
+
+def start_early(launcher: str = "auto") -> None:
+    """Start the server, unless it would be of no use: another program will start the ranks."""
+    if launcher not in LAUNCHERS or LAUNCHERS[launcher].is_local:
+        temporary_folder()
+        multiprocessing.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
+
+
+def temporary_folder() -> str:
+    """Return where the fork server has its socket. A long TMPDIR is not used: a path in it would be
+    too long for one."""
+    before = tempfile.tempdir
+    if len(tempfile.gettempdir()) > MAX_TEMPORARY:
+        tempfile.tempdir = "/tmp"
+    try:
+        return get_temp_dir()
+    finally:
+        tempfile.tempdir = before
