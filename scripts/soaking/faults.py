@@ -41,6 +41,29 @@ def freeze(program: Program, draw: random.Random) -> str:
     return _signal_rank(program, draw, signal.SIGSTOP)
 
 
+def hang(program: Program, draw: random.Random) -> str:
+    """A rank sleeps in its loss (job.py looks for the file). Found by launch.progress_s too."""
+    victim = draw.randrange(program.ranks)
+    program.trouble(f"hang{victim}").touch()
+    return f"rank {victim}"
+
+
+def error(program: Program, draw: random.Random) -> str:
+    """A rank raises in its loss, with another text each time: two alike would end the run."""
+    victim = draw.randrange(program.ranks)
+    program.trouble(f"error{victim}").write_text(f"planted {draw.random()}")
+    return f"rank {victim}"
+
+
+def kill_loader(program: Program, draw: random.Random) -> str:
+    victim = draw.randrange(program.ranks)
+    loaders = program.rank_processes()[victim].children()
+    if not loaders:
+        raise SoakError(f"rank {victim} has no loader")
+    loaders[0].send_signal(signal.SIGKILL)
+    return f"a loader of rank {victim}"
+
+
 def kill_in_save(program: Program, draw: random.Random) -> str:
     ranks, victim = program.rank_processes(), draw.randrange(program.ranks)
     wait_for_save(program)
@@ -120,6 +143,9 @@ KINDS: dict[str, Strike] = {
     "kill_all": kill_all,
     "segfault": segfault,
     "freeze": freeze,
+    "hang": hang,
+    "error": error,
+    "kill_loader": kill_loader,
     "kill_in_save": kill_in_save,
     "preempt": preempt,
     "preempt_rank": preempt_rank,

@@ -44,6 +44,8 @@ class Program:
     def start(self, *arguments: str) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
         env = kept | {MARK: self.mark, "SOAK_PACE_S": str(self.pace_s), "NO_COLOR": "1"}
+        if self.pace_s:  # the clean run is left in peace
+            env["SOAK_TROUBLE"] = str(self.folder / "trouble")
         self._started_at = time.monotonic()
         with self.screen.open("ab") as screen:
             self._process = subprocess.Popen(
@@ -99,6 +101,12 @@ class Program:
         if strangers := [p.pid for p in processes if not self._is_ours(p)]:
             raise SoakError(f"processes {strangers} of launcher.log are not alive, or not ours")
         return processes
+
+    def trouble(self, name: str) -> Path:
+        """Return the file by which the job is told to make trouble (job.py), once."""
+        folder = self.folder / "trouble"
+        folder.mkdir(exist_ok=True)
+        return folder / name
 
     # Where it stands
 
