@@ -125,7 +125,8 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
             f"{number(rate or 0.0)} {unit}, step p50 {duration(result.step_s.p50, digits=4)}"
             f" ({result.window})"
         )
-    talk.say(f"report: {shown(run.report)}")
+    if run.report.is_file():
+        talk.say(f"report: {shown(run.report)}")
 
 
 def _way_on(result: Result, run: RunDir) -> str:
