@@ -67,7 +67,7 @@ def main() -> None:
     """Run the command line; every refusal is one message and its exit code."""
     # A request for stacks must not kill a process that has none to show yet, or no more.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if not sys.stderr.isatty():  # a file on a full disk must not end a run
+    if sys.stderr is not None and not sys.stderr.isatty():  # a full disk must not end a run
         sys.stderr = LogStream.open_text(Path("stderr"), sys.stderr.fileno(), Losses())
     try:
         _run()
@@ -101,12 +101,12 @@ def _run() -> None:
 
 
 def _flush_stdout() -> None:
-    """Write out what was printed. Where its disk takes nothing that is said, and the exit code is
-    the run's own: Python would leave with 120."""
+    """Write out what was printed. Where nobody takes it the exit code is the run's own all the
+    same: Python would leave with 120."""
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError as error:
-        if not DiskError.is_meant(error):
-            raise
-        print(f"warning: stdout cannot be written: {error.strerror}", file=sys.stderr)
+        if not isinstance(error, BrokenPipeError):  # as `head` leaves one
+            print(f"warning: stdout cannot be written: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,6 +1,7 @@
 """What a person sees on stderr: progress, problems, how a run ended. Readable without colour."""
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -192,4 +193,12 @@ def shown(path: Path) -> str:
 
 
 def print_json(text: str) -> None:
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    """Print data. A run has ended as it has, even if the disk that stdout goes to takes nothing."""
+    try:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        print(f"warning: stdout cannot be written: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -185,6 +185,7 @@ class LogStream(io.RawIOBase):
 
     def __init__(self, path: Path, handle: int, lost: Losses) -> None:
         self._file, self._number = Appender(path, lost, HELD_BYTES >> 4, handle=handle), handle
+        self.name = str(path)  # which a stream of Python has
 
     @classmethod
     def open_text(cls, path: Path, handle: int, lost: Losses) -> io.TextIOWrapper:

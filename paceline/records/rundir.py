@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -294,7 +294,8 @@ class RunLock(FileLock):
             ) from error
         except OSError as error:
             raise DiskError.of(error) from error
-        self.path.write_text(f"{os.getpid()}\n")
+        with suppress(OSError):  # on a full disk it names nobody, and holds all the same
+            self.path.write_text(f"{os.getpid()}\n")
         return self
 
 

@@ -15,7 +15,7 @@ from paceline.launch.deadlines import Deadlines
 from paceline.launch.follow import Follower
 from paceline.launch.supervisor import log_line
 from paceline.records import Limits, list_unwritten
-from paceline.records.disk import Appender, Loss, Losses, LogStream, reserve, save_last
+from paceline.records.disk import Appender, LogStream, Loss, Losses, reserve, save_last
 from paceline.records.files import write_atomic
 from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.rundir import RunDir
