@@ -116,7 +116,7 @@ class Supervisor:
         asked = False
         if time.monotonic() - self._control_at >= CONTROL_S:
             self._control_at = time.monotonic()
-            self._is_gone = self.run_dir.identity() != self._home
+            self._is_gone = self.run_dir.is_gone(self._home)
             asked = self._dump_was_requested()
             self._read_stop_request(signals)
         if signals.dumps > self._dumps_done or asked:

@@ -84,6 +84,12 @@ class RunDir:
             return None
         return found.st_dev, found.st_ino
 
+    def is_gone(self, home: tuple[int, int] | None) -> bool:
+        """Tell whether this is not the directory any more whose identity was `home`. Some network
+        file systems give another number at any time: our own file is a surer sign."""
+        now = self.identity()
+        return now is None or (now != home and not self.launch.is_file())
+
     @contextmanager
     def needed(self) -> Iterator[None]:
         """While inside, the directory must stay. If it was deleted, renamed or replaced, that is
@@ -92,15 +98,15 @@ class RunDir:
         try:
             yield
         except (OSError, PacelineError) as error:
-            if self.identity() != home:
-                raise self._is_gone() from error
+            if self.is_gone(home):
+                raise self._explain_gone() from error
             if isinstance(error, OSError) and DiskError.is_meant(error):
                 raise DiskError.of(error) from error
             raise
-        if self.identity() != home:
-            raise self._is_gone()
+        if self.is_gone(home):
+            raise self._explain_gone()
 
-    def _is_gone(self) -> DiskError:
+    def _explain_gone(self) -> DiskError:
         return DiskError(
             f"{self.root} was deleted, renamed or replaced while its run went on: the ranks were"
             " ended, and nothing more was written\n"

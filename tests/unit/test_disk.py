@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,15 +14,24 @@ from paceline.errors import DiskError
 from paceline.launch.archive import begin_attempt
 from paceline.launch.deadlines import Deadlines
 from paceline.launch.follow import Follower
+from paceline.launch.local import temporary_folder
 from paceline.launch.supervisor import log_line
 from paceline.records import Limits, list_unwritten
 from paceline.records.disk import Appender, LogStream, Loss, Losses, reserve, save_last
 from paceline.records.files import write_atomic
 from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.rundir import RunDir
-from paceline.records.tables import STEPS, TRAINING, TableFile, read_steps, read_training
+from paceline.records.tables import (
+    STEPS,
+    TRAINING,
+    TableFile,
+    read_checkpoints,
+    read_steps,
+    read_training,
+)
 from paceline.train.heartbeat import Heartbeat, StepMark, read_mark
 from tests.disks import break_disk, breakable_disk, fill, needs_mounts, small_disk
+from tests.saved import build_saver, save
 
 pytestmark = needs_mounts
 
@@ -256,6 +266,30 @@ def test_a_record_that_has_outgrown_its_place(disk: Path) -> None:
     filling.unlink()
     assert lost.keep(path, "y" * 20_000, save_last) and lost.by_file[path].num_bytes == 0
     assert path.read_text() == "y" * 20_000
+
+
+def test_a_disk_that_is_full_for_days_is_told_in_a_few_notes(disk: Path) -> None:
+    saver = build_saver(disk / "checkpoints")
+    save(saver, 1)
+    filling = fill(disk)
+    for step in range(2, 40):
+        save(saver, step)
+    assert len(saver.notes) == 9 and "step 2 not written" in saver.notes[0]
+    assert saver.notes[-1].startswith("30 more such notes") and "step 39" in saver.notes[-1]
+    filling.unlink()
+    save(saver, 40)
+    saver.close()
+    rows = read_checkpoints(disk / "checkpoints.csv")
+    assert [each.step for each in rows if each.is_written] == [1, 40] and len(rows) == 40
+    assert saver.writer.folder.steps() == [40, 1]
+
+
+def test_no_temporary_file_can_be_made(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(disk)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(disk)])
+    with pytest.raises(DiskError, match="hint: .* TMPDIR"):
+        temporary_folder()
 
 
 def test_a_token_cache_without_room_is_a_plain_error(disk: Path, corpus: Path) -> None:
