@@ -26,7 +26,7 @@ from paceline.cli import (
     verify,
 )
 from paceline.errors import DiskError, Outcome, PacelineError
-from paceline.records.disk import LogStream, Losses
+from paceline.records.disk import LOG_BYTES, Appender, LogStream
 
 app = typer.Typer(
     name="paceline",
@@ -68,7 +68,9 @@ def main() -> None:
     # A request for stacks must not kill a process that has none to show yet, or no more.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if sys.stderr is not None and not sys.stderr.isatty():  # a full disk must not end a run
-        sys.stderr = LogStream.open_text(Path("stderr"), sys.stderr.fileno(), Losses())
+        number = sys.stderr.fileno()
+        file = Appender(Path("stderr"), hold=LOG_BYTES, handle=number)
+        sys.stderr = LogStream.open_text(file, number)
     try:
         _run()
     finally:

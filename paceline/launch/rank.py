@@ -32,7 +32,7 @@ from paceline.machine.group import StoreAddress
 from paceline.machine.process import die_with_parent
 from paceline.machine.topology import RankId
 from paceline.records import RankVerdict, list_unwritten
-from paceline.records.disk import LogStream
+from paceline.records.disk import LOG_BYTES, Appender, LogStream
 from paceline.records.heartbeats import Beat
 from paceline.records.rundir import RunDir
 from paceline.train.control import Ask, Requests
@@ -186,8 +186,9 @@ def _redirect(run: RunDir, rank: int) -> None:
     for stream in (1, 2):
         os.dup2(handle, stream)
     os.close(handle)
-    sys.stdout = sys.__stdout__ = LogStream.open_text(log, 1, run.lost)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = LogStream.open_text(log, 2, run.lost)  # type: ignore[misc]
+    file = Appender(log, run.lost, LOG_BYTES, handle=1)
+    sys.stdout = sys.__stdout__ = LogStream.open_text(file, 1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = LogStream.open_text(file, 2)  # type: ignore[misc]
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
 

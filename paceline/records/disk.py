@@ -18,6 +18,7 @@ from typing import Any
 from paceline.records.files import sync_directory, write_atomic
 
 HELD_BYTES = 1 << 20  # of one file, until there is room again
+LOG_BYTES = 1 << 16  # the same of what a process prints
 MAX_SPANS, MAX_BEGUN = 16, 4096
 
 
@@ -181,16 +182,17 @@ class Appender:
 
 class LogStream(io.RawIOBase):
     """A stream of this process's own output, such as fd 1, into which any code may print: a full
-    disk must not raise there."""
+    disk must not raise there. Streams that go to one file share its appender, lest what one could
+    not finish is glued to what the other writes."""
 
-    def __init__(self, path: Path, handle: int, lost: Losses) -> None:
-        self._file, self._number = Appender(path, lost, HELD_BYTES >> 4, handle=handle), handle
-        self.name = str(path)  # which a stream of Python has
+    def __init__(self, file: Appender, number: int) -> None:
+        self._file, self._number = file, number
+        self.name = str(file.path)  # which a stream of Python has
 
     @classmethod
-    def open_text(cls, path: Path, handle: int, lost: Losses) -> io.TextIOWrapper:
+    def open_text(cls, file: Appender, number: int) -> io.TextIOWrapper:
         """Return it as the stream of text that sys.stdout is, written line by line."""
-        buffered = io.BufferedWriter(cls(path, handle, lost))
+        buffered = io.BufferedWriter(cls(file, number))
         return io.TextIOWrapper(buffered, "utf-8", "backslashreplace", line_buffering=True)
 
     def writable(self) -> bool:

@@ -17,7 +17,7 @@ from paceline.launch.follow import Follower
 from paceline.launch.local import temporary_folder
 from paceline.launch.supervisor import log_line
 from paceline.records import Limits, list_unwritten
-from paceline.records.disk import Appender, LogStream, Loss, Losses, reserve, save_last
+from paceline.records.disk import LOG_BYTES, Appender, LogStream, Loss, Losses, reserve, save_last
 from paceline.records.files import write_atomic
 from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.rundir import RunDir
@@ -129,14 +129,15 @@ def test_a_line_that_many_processes_add_to_one_log(disk: Path) -> None:
 def test_output_of_a_rank_is_dropped_not_raised(disk: Path) -> None:
     lost, path = Losses(), disk / "log.txt"
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    stream = LogStream.open_text(path, handle, lost)
+    file = Appender(path, lost, LOG_BYTES, handle=handle)
+    stream, other = (LogStream.open_text(file, handle) for _ in range(2))
     print("before", file=stream)
     filling = fill(disk)
     for number in range(3000):
-        print("while full", number, "x" * 100, file=stream)
+        print("while full", number, "x" * 100, file=stream if number % 3 else other)
     assert lost.by_file[path].num_bytes > 100_000
     filling.unlink()
-    print("after", file=stream)
+    print("after", file=other)
     said = path.read_text().splitlines()
     assert said[0] == "before" and said[-1] == "after"
     assert all(line.startswith("while full ") and line.endswith("x" * 100) for line in said[1:-1])
