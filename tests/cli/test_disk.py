@@ -162,7 +162,7 @@ def test_a_disk_that_becomes_read_only_costs_files_and_not_the_run(bench: Bench)
             require_sound(CheckpointFolder(kept), step)
 
 
-@pytest.mark.parametrize("how", ["deleted", "moved"])
+@pytest.mark.parametrize("how", ["deleted", pytest.param("moved", marks=pytest.mark.nightly)])
 def test_a_run_directory_that_is_gone_ends_the_run_and_stays_gone(how: str, bench: Bench) -> None:
     process = begin(bench, "launch.nproc=2")
     await_gate(bench, FIRST)
