@@ -9,6 +9,7 @@ Nothing here raises because of a disk but `reserve` and `save_last`.
 
 import io
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -74,7 +75,8 @@ class Appender:
     lines are dropped and counted.
 
     A disk that fills up takes a part of a line. Its rest stays in front of all that is held, so
-    that no later line is glued to it.
+    that no later line is glued to it. Threads may share an appender; a forked child holds nothing,
+    for its parent will write that.
     """
 
     def __init__(
@@ -86,31 +88,48 @@ class Appender:
     ) -> None:
         self.path, self.lost, self.hold = path, Losses() if lost is None else lost, hold
         self._handle = handle
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process, self._lock = os.getpid(), threading.RLock()
         self._held = bytearray()
         self._num_counted = 0  # bytes of it that count as lost, until they are written
         self._scrap = 0  # bytes on the disk of a line that is not whole
         self._begun = b""  # the first of them
         self._is_pinned = False
 
+    def _alone(self) -> threading.RLock:
+        """Return what keeps other threads out. In a child the parent's lock may never be free."""
+        if self._process != os.getpid():
+            self._begin()
+        return self._lock
+
     def append(self, lines: bytes, is_pinned: bool = False) -> None:
         """Take lines in; `flush` writes them. The first one is never dropped if `is_pinned`."""
-        self._is_pinned |= is_pinned and not self._held
-        self._held += lines
+        with self._alone():
+            self._is_pinned |= is_pinned and not self._held
+            self._held += lines
 
     def flush(self) -> bool:
         """Write all that is held; False where the disk has not taken all of it. The file is there
         from the first time on."""
+        with self._alone():
+            error = self._write()
+            if error is not None:
+                self.lost.note(self.path, error)
+            self._count()
+            if error is not None:
+                self._drop(keep=self.hold)
+            return error is None
+
+    def _write(self) -> OSError | None:
         try:
             handle = self._open()
             while self._held:
-                self._note_written(os.write(handle, self._held))
+                self._note_written(os.write(handle, bytes(self._held)))
         except OSError as error:
-            self.lost.note(self.path, error)
-            self._count()
-            self._drop(keep=self.hold)
-            return False
-        self._count()
-        return True
+            return error
+        return None
 
     def sync(self) -> None:
         """Write all that is held, for good."""
@@ -122,14 +141,15 @@ class Appender:
 
     def close(self) -> None:
         """Write all that is held, or lose it. What is there of a line that is not whole goes."""
-        try:
-            if not self.flush():
-                self._give_up()
-            if self._handle is not None:
-                os.close(self._handle)
-        except OSError as error:
-            self.lost.note(self.path, error)
-        self._handle = None
+        with self._alone():
+            try:
+                if not self.flush():
+                    self._give_up()
+                if self._handle is not None:
+                    os.close(self._handle)
+            except OSError as error:
+                self.lost.note(self.path, error)
+            self._handle = None
 
     def _give_up(self) -> None:
         scrap, rest = self._scrap, self._held.partition(b"\n")[0]

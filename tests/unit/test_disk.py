@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,7 +39,7 @@ pytestmark = needs_mounts
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk", "128k") as made:
+    with small_disk(tmp_path / "disk", "256k") as made:
         yield made
 
 
@@ -142,6 +143,33 @@ def test_output_of_a_rank_is_dropped_not_raised(disk: Path) -> None:
     assert said[0] == "before" and said[-1] == "after"
     assert all(line.startswith("while full ") and line.endswith("x" * 100) for line in said[1:-1])
     os.close(handle)
+
+
+def test_threads_and_children_print_into_one_log(disk: Path) -> None:
+    """Found by filling disks at random: a save that fails is logged by its thread."""
+    file = Appender(disk / "log", hold=1 << 20)
+    fill(disk)
+
+    def write(who: int) -> None:
+        for number in range(2000):
+            file.append(b"thread %d says %d\n" % (who, number))
+            file.flush()
+
+    threads = [threading.Thread(target=write, args=(who,)) for who in range(4)]
+    for thread in threads:
+        thread.start()
+    with file._alone():  # a child must not wait for what its parent holds
+        child = os.fork()
+        if child == 0:
+            file.append(b"child\n")
+            os._exit(0 if file._held == b"child\n" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for thread in threads:
+        thread.join()
+    (disk / "filling").unlink()
+    file.close()
+    said = file.path.read_text().splitlines()
+    assert sorted(said) == sorted(f"thread {w} says {n}" for w in range(4) for n in range(2000))
 
 
 def test_a_line_that_never_ends_is_not_held_without_bound(disk: Path) -> None:
