@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar, Self
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 FACTS = ("is_refusal", "is_retryable", "is_stop", "is_orderly", "beats_stop")
 
 
@@ -123,8 +123,8 @@ class DiskError(PacelineError):
 
     @staticmethod
     def is_meant(error: BaseException) -> bool:
-        """Tell whether an error says that a disk takes nothing: full, over a quota, read-only."""
-        return isinstance(error, OSError) and error.errno in NO_ROOM
+        """Tell whether an error says that a disk takes nothing: full, read-only, broken, gone."""
+        return isinstance(error, OSError) and error.errno in DISK_ERRORS
 
     @classmethod
     def of(cls, error: OSError, hint: str = "") -> Self:

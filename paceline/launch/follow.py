@@ -65,7 +65,7 @@ class Follower(Ticker):
         self._logs = {rank: Tail.from_end(run.rank_log(rank)) for rank in range(num_ranks)}
         self._train_log = Appender(run.train_log, run.lost)
         self._train_log.flush()
-        self._num_unwritten = 0
+        self._has_said = False
         self._training, self._columns = Tail(run.training), list[str]()
         self._attempt = self._find_attempt()
         self._pass_rows(self._new_rows()[-1:])
@@ -82,11 +82,12 @@ class Follower(Ticker):
         self._say_unwritten()
 
     def _say_unwritten(self) -> None:
-        """Say at once that a file cannot be written; the end of the run tells how much of it."""
+        """Say once that a file cannot be written; the end of the run tells how much of which."""
         unwritten = list_unwritten(self._files)
-        for each in unwritten[self._num_unwritten :]:
-            self._say(f"warning: {each.file} cannot be written ({each.error}); training goes on")
-        self._num_unwritten = len(unwritten)
+        if unwritten and not self._has_said and self._files.root.is_dir():
+            first = f"{unwritten[0].file}: {unwritten[0].error}"
+            self._say(f"warning: the run's files cannot be written ({first}); it goes on")
+            self._has_said = True
 
     def _new_rows(self) -> list[list[str]]:
         rows = list(csv.reader(self._training.lines()))

@@ -176,17 +176,15 @@ def _apply_environment(spec: RankSpec) -> None:
 def _redirect(run: RunDir, rank: int) -> None:
     """Send stdout and stderr of this process, C++ included, to its own file, line by line. What is
     printed there by Python never fails for a full disk."""
-    log = run.rank_log(rank)
+    file = Appender(run.rank_log(rank), run.lost, LOG_BYTES)
     try:
         run.make_rank(rank)
-        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        run.lost.note(log, error)
+        handle = os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:  # what Python prints is held back, and tried again
         handle = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(handle, stream)
     os.close(handle)
-    file = Appender(log, run.lost, LOG_BYTES, handle=1)
     sys.stdout = sys.__stdout__ = LogStream.open_text(file, 1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = LogStream.open_text(file, 2)  # type: ignore[misc]
     faulthandler.enable()
@@ -202,8 +200,8 @@ def _dump_stacks_on_request(run: RunDir, rank: int) -> None:
         file = early.open("a")  # faulthandler keeps it open
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)
         early.rename(path)
-    except OSError as error:
-        run.lost.note(path, error)
+    except OSError:  # no file: the supervisor does not ask
+        faulthandler.unregister(signal.SIGUSR1)
 
 
 def _leave_fork_server() -> None:

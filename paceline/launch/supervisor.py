@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
@@ -88,15 +89,10 @@ class Supervisor:
 
     def _reserve(self, rank: int) -> None:
         """Take the room of what says how a rank has ended. Without it the pipe has to do."""
-        for path, num_bytes in self._last_words(rank).items():
-            try:
-                self.run_dir.make_rank(rank)
-                reserve(path, num_bytes)
-            except OSError as error:
-                self.run_dir.lost.note(path, error)
-
-    def _last_words(self, rank: int) -> dict[Path, int]:
-        return {self.run_dir.verdict(rank): VERDICT_BYTES, self.run_dir.rank_end(rank): END_BYTES}
+        with suppress(OSError):
+            self.run_dir.make_rank(rank)
+            reserve(self.run_dir.verdict(rank), VERDICT_BYTES)
+            reserve(self.run_dir.rank_end(rank), END_BYTES)
 
     def _log(self, text: str) -> None:
         log_line(self.run_dir, text)
@@ -261,6 +257,9 @@ class Supervisor:
             self.run_dir.lost.keep(self.run_dir.rank_end(rank), end.to_json(), save_last)
             release(self.run_dir.verdict(rank))
         told = {rank.rank: rank.verdict for rank in self.ranks if rank.verdict is not None}
+        for rank, verdict in told.items():  # which its own word cannot tell
+            if not self.run_dir.verdict(rank).is_file():
+                self.run_dir.lost.keep(self.run_dir.verdict(rank), verdict.to_json())
         return LaunchEnd(ends=ends, signal=self.signal, told=told)
 
     def _end_of(self, rank: RankProcess, had_oom_kill: bool) -> RankEnd:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from paceline.checkpoint.folder import CheckpointFolder
 from paceline.config.load import dump_config
 from paceline.config.typed_only import iter_typed_only
-from paceline.errors import ClusterError, ConfigError, DataError, Outcome, PacelineError
+from paceline.errors import ClusterError, ConfigError, DataError, DiskError, Outcome, PacelineError
 from paceline.job import Job
 from paceline.launch import find_launcher
 from paceline.launch.archive import (
@@ -55,6 +55,7 @@ from paceline.run.resume import Resumption, explain_schedule
 from paceline.trust import remember
 from paceline.workloads.base import code_fingerprint
 
+NEWLINE = "\n"
 RESULT_BYTES, RANK_BYTES = 64 << 10, 1 << 10  # of room that is reserved for result.json
 REFUSALS: dict[str, type[PacelineError]] = {
     "config": ConfigError,
@@ -170,8 +171,9 @@ def _train_in(
     job, env, plan = decided.job, decided.env, decided.plan
     # A signal is logged from here on, and answered when the record is whole.
     with logged_signals() as signals, run.needed(), reserved(run.result, plan.world_size):
-        launch = _write_decisions(run, decided, talk, resumption)
-        ending = _run_ranks(run, decided, launch, talk, signals)
+        with run.needed():
+            launch = _write_decisions(run, decided, talk, resumption)
+            ending = _run_ranks(run, decided, launch, talk, signals)
         CheckpointFolder.of_run(run, job.config.checkpoint).sweep()
         known = Circumstances(
             ending=ending,
@@ -206,8 +208,9 @@ def _record(run: RunDir, result: Result, talk: Talk) -> None:
     try:
         write_report(run)
     except (OSError, PacelineError) as error:
+        what = error if isinstance(error, PacelineError) else DiskError.of(error)
         talk.say(
-            f"warning: the report was not written: {error}\n"
+            f"warning: the report was not written: {what.problems[0].partition(NEWLINE)[0]}\n"
             f"hint: once that is mended: paceline report {run.root}"
         )
 

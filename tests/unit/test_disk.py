@@ -403,8 +403,8 @@ def test_who_follows_a_run_says_once_that_its_log_cannot_be_written(disk: Path) 
     filling = fill(disk)
     for _ in range(3):
         follower.tick()
-    assert said == ["warning: train.log cannot be written (No space left on device); training"
-                    " goes on"]  # fmt: skip
+    why = "train.log: No space left on device"
+    assert said == [f"warning: the run's files cannot be written ({why}); it goes on"]
     filling.unlink()
     follower.tick()
     assert run.train_log.read_text().count("[rank 0] line ") == 300
