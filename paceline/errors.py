@@ -7,6 +7,7 @@
     ├── DataError            the data is missing, damaged or too small    exit 4
     │   └── LoaderError      a loader process died or hangs               exit 4
     ├── LaunchError          ranks did not come, or left before the run   exit 5
+    ├── DiskError            a disk is full or read-only, or a folder gone exit 10
     ├── SaveError            a checkpoint could not be written            exit 8
     ├── RestoreError         no checkpoint can be trusted                 exit 9
     └── StopAsked            a signal came before any rank had started    exit 75
@@ -17,11 +18,13 @@ an exception in the supervisor: it is an outcome, read from the rank's verdict (
 A new way to end is one row of `Outcome` and, where code raises it, one class.
 """
 
+import errno
 import signal
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar, Self
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 FACTS = ("is_refusal", "is_retryable", "is_stop", "is_orderly", "beats_stop")
 
 
@@ -54,7 +57,7 @@ class Outcome(StrEnum):
     NAN = "nan", 7, "not a number", "is_orderly"
     CHECKPOINT_NOT_WRITTEN = "checkpoint_not_written", 8, "checkpoint not written", "beats_stop"
     NO_VALID_CHECKPOINT = "no_valid_checkpoint", 9, "no checkpoint can be trusted"
-    OUT_OF_RESOURCES = "out_of_resources", 10, "out of memory", "is_retryable"
+    OUT_OF_RESOURCES = "out_of_resources", 10, "out of memory or disk", "is_retryable"
     PREEMPTED = "preempted", 75, "preempted: resume it with --resume", "is_stop", "is_orderly"
     INTERRUPTED = "interrupted", 130, "interrupted", "is_stop", "is_orderly"
 
@@ -113,6 +116,22 @@ class LoaderError(DataError):
 
 class LaunchError(PacelineError):
     outcome = Outcome.CRASHED
+
+
+class DiskError(PacelineError):
+    outcome = Outcome.OUT_OF_RESOURCES
+
+    @staticmethod
+    def is_meant(error: BaseException) -> bool:
+        """Tell whether an error says that a disk takes nothing: full, read-only, broken, gone."""
+        return isinstance(error, OSError) and error.errno in DISK_ERRORS
+
+    @classmethod
+    def of(cls, error: OSError, hint: str = "") -> Self:
+        """Return what a person should know of such an error."""
+        what = error.filename if isinstance(error.filename, str) else "a file"
+        change = hint or "free space there, or choose another place, and start it again"
+        return cls(f"{what} cannot be written: {error.strerror or error}\nhint: {change}")
 
 
 class SaveError(PacelineError):

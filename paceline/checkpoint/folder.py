@@ -207,9 +207,10 @@ class CheckpointFolder:
         return []
 
     def sweep(self) -> list[str]:
-        """Remove what a save that was killed has left; no rank may be writing."""
+        """Remove what a save that was killed has left, as far as the disk allows; no rank may be
+        writing."""
         swept = []
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             for entry in list(os.scandir(self.root)):
                 if entry.name.startswith((TEMPORARY, REPLACED)):
                     self._put_back(entry)

@@ -32,11 +32,13 @@ from paceline.checkpoint.tensors import SUFFIX, consolidate, rng_file, write_byt
 from paceline.config.schema import CheckpointConfig
 from paceline.errors import SaveError
 from paceline.records import FileSum, Kept, Manifest, TensorEntry
+from paceline.records.disk import Losses
 from paceline.records.files import sync_directory
 from paceline.records.tables import CHECKPOINTS, FAILED, WRITTEN, TableFile
 
 LOG = logging.getLogger("paceline")
 POLL_S, MAX_POLL_S = 0.005, 0.1
+MAX_NOTES = 8
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Writer:
     world_size: int
     attempt: int
     log: Path  # checkpoints.csv
+    lost: Losses = field(default_factory=Losses)
 
 
 @dataclass
@@ -71,7 +74,9 @@ class Saver:
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
         writer.folder.root.mkdir(parents=True, exist_ok=True)
-        self.notes: list[str] = []
+        self._notes: list[str] = []
+        self._num_more, self._last_note = 0, ""
+        self._log: TableFile | None = None
         self._retention = Retention(writer.folder, writer.config.keep)
         self._staging: dict[tuple[str, str], Tensor] = {}
         self._save: Save | None = None
@@ -106,6 +111,20 @@ class Saver:
             save.is_written.wait()
 
     @property
+    def notes(self) -> list[str]:
+        """What a person should know of all saves; the first ones, and the last, if there are many:
+        a disk may stay full for days."""
+        more = f"{self._num_more} more such notes on checkpoints; the last: {self._last_note}"
+        return [*self._notes, more] if self._num_more else list(self._notes)
+
+    def _note(self, text: str) -> None:
+        LOG.error("%s", text)
+        if len(self._notes) < MAX_NOTES:
+            self._notes.append(text)
+        else:
+            self._num_more, self._last_note = self._num_more + 1, text
+
+    @property
     def failure(self) -> SaveError | None:
         """The error of the last save; None while it runs, or if it succeeded."""
         save = self._save
@@ -121,6 +140,12 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def close(self) -> None:
+        """Wait until nothing is being written; nothing will be."""
+        self.wait()
+        if self._log is not None:
+            self._log.close()
 
     def hurry(self) -> None:
         """Finish what is being written and leave old checkpoints as they are: the run is to
@@ -168,8 +193,7 @@ class Saver:
         save.is_written.set()
         save.pieces = []  # a synchronous save held the model's own tensors
         if save.error:
-            self.notes.append(f"checkpoint of step {save.kept.step} not written: {save.error}")
-            LOG.error("%s", self.notes[-1])
+            self._note(f"checkpoint of step {save.kept.step} not written: {save.error}")
         if self.writer.rank == 0:
             self._settle(save, duration_s)
 
@@ -179,10 +203,10 @@ class Saver:
         try:
             self._record(save, duration_s)
             if not save.error:
-                self.notes += self._retention.prune(save.kept.step)
+                for damage in self._retention.prune(save.kept.step):
+                    self._note(damage)
         except Exception as error:
-            self.notes.append(f"after the checkpoint of step {save.kept.step}: {_why(error)}")
-            LOG.error("%s", self.notes[-1])
+            self._note(f"after the checkpoint of step {save.kept.step}: {_why(error)}")
 
     def _write_together(self, save: Save) -> str:
         """Write this rank's part and learn how all did; return "", or what went wrong on any
@@ -269,8 +293,9 @@ class Saver:
         num_bytes = 0
         if not save.error:
             num_bytes = writer.folder.manifest(kept.step).num_bytes
-        table = TableFile(writer.log, CHECKPOINTS)
-        table.add(
+        if self._log is None:
+            self._log = TableFile(writer.log, CHECKPOINTS, lost=writer.lost)
+        self._log.add(
             {
                 "step": kept.step,
                 "reason": kept.reason,
@@ -283,7 +308,7 @@ class Saver:
                 "error": save.error,
             }
         )
-        table.close()
+        self._log.flush()
 
 
 def merge(parts: Sequence[Manifest]) -> Manifest:

@@ -4,9 +4,11 @@ stdout is data, stderr is talk. torch is imported by the verbs that need it, ins
 help answers at once.
 """
 
+import os
 import signal
 import sys
 import traceback
+from pathlib import Path
 
 import typer
 
@@ -23,8 +25,9 @@ from paceline.cli import (
     train,
     verify,
 )
-from paceline.errors import Outcome, PacelineError
+from paceline.errors import DiskError, Outcome, PacelineError
 from paceline.machine.process import leave_at_once
+from paceline.records.disk import LOG_BYTES, Appender, LogStream
 
 app = typer.Typer(
     name="paceline",
@@ -66,6 +69,17 @@ def main() -> None:
     # A request for stacks must not kill a process that has none to show yet, or no more.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     leave_at_once()
+    if sys.stderr is not None and not sys.stderr.isatty():  # a full disk must not end a run
+        number = sys.stderr.fileno()
+        file = Appender(Path("stderr"), hold=LOG_BYTES, handle=number)
+        sys.stderr = LogStream.open_text(file, number)
+    try:
+        _run()
+    finally:
+        _flush_stdout()
+
+
+def _run() -> None:
     try:
         app()
     except PacelineError as error:
@@ -79,7 +93,24 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of stdout left, as `head` does
         sys.exit(0)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and DiskError.is_meant(error):
+            from paceline.cli.talk import print_problems
+
+            print_problems(DiskError.of(error))
+            sys.exit(DiskError.outcome.exit_code)
         traceback.print_exc()
         print("this is a bug in Paceline: please report it with the lines above", file=sys.stderr)
         sys.exit(Outcome.CRASHED.exit_code)
+
+
+def _flush_stdout() -> None:
+    """Write out what was printed. Where nobody takes it the exit code is the run's own all the
+    same: Python would leave with 120."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # as `head` leaves one
+            print(f"warning: stdout cannot be written: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

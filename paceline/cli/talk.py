@@ -1,6 +1,7 @@
 """What a person sees on stderr: progress, problems, how a run ended. Readable without colour."""
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -125,7 +126,8 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
             f"{number(rate or 0.0)} {unit}, step p50 {duration(result.step_s.p50, digits=4)}"
             f" ({result.window})"
         )
-    talk.say(f"report: {shown(run.report)}")
+    if run.report.is_file():
+        talk.say(f"report: {shown(run.report)}")
 
 
 def _way_on(result: Result, run: RunDir) -> str:
@@ -191,4 +193,12 @@ def shown(path: Path) -> str:
 
 
 def print_json(text: str) -> None:
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    """Print data. A run has ended as it has, even if the disk that stdout goes to takes nothing."""
+    try:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        print(f"warning: stdout cannot be written: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

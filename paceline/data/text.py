@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data.base import TextData
-from paceline.errors import DataError
+from paceline.errors import DataError, DiskError
 from paceline.records import Part, Record
 from paceline.records.files import FileLock, fingerprint, sync_directory
 
@@ -71,6 +71,16 @@ def prepare_tokens(data: TextData, say: Callable[[str], None]) -> tuple[Path, Ma
     home = _home(data, files)
     if data.source != "stdlib" and not (home / "manifest.json").is_file():
         _require_text(files)
+    if not (home / "manifest.json").is_file():  # else they are there whole, perhaps read-only
+        _keep_tokens(data, files, home, say)
+    manifest = Manifest.load(home / "manifest.json")
+    _verify(home, manifest, say)
+    return home, manifest
+
+
+def _keep_tokens(
+    data: TextData, files: Sequence[Path], home: Path, say: Callable[[str], None]
+) -> None:
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(home.with_suffix(".lock")):  # two processes never build the same shards
@@ -79,12 +89,11 @@ def prepare_tokens(data: TextData, say: Callable[[str], None]) -> tuple[Path, Ma
                 say(f"reading {len(files)} files ({total_mb:.1f} MB) of {data.source} as bytes")
                 _build(data, files, home, say)
     except OSError as error:
-        raise DataError(
-            f"cannot keep token shards in data.cache_dir={data.cache_dir}: {error}"
-        ) from error
-    manifest = Manifest.load(home / "manifest.json")
-    _verify(home, manifest, say)
-    return home, manifest
+        told = f"cannot keep token shards in data.cache_dir={data.cache_dir}: {error}"
+        if DiskError.is_meant(error):
+            hint = "free space there, or set data.cache_dir to a directory that has it"
+            raise DiskError(f"{told}\nhint: {hint}") from error
+        raise DataError(told) from error
 
 
 def open_tokens(home: Path, seq_len: int, split: str) -> "PackedTokens | None":

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from paceline.launch.ending import Ending, Verdicts, completed_steps, load_verdicts
 from paceline.records import Attempt, AttemptSummary, LaunchPlan
-from paceline.records.files import write_atomic
+from paceline.records.disk import release, reserve, save_last
 from paceline.records.rundir import RunDir
 from paceline.records.tables import Table, TrainingRow, read_training
 from paceline.train.heartbeat import read_mark
 
+ATTEMPT_BYTES = 16 << 10  # of room that is reserved for how it ended
 CUT_OFF = "cut off: its supervisor was killed, or the machine went down"
 HALT_NOTE = (
     "note: .HALT is from before this run and is ignored; remove it, and make a new one to stop"
@@ -37,6 +38,7 @@ def begin_attempt(
         started_at=time.time(),
         halt_seen=halt_seen,
     )
+    reserve(run.attempt, ATTEMPT_BYTES)
     attempt.save(run.attempt)
     return attempt
 
@@ -50,8 +52,8 @@ def find_halt(run: RunDir, say: Callable[[str], None]) -> int | None:
 
 
 def finish_attempt(run: RunDir, ending: Ending, cause: str = "", stopped: str = "") -> Attempt:
-    """Complete attempt.json. `cause` is a failure's message, of which the first line is kept;
-    `stopped` says why no other attempt followed."""
+    """Complete attempt.json, in the room that was reserved for it. `cause` is a failure's message,
+    of which the first line is kept; `stopped` says why no other attempt followed."""
     first, last = _span(run, ending.num_ranks, ending.verdicts)
     ended = Attempt.load(run.attempt).model_copy(
         update={
@@ -63,7 +65,7 @@ def finish_attempt(run: RunDir, ending: Ending, cause: str = "", stopped: str = 
             "stopped": stopped,
         }
     )
-    ended.save(run.attempt)
+    run.lost.keep(run.attempt, ended.to_json(), save_last)
     return ended
 
 
@@ -94,6 +96,7 @@ def archive_attempt(run: RunDir, ended: Attempt) -> None:
     _move([run.result, run.summary, run.report, run.audit, run.timeline], folder)
     ended.save(folder / run.attempt.name)
     run.attempt.unlink()
+    release(run.attempt)
 
 
 def put_back_decisions(run: RunDir) -> None:
@@ -103,7 +106,7 @@ def put_back_decisions(run: RunDir) -> None:
         for path in (run.plan, run.launch, run.config, run.env, run.data):
             kept = run.past_attempt(attempt.number - 1) / path.name
             if kept.is_file():
-                write_atomic(path, kept.read_bytes())
+                run.lost.keep(path, kept.read_text())
 
 
 def archive_rank(run: RunDir, number: int, rank: int) -> None:

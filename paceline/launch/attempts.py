@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from paceline.errors import is_retryable_kind
+from paceline.errors import DiskError, is_retryable_kind
 from paceline.launch.archive import archive_attempt, begin_attempt, finish_attempt
 from paceline.launch.deadlines import missed_deadline
 from paceline.launch.ending import Ending, LaunchEnd, judge_end
@@ -64,8 +64,15 @@ def run_attempts(
             # The order matters to a kill at any point: attempt.json of the ended attempt is moved
             # last (archive.py), the next one's is written before other supervisors hear of it.
             log_line(run, f"attempt {ended.number} failed: {ended.cause}: all ranks start again")
-            archive_attempt(run, ended)
-            begin_attempt(run, True, ended.halt_seen, ended.allow_change)
+            try:
+                archive_attempt(run, ended)
+                begin_attempt(run, True, ended.halt_seen, ended.allow_change)
+            except OSError as error:  # the disk is full; what has failed is archived last
+                why_not = f"not started again: {DiskError.of(error).problems[0]}"
+                log_line(run, why_not)
+                if run.attempt.is_file():
+                    _finish(run, ending, why_not)
+                break
             publish_next(ended.number)
             before = ending
     publish_next(None)

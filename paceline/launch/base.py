@@ -15,6 +15,7 @@ from paceline.plan.crew import visible_devices
 from paceline.records import Crew, Env, Finding, LaunchPlan, Limits, RankPlace
 from paceline.records.rundir import RunDir
 from paceline.train.control import Requests
+from paceline.train.verdict import Tell
 from paceline.workloads.base import absolute_name
 
 RUN_DIR = "RUN_DIR"  # in the place of a directory, in a plan that nobody runs
@@ -30,6 +31,7 @@ class RankContext:
     store: StoreAddress
     requests: Requests
     workload: str  # typed by the user, or trusted: ranks take no name of code from a file
+    tell: Tell = lambda word: None  # the supervisor, whatever the disk does
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from paceline.launch.supervisor import POLL_S
 from paceline.machine.process import die_with_parent
 from paceline.machine.secret import make_secret
 from paceline.records import LaunchPlan, Limits
+from paceline.records.disk import discard
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
 from paceline.train.control import modified_at
@@ -48,7 +49,7 @@ def require_program(name: str, hint: str) -> None:
 def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> Ending:
     """Run the plan's command to its end, and judge it; its own output goes to launcher.log. `stop`
     is SIGUSR2 for a launcher that passes it on to its ranks, SIGTERM for one that does not."""
-    run.stop_request.unlink(missing_ok=True)
+    discard(run.stop_request)
     secret = make_secret(run.secret)
     with logged_signals() as signals, run.launcher_log.open("ab") as log:
         process = subprocess.Popen(
@@ -69,8 +70,8 @@ def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> 
                 process.kill()
                 process.wait()
             _end_session(process.pid, launch.limits.grace_s + EXTRA_S)
-            run.stop_request.unlink(missing_ok=True)
-            run.secret.unlink(missing_ok=True)
+            discard(run.stop_request)
+            discard(run.secret)
     return judge_end(run, launch.crew.world_size, watch.seen())
 
 
@@ -119,7 +120,10 @@ class CommandWatch:
         return LaunchEnd(ends=ends, signal=asked, refusal=refusal, stall=self.stall)
 
     def _last_lines(self) -> str:
-        text = self.run.launcher_log.read_text(errors="replace")
+        try:
+            text = self.run.launcher_log.read_text(errors="replace")
+        except OSError:  # gone with its directory
+            return ""
         lines = [line for line in text.splitlines() if line.strip()]
         return ":\n" + "\n".join(lines[-LAST_LINES:]) if lines else ""
 
@@ -138,9 +142,9 @@ class CommandWatch:
         if not self._num_asked:
             self.had_failed = self._has_failed()
         self._num_asked = len(asked)
-        self.run.stop_request.parent.mkdir(exist_ok=True)
-        write_atomic(self.run.stop_request, " ".join(str(stop.number) for stop in asked))
-        if self.stop == signal.SIGUSR2:
+        words = " ".join(str(stop.number) for stop in asked)
+        was_written = self.run.lost.keep(self.run.stop_request, words, write_control)
+        if self.stop == signal.SIGUSR2 or not was_written:
             os.killpg(self.process.pid, self.stop)
         kill_at = kill_time(self.signals.stops, self.launch.limits.grace_s)
         # Members end their ranks first.
@@ -197,5 +201,10 @@ def _members_of(session: int) -> list[psutil.Process]:
 
 def request_dump(run: RunDir) -> None:
     """Ask every rank's supervisor for stacks through a file: some launchers die of SIGUSR1."""
-    run.dump_request.parent.mkdir(exist_ok=True)
-    run.dump_request.touch()
+    run.lost.keep(run.dump_request, "", write_control)
+
+
+def write_control(path: Path, content: str) -> None:
+    """Write a request into the folder that ranks' supervisors look into."""
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, content)

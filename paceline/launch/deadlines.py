@@ -10,7 +10,8 @@ be judged, the supervisor answers two questions.
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from paceline.records import LaunchPlan, Limits, RankEnd
 from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.phases import Phase
 from paceline.records.rundir import RunDir
-from paceline.train.heartbeat import read_action
+from paceline.train.heartbeat import read_action, read_mark
 
 Deadline = Literal["start", "progress", "total", "collective"]
 SILENT_S = 5.0
@@ -37,19 +38,22 @@ class Deadlines:
 
     Times are this process's own: a heartbeat's own clock, which may be another machine's, is only
     compared with its last value. For each rank two moments are kept: `_moved_at`, when its step,
-    phase or count of phases last changed, and `_beaten_at`, when it last wrote anything.
+    phase or count of phases last changed, and `_beaten_at`, when it last wrote anything. `ranks`
+    may say what beat each has told last: on a full disk its file stays as it is.
     """
 
     def __init__(
         self,
         run: RunDir,
-        ranks: Iterable[int],
+        ranks: Iterable[int] | Mapping[int, Callable[[], Beat]],
         limits: Limits,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run, self._limits, self._now = run, limits, now
+        self._told = ranks if isinstance(ranks, Mapping) else {}
         self._started_at = self._looked_at = now()
         self._beats = dict.fromkeys(ranks, Beat())
+        self._found = dict.fromkeys(ranks, (Beat(), Beat()))  # in its file, told
         self._moved_at = dict.fromkeys(ranks, self._started_at)
         self._beaten_at = dict.fromkeys(ranks, self._started_at)
         known = [s for s in (limits.start_s, limits.progress_s, limits.total_s) if s is not None]
@@ -85,12 +89,22 @@ class Deadlines:
 
     def _look(self, now: float) -> None:
         for rank, before in self._beats.items():
-            beat = last_beat(self._run.heartbeat(rank))
+            beat = self._newest(rank, before)
             if (beat.step, beat.phase, beat.marks) != (before.step, before.phase, before.marks):
                 self._moved_at[rank] = now
             if beat.time != before.time:
                 self._beaten_at[rank] = now
             self._beats[rank] = beat
+
+    def _newest(self, rank: int, before: Beat) -> Beat:
+        """Return the newest sign of a rank: of its file and what it told, the one that is new. The
+        mark of its step needs no room on the disk: who is told nothing sees by it that it moves."""
+        found = (last_beat(self._run.heartbeat(rank)), self._told.get(rank, Beat)())
+        new = [beat for beat, old in zip(found, self._found[rank], strict=True) if beat != old]
+        self._found[rank] = found
+        beat = new[0] if new else before
+        step = read_mark(self._run.step_mark(rank))
+        return replace(beat, step=max(step, beat.step))
 
 
 class Frame(NamedTuple):

@@ -8,14 +8,13 @@ that ranks left. Everybody else reads the `Ending`.
     the run's record    run/conclude.py    result.json
 """
 
-import json
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from paceline.errors import Outcome
+from paceline.errors import DataError, Outcome
 from paceline.launch.deadlines import explain_missed, missed_deadline
-from paceline.records import Failure, RankEnd, RankVerdict
+from paceline.records import Failure, LaunchPlan, RankEnd, RankVerdict
 from paceline.records.heartbeats import last_beat
 from paceline.records.rundir import RunDir
 from paceline.train.heartbeat import read_action, read_mark
@@ -45,6 +44,7 @@ class LaunchEnd:
     signal: int | None = None
     refusal: str = ""  # why a command could not start the ranks
     stall: str = ""  # the deadline by which it should have
+    told: Verdicts = field(default_factory=dict)  # by ranks, which may have no file of it
 
     @property
     def exit_codes(self) -> dict[int, int]:
@@ -66,7 +66,7 @@ class Ending:
 
 def judge_end(run: RunDir, num_ranks: int, seen: LaunchEnd) -> Ending:
     """Decide the one outcome of an attempt, and whom to blame where it is a failure."""
-    verdicts = load_verdicts(run, num_ranks)
+    verdicts = seen.told | load_verdicts(run, num_ranks)
     outcome = _outcome(verdicts, num_ranks, seen)
     if outcome is Outcome.OK or outcome.is_stop:
         return Ending(outcome, None, "", seen, verdicts, num_ranks)
@@ -84,9 +84,9 @@ def load_verdicts(run: RunDir, num_ranks: int) -> Verdicts:
 
 def completed_steps(run: RunDir, num_ranks: int, verdicts: Verdicts, recorded: int) -> int:
     """Return the optimizer steps that every rank finished: the table, whose last row is `recorded`,
-    may lag behind a run that was cut off."""
+    may lag behind a run that was cut off, or one whose disk was full."""
     if verdicts and all(verdict.outcome.is_orderly for verdict in verdicts.values()):
-        return recorded
+        return max(recorded, min(verdict.step for verdict in verdicts.values()))
     begun = [read_mark(run.step_mark(rank)) for rank in range(num_ranks)]
     return max(recorded, min(begun) - 1)
 
@@ -241,5 +241,7 @@ def _message(verdict: RankVerdict | None, end: RankEnd | None) -> str:
 
 
 def _host(run: RunDir, rank: int) -> str:
-    launch = json.loads(run.launch.read_text())
-    return str(launch["ranks"][rank]["host"])
+    try:
+        return LaunchPlan.load(run.launch).ranks[rank].host
+    except DataError:  # its directory may be gone
+        return "a host that launch.json would name"

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import DataError
-from paceline.records import Attempt
+from paceline.records import Attempt, list_unwritten
+from paceline.records.disk import Appender
 from paceline.records.rundir import RunDir
 from paceline.train.heartbeat import Ticker
 
@@ -38,7 +39,7 @@ class Tail:
                     self._offset, self._rest = file.seek(0, os.SEEK_END), b""
                 file.seek(self._offset)
                 new = file.read()
-        except FileNotFoundError:
+        except OSError:
             return []
         self._offset += len(new)
         *whole, self._rest = (self._rest + new).split(b"\n")
@@ -62,7 +63,9 @@ class Follower(Ticker):
         super().__init__(INTERVAL_S, "follower")
         self._files, self._on_row, self._say = run, on_row, say
         self._logs = {rank: Tail.from_end(run.rank_log(rank)) for rank in range(num_ranks)}
-        self._train_log = run.train_log.open("a", buffering=1)
+        self._train_log = Appender(run.train_log, run.lost)
+        self._train_log.flush()
+        self._has_said = False
         self._training, self._columns = Tail(run.training), list[str]()
         self._attempt = self._find_attempt()
         self._pass_rows(self._new_rows()[-1:])
@@ -76,6 +79,15 @@ class Follower(Ticker):
         self._copy_logs(last=False)
         self._pass_rows(self._new_rows())
         self._say_attempt()
+        self._say_unwritten()
+
+    def _say_unwritten(self) -> None:
+        """Say once that a file cannot be written; the end of the run tells how much of which."""
+        unwritten = list_unwritten(self._files)
+        if unwritten and not self._has_said and self._files.root.is_dir():
+            first = f"{unwritten[0].file}: {unwritten[0].error}"
+            self._say(f"warning: the run's files cannot be written ({first}); it goes on")
+            self._has_said = True
 
     def _new_rows(self) -> list[list[str]]:
         rows = list(csv.reader(self._training.lines()))
@@ -107,4 +119,5 @@ class Follower(Ticker):
     def _copy_logs(self, last: bool) -> None:
         for rank, tail in self._logs.items():
             for line in tail.lines(last):
-                self._train_log.write(f"[rank {rank}] {line}\n")
+                self._train_log.append(f"[rank {rank}] {line}\n".encode())
+        self._train_log.flush()

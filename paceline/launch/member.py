@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from paceline.machine.process import leave_at_once
 from paceline.machine.secret import SECRET, read_secret
 from paceline.machine.topology import Topology, resolve_topology
 from paceline.records import LaunchPlan, RankEnd, RankPlace
+from paceline.records.disk import discard, save_last
 from paceline.records.rundir import RunDir
 from paceline.workloads.base import require_trusted
 
@@ -61,7 +63,7 @@ class MemberLauncher:
         return draw_plan(order, argv=[], hosts=hosts).model_copy(update={"ranks": places})
 
     def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
-        run.stop_request.unlink(missing_ok=True)  # a run that was killed may have left it
+        discard(run.stop_request)  # a run that was killed may have left it
         self.rendezvous.publish_orders(run_dir=str(run.root), workload=launch.workload)
         return MemberRun(run, launch, self.rendezvous, task).lead()
 
@@ -106,7 +108,8 @@ def take_part(task: Task, arguments: Sequence[str]) -> int:
             rendezvous.wait_for_all(launch.limits.start_s or START_S)
             return exit_code_of(member.lead().seen.ends[topology.rank])
     except PacelineError as error:
-        run.rank(topology.rank).mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # a run directory that was deleted stays so
+            run.make_rank(topology.rank)
         save_failure(run, topology.rank, error)
         print(f"rank {topology.rank}: {error}", file=sys.stderr)
         return error.exit_code
@@ -156,7 +159,8 @@ class MemberRun:
         alone_to_blame = all(not end.failed or end.asked_to_end for end in ends.values())
         complete = len(ends) == self.launch.crew.world_size
         found = own.signal or (signals[0] if signals else None)
-        return LaunchEnd(ends=ends, signal=found if alone_to_blame and complete else None)
+        stop = found if alone_to_blame and complete else None
+        return LaunchEnd(ends=own.ends | ends, signal=stop, told=own.told)
 
     def _run_rank(self, this: Start) -> LaunchEnd:
         """Run this member's own rank once, and publish how it went."""
@@ -183,8 +187,9 @@ class MemberRun:
             signal=signals.first,
             failed=True,
         )
-        self.run.rank(rank).mkdir(parents=True, exist_ok=True)
-        end.save(self.run.rank_end(rank))
+        with suppress(OSError):
+            self.run.make_rank(rank)
+        self.run.lost.keep(self.run.rank_end(rank), end.to_json(), save_last)
         return end
 
     def _is_deserted(self) -> bool:

@@ -7,12 +7,15 @@ import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from paceline.launch.rank import RankSpec, rank_main
+from paceline.launch.rank import RankSpec, hear, rank_main
+from paceline.records import RankVerdict
+from paceline.records.heartbeats import Beat
 
 REAP_S = 10.0
 
@@ -24,21 +27,37 @@ class RankProcess:
     rank: int
     process: Any
     pidfd: int
+    told: Connection  # what it says without a disk: its verdict, heartbeats that were not written
     asked_to_end: bool = False
     was_stopped: bool = False
     done_at: float = 0.0
+    verdict: RankVerdict | None = None
+    beat: Beat = Beat()
 
     @classmethod
     def start(cls, spec: RankSpec) -> "RankProcess":
         context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=rank_main, args=(spec,), name=f"rank{spec.place.rank}")
+        told, tell = context.Pipe(duplex=False)
+        name = f"rank{spec.place.rank}"
+        process = context.Process(target=rank_main, args=(spec, tell), name=name)
         process.start()
+        tell.close()
         assert process.pid is not None, "it has been started"
         try:
             pidfd = os.pidfd_open(process.pid)
         except ProcessLookupError:  # it is gone already; its exit code tells
             pidfd = -1
-        return cls(spec.place.rank, process, pidfd)
+        return cls(spec.place.rank, process, pidfd, told)
+
+    def listen(self) -> None:
+        """Take in what it has told since the last time."""
+        with suppress(EOFError, OSError):
+            while self.told.poll():
+                word = hear(self.told.recv_bytes())
+                if isinstance(word, Beat):
+                    self.beat = word
+                else:
+                    self.verdict = word
 
     @property
     def is_alive(self) -> bool:
@@ -77,6 +96,8 @@ class RankProcess:
         """Wait for its end, clear away what it started, and return its exit code."""
         self.process.join(timeout=REAP_S)
         _end_group(self.process.pid)
+        self.listen()
+        self.told.close()
         code = self.process.exitcode
         if self.pidfd >= 0:
             os.close(self.pidfd)

@@ -5,6 +5,7 @@ rank watches its supervisor and dies with it.
 """
 
 import faulthandler
+import json
 import logging
 import multiprocessing
 import os
@@ -16,8 +17,11 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import forkserver, synchronize, util
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +31,14 @@ from paceline.launch.base import RankContext, Task
 from paceline.machine.group import StoreAddress
 from paceline.machine.process import die_with_parent
 from paceline.machine.topology import RankId
-from paceline.records import RankVerdict
+from paceline.records import RankVerdict, list_unwritten
+from paceline.records.disk import LOG_BYTES, Appender, LogStream
+from paceline.records.heartbeats import Beat
 from paceline.records.rundir import RunDir
 from paceline.train.control import Ask, Requests
-from paceline.train.verdict import explain, outcome_of
+from paceline.train.verdict import Tell, explain, outcome_of, save_verdict
 
+MAX_TOLD, MAX_IDS_TOLD = 32_000, 1000
 ASKS = {
     signal.SIGTERM: Ask.PREEMPT,
     signal.SIGUSR2: Ask.PREEMPT,
@@ -55,15 +62,15 @@ class RankSpec:
     workload: str
 
 
-def rank_main(spec: RankSpec) -> None:
+def rank_main(spec: RankSpec, supervisor: Connection | None = None) -> None:
     """Run one rank to its verdict. A failure ends the process with the outcome's exit code."""
-    run = RunDir(Path(spec.run_dir))
-    context = RankContext(run, spec.place, spec.store, Requests(), spec.workload)
+    run, tell = RunDir(Path(spec.run_dir)), partial(_tell, supervisor)
+    context = RankContext(run, spec.place, spec.store, Requests(), spec.workload, tell)
     _apply_environment(spec)
     os.setpgid(0, 0)  # Ctrl-C reaches the supervisor alone, which ends the ranks in order
-    _redirect(context.run.rank_log(context.place.rank))
+    _redirect(run, spec.place.rank)
     _die_with(spec.supervisor_pid, spec.temporary)
-    _dump_stacks_on_request(context.run.stacks(context.place.rank))
+    _dump_stacks_on_request(run, spec.place.rank)
     _take_signals(context.requests if spec.task.polls_requests else None)
     try:
         spec.task.work(context)
@@ -98,7 +105,31 @@ def _take_signals(requests: Requests | None) -> None:
         signal.siginterrupt(number, False)  # C++ code need not know of it
 
 
-def save_failure(run: RunDir, rank: int, error: BaseException) -> None:
+def _tell(supervisor: Connection | None, word: RankVerdict | Beat) -> None:
+    """Pass a rank's verdict or heartbeat on through a pipe, which needs no disk. The pipe takes so
+    much at once that the supervisor never waits for the rest of it."""
+    if supervisor is None:
+        return
+    text = word.to_line() if isinstance(word, Beat) else word.to_json()
+    if isinstance(word, RankVerdict) and len(text) > MAX_TOLD:
+        error = word.error and word.error.model_copy(update={"traceback": ""})
+        short = {"error": error, "bad_sample_ids": word.bad_sample_ids[:MAX_IDS_TOLD]}
+        text = word.model_copy(update=short).to_json()
+    with suppress(OSError):  # it is gone, and so is this rank in a moment
+        supervisor.send_bytes(text.encode())
+
+
+def hear(word: bytes) -> RankVerdict | Beat:
+    """Return what a rank has told its supervisor."""
+    body = json.loads(word)
+    if body.pop("schema", None) is None:
+        return Beat.from_line(word)
+    return RankVerdict.model_validate(body)
+
+
+def save_failure(
+    run: RunDir, rank: int, error: BaseException, tell: Tell = lambda word: None
+) -> None:
     """Save the verdict of a rank whose task never began."""
     verdict = RankVerdict(
         rank=rank,
@@ -107,14 +138,16 @@ def save_failure(run: RunDir, rank: int, error: BaseException) -> None:
         step=0,
         ended_at=time.time(),
         error=explain(error),
+        unwritten=list_unwritten(run),
     )
-    verdict.save(run.verdict(rank))
+    save_verdict(run, verdict, tell)
 
 
 def _require_verdict(context: RankContext, error: BaseException) -> None:
     """Save a verdict for a rank that failed before its task could."""
-    if not context.run.verdict(context.place.rank).is_file():
-        save_failure(context.run, context.place.rank, error)
+    run, rank = context.run, context.place.rank
+    if not run.verdict(rank).is_file() and run.verdict(rank) not in run.lost.by_file:
+        save_failure(run, rank, error, context.tell)
 
 
 def _end_children() -> None:
@@ -140,25 +173,35 @@ def _apply_environment(spec: RankSpec) -> None:
     os.chdir(spec.working_dir)
 
 
-def _redirect(log: Path) -> None:
-    """Send stdout and stderr of this process, C++ included, to its own file, line by line."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+def _redirect(run: RunDir, rank: int) -> None:
+    """Send stdout and stderr of this process, C++ included, to its own file, line by line. What is
+    printed there by Python never fails for a full disk."""
+    file = Appender(run.rank_log(rank), run.lost, LOG_BYTES)
+    try:
+        run.make_rank(rank)
+        handle = os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:  # what Python prints is held back, and tried again
+        handle = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(handle, stream)
     os.close(handle)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout = sys.__stdout__ = LogStream.open_text(file, 1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = LogStream.open_text(file, 2)  # type: ignore[misc]
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
 
 
-def _dump_stacks_on_request(path: Path) -> None:
+def _dump_stacks_on_request(run: RunDir, rank: int) -> None:
     """Have SIGUSR1 write every thread's stack there, from C: a rank stuck in C++ answers too. The
     file's existence tells the supervisor that this process can take the signal."""
+    path = run.stacks(rank)
     early = path.with_name("stacks.tmp")
-    # faulthandler keeps the file open.
-    faulthandler.register(signal.SIGUSR1, file=early.open("a"), all_threads=True, chain=False)
-    early.rename(path)
+    try:
+        file = early.open("a")  # faulthandler keeps it open
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)
+        early.rename(path)
+    except OSError:  # no file: the supervisor does not ask
+        faulthandler.unregister(signal.SIGUSR1)
 
 
 def _leave_fork_server() -> None:

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from paceline.launch.rank import RankSpec
 from paceline.launch.signals import SignalLog, kill_time, request_for
 from paceline.machine.fork_server import PRELOADED
 from paceline.records import Limits, RankEnd, RankVerdict
+from paceline.records.disk import Appender, release, reserve, save_last
 from paceline.records.rundir import RunDir
 from paceline.train.control import modified_at
 
@@ -33,6 +35,7 @@ DUMP_S = 2.0  # how long a stack dump may take before ranks are ended
 CONTROL_S = 1.0
 ASK_S = 1.0  # a rank that is only starting ignores the request: it is repeated
 SETTLE_S = 0.2
+VERDICT_BYTES, END_BYTES = 32 << 10, 4 << 10  # of room that is reserved for what a rank says last
 
 
 class Supervisor:
@@ -49,18 +52,20 @@ class Supervisor:
         self.ranks: list[RankProcess] = []
         self.stall: Deadline | None = None
         self.signal: int | None = None
-        self.has_killed = False
+        self.has_killed = self._is_gone = False
         self._dumps_done = 0
         self._asked_at = self._control_at = self._looked_at = 0.0
         self._control_seen = modified_at(run.dump_request)
         self._oom_kills = count_oom_kills()
+        self._home = run.identity()
 
     def run(self, signals: SignalLog) -> LaunchEnd:
         """Run all ranks. The caller logs `signals`: one may have come before the first rank."""
         multiprocessing.set_forkserver_preload(PRELOADED)
         try:
             self._start(signals)
-            deadlines = Deadlines(self.run_dir, [r.rank for r in self.ranks], self.limits)
+            beats = {rank.rank: partial(getattr, rank, "beat") for rank in self.ranks}
+            deadlines = Deadlines(self.run_dir, beats, self.limits)
             while self._wait():
                 self._answer(signals)
                 if signals.stops and not self.has_killed:
@@ -77,8 +82,16 @@ class Supervisor:
     def _start(self, signals: SignalLog) -> None:
         for spec in self.specs:
             if not signals.stops:
+                self._reserve(spec.place.rank)
                 self.ranks.append(RankProcess.start(spec))
                 self._log(f"rank {spec.place.rank} is process {self.ranks[-1].process.pid}")
+
+    def _reserve(self, rank: int) -> None:
+        """Take the room of what says how a rank has ended. Without it the pipe has to do."""
+        with suppress(OSError):
+            self.run_dir.make_rank(rank)
+            reserve(self.run_dir.verdict(rank), VERDICT_BYTES)
+            reserve(self.run_dir.rank_end(rank), END_BYTES)
 
     def _log(self, text: str) -> None:
         log_line(self.run_dir, text)
@@ -88,6 +101,8 @@ class Supervisor:
         alive = [r.process.sentinel for r in self.ranks if r.is_alive]
         if alive:
             connection.wait(alive, timeout=POLL_S)
+        for rank in self.ranks:
+            rank.listen()
         return any(r.is_alive for r in self.ranks)
 
     def _answer(self, signals: SignalLog) -> None:
@@ -96,6 +111,7 @@ class Supervisor:
         asked = False
         if time.monotonic() - self._control_at >= CONTROL_S:
             self._control_at = time.monotonic()
+            self._is_gone = self.run_dir.is_gone(self._home)
             asked = self._dump_was_requested()
             self._read_stop_request(signals)
         if signals.dumps > self._dumps_done or asked:
@@ -121,7 +137,8 @@ class Supervisor:
         """Return the reason to kill all ranks, or "". The order is that of what is known for sure:
 
         1. a rank has failed, and not because a collective timed out: it is the cause;
-        2. the run has ended elsewhere: another rank, or our launcher, is the cause;
+        2. the run has ended elsewhere: another rank, or our launcher, is the cause; or its
+           directory is gone, and nothing that it does can be kept;
         3. we were asked to stop: ranks have the grace, and no deadline counts any more;
         4. a deadline has passed. A collective that timed out is one too: the rank that says so
            has only waited for another, which the stacks of all ranks will show.
@@ -131,6 +148,8 @@ class Supervisor:
             return f"rank {failed[0].rank} has failed"
         if self.is_over():
             return "the run has ended elsewhere"
+        if self._is_gone:
+            return "the run directory is gone"
         if signals.stops:
             return self._why_impatient(signals)
         stall: Deadline | None = "collective" if failed else deadlines.missed()
@@ -164,7 +183,7 @@ class Supervisor:
 
     def _verdict(self, rank: RankProcess) -> RankVerdict | None:
         path = self.run_dir.verdict(rank.rank)
-        return RankVerdict.load(path) if path.is_file() else None
+        return RankVerdict.load(path) if path.is_file() else rank.verdict
 
     def _end_lingering(self) -> None:
         """Kill a rank that has left its verdict and stays: a thread of the user's keeps it, or a
@@ -174,7 +193,7 @@ class Supervisor:
             return
         self._looked_at = now
         for rank in self.ranks:
-            if rank.is_alive and self.run_dir.verdict(rank.rank).is_file():
+            if rank.is_alive and self._verdict(rank) is not None:
                 rank.done_at = rank.done_at or now
                 if now - rank.done_at > self.limits.grace_s:
                     self._log(f"rank {rank.rank} is done and does not leave: killed")
@@ -186,9 +205,10 @@ class Supervisor:
         for rank in self.ranks:
             path = self.run_dir.stacks(rank.rank)
             if rank.is_alive and path.is_file() and not rank.is_stopped:
-                with path.open("a") as file:
-                    file.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')}: {why}\n")
-                before[path] = path.stat().st_size
+                file = Appender(path, self.run_dir.lost, hold=0)
+                file.append(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')}: {why}\n".encode())
+                file.close()
+                before[path] = _size(path)
                 rank.signal(signal.SIGUSR1)
         deadline = time.monotonic() + DUMP_S
         while time.monotonic() < deadline and _unchanged(before):
@@ -233,9 +253,13 @@ class Supervisor:
         ends = {rank.rank: self._end_of(rank, oom_kills > 0) for rank in self.ranks}
         for rank, end in ends.items():
             self._log(f"rank {rank} ended with exit code {end.exit_code}")
-            self.run_dir.rank(rank).mkdir(parents=True, exist_ok=True)
-            end.save(self.run_dir.rank_end(rank))
-        return LaunchEnd(ends=ends, signal=self.signal)
+            self.run_dir.lost.keep(self.run_dir.rank_end(rank), end.to_json(), save_last)
+            release(self.run_dir.verdict(rank))
+        told = {rank.rank: rank.verdict for rank in self.ranks if rank.verdict is not None}
+        for rank, verdict in told.items():  # which its own word cannot tell
+            if not self.run_dir.verdict(rank).is_file():
+                self.run_dir.lost.keep(self.run_dir.verdict(rank), verdict.to_json())
+        return LaunchEnd(ends=ends, signal=self.signal, told=told)
 
     def _end_of(self, rank: RankProcess, had_oom_kill: bool) -> RankEnd:
         code = rank.reap()
@@ -255,10 +279,18 @@ class Supervisor:
 
 def log_line(run: RunDir, text: str) -> None:
     """Add a line to launcher.log, which the supervisors of all machines share."""
-    with suppress(OSError), run.launcher_log.open("a") as log:  # the disk may be full
-        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {socket.gethostname()}: {text}\n")
+    log = Appender(run.launcher_log, run.lost, hold=0)
+    log.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {socket.gethostname()}: {text}\n".encode())
+    log.close()
 
 
 def _unchanged(before: dict[Path, int]) -> bool:
     """True while a dump has not ended: a file has not grown yet."""
-    return any(path.stat().st_size == size for path, size in before.items())
+    return any(_size(path) == size for path, size in before.items())
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

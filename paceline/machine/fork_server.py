@@ -9,6 +9,7 @@ import tempfile
 from multiprocessing import forkserver
 from multiprocessing.util import get_temp_dir
 
+from paceline.errors import DiskError
 from paceline.machine.launchers import LAUNCHERS
 
 # What the server imports, in this order: what a training rank needs.
@@ -28,9 +29,14 @@ def temporary_folder() -> str:
     """Return where the fork server has its socket. A long TMPDIR is not used: a path in it would be
     too long for one."""
     before = tempfile.tempdir
-    if len(tempfile.gettempdir()) > MAX_TEMPORARY:
-        tempfile.tempdir = "/tmp"
     try:
+        if len(tempfile.gettempdir()) > MAX_TEMPORARY:
+            tempfile.tempdir = "/tmp"
         return get_temp_dir()
+    except FileNotFoundError as error:  # Python has tried TMPDIR, /tmp and others
+        raise DiskError(
+            f"no temporary file can be made: {error.strerror or error}\n"
+            "hint: free space there, or set TMPDIR to a directory that can be written"
+        ) from error
     finally:
         tempfile.tempdir = before

@@ -54,7 +54,9 @@ from paceline.records.recorded import (
     RankVerdict,
     Result,
     StepSeconds,
+    Unwritten,
     Window,
+    list_unwritten,
 )
 from paceline.records.scheduled import (
     NeededMicrobatches,
@@ -117,5 +119,7 @@ __all__ = [
     "StepSeconds",
     "TensorEntry",
     "TensorRows",
+    "Unwritten",
     "Window",
+    "list_unwritten",
 ]

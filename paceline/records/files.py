@@ -6,6 +6,7 @@ import hashlib
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -35,20 +36,25 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def write_atomic(path: Path, content: str | bytes, mode: int = 0o644) -> None:
-    """Replace `path` by `content`; a reader, or a kill, sees the old file or the new one."""
+    """Replace `path` by `content`; a reader, or a kill, sees the old file or the new one. An
+    `OSError` names `path`, and nothing is left of it."""
     raw = content.encode() if isinstance(content, str) else content
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, mode)
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):  # on a disk that has become read-only it stays
+                os.unlink(temporary)
+            raise
+        sync_directory(path.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def sync_directory(path: Path) -> None:

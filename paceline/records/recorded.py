@@ -6,6 +6,8 @@ from pydantic import Field
 
 from paceline.errors import Outcome
 from paceline.records.base import Body, Part, Record
+from paceline.records.rundir import RunDir
+from paceline.records.words import count, size
 
 
 class Proof(Part):
@@ -89,6 +91,38 @@ class RankEnd(Record):
     ran_out_of_memory: bool = Field(False, description="The kernel killed it to free memory.")
 
 
+class Unwritten(Part):
+    """What a disk did not take of one file: it was full, read-only, or gone."""
+
+    file: str
+    num_writes: int = Field(description="How many writes failed.")
+    num_bytes: int = Field(description="Not in the file; 0 where all was written later.")
+    error: str = Field(description="Of the first write that failed.")
+    missing: list[tuple[int, int]] = Field([], description="Spans of steps that have no row.")
+
+    def __str__(self) -> str:
+        failed = f"{self.file}: {count(self.num_writes, 'write')} failed ({self.error})"
+        if not self.num_bytes:
+            return f"{failed}, and all was written later"
+        spans = [f"{a} to {b}" if a < b else str(a) for a, b in self.missing]
+        steps = f"; steps without a row: {', '.join(spans)}" if spans else ""
+        return f"{failed}, {size(self.num_bytes)} lost{steps}"
+
+
+def list_unwritten(run: RunDir) -> list[Unwritten]:
+    """Return what this process could not write into a run directory."""
+    return [
+        Unwritten(
+            file=str(path.relative_to(run.root) if path.is_relative_to(run.root) else path),
+            num_writes=loss.num_writes,
+            num_bytes=loss.num_bytes,
+            error=loss.error,
+            missing=list(loss.missing),
+        )
+        for path, loss in list(run.lost.by_file.items())
+    ]
+
+
 class RankVerdict(Record):
     """A rank's own last word, written before its process group is torn down."""
 
@@ -107,6 +141,7 @@ class RankVerdict(Record):
     data_fingerprint: str = ""
     peak_active_bytes: int | None = None
     peak_reserved_bytes: int | None = None
+    unwritten: list[Unwritten] = []
 
 
 class Fingerprints(Part):
@@ -272,6 +307,7 @@ class Result(Record):
     bad_sample_ids: list[int]
     failure: Failure | None
     notes: list[str]
+    unwritten: list[Unwritten] = Field([], description="What the disk did not take, by file.")
     attempts: list[AttemptSummary] = []
     checkpoints: CheckpointFacts | None = None
     pipeline: PipelineFacts | None = None

@@ -6,11 +6,14 @@
 import os
 import re
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from paceline.errors import ConfigError, DataError
+from paceline.errors import ConfigError, DataError, DiskError, PacelineError
+from paceline.records.disk import Losses
 from paceline.records.files import FileLock
 
 LATEST = "latest"
@@ -23,9 +26,10 @@ def slug(name: str) -> str:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths inside one run's directory."""
+    """Paths inside one run's directory, and what this process could not write there."""
 
     root: Path
+    lost: Losses = field(default_factory=Losses, compare=False, repr=False)
 
     @classmethod
     def create(cls, name: str, out: Path | None, is_run: bool = True) -> Self:
@@ -71,6 +75,49 @@ class RunDir:
             hint = "runs/latest is the newest run" if Path("runs").is_dir() else "no runs/ here yet"
             raise DataError(f"{path} is not a run directory (no run.yaml in it)\nhint: {hint}")
         return run
+
+    def identity(self) -> tuple[int, int] | None:
+        """Return what tells this directory from another one of its name; None: it is gone."""
+        try:
+            found = self.root.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_dev, found.st_ino
+
+    def is_gone(self, home: tuple[int, int] | None) -> bool:
+        """Tell whether this is not the directory any more whose identity was `home`. Some network
+        file systems give another number at any time: our own file is a surer sign."""
+        now = self.identity()
+        return now is None or (now != home and not self.launch.is_file())
+
+    @contextmanager
+    def needed(self) -> Iterator[None]:
+        """While inside, the directory must stay. If it was deleted, renamed or replaced, that is
+        the error, whatever else went wrong for it; a full disk is a `DiskError` too."""
+        home = self.identity()
+        try:
+            yield
+        except (OSError, PacelineError) as error:
+            if self.is_gone(home):
+                raise self._explain_gone() from error
+            if isinstance(error, OSError) and DiskError.is_meant(error):
+                raise DiskError.of(error) from error
+            raise
+        if self.is_gone(home):
+            raise self._explain_gone()
+
+    def _explain_gone(self) -> DiskError:
+        return DiskError(
+            f"{self.root} was deleted, renamed or replaced while its run went on: the ranks were"
+            " ended, and nothing more was written\n"
+            "hint: start it again; to stop a run, press Ctrl-C or make a file .HALT in its"
+            " directory"
+        )
+
+    def make_rank(self, rank: int) -> None:
+        """Make a rank's folder, but never the run directory: one that was deleted stays so."""
+        self.ranks.mkdir(exist_ok=True)
+        self.rank(rank).mkdir(exist_ok=True)
 
     def lock(self) -> "RunLock":
         return RunLock(self.root)
@@ -251,7 +298,10 @@ class RunLock(FileLock):
                 f"{self.path.parent} belongs to a live run (process {owner})\n"
                 "hint: wait for it, or give this run another --out"
             ) from error
-        self.path.write_text(f"{os.getpid()}\n")
+        except OSError as error:
+            raise DiskError.of(error) from error
+        with suppress(OSError):  # on a full disk it names nobody, and holds all the same
+            self.path.write_text(f"{os.getpid()}\n")
         return self
 
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TextIO, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import DataError
+from paceline.records.disk import Appender, Losses
 from paceline.records.files import write_atomic
 from paceline.records.phases import STEP_PHASES, Phase
 
@@ -295,27 +296,39 @@ def _parsed(path: Path, name: str, kind: Kind, cells: Sequence[str]) -> NDArray[
         raise DataError(f"{path} is damaged: column {name}: {error}") from error
 
 
-class TableFile:
+class TableFile(Appender):
     """Appends rows, kept in memory until `flush`, which is one write of whole lines.
 
     A file that is there already keeps its columns in their places; columns it lacks are added
     behind them. `kept` is the last step whose rows stay: a run that is resumed takes the later
-    ones again.
+    ones again. A full disk ends nothing: rows wait for room, and those that are lost are noted in
+    `lost` by their steps.
     """
 
-    def __init__(self, path: Path, layout: Layout[Any], kept: int | None = None) -> None:
-        self._path, self._lines = path, list[str]()
-        self._columns = _open_for(path, list(layout.columns), kept)
-        self._file: TextIO = path.open("a")
+    def __init__(
+        self, path: Path, layout: Layout[Any], kept: int | None = None, lost: Losses | None = None
+    ) -> None:
+        super().__init__(path, lost)
+        self._columns, is_new = _open_for(path, list(layout.columns), kept)
+        if is_new:
+            self.append(f"{','.join(self._columns)}\n".encode(), is_pinned=True)
+            self.flush()
 
     def add(self, row: Mapping[str, Cell]) -> None:
         assert set(row) <= set(self._columns), f"{set(row) - set(self._columns)} has no column"
-        self._lines.append(",".join(_text(row.get(name)) for name in self._columns))
+        line = ",".join(_text(row.get(name)) for name in self._columns)
+        self.append(f"{line}\n".encode())
 
     def amend_last(self, name: str, value: Cell) -> None:
         """Put another value into the last row that was written, in place: the file may be long."""
-        self.flush()
-        with self._path.open("r+b", buffering=0) as file:
+        try:
+            if self.flush():
+                self._amend(name, value)
+        except OSError as error:
+            self.lost.note(self.path, error, len(_text(value)))
+
+    def _amend(self, name: str, value: Cell) -> None:
+        with self.path.open("r+b", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             begin = _begin_of_last_line(file, end)
             file.seek(begin)
@@ -324,26 +337,18 @@ class TableFile:
             line = (",".join(cells) + "\n").encode()
             # One write, then the end: killed between the two, a scrap stays behind that no reader
             # takes for a row.
+            os.posix_fallocate(file.fileno(), begin, len(line))  # no room: the row stays as it is
             os.pwrite(file.fileno(), line, begin)
             file.truncate(begin + len(line))
 
-    def flush(self) -> None:
-        lines, self._lines = self._lines, []
-        if lines:
-            self._file.write("\n".join(lines) + "\n")
-            self._file.flush()
-
-    def sync(self) -> None:
-        self.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self.flush()
-        self._file.close()
+    def dropped(self, line: bytes) -> None:
+        if step := _step_of(line.decode(), self._columns):
+            self.lost.by_file[self.path].miss_step(step)
 
 
-def _open_for(path: Path, wanted: list[str], kept: int | None) -> list[str]:
-    """Make the file fit to be appended to; return its columns in their order."""
+def _open_for(path: Path, wanted: list[str], kept: int | None) -> tuple[list[str], bool]:
+    """Make the file fit to be appended to; return its columns in their order, and whether it is
+    empty still."""
     before = path.read_bytes().decode() if path.is_file() else ""
     whole = before[: before.rfind("\n") + 1]
     first, *lines = whole.split("\n")[:-1] or [""]
@@ -352,9 +357,11 @@ def _open_for(path: Path, wanted: list[str], kept: int | None) -> list[str]:
     padding = "," * (len(columns) - len(found))
     stay = [line + padding for line in lines if kept is None or _step_of(line, found) <= kept]
     after = "".join(f"{line}\n" for line in (",".join(columns), *stay))
-    if after != before:
+    if before.startswith(after):
+        os.truncate(path, len(after.encode()))  # a full disk takes that, too
+    elif before:
         write_atomic(path, after)
-    return columns
+    return columns, not before
 
 
 def _step_of(line: str, columns: Sequence[str]) -> int:

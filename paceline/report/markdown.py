@@ -17,6 +17,7 @@ def render_markdown(story: Story) -> str:
         ),
         basis(story),
         *_failure(story),
+        *_unwritten(story),
         "## Decided",
         table(
             ("choice", "requested", "effective", "because"),
@@ -72,6 +73,17 @@ def _failure(story: Story) -> list[str]:
         )
         lines += [f"then {plain(other)}" for other in failure.others]
     return lines
+
+
+def _unwritten(story: Story) -> list[str]:
+    """Say what is not in the files that this report was made of."""
+    unwritten = story.result.unwritten if story.result else []
+    if not unwritten:
+        return []
+    return [
+        "## What could not be written",
+        "\n".join(f"- {plain(str(each))}" for each in unwritten),
+    ]
 
 
 def _batch(story: Story) -> str:

@@ -23,6 +23,8 @@ from paceline.records import (
     RankVerdict,
     Result,
     StepSeconds,
+    Unwritten,
+    list_unwritten,
 )
 from paceline.records.files import fingerprint
 from paceline.records.rundir import RunDir
@@ -37,6 +39,7 @@ from paceline.schedules.account import account
 from paceline.schedules.measured import load_measured
 from paceline.stats.figures import RunFigures, measure_run
 
+MAX_NOTES = 10
 History = tuple[Table[TrainingRow], list[Attempt]]
 MFU_FORMULA = "MFU = FLOPs per sample x samples/s / (world size x peak FLOP/s)"
 
@@ -58,7 +61,8 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
     returns some fields of the record, by their names there."""
     ending, rows = known.ending, read_training(run.training)
     attempts = _attempts(run, ending)
-    return Result(
+    unwritten = _unwritten(run, ending.verdicts)
+    result = Result(
         run_dir=str(run.root),
         name=plan.name,
         world_size=plan.world_size,
@@ -68,7 +72,7 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
         **_what_was_learned(rows, ending.verdicts),
         **_how_fast(run, plan, env, ending.verdicts, (rows, attempts)),
         **_memory(ending.verdicts),
-        **_what_is_kept(run, plan, ending, (rows, attempts)),
+        **_what_is_kept(run, plan, ending, (rows, attempts), unwritten),
         data_facts=known.data_facts,
         fingerprints=Fingerprints(
             config=known.config_fingerprint,
@@ -79,6 +83,23 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
         started_at=known.started_at,
         elapsed_s=known.ended_at - known.started_at,
     )
+    return _without_lost_rows(result, rows)
+
+
+def _unwritten(run: RunDir, verdicts: Verdicts) -> list[Unwritten]:
+    """Return what ranks and this process could not write, file by file."""
+    found = [each for verdict in verdicts.values() for each in verdict.unwritten]
+    return sorted([*found, *list_unwritten(run)], key=lambda each: each.file)
+
+
+def _without_lost_rows(result: Result, rows: Table[TrainingRow]) -> Result:
+    """Leave out what rows of training.csv that are lost would have told."""
+    lost = next((each.missing for each in result.unwritten if each.file == "training.csv"), [])
+    if not lost:
+        return result
+    if rows and rows[-1].step > lost[-1][-1]:
+        return result.model_copy(update={"ettr": None})
+    return result.model_copy(update={"ettr": None, "final_loss": None, "val_loss": None})
 
 
 def _how_it_ended(run: RunDir, ending: Ending, rows: Table[TrainingRow]) -> dict[str, Any]:
@@ -130,18 +151,30 @@ def _memory(verdicts: Verdicts) -> dict[str, Any]:
     }
 
 
-def _what_is_kept(run: RunDir, plan: Plan, ending: Ending, history: History) -> dict[str, Any]:
+def _what_is_kept(
+    run: RunDir, plan: Plan, ending: Ending, history: History, unwritten: list[Unwritten]
+) -> dict[str, Any]:
     rows, attempts = history
     pipeline, pipeline_notes = _pipeline(run, plan, ending.verdicts)
     notes = {note for verdict in ending.verdicts.values() for note in verdict.notes}
     notes |= _notes_of(run, attempts)
     notes |= {*stop_notes(ending), *_validation(rows)[1], *pipeline_notes}
     return dict(
-        notes=sorted(notes),
+        notes=[*sorted(notes), *_notes_on(unwritten)],
+        unwritten=unwritten,
         attempts=[summarise(attempt) for attempt in attempts],
         checkpoints=_checkpoint_facts(read_checkpoints(run.checkpoint_log)),
         pipeline=pipeline,
     )
+
+
+def _notes_on(unwritten: list[Unwritten]) -> list[str]:
+    """Return what a person should know of files that could not be written: the worst first, and
+    only some of them if there are many."""
+    worst = sorted(unwritten, key=lambda each: -each.num_bytes)
+    notes = [f"not written: {each}" for each in worst[:MAX_NOTES]]
+    more = len(worst) - len(notes)
+    return [*notes, f"not written: parts of {more} more files, see result.json"] if more else notes
 
 
 def _validation(rows: Table[TrainingRow]) -> tuple[float | None, list[str]]:
@@ -174,13 +207,12 @@ def _notes_of(run: RunDir, attempts: list[Attempt]) -> set[str]:
 
 def _attempts(run: RunDir, ending: Ending) -> list[Attempt]:
     """Return all of them. Where other processes ran the last one, the launcher's command may have
-    seen more than they: what is judged of it here counts."""
-    if run.attempt.is_file():
-        last = Attempt.load(run.attempt)
-        if last.outcome is not ending.outcome:
-            cause = ending.failure.message if ending.failure else ""
-            finish_attempt(run, ending, cause, last.stopped)
-    return list_attempts(run)
+    seen more than they, and on a full disk its record may be old: what is judged here counts."""
+    attempts = list_attempts(run)
+    if run.attempt.is_file() and attempts[-1].outcome is not ending.outcome:
+        cause = ending.failure.message if ending.failure else ""
+        attempts[-1] = finish_attempt(run, ending, cause, attempts[-1].stopped)
+    return attempts
 
 
 def _checkpoint_facts(rows: Table[CheckpointRow]) -> CheckpointFacts | None:

@@ -16,7 +16,8 @@ A sweep enters in the middle: it prepares once per cell, then calls `run_decided
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from typing import Any, Protocol
 from paceline.checkpoint.folder import CheckpointFolder
 from paceline.config.load import dump_config
 from paceline.config.typed_only import iter_typed_only
-from paceline.errors import ClusterError, ConfigError, DataError, Outcome, PacelineError
+from paceline.errors import ClusterError, ConfigError, DataError, DiskError, Outcome, PacelineError
 from paceline.job import Job
 from paceline.launch import find_launcher
 from paceline.launch.archive import (
@@ -44,6 +45,7 @@ from paceline.machine.process import STOP_SIGNALS, signal_handlers
 from paceline.machine.topology import Topology
 from paceline.plan.planner import make_plan, wanted_workers
 from paceline.records import Crew, Env, LaunchPlan, Plan, Result
+from paceline.records.disk import release, reserve, save_last
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
@@ -53,6 +55,8 @@ from paceline.run.resume import Resumption, explain_schedule
 from paceline.trust import remember
 from paceline.workloads.base import code_fingerprint
 
+NEWLINE = "\n"
+RESULT_BYTES, RANK_BYTES = 64 << 10, 1 << 10  # of room that is reserved for result.json
 REFUSALS: dict[str, type[PacelineError]] = {
     "config": ConfigError,
     "cluster": ClusterError,
@@ -166,9 +170,10 @@ def _train_in(
     """Write the decisions, run the ranks, conclude, report. The run directory is locked."""
     job, env, plan = decided.job, decided.env, decided.plan
     # A signal is logged from here on, and answered when the record is whole.
-    with logged_signals() as signals:
-        launch = _write_decisions(run, decided, talk, resumption)
-        ending = _run_ranks(run, decided, launch, talk, signals)
+    with logged_signals() as signals, run.needed(), reserved(run.result, plan.world_size):
+        with run.needed():
+            launch = _write_decisions(run, decided, talk, resumption)
+            ending = _run_ranks(run, decided, launch, talk, signals)
         CheckpointFolder.of_run(run, job.config.checkpoint).sweep()
         known = Circumstances(
             ending=ending,
@@ -179,11 +184,35 @@ def _train_in(
             ended_at=time.time(),
         )
         result = conclude(run, plan, env, known)
-        result.save(run.result)
-        write_report(run)
+        _record(run, result, talk)
         if resumption is not None:
             put_back_decisions(run)
     return result
+
+
+@contextmanager
+def reserved(path: Path, num_ranks: int) -> Iterator[None]:
+    """While inside, a record of a run has its room on the disk, whatever else fills it up."""
+    reserve(path, RESULT_BYTES + num_ranks * RANK_BYTES)
+    try:
+        yield
+    finally:
+        release(path)
+
+
+def _record(run: RunDir, result: Result, talk: Talk) -> None:
+    """Write result.json and the report. Where that cannot be done it is said, and the run has ended
+    as it has."""
+    if not run.lost.keep(run.result, result.to_json(), save_last):
+        talk.say(f"warning: {run.result} cannot be written: {run.lost.by_file[run.result].error}")
+    try:
+        write_report(run)
+    except (OSError, PacelineError) as error:
+        what = error if isinstance(error, PacelineError) else DiskError.of(error)
+        talk.say(
+            f"warning: the report was not written: {what.problems[0].partition(NEWLINE)[0]}\n"
+            f"hint: once that is mended: paceline report {run.root}"
+        )
 
 
 def _write_decisions(
@@ -252,7 +281,7 @@ def run_short_task(launcher: Launcher, launch: LaunchPlan, run: RunDir, task: Ta
     ranks live the launcher has its own handlers; before and after, an impatient signal must not
     cost the record. A signal to the launcher is raised as Ctrl-C."""
     launch.save(run.launch)
-    with run.lock(), signal_handlers(signal.SIG_IGN, STOP_SIGNALS):
+    with run.lock(), run.needed(), signal_handlers(signal.SIG_IGN, STOP_SIGNALS):
         ending = launcher.run(launch, run, task)
     if ending.seen.signal is not None:
         raise KeyboardInterrupt

@@ -21,6 +21,7 @@ def train_rank(context: RankContext) -> None:
     job = reload_job(context.run, context.workload)
     LOG.info("rank %d of %d: process %d", place.rank, place.world_size, os.getpid())
     rank = RankRun(job, plan, context.run, place, context.store, requests=context.requests)
+    rank.tell = context.tell
     verdict = rank.execute()
     LOG.info("%s after step %d", verdict.outcome, verdict.step)
 

@@ -34,8 +34,12 @@ class Pass:
     actions: tuple[Timed, ...]
 
 
+def render_passes(passes: Iterable[Pass]) -> str:
+    return "".join(f"{json.dumps(_packed(done))}\n" for done in passes)
+
+
 def write_passes(path: Path, passes: Iterable[Pass]) -> None:
-    write_atomic(path, "".join(f"{json.dumps(_packed(done))}\n" for done in passes))
+    write_atomic(path, render_passes(passes))
 
 
 def read_passes(path: Path) -> list[Pass]:

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from paceline.config.schema import RunConfig
 from paceline.errors import AuditError
 from paceline.records import Audit, Choice, Plan, Proof
+from paceline.records.disk import Losses
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Collective
 
@@ -132,9 +133,11 @@ class Auditor:
         device: torch.device,
         engine_proofs: Callable[[], list[Proof]],
         path: Path | None,
+        lost: Losses | None = None,
     ) -> None:
         self.config, self.plan, self.device = config, plan, device
         self.engine_proofs, self.path = engine_proofs, path
+        self.lost = Losses() if lost is None else lost
         self.step = min(AUDITED_STEP, plan.steps) if path else 0
         self._profile: StepProfile | None = None
         self._compiled = [0, 0, 0]
@@ -161,7 +164,7 @@ class Auditor:
             self._profile, self.step = None, step + 1
             return
         audit = Audit(step=step, proofs=list(self._proofs(self._profile)))
-        audit.save(self.path)
+        self.lost.keep(self.path, audit.to_json())
         self._profile = None
         if self.config.audit.strict and audit.mismatches:
             raise AuditError([str(proof) for proof in audit.mismatches])

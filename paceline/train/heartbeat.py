@@ -4,11 +4,11 @@ heartbeat_rank<r>.jsonl   this rank is alive, in this phase of this step
 telemetry.csv             what GPUs, host and ranks do
 """
 
-import mmap
 import os
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -16,8 +16,9 @@ from typing import Protocol
 import psutil
 
 from paceline.machine.gpus import Nvml
+from paceline.records.disk import Appender, Losses
 from paceline.records.heartbeats import Beat
-from paceline.records.tables import MEASURES, TELEMETRY, TableFile
+from paceline.records.tables import MEASURES, TableFile
 from paceline.schedules.actions import Action, Kind
 
 MARK = struct.Struct("<q")
@@ -62,18 +63,38 @@ class Ticker:
             self.tick()
 
 
-class StepMark:
-    """Keeps the number of the step that a rank has begun in a mapped file: it costs next to
-    nothing, and is right to the step however the process ends."""
+class Mark:
+    """Keeps a few bytes in a file, written in place: it costs next to nothing, needs no room, and
+    is right however the process ends. It is no mapped file: where a disk has become read-only, a
+    page of it would end the process (SIGBUS)."""
 
-    def __init__(self, path: Path) -> None:
-        with path.open("w+b") as file:
-            file.write(bytes(MARK.size))
-            file.flush()
-            self._memory = mmap.mmap(file.fileno(), MARK.size)
+    def __init__(self, path: Path, raw: bytes, lost: Losses | None = None) -> None:
+        self._path, self._lost = path, Losses() if lost is None else lost
+        self._handle: int | None = None
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            self._handle = os.open(path, flags, 0o644)
+        except OSError as error:
+            self._lost.note(path, error, len(raw))
+        self.put(raw)
+
+    def put(self, raw: bytes) -> None:
+        if self._handle is None:
+            return
+        try:
+            os.pwrite(self._handle, raw, 0)
+        except OSError as error:
+            self._lost.note(self._path, error, len(raw))
+
+
+class StepMark(Mark):
+    """Keeps the number of the step that a rank has begun."""
+
+    def __init__(self, path: Path, lost: Losses | None = None) -> None:
+        super().__init__(path, bytes(MARK.size), lost)
 
     def set(self, step: int) -> None:
-        MARK.pack_into(self._memory, 0, step)
+        self.put(MARK.pack(step))
 
 
 def read_mark(path: Path) -> int:
@@ -84,22 +105,17 @@ def read_mark(path: Path) -> int:
         return 0
 
 
-class ActionMark:
-    """Keeps the action of a pipeline that a rank is in, as StepMark keeps the step; None: it is in
-    none."""
+class ActionMark(Mark):
+    """Keeps the action of a pipeline that a rank is in; None: it is in none."""
 
-    def __init__(self, path: Path) -> None:
-        with path.open("w+b") as file:
-            file.write(ACTION.pack(NO_ACTION, 0, 0))
-            file.flush()
-            self._memory = mmap.mmap(file.fileno(), ACTION.size)
+    def __init__(self, path: Path, lost: Losses | None = None) -> None:
+        super().__init__(path, ACTION.pack(NO_ACTION, 0, 0), lost)
 
     def set(self, action: Action | None) -> None:
         if action is None:
-            ACTION.pack_into(self._memory, 0, NO_ACTION, 0, 0)
+            self.put(ACTION.pack(NO_ACTION, 0, 0))
         else:
-            kind = action.kind.encode()
-            ACTION.pack_into(self._memory, 0, kind, action.stage, action.microbatch)
+            self.put(ACTION.pack(action.kind.encode(), action.stage, action.microbatch))
 
 
 def read_action(path: Path) -> str:
@@ -112,25 +128,39 @@ def read_action(path: Path) -> str:
 
 
 class Heartbeat(Ticker):
-    """Writes that this rank is alive, with its step and phase."""
+    """Writes that this rank is alive, with its step and phase. Where the disk does not take that,
+    its supervisor is told, lest it takes the rank for a frozen one."""
 
-    def __init__(self, path: Path, rank: int, progress: Progress, interval_s: float) -> None:
+    def __init__(
+        self,
+        file: Appender,
+        rank: int,
+        progress: Progress,
+        interval_s: float,
+        tell: Callable[[Beat], None] = lambda beat: None,
+    ) -> None:
         super().__init__(interval_s, "heartbeat")
-        self._file = path.open("a", buffering=1)
-        self._rank, self._progress = rank, progress
+        self._file, self._rank, self._progress, self._tell = file, rank, progress, tell
 
     def tick(self) -> None:
         now, at = round(time.time(), 3), self._progress
-        self._file.write(Beat(now, self._rank, at.step, at.phase, at.marks).to_line())
+        beat = Beat(now, self._rank, at.step, at.phase, at.marks)
+        self._file.append(beat.to_line().encode())
+        if not self._file.flush():
+            self._tell(beat)
+
+    def stop(self) -> None:
+        super().stop()
+        self._file.close()
 
 
 class Telemetry(Ticker):
     """Samples what the machine does: its first rank the host and each GPU that this run may use,
     the others only their own memory."""
 
-    def __init__(self, path: Path, interval_s: float, is_first: bool) -> None:
+    def __init__(self, file: TableFile, interval_s: float, is_first: bool) -> None:
         super().__init__(interval_s, "telemetry")
-        self._file = TableFile(path, TELEMETRY)
+        self._file = file
         self._process = psutil.Process(os.getpid())
         self._is_first = is_first
         self._nvml = Nvml.open() if is_first else None
@@ -148,6 +178,10 @@ class Telemetry(Ticker):
             known = {name: sample.get(name) for name in MEASURES}
             self._file.add({"time": now, "source": f"gpu{handle.index}", **known})
         self._file.flush()
+
+    def stop(self) -> None:
+        super().stop()
+        self._file.close()
 
     def _host(self) -> dict[str, float]:
         return {

@@ -72,7 +72,7 @@ class History:
         LOG.info("resumes from the checkpoint of step %d", step)
         if rank == 0:
             known = {"first_step": step + 1, "notes": notes}
-            self.attempt.model_copy(update=known).save(run.attempt)
+            run.lost.keep(run.attempt, self.attempt.model_copy(update=known).to_json())
             self._drop_what_lies_beyond(run, folder, found.kept)
         return found
 

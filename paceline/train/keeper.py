@@ -171,7 +171,7 @@ class Keeper:
 
     def close(self) -> None:
         """Wait for what is being written; all ranks learn together if it failed."""
-        self.parts.saver.wait()
+        self.parts.saver.close()
         self._require_written()
 
     def _require_written(self) -> None:

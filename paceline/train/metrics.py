@@ -5,7 +5,7 @@ Losses stay on the device and are summed over ranks once in `log_every` steps, i
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from paceline.config.schema import RunConfig
 from paceline.data.cursor import Indices
 from paceline.errors import ConfigError
 from paceline.records import Plan
+from paceline.records.disk import Losses
 from paceline.records.phases import STEP_PHASES
 from paceline.records.rundir import RunDir
 from paceline.records.tables import SAMPLES, STEPS, TRAINING, Cell, TableFile
@@ -36,6 +37,7 @@ class LedgerFiles:
     training: Path | None
     samples: Path | None = None
     first_step: int = 1
+    lost: Losses = field(default_factory=Losses)
 
 
 @dataclass
@@ -85,12 +87,12 @@ class Ledger:
         self._late_vetoes: list[tuple[int, bool]] = []  # seen in the sums only, see `_fill`
         self._scalars, self._sums = Readback(device), Readback(device)
         kept = files.first_step - 1
-        self._steps = TableFile(files.steps, STEPS, kept)
+        self._steps = TableFile(files.steps, STEPS, kept, files.lost)
         self._training = self._samples = None
         if files.training:
-            self._training = TableFile(files.training, TRAINING, kept)
+            self._training = TableFile(files.training, TRAINING, kept, files.lost)
         if files.samples:
-            self._samples = TableFile(files.samples, SAMPLES, kept)
+            self._samples = TableFile(files.samples, SAMPLES, kept, files.lost)
 
     def record(
         self, step: int, lr: float, totals: Totals, info: StepInfo, units: float | Tensor
@@ -282,6 +284,6 @@ def cut_absent_ranks(run: RunDir, num_ranks: int, kept: int) -> None:
         number = folder.name.removeprefix("rank")
         if number.isdigit() and int(number) >= num_ranks:
             if run.steps(int(number)).is_file():
-                TableFile(run.steps(int(number)), STEPS, kept).close()
+                TableFile(run.steps(int(number)), STEPS, kept, run.lost).close()
             if run.samples(int(number)).is_file():
-                TableFile(run.samples(int(number)), SAMPLES, kept).close()
+                TableFile(run.samples(int(number)), SAMPLES, kept, run.lost).close()

@@ -1,16 +1,21 @@
 """From an exception to what a person can act on: outcome, the user's line, what to change."""
 
-import errno
 import re
 import resource
 import sysconfig
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from paceline.errors import Outcome, PacelineError
-from paceline.records import RankError
+from paceline.errors import DiskError, Outcome, PacelineError
+from paceline.records import RankError, RankVerdict
+from paceline.records.disk import save_last
+from paceline.records.heartbeats import Beat
+from paceline.records.rundir import RunDir
+
+Tell = Callable[[RankVerdict | Beat], None]  # a rank's way to its supervisor that needs no disk
 
 # How gloo and NCCL say that a collective waited longer than the group's timeout.
 TIMED_OUT = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective operation timeout")
@@ -64,7 +69,7 @@ def outcome_of(error: BaseException) -> Outcome:
         return error.outcome
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return Outcome.OUT_OF_RESOURCES
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if DiskError.is_meant(error):
         return Outcome.OUT_OF_RESOURCES
     if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
         return Outcome.OUT_OF_RESOURCES
@@ -73,6 +78,13 @@ def outcome_of(error: BaseException) -> Outcome:
     if isinstance(error, KeyboardInterrupt):
         return Outcome.INTERRUPTED
     return Outcome.CRASHED
+
+
+def save_verdict(run: RunDir, verdict: RankVerdict, tell: Tell) -> None:
+    """Leave a rank's last word where others read it, in the room that its supervisor reserved; and
+    tell that supervisor, for the disk may be read-only by now."""
+    tell(verdict)
+    run.lost.keep(run.verdict(verdict.rank), verdict.to_json(), save_last)
 
 
 def peak_memory(device: torch.device) -> tuple[int | None, int | None]:

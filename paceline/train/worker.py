@@ -25,9 +25,11 @@ from paceline.job import Job
 from paceline.machine.group import StoreAddress, claim_device, join_group
 from paceline.machine.topology import RankId
 from paceline.plan.policy import effective_config
-from paceline.records import Plan, RankVerdict
+from paceline.records import Plan, RankVerdict, list_unwritten
+from paceline.records.disk import Appender
 from paceline.records.rundir import RunDir
-from paceline.schedules.passes import write_passes
+from paceline.records.tables import TELEMETRY, TableFile
+from paceline.schedules.passes import render_passes
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts, Recorded
 from paceline.strategies.clock import Clock, HostClock, build_clock
@@ -41,7 +43,7 @@ from paceline.train.history import History, load_attempt, settle_rng
 from paceline.train.keeper import Keeper, KeeperParts
 from paceline.train.loop import LoopEnd, LoopParts, train
 from paceline.train.metrics import Ledger, LedgerFiles
-from paceline.train.verdict import explain, outcome_of, peak_memory
+from paceline.train.verdict import Tell, explain, outcome_of, peak_memory, save_verdict
 
 # `attention.impl` to the only kernel that SDPA may then take.
 KERNELS = {
@@ -65,6 +67,7 @@ class RankRun:
         requests: Requests | None = None,
     ) -> None:
         self.job, self.plan, self.run, self.place = job, plan, run, place
+        self.tell: Tell = lambda word: None  # the supervisor, where there is one
         self.store = store  # None: this process has joined its group already
         self.requests = requests or Requests()
         self.attempt = load_attempt(run)
@@ -78,7 +81,7 @@ class RankRun:
 
     def execute(self) -> RankVerdict:
         """Train; save a verdict before anything is torn down; raise what went wrong."""
-        self.run.rank(self.place.rank).mkdir(parents=True, exist_ok=True)
+        self.run.make_rank(self.place.rank)
         try:
             crew = self.plan.crew
             self.device = claim_device(crew.device.value, self.place, crew.device_indices)
@@ -192,7 +195,7 @@ class RankRun:
             feed=build_feed(self.job, plan, source, history.start.first_step, device),
             clock=self.clock,
             ledger=Ledger(config, plan, self.clock, device, self._files(history)),
-            auditor=Auditor(config, plan, device, engine.proofs, audit),
+            auditor=Auditor(config, plan, device, engine.proofs, audit, self.run.lost),
             evaluation=Evaluation(config, plan, val, plan.dp_rank(place.rank), device),
             keeper=self._keeper(engine, history),
             start=history.start,
@@ -214,6 +217,7 @@ class RankRun:
             training=self.run.training if rank == 0 else None,
             samples=self.run.samples(rank) if self._notes_samples() else None,
             first_step=history.start.first_step,
+            lost=self.run.lost,
         )
 
     def _notes_samples(self) -> bool:
@@ -231,6 +235,7 @@ class RankRun:
             world_size=place.world_size,
             attempt=self.attempt.number,
             log=self.run.checkpoint_log,
+            lost=self.run.lost,
         )
         parts = KeeperParts(
             config=config,
@@ -271,29 +276,38 @@ class RankRun:
             notes=self.notes,
             peak_active_bytes=active,
             peak_reserved_bytes=reserved,
+            unwritten=list_unwritten(self.run),
             **more,
         )
 
     def _save_passes(self) -> None:
         if isinstance(self.engine, Recorded):
-            write_passes(self.run.passes(self.place.rank), self.engine.passes())
+            self.run.lost.keep(
+                self.run.passes(self.place.rank), render_passes(self.engine.passes())
+            )
 
     def _save(self, verdict: RankVerdict) -> None:
-        verdict.save(self.run.verdict(self.place.rank))
+        save_verdict(self.run, verdict, self.tell)
 
     @contextmanager
     def _observed(self) -> Iterator[None]:
         """While inside, threads write heartbeat and telemetry; on rank 0 one watches files too."""
         observe, run, rank = self.job.config.observe, self.run, self.place.rank
         tickers: list[Ticker] = [
-            Heartbeat(run.heartbeat(rank), rank, self.clock, observe.heartbeat_s),
-            Telemetry(run.telemetry_of(rank), observe.telemetry_s, self.place.local_rank == 0),
-        ]
+            Heartbeat(
+                Appender(run.heartbeat(rank), run.lost, hold=0),
+                rank, self.clock, observe.heartbeat_s, self.tell,
+            ),
+            Telemetry(
+                TableFile(run.telemetry_of(rank), TELEMETRY, lost=run.lost),
+                observe.telemetry_s, self.place.local_rank == 0,
+            ),
+        ]  # fmt: skip
         if rank == 0:
             tickers.append(ControlFiles(run, self.requests, self.attempt.halt_seen))
-        self.clock.on_step = StepMark(run.step_mark(rank)).set
+        self.clock.on_step = StepMark(run.step_mark(rank), run.lost).set
         if self.plan.pipeline is not None:
-            self.clock.on_action = ActionMark(run.action_mark(rank)).set
+            self.clock.on_action = ActionMark(run.action_mark(rank), run.lost).set
         for ticker in tickers:
             ticker.start()
         try:
