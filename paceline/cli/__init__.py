@@ -78,6 +78,8 @@ def main() -> None:
         sys.stderr.close()  # the reader of stdout left, as `head` does
         sys.exit(0)
     except Exception:
-        traceback.print_exc()
+        from paceline.records.words import visible
+
+        print(visible(traceback.format_exc()), end="", file=sys.stderr)
         print("this is a bug in Paceline: please report it with the lines above", file=sys.stderr)
         sys.exit(Outcome.CRASHED.exit_code)

@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.errors import DataError
 from paceline.records import Attempt
 from paceline.records.rundir import RunDir
+from paceline.records.words import visible
 from paceline.train.heartbeat import Ticker
 
 INTERVAL_S = 0.2
@@ -107,4 +108,4 @@ class Follower(Ticker):
     def _copy_logs(self, last: bool) -> None:
         for rank, tail in self._logs.items():
             for line in tail.lines(last):
-                self._train_log.write(f"[rank {rank}] {line}\n")
+                self._train_log.write(f"[rank {rank}] {visible(line)}\n")

@@ -25,6 +25,7 @@ from paceline.launch.rank import RankSpec, rank_main
 from paceline.launch.signals import SignalLog, kill_time, request_for
 from paceline.records import Limits, RankEnd, RankVerdict
 from paceline.records.rundir import RunDir
+from paceline.records.words import visible
 from paceline.train.control import modified_at
 
 POLL_S = 0.05
@@ -257,7 +258,7 @@ class Supervisor:
 def log_line(run: RunDir, text: str) -> None:
     """Add a line to launcher.log, which the supervisors of all machines share."""
     with suppress(OSError), run.launcher_log.open("a") as log:  # the disk may be full
-        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {socket.gethostname()}: {text}\n")
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {socket.gethostname()}: {visible(text)}\n")
 
 
 def _unchanged(before: dict[Path, int]) -> bool:

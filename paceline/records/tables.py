@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from paceline.errors import DataError
 from paceline.records.files import write_atomic
 from paceline.records.phases import STEP_PHASES, Phase
+from paceline.records.words import from_cell, text_cell
 
 Cell = str | float | None  # and so int and bool
 Row = TypeVar("Row")
@@ -285,7 +286,7 @@ def _dtype(kind: Kind) -> Any:
 
 def _parsed(path: Path, name: str, kind: Kind, cells: Sequence[str]) -> NDArray[Any]:
     if kind is str:
-        return np.array(cells, dtype=object)
+        return np.array([from_cell(cell) for cell in cells], dtype=object)
     if kind is bool:
         return np.array([cell == "1" for cell in cells], dtype=bool)
     empty = 0 if kind is int else np.nan
@@ -383,5 +384,5 @@ def _text(value: Cell) -> str:
         return f"{value:.10g}"
     if isinstance(value, bool):
         return str(int(value))
-    text = " ".join(str(value).split())
+    text = text_cell(str(value))
     return '"' + text.replace('"', '""') + '"' if "," in text or '"' in text else text
