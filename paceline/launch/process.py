@@ -26,6 +26,7 @@ class RankProcess:
     pidfd: int
     asked_to_end: bool = False
     was_stopped: bool = False
+    silent_s: float = 0.0
     done_at: float = 0.0
 
     @classmethod

@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing import forkserver, synchronize, util
@@ -28,6 +27,7 @@ from paceline.machine.group import StoreAddress
 from paceline.machine.process import die_with_parent
 from paceline.machine.topology import RankId
 from paceline.records import RankVerdict
+from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.train.control import Ask, Requests
 from paceline.train.verdict import explain, outcome_of
@@ -105,7 +105,7 @@ def save_failure(run: RunDir, rank: int, error: BaseException) -> None:
         host=socket.gethostname(),
         outcome=outcome_of(error),
         step=0,
-        ended_at=time.time(),
+        ended_at=wall_time(),
         error=explain(error),
     )
     verdict.save(run.verdict(rank))

@@ -69,6 +69,7 @@ class Supervisor:
                     self.signal = signals.first
                     self._ask_to_stop()
                 if why := self._why_kill(signals, deadlines):
+                    self._note_silence(deadlines)
                     self._kill_all(why)
                 self._end_lingering()
         finally:
@@ -144,6 +145,11 @@ class Supervisor:
             rank.was_stopped = rank.is_stopped
         self.dump_stacks(f"the {stall} deadline has passed")
         return f"the {stall} deadline has passed"
+
+    def _note_silence(self, deadlines: Deadlines) -> None:
+        for rank in self.ranks:
+            if rank.is_alive:
+                rank.silent_s = deadlines.silent_s(rank.rank)
 
     def _why_impatient(self, signals: SignalLog) -> str:
         """Return why ranks that were asked to stop get no more time, or ""."""
@@ -251,6 +257,7 @@ class Supervisor:
             stall=self.stall or "",
             failed=self._has_failed(rank),
             was_stopped=rank.was_stopped,
+            silent_s=rank.silent_s,
             ran_out_of_memory=was_killed and had_oom_kill,
         )
 

@@ -15,7 +15,6 @@ A sweep enters in the middle: it prepares once per cell, then calls `run_decided
 
 import json
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +44,7 @@ from paceline.machine.topology import Topology
 from paceline.plan.planner import make_plan, wanted_workers
 from paceline.records import Crew, Env, LaunchPlan, Plan, Result
 from paceline.records.files import write_atomic
+from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
 from paceline.run.conclude import Circumstances, conclude
@@ -134,7 +134,7 @@ def prepare(
     job: Job, env: Env, plan: Plan, talk: Talk, rendezvous: Rendezvous | None = None
 ) -> Decided:
     """Do all that can fail before a rank starts, and prepare the data."""
-    started_at = time.time()
+    started_at = wall_time()
     require_feasible(plan)
     launcher = choose_launcher(plan.crew, rendezvous, job.config.launch.start_s)
     for finding in plan.findings:
@@ -176,7 +176,7 @@ def _train_in(
             code_fingerprint=decided.code,
             data_facts={k: v for k, v in decided.prepared.items() if isinstance(v, int | float)},
             started_at=decided.started_at,
-            ended_at=time.time(),
+            ended_at=wall_time(),
         )
         result = conclude(run, plan, env, known)
         result.save(run.result)

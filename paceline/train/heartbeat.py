@@ -8,7 +8,6 @@ import mmap
 import os
 import struct
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -17,12 +16,14 @@ import psutil
 
 from paceline.machine.gpus import Nvml
 from paceline.records.heartbeats import Beat
+from paceline.records.moments import wall_time
 from paceline.records.tables import MEASURES, TELEMETRY, TableFile
 from paceline.schedules.actions import Action, Kind
 
 MARK = struct.Struct("<q")
 ACTION = struct.Struct("<cqq")
 NO_ACTION = b"-"
+MAX_BEATS = 1000  # that are kept: enough to tell when step 1 began
 
 
 class Progress(Protocol):
@@ -112,16 +113,23 @@ def read_action(path: Path) -> str:
 
 
 class Heartbeat(Ticker):
-    """Writes that this rank is alive, with its step and phase."""
+    """Writes that this rank is alive, with its step and phase: the first beats one after the other,
+    and from then on each over the last, so that a long run's file does not grow."""
 
     def __init__(self, path: Path, rank: int, progress: Progress, interval_s: float) -> None:
         super().__init__(interval_s, "heartbeat")
-        self._file = path.open("a", buffering=1)
+        path.touch()
+        self._file = path.open("r+b", buffering=0)  # not "a": that would ignore the place
+        self._end, self._num_beats = os.fstat(self._file.fileno()).st_size, 0
         self._rank, self._progress = rank, progress
 
     def tick(self) -> None:
-        now, at = round(time.time(), 3), self._progress
-        self._file.write(Beat(now, self._rank, at.step, at.phase, at.marks).to_line())
+        now, at = round(wall_time(), 3), self._progress
+        line = Beat(now, self._rank, at.step, at.phase, at.marks).to_line().encode()
+        written = os.pwrite(self._file.fileno(), line, self._end)
+        if written == len(line) and self._num_beats < MAX_BEATS:
+            self._end += written
+            self._num_beats += 1
 
 
 class Telemetry(Ticker):
@@ -137,7 +145,7 @@ class Telemetry(Ticker):
         psutil.cpu_percent(interval=None)  # the first call only sets the reference point
 
     def tick(self) -> None:
-        now = f"{time.time():.3f}"
+        now = f"{wall_time():.3f}"
         if self._is_first:
             self._file.add({"time": now, "source": "host", **self._host()})
         else:

@@ -5,7 +5,6 @@ Run by `paceline.run.rank` in a process of its own; tests call `RankRun(...).exe
 
 import gc
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Any
@@ -26,6 +25,7 @@ from paceline.machine.group import StoreAddress, claim_device, join_group
 from paceline.machine.topology import RankId
 from paceline.plan.policy import effective_config
 from paceline.records import Plan, RankVerdict
+from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.schedules.passes import write_passes
 from paceline.strategies import find_strategy
@@ -264,7 +264,7 @@ class RankRun:
             host=socket.gethostname(),
             outcome=outcome,
             step=step,
-            ended_at=time.time(),
+            ended_at=wall_time(),
             flops_per_sample=self.flops,
             flops_source=self.flops_source,
             data_fingerprint=self.data_fingerprint,
