@@ -1,12 +1,16 @@
 """Ranks on this machine, forked from a server that has torch loaded already."""
 
+import fcntl
 import multiprocessing
 import os
+import shutil
 import tempfile
 import uuid
+from contextlib import suppress
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.util import get_temp_dir
+from pathlib import Path
 
 from paceline.launch.attempts import Start, run_attempts
 from paceline.launch.base import LaunchOrder, Task, draw_plan
@@ -21,6 +25,7 @@ from paceline.records.rundir import RunDir
 
 MAX_TEMPORARY = 60  # letters of TMPDIR; with the rest a socket's path may have 107
 LOOPBACK = "127.0.0.1"
+OWNER = "paceline-owner"  # in the temporary folder of a supervisor
 
 
 class LocalLauncher:
@@ -85,6 +90,35 @@ def temporary_folder() -> str:
     if len(tempfile.gettempdir()) > MAX_TEMPORARY:
         tempfile.tempdir = "/tmp"
     try:
-        return get_temp_dir()
+        folder = Path(get_temp_dir())
     finally:
         tempfile.tempdir = before
+    if not (folder / OWNER).exists():
+        sweep_folders(folder.parent)
+        with suppress(OSError):  # a full disk: it will not be swept
+            _own(folder)
+    return str(folder)
+
+
+def _own(folder: Path) -> None:
+    """Put a file into a folder of ours that is locked while this process lives. It gets its name
+    when the lock is held: who finds it unlocked knows that its owner is dead."""
+    aside = folder / f"{OWNER}.{os.getpid()}"
+    handle = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # open to our end
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    aside.rename(folder / OWNER)
+
+
+def sweep_folders(parent: Path) -> None:
+    """Remove what killed supervisors have left there, and nothing else: folders of this user with
+    our mark whose owner is dead. Others' programs make folders of the same kind of name."""
+    for folder in parent.glob("pymp-*"):
+        with suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            handle = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(handle)

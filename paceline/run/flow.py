@@ -43,7 +43,7 @@ from paceline.machine.process import STOP_SIGNALS, signal_handlers
 from paceline.machine.topology import Topology
 from paceline.plan.planner import make_plan, wanted_workers
 from paceline.records import Crew, Env, LaunchPlan, Plan, Result
-from paceline.records.files import write_atomic
+from paceline.records.files import sweep_torn, write_atomic
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
@@ -199,6 +199,8 @@ def _write_decisions(
     if resumption is None:
         folder.require_unused()
     folder.sweep()
+    for place in (run.root, *run.ranks.glob("rank*")):
+        sweep_torn(place)
     archive_left_over(run)
     asked = " ".join(repr(word) for word in job.asked)
     write_atomic(run.config, f"# asked: {asked}\n{dump_config(job.config)}")
