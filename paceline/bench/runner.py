@@ -21,7 +21,8 @@ from paceline.machine.facts import probe
 from paceline.records import Env
 from paceline.records.files import write_atomic
 from paceline.records.moments import wall_time
-from paceline.records.rundir import RunDir, RunLock
+from paceline.records.rundir import RunDir
+from paceline.records.runlock import RunLock
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.sweep.flow import open_folder, report_sweep
 from paceline.sweep.folder import Row, SweepDir, rows_of

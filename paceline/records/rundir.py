@@ -6,12 +6,13 @@
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from paceline.errors import ConfigError, DataError
-from paceline.records.files import FileLock
+from paceline.records.runlock import RunLock
 
 LATEST = "latest"
 
@@ -72,15 +73,15 @@ class RunDir:
             raise DataError(f"{path} is not a run directory (no run.yaml in it)\nhint: {hint}")
         return run
 
-    def lock(self) -> "RunLock":
-        return RunLock(self.root)
+    def lock(self, say: Callable[[str], None] = lambda text: None) -> RunLock:
+        return RunLock(self.root, say)
 
     def require_fresh(self) -> None:
         """Refuse a directory that holds anything but our own lock. The lock held, it stays so."""
         names = {path.name for path in self.root.iterdir()}
         if names - {RunLock.NAME}:
             if RunLock.NAME in names:
-                self.lock().__enter__().__exit__()  # says so if the run in it is alive
+                self.lock().require_free()
             raise ConfigError(
                 f"{self.root} already holds files; a run never writes over another\n"
                 "hint: give --out another directory, or none for runs/NAME-UTC"
@@ -232,27 +233,6 @@ class RunDir:
 
     def heartbeat(self, rank: int) -> Path:
         return self.root / f"heartbeat_rank{rank}.jsonl"
-
-
-class RunLock(FileLock):
-    """Held while a run is live; its file names the process that holds it."""
-
-    NAME = ".lock"
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root / self.NAME, wait=False)
-
-    def __enter__(self) -> Self:
-        try:
-            super().__enter__()
-        except BlockingIOError as error:
-            owner = self.path.read_text(errors="replace").strip()
-            raise ConfigError(
-                f"{self.path.parent} belongs to a live run (process {owner})\n"
-                "hint: wait for it, or give this run another --out"
-            ) from error
-        self.path.write_text(f"{os.getpid()}\n")
-        return self
 
 
 def _unused(parent: Path, name: str) -> Path:

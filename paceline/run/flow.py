@@ -104,7 +104,7 @@ def run_decided(decided: Decided, out: Path | None, talk: Talk) -> Result:
 def resume_job(resumption: Resumption, talk: Talk, rendezvous: Rendezvous | None = None) -> Result:
     """Resume a run in its own directory, from its newest checkpoint that can be trusted."""
     run, topology = resumption.run, rendezvous.topology if rendezvous else None
-    with run.lock():
+    with run.lock(talk.say):
         if (result := _finished(resumption)) is not None:
             talk.say(f"all {result.steps} steps are taken already: nothing to do")
             return result
