@@ -344,24 +344,45 @@ class TableFile:
 
 
 def _open_for(path: Path, wanted: list[str], kept: int | None) -> list[str]:
-    """Make the file fit to be appended to; return its columns in their order."""
-    before = path.read_bytes().decode() if path.is_file() else ""
-    whole = before[: before.rfind("\n") + 1]
-    first, *lines = whole.split("\n")[:-1] or [""]
-    found = first.split(",") if first else []
+    """Make the file fit to be appended to; return its columns in their order. Rows that go stand at
+    its end, unless somebody has edited it, and are cut off in place: the file may be long."""
+    if not path.is_file():
+        write_atomic(path, ",".join(wanted) + "\n")
+        return wanted
+    with path.open("rb") as file:
+        first = file.readline()
+        found = first.decode().rstrip("\n").split(",")
+        if not first.endswith(b"\n") or not set(wanted) <= set(found):
+            return _rewrite(path, wanted, kept)
+        read = stays_until = len(first)
+        for line in file:
+            read += len(line)
+            if line.endswith(b"\n") and (kept is None or _step_of(line, found) <= kept):
+                if stays_until < read - len(line):
+                    return _rewrite(path, wanted, kept)
+                stays_until = read
+    if stays_until < read:
+        os.truncate(path, stays_until)
+    return found
+
+
+def _rewrite(path: Path, wanted: list[str], kept: int | None) -> list[str]:
+    """Write the rows that stay anew, with empty cells in the columns that the file lacks."""
+    before = path.read_bytes()
+    first, *lines = before[: before.rfind(b"\n") + 1].split(b"\n")[:-1] or [b""]
+    found = first.decode().split(",") if first else []
     columns = found + [name for name in wanted if name not in found]
-    padding = "," * (len(columns) - len(found))
+    padding = b"," * (len(columns) - len(found))
     stay = [line + padding for line in lines if kept is None or _step_of(line, found) <= kept]
-    after = "".join(f"{line}\n" for line in (",".join(columns), *stay))
-    if after != before:
-        write_atomic(path, after)
+    write_atomic(path, b"".join(line + b"\n" for line in (",".join(columns).encode(), *stay)))
     return columns
 
 
-def _step_of(line: str, columns: Sequence[str]) -> int:
+def _step_of(line: bytes, columns: Sequence[str]) -> int:
     """Return the step of a row; 0, so that it stays, where that cannot be read."""
-    cell = line.split(",")[columns.index("step")] if "step" in columns else ""
-    return int(cell) if cell.isdigit() else 0
+    place = columns.index("step") if "step" in columns else -1
+    cells = line.split(b",", place + 1)
+    return int(cells[place]) if 0 <= place < len(cells) and cells[place].isdigit() else 0
 
 
 def _begin_of_last_line(file: Any, end: int) -> int:
