@@ -34,7 +34,7 @@ from paceline.strategies.clock import Clock, HostClock, build_clock
 from paceline.train.audit import Auditor
 from paceline.train.control import ControlFiles, Requests
 from paceline.train.evaluation import Evaluation
-from paceline.train.feed import build_feed, open_source, require_data
+from paceline.train.feed import Feed, build_feed, open_source, require_data
 from paceline.train.first_batch import FirstBatch, count_flops, is_worth_asking
 from paceline.train.heartbeat import ActionMark, Heartbeat, StepMark, Telemetry, Ticker
 from paceline.train.history import History, load_attempt, settle_rng
@@ -87,10 +87,10 @@ class RankRun:
                 if self.store is not None:
                     self._join(self.store)
                 parts, found = self._build()
-                with closing(parts.feed), _settled_heap():
+                with closing(parts.feed), _named_loaders(parts.feed), _settled_heap():
                     settle_rng(found, self.job, self.plan, self.place.rank, self.device)
                     self._use_first_batch(parts)
-                    end = self._take_steps(parts)
+                    end = self.take_steps(parts)
                 self.notes += parts.keeper.parts.saver.notes
         except BaseException as error:
             with suppress(Exception):  # the error is what counts
@@ -112,16 +112,6 @@ class RankRun:
     def take_steps(self, parts: LoopParts) -> LoopEnd:
         """Run the loop; a proof overrides this to look at what is around it (verify/trial.py)."""
         return train(parts)
-
-    def _take_steps(self, parts: LoopParts) -> LoopEnd:
-        """Take the steps; a loader process that died is named in the error."""
-        try:
-            return self.take_steps(parts)
-        except RuntimeError as error:
-            named = parts.feed.fault(error)
-            if named is error:
-                raise
-            raise named from error
 
     def _join(self, store: StoreAddress) -> None:
         timeout_s = self.job.config.launch.collective_timeout_s
@@ -189,13 +179,14 @@ class RankRun:
             config=config,
             plan=plan,
             engine=engine,
-            feed=build_feed(self.job, plan, source, history.start.first_step, device),
             clock=self.clock,
             ledger=Ledger(config, plan, self.clock, device, self._files(history)),
             auditor=Auditor(config, plan, device, engine.proofs, audit),
             evaluation=Evaluation(config, plan, val, plan.dp_rank(place.rank), device),
             keeper=self._keeper(engine, history),
             start=history.start,
+            # Last: from here on loaders live, and may die.
+            feed=build_feed(self.job, plan, source, history.start.first_step, device),
         )
 
     def _build_validation(self) -> Dataset | None:
@@ -301,6 +292,18 @@ class RankRun:
         finally:
             for ticker in tickers:
                 ticker.stop()
+
+
+@contextmanager
+def _named_loaders(feed: Feed) -> Iterator[None]:
+    """Say in the error which loader process died, at its start or later."""
+    try:
+        yield
+    except RuntimeError as error:
+        named = feed.fault(error)
+        if named is error:
+            raise
+        raise named from error
 
 
 @contextmanager
