@@ -124,6 +124,9 @@ class Microbatches:
         if plan.num_workers:
             self._items = iter(_loader(source, total, plan))
             self._workers = list(getattr(self._items, "_workers", []))
+            # torch hears of deaths from now on; of one before, only when a batch is overdue.
+            if not all(worker.is_alive() for worker in self._workers):
+                raise self.fault(RuntimeError("DataLoader worker died at its start"))
 
     def __next__(self) -> Microbatch:
         try:

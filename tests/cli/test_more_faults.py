@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -74,7 +72,7 @@ def test_two_runs_on_one_fixed_port(bench: Bench) -> None:
 
 def test_escapes_in_names_and_exceptions_reach_no_screen_and_no_page(bench: Bench) -> None:
     trouble = "raise ValueError('\\x1b[2J\\x1b]0;mine\\x07 = boom')"
-    ran = bench.train(trouble, "launch.nproc=1", "name='a\x1b[31mb'")
+    ran = bench.train(trouble, "launch.nproc=1", 'name="a\\x1b[31mb"')
     assert ran.code == 5, ran.err
     assert "ValueError: \\x1b[2J\\x1b]0;mine\\x07 = boom" in ran.err
     assert "training a\\x1b[31mb for" in ran.err
@@ -114,32 +112,22 @@ def test_a_loader_that_is_killed_at_its_start(max_restarts: int, code: int, benc
     assert "died (SIGKILL)" in first["cause"], first
 
 
-def start_elsewhere(bench: Bench, *words: str) -> Any:
-    """The program on a machine called `elsewhere`, with the same folder and another network."""
-    process = warm.start(
-        [sys.executable, "-m", "tests.elsewhere", "elsewhere", *words], cwd=bench.folder,
-        env=environment() | {MARK: bench.mark}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
-    )  # fmt: skip
-    bench.sessions.add(process.pid)
-    return process
-
-
 @needs_namespaces
 def test_a_run_that_is_live_on_another_machine_is_not_resumed(bench: Bench) -> None:
-    """From there and from here: who holds it is named with its host."""
+    """A machine of another name and network that shares the folder: who holds it is named."""
     words = ["train", bench.job("time.sleep(0.1)"), *SMALL, "train.steps=9999", "--out", "run"]
-    for live, try_it, said in (
-        (start_elsewhere(bench, *words), bench.start, " on elsewhere)"),
-        (None, lambda *more: start_elsewhere(bench, *more), f" on {os.uname().nodename})"),
-    ):
-        process: Any = live or bench.start(*words)
-        log = bench.folder / "run/training.csv"
-        wait_until(lambda: log.is_file() and len(log.read_text().splitlines()) > 2, 60, "training")  # noqa: B023
-        ran = finish(try_it("train", "--resume", "run"))
-        assert ran.code == 2 and "belongs to a live run (process" in ran.err, ran.err
-        assert said in ran.err
-        assert process.poll() is None, "it goes on"
-        process.terminate()
-        assert finish(process).code == 75
-        Path(bench.folder / "run").rename(bench.folder / f"was{said.strip(' )')}")
+    live = bench.start(*words)
+    log = bench.folder / "run/training.csv"
+    wait_until(lambda: log.is_file() and len(log.read_text().splitlines()) > 2, 60, "training")
+    elsewhere = warm.start(
+        [sys.executable, "-m", "tests.elsewhere", "elsewhere", "train", "--resume", "run"],
+        cwd=bench.folder, env=environment() | {MARK: bench.mark}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    bench.sessions.add(elsewhere.pid)
+    ran = finish(elsewhere)
+    owner = f"belongs to a live run (process {live.pid} on {os.uname().nodename})"
+    assert ran.code == 2 and owner in ran.err, ran.err
+    assert live.poll() is None, "it goes on"
+    live.terminate()
+    assert finish(live).code == 75
