@@ -59,10 +59,12 @@ def test_a_loader_that_dies_before_torch_looks_is_noticed_at_once(
     """torch hears of deaths by SIGCHLD, once its handler is set. One before that showed only after
     data.timeout_s: two minutes, or the deadline of the run."""
     set_handler: Callable[[], None] = signal_handling._set_SIGCHLD_handler
+    note: Callable[[int, tuple[int, ...]], None] = signal_handling._set_worker_pids
     started: list[int] = []
 
     def note_workers(key: int, pids: tuple[int, ...]) -> None:
         started.extend(pids)
+        note(key, pids)
 
     def kill_first() -> None:
         os.kill(started[1], signal.SIGKILL)
