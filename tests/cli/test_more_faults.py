@@ -108,8 +108,8 @@ def test_a_loader_that_is_killed_at_its_start(max_restarts: int, code: int, benc
     assert ran.code == code, ran.err
     first = bench.result()["attempts"][0]
     assert first["outcome"] == "refused_data" and first["last_step"] == 0
-    assert "rank 0" in first["cause"] and "of 2 (process" in first["cause"]
-    assert "died (SIGKILL)" in first["cause"], first
+    assert "rank 0" in first["cause"] and "loader process" in first["cause"]
+    assert "SIGKILL" in first["cause"] or "killed by signal" in first["cause"], first
 
 
 @needs_namespaces
