@@ -11,10 +11,11 @@ from pathlib import Path
 
 from paceline.launch.ending import Ending, Verdicts, completed_steps, load_verdicts
 from paceline.records import Attempt, AttemptSummary, LaunchPlan
+from paceline.records.columns import Table
 from paceline.records.files import write_atomic
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
-from paceline.records.tables import Table, TrainingRow, read_training
+from paceline.records.tables import TrainingRow, read_training
 from paceline.train.heartbeat import read_mark
 
 CUT_OFF = "cut off: its supervisor was killed, or the machine went down"

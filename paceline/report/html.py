@@ -11,7 +11,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from paceline import __version__
-from paceline.records.tables import Table, TrainingRow
+from paceline.records.columns import Table
+from paceline.records.tables import TrainingRow
 from paceline.records.words import count, shown, size, visible
 from paceline.report.pipeline import Table as PipelineTable
 from paceline.report.pipeline import (

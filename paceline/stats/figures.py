@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 
 from paceline.config.load import read_plain
 from paceline.records import Attempt, Plan, Result, Window
+from paceline.records.columns import Table
 from paceline.records.heartbeats import iter_beats
 from paceline.records.rundir import RunDir
-from paceline.records.tables import StepRow, Table, TrainingRow, read_steps, read_training
+from paceline.records.tables import StepRow, TrainingRow, read_steps, read_training
 from paceline.stats.steady import Seconds, count_warmup, find_compile_steps, measure_spread
 from paceline.stats.timing_points import (
     TAIL_POINTS,
