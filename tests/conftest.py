@@ -14,9 +14,13 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.skips import require_reason
+
+hypothesis.settings.register_profile("shared", deadline=None)  # other tests run beside them
+hypothesis.settings.load_profile("shared")
 
 # What tests type is no code that the user has typed.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="paceline-state-")

@@ -3,7 +3,6 @@
 DIR/bench.json   summary.md   TARGET/ (a sweep directory: sweep.json, run_manifest.tsv, runs/)
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,9 @@ from paceline.launch.signals import logged_signals
 from paceline.machine.facts import probe
 from paceline.records import Env
 from paceline.records.files import write_atomic
-from paceline.records.rundir import RunDir, RunLock
+from paceline.records.moments import wall_time
+from paceline.records.rundir import RunDir
+from paceline.records.runlock import RunLock
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.sweep.flow import open_folder, report_sweep
 from paceline.sweep.folder import Row, SweepDir, rows_of
@@ -100,7 +101,7 @@ class _Bench:
             hardware=hardware_of(self.env),
             margin=self.settings.margin,
             started_at=self.started_at,
-            elapsed_s=time.time() - self.started_at,
+            elapsed_s=wall_time() - self.started_at,
             pairs=self.pairs,
             gate=self.gate,
             saved=self.saved,
@@ -116,7 +117,7 @@ class _Bench:
 def run_bench(asked: Asked, settings: BenchSettings, run_pair: PairRunner, say: Say) -> BenchReport:
     """Run all pairs. What can be refused is refused before the first run; a failed pair does not
     stop the others."""
-    started_at, env = time.time(), probe()
+    started_at, env = wall_time(), probe()
     pairs = plan_pairs(asked, env, settings.steps)
     expected = _expectations(settings, env, pairs)
     bench = _Bench(settings, env, open_bench(settings.out), started_at)

@@ -3,7 +3,7 @@
 from statistics import fmean, geometric_mean
 
 from paceline.bench.records import ArmResult, BenchReport, PairResult, Range
-from paceline.records.words import count, duration, interval, number, ratio, size, table
+from paceline.records.words import count, duration, interval, number, ratio, size, table, visible
 
 COLUMNS = ("arm", "rate", "step p50/p90", "ratio", "memory", "saves", "start-up", "loss", "verdict")
 
@@ -34,7 +34,7 @@ def summarise(report: BenchReport) -> str:
     if report.gate:
         lines += ["", "## Against the stored expectations", ""]
         lines += [f"- {row}" for row in report.gate]
-    return "\n".join(lines) + "\n"
+    return visible("\n".join(lines) + "\n")
 
 
 def _facts(pair: PairResult) -> list[str]:

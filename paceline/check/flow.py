@@ -1,7 +1,6 @@
 """`paceline check` from settings to report: the same stages as a run (flow.py), with a task that
 measures in place of one that trains."""
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from paceline.machine.topology import Topology
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks, shares_gpus
 from paceline.records import Crew, Env, Finding
 from paceline.records.files import write_atomic
+from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.run.flow import choose_launcher, run_short_task
 
@@ -46,7 +46,7 @@ def run_check(
     settings: CheckConfig, out: Path | None, say: Say, rendezvous: Rendezvous | None = None
 ) -> CheckReport:
     """Examine the machines; a finding of severity error means that they are not fit."""
-    started_at = time.time()
+    started_at = wall_time()
     env, topology = probe(), rendezvous.topology if rendezvous else Topology()
     crew = choose_crew(settings.launch, env, topology)
     threads = choose_threads(settings.launch, env, crew, workers=0).value
@@ -77,7 +77,7 @@ def run_check(
         group=group,
         expected=expected,
         findings=findings,
-        elapsed_s=time.time() - started_at,
+        elapsed_s=wall_time() - started_at,
     )
     report.save(run.check)
     return report

@@ -26,6 +26,7 @@ from paceline.machine.group import claim_device, join_group
 from paceline.machine.launchers import is_local
 from paceline.machine.topology import RankId
 from paceline.records import Env, Finding, LaunchPlan, RankVerdict
+from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 
 LOG = logging.getLogger("paceline")
@@ -55,7 +56,7 @@ def examine_rank(context: RankContext) -> None:
     found = found.model_copy(update={"rates": measure_rates(device)})
     found.save(checkup_path(run, place.rank))
     RankVerdict(
-        rank=place.rank, host=found.host, outcome=Outcome.OK, step=0, ended_at=time.time()
+        rank=place.rank, host=found.host, outcome=Outcome.OK, step=0, ended_at=wall_time()
     ).save(run.verdict(place.rank))
 
 

@@ -5,8 +5,10 @@ transformers itself. It gets its name only when every tensor was read back and i
 bit. A user's own workload is not imported: names and tensors are all that is needed.
 """
 
+import errno
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -178,8 +180,9 @@ def _require_unused(target: Path) -> None:
 
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """Yield a folder to write to that becomes `target` at the end, or leaves no trace."""
-    temporary = target.parent / f"{TEMPORARY}{target.name}-{os.getpid()}"
+    """Yield a folder to write to that becomes `target` at the end, or leaves no trace. Of several
+    that write the same target one wins; the others are refused as if they had come later."""
+    temporary = target.parent / f"{TEMPORARY}{target.name}-{secrets.token_hex(4)}"
     try:
         temporary.mkdir(parents=True)
         yield temporary
@@ -189,6 +192,8 @@ def _appearing(target: Path) -> Iterator[Path]:
         os.rename(temporary, target)
         sync_directory(target.parent)
     except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            _require_unused(target)
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise SaveError(f"{target} could not be written: {why}") from error
     finally:

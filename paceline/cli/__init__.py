@@ -99,7 +99,9 @@ def _run() -> None:
 
             print_problems(DiskError.of(error))
             sys.exit(DiskError.outcome.exit_code)
-        traceback.print_exc()
+        from paceline.records.words import visible
+
+        print(visible(traceback.format_exc()), end="", file=sys.stderr)
         print("this is a bug in Paceline: please report it with the lines above", file=sys.stderr)
         sys.exit(Outcome.CRASHED.exit_code)
 

@@ -1,6 +1,7 @@
 """`paceline bench`: baseline against optimized, in pairs that do equal work."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -105,23 +106,23 @@ def run_targets(
 
 def _print_report(report: "BenchReport") -> None:
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     from paceline.bench.words import COLUMNS, headline, rows_of
+    from paceline.cli.talk import literal
 
     console = Console(highlight=False, soft_wrap=True, width=TABLE_WIDTH)
     for pair in report.pairs:
-        console.print(escape(headline(pair)))
+        console.print(literal(headline(pair)))
         table = Table(box=None, padding=(0, 2, 0, 2), pad_edge=False)
         for column in COLUMNS:
             table.add_column(column, no_wrap=True)
         for row in rows_of(pair):
-            table.add_row(*(escape(cell) for cell in row))
+            table.add_row(*(literal(cell) for cell in row))
         if pair.arms:
             console.print(table)
     for line in report.gate:
-        console.print(escape(str(line)))
+        console.print(literal(str(line)))
     counts = {word: sum(p.status == word for p in report.pairs) for word in STATUSES}
     ran = len(report.pairs) - counts["skipped"]
     others = ", ".join(
@@ -156,18 +157,25 @@ def _tolerance(pair: "Pair") -> float | None:
 
 
 def _print_pair(pair: "Pair") -> None:
+    from paceline.records.words import visible
+
+    for line in _lines_of(pair):
+        print(visible(line))
+
+
+def _lines_of(pair: "Pair") -> Iterator[str]:
     target = pair.target
-    print(f"{target.name}: {target.title}")
+    yield f"{target.name}: {target.title}"
     arms = [f"{arm.name} ({' '.join(arm.overrides_on(pair.device))})" for arm in target.arms]
-    print(f"    goal     {target.goal}")
-    print(f"    arms     {', '.join(arms)}")
+    yield f"    goal     {target.goal}"
+    yield f"    arms     {', '.join(arms)}"
     for key, why in target.differs.items():
-        print(f"    differs  {key}: {why}")
+        yield f"    differs  {key}: {why}"
     if pair.arms:
-        print(f"    equal    {', '.join(f'{name} {value}' for name, value in pair.facts.items())}")
+        yield f"    equal    {', '.join(f'{name} {value}' for name, value in pair.facts.items())}"
     tolerance = _tolerance(pair)
     allowed = f"within {tolerance:g}" if tolerance is not None else "not compared"
-    print(f"    losses   {allowed}: {target.loss.because}")
-    print(f"    here     {f'skipped: {pair.skipped}' if pair.skipped else 'runs'}")
+    yield f"    losses   {allowed}: {target.loss.because}"
+    yield f"    here     {f'skipped: {pair.skipped}' if pair.skipped else 'runs'}"
     for arm, why in pair.left_out.items():
-        print(f"             without {arm}: {why}")
+        yield f"             without {arm}: {why}"

@@ -58,27 +58,30 @@ def _load_task() -> "Task":
 
 def _print(report: "CheckReport") -> None:
     from rich.console import Console
-    from rich.markup import escape
 
+    from paceline.cli.talk import literal
     from paceline.records.words import count
 
     console = Console(highlight=False, soft_wrap=True)
     crew = report.crew
     console.print(
         f"{count(crew.world_size, 'rank')} on {count(crew.num_nodes, 'machine')},"
-        f" {crew.device.value}, {crew.backend.value} ({escape(crew.backend.because)})"
+        f" {crew.device.value}, {crew.backend.value} ({literal(crew.backend.because)})"
     )
     _print_ranks(console, report)
     _print_group(console, report)
     for finding in report.findings:
-        console.print(f"{finding.severity}: {escape(str(finding))}")
+        console.print(f"{finding.severity}: {literal(str(finding))}")
     verdict = "fit" if report.fit else "not fit"
-    console.print(f"{verdict}: checked in {report.elapsed_s:.0f} s; record: {report.run_dir}")
+    console.print(
+        f"{verdict}: checked in {report.elapsed_s:.0f} s; record: {literal(report.run_dir)}"
+    )
 
 
 def _print_ranks(console: "Console", report: "CheckReport") -> None:
     from rich.table import Table
 
+    from paceline.cli.talk import literal
     from paceline.machine.measures import MatmulRate
     from paceline.records.words import number
 
@@ -98,7 +101,12 @@ def _print_ranks(console: "Console", report: "CheckReport") -> None:
                 copies.append(f"{number(rate.gb_per_s, 3)}{of} GB/s")
         name = rank.device if rank.device_id == "cpu" else f"{rank.device} {rank.device_id[:12]}"
         table.add_row(
-            str(rank.rank), rank.host, name, str(rank.cores), "\n".join(matmuls), "\n".join(copies)
+            str(rank.rank),
+            literal(rank.host),
+            literal(name),
+            str(rank.cores),
+            "\n".join(matmuls),
+            "\n".join(copies),
         )
     if report.ranks:
         console.print(table)

@@ -126,12 +126,14 @@ def _print_table(found: list["Listed"]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from paceline.records.words import visible
+
     console = Console(highlight=False, soft_wrap=True, width=TABLE_WIDTH)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, no_wrap=True)
     for listed in found:
-        table.add_row(*(Text(_printable(cell)) for cell in _cells(listed)))
+        table.add_row(*(Text(visible(cell)) for cell in _cells(listed)))
     console.print(table)
 
 
@@ -166,13 +168,8 @@ def _moment(saved_at: float | None) -> str:
         return "?"
 
 
-def _printable(text: str) -> str:
-    """Return a text that a terminal can show: a checkpoint from elsewhere may carry anything."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
 def _print_verdicts(found: list["Verified"]) -> None:
-    from paceline.records.words import size
+    from paceline.records.words import size, visible
 
     for verified in found:
         name = f"step_{verified.step}"
@@ -180,7 +177,7 @@ def _print_verdicts(found: list["Verified"]) -> None:
             files = f"{verified.num_files} files, {size(verified.num_bytes)}"
             print(f"{name:<14} sound: {files}")
         for problem in verified.problems:
-            print(f"{name:<14} DAMAGED: {_printable(problem)}")
+            print(f"{name:<14} DAMAGED: {visible(problem)}")
     sound = [verified.step for verified in found if verified.is_sound]
     if sound:
         print(f"{len(sound)} of {len(found)} sound; the newest sound one is step_{sound[0]}")

@@ -56,26 +56,28 @@ def compare(
 
 def _print(found: "Comparison") -> None:
     from rich.console import Console
-    from rich.markup import escape
+
+    from paceline.cli.talk import literal
 
     console = Console(highlight=False, soft_wrap=True, width=TABLE_WIDTH)
     if not found.differences:
         console.print("nothing differs: config, code, data, hardware and environment are the same")
     for apart in found.differences:
         what = apart.what if apart.kind in ("config", "env") else "fingerprint"
-        console.print(escape(f"{apart.kind}: {what}: {' | '.join(apart.values)}"))
+        console.print(literal(f"{apart.kind}: {what}: {' | '.join(apart.values)}"))
     for note in found.notes:
-        console.print(escape(f"note: {note}"))
+        console.print(literal(f"note: {note}"))
     _print_table(console, found)
     for side in found.sides:
         windows = "; ".join(dict.fromkeys(side.windows)) or "no run"
-        console.print(escape(f"{side.name}: {found.metric} from {windows}"))
+        console.print(literal(f"{side.name}: {found.metric} from {windows}"))
     console.print("last losses: mean over the last fifth of the steps")
 
 
 def _print_table(console: "Console", found: "Comparison") -> None:
-    from rich.markup import escape
     from rich.table import Table
+
+    from paceline.cli.talk import literal
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     columns = (
@@ -91,7 +93,7 @@ def _print_table(console: "Console", found: "Comparison") -> None:
     for column in columns:
         table.add_column(column, no_wrap=True)
     for side in found.sides:
-        table.add_row(*(escape(cell) for cell in _cells(side)))
+        table.add_row(*(literal(cell) for cell in _cells(side)))
     console.print(table)
 
 

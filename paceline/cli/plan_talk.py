@@ -5,10 +5,9 @@ import shlex
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from paceline.cli.talk import print_json
+from paceline.cli.talk import literal, print_json
 from paceline.plan.crew import count_ranks
 from paceline.records import LaunchPlan, Plan, ScheduleComparison, ScheduleRow
 from paceline.records.words import duration, shown, size
@@ -21,7 +20,7 @@ COLUMNS = (
 
 def print_plan(plan: Plan) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"[bold]{escape(plan.name)}[/]: {plan.steps} steps of {escape(plan.workload)}")
+    console.print(f"[bold]{literal(plan.name)}[/]: {plan.steps} steps of {literal(plan.workload)}")
     batch, state = plan.batch, plan.state_bytes
     console.print(
         f"batch   {batch.global_size} samples per step = {batch.micro} micro x {batch.grad_accum}"
@@ -49,14 +48,15 @@ def print_plan(plan: Plan) -> None:
     for column in ("choice", "requested", "effective", "because"):
         table.add_column(column, overflow="fold")
     for name, choice in plan.choices().items():
-        table.add_row(name, shown(choice.requested), shown(choice.value), escape(choice.because))
+        row = (name, shown(choice.requested), shown(choice.value), choice.because)
+        table.add_row(*(literal(cell) for cell in row))
     console.print(table)
     if plan.engine_config:
         console.print(f"config of {plan.strategy.value}:")
-        console.print(escape(json.dumps(plan.engine_config, indent=2)))
+        console.print(literal(json.dumps(plan.engine_config, indent=2)))
     for finding in plan.findings:
         if finding.severity != "error":
-            console.print(f"{finding.severity}: {escape(str(finding))}")
+            console.print(f"{finding.severity}: {literal(str(finding))}")
 
 
 def _pipeline_lines(plan: Plan) -> Iterator[str]:
@@ -82,31 +82,33 @@ def print_launch(launch: LaunchPlan, as_json: bool) -> None:
     crew = launch.crew
     console.print(
         f"{count_ranks(crew.world_size)}: {crew.num_nodes} x {crew.per_node}, started by"
-        f" {launch.launcher} ({escape(crew.launcher.because)})"
+        f" {launch.launcher} ({literal(crew.launcher.because)})"
     )
     command = shlex.join(launch.argv) or "none: forked from a server that has torch loaded"
-    console.print(f"command {escape(command)}")
-    console.print(f"fabric  {launch.fabric.value}: {escape(launch.fabric.because)}")
+    console.print(f"command {literal(command)}")
+    console.print(f"fabric  {launch.fabric.value}: {literal(launch.fabric.because)}")
     for name, value in launch.env.items():
-        console.print(f"env     {escape(f'{name}={shlex.quote(value)}  # {launch.reasons[name]}')}")
+        console.print(
+            f"env     {literal(f'{name}={shlex.quote(value)}  # {launch.reasons[name]}')}"
+        )
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("rank", "host", "local rank", "device"):
         table.add_column(column)
     for place in launch.ranks[:MAX_RANKS]:
         device = place.device if place.gpu is None else f"{place.device} (GPU {place.gpu})"
-        table.add_row(str(place.rank), escape(place.host), str(place.local_rank), device)
+        table.add_row(str(place.rank), literal(place.host), str(place.local_rank), device)
     console.print(table)
     if len(launch.ranks) > MAX_RANKS:
         console.print(f"and {len(launch.ranks) - MAX_RANKS} more; --json lists all")
     for finding in launch.findings:
-        console.print(f"{finding.severity}: {escape(str(finding))}")
+        console.print(f"{finding.severity}: {literal(str(finding))}")
 
 
 def print_comparison(made: ScheduleComparison) -> None:
     console = Console(highlight=False, soft_wrap=True)
     pipelines = f", {made.num_pipelines} pipelines side by side" if made.num_pipelines > 1 else ""
     console.print(
-        f"[bold]{escape(made.name)}[/]: {made.num_blocks} blocks on {made.num_ranks} ranks, "
+        f"[bold]{literal(made.name)}[/]: {made.num_blocks} blocks on {made.num_ranks} ranks, "
         f"{made.num_microbatches} microbatches of {made.samples_per_microbatch:g}"
         f" sample{'s' if made.samples_per_microbatch != 1 else ''}{pipelines}"
     )
@@ -114,7 +116,7 @@ def print_comparison(made: ScheduleComparison) -> None:
     for source in made.sources:
         shown = "" if source.what == label else source.what
         label = source.what
-        console.print(f"{shown:<17} {source.kind:<9} {escape(source.because)}")
+        console.print(f"{shown:<17} {source.kind:<9} {literal(source.because)}")
     _print_rows(console, made)
     if any(row.step_s is not None for row in made.schedules):
         console.print(
@@ -124,7 +126,7 @@ def print_comparison(made: ScheduleComparison) -> None:
     _print_needed(console, made)
     _print_drawing(console, made)
     for finding in made.findings:
-        console.print(f"{finding.severity}: {escape(str(finding))}")
+        console.print(f"{finding.severity}: {literal(str(finding))}")
 
 
 def _print_rows(console: Console, made: ScheduleComparison) -> None:
@@ -134,11 +136,11 @@ def _print_rows(console: Console, made: ScheduleComparison) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        console.print(escape(line.rstrip()))
+        console.print(literal(line.rstrip()))
     for candidate in made.schedules:
         if candidate.status != "fits":
             reason = candidate.because.replace("\nhint: ", "; ").replace("\n", "; ")
-            console.print(f"{candidate.name} is {candidate.status}: {escape(reason)}")
+            console.print(f"{candidate.name} is {candidate.status}: {literal(reason)}")
 
 
 def _cells(row: ScheduleRow) -> tuple[str, ...]:
@@ -170,7 +172,7 @@ def _print_needed(console: Console, made: ScheduleComparison) -> None:
     if able:
         console.print(f"{target}: {', '.join(able)}")
     for because, names in unable.items():
-        console.print(f"{target}: not {', '.join(names)}: {escape(because)}")
+        console.print(f"{target}: not {', '.join(names)}: {literal(because)}")
 
 
 def _print_drawing(console: Console, made: ScheduleComparison) -> None:
@@ -181,4 +183,4 @@ def _print_drawing(console: Console, made: ScheduleComparison) -> None:
         console.print(f"{made.best.name} is drawn in a terminal of {width} columns, or a pipe")
         return
     console.print(f"the order of {made.best.name}, as if F = I = W and transfers were free:")
-    console.print(escape(made.drawing), end="")
+    console.print(literal(made.drawing), end="")

@@ -6,10 +6,9 @@ from contextlib import contextmanager
 
 from rich.console import Group
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 
-from paceline.cli.talk import ConsoleTalk, say_failure, shown
+from paceline.cli.talk import ConsoleTalk, literal, say_failure, shown
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
 from paceline.records.swept import SweepRecord
@@ -166,8 +165,8 @@ def _table(board: Board, now: str, room: int) -> Group:
         running = (now or "starting ranks") if line.name == board.running else ""
         failed = str(line.num_failed) if line.num_failed else ""
         table.add_row(
-            escape(line.name), f"{line.num_done}/{line.num_asked}", failed, value, running
+            literal(line.name), f"{line.num_done}/{line.num_asked}", failed, value, running
         )
     if len(lines) > room:
         table.caption = f"and {len(lines) - room} more cells"
-    return Group(escape(status), table)
+    return Group(literal(status), table)

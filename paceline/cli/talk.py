@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from paceline.errors import Outcome, PacelineError
 from paceline.records import Plan, Result, words
 from paceline.records.rundir import RunDir
-from paceline.records.words import count, duration, elapsed, number
+from paceline.records.words import count, duration, elapsed, number, visible
 
 PLAIN_INTERVAL_S = 5.0
 MAX_SAMPLE_IDS = 8
@@ -31,7 +31,7 @@ class ConsoleTalk:
         self._last_line_at = 0.0
 
     def say(self, text: str) -> None:
-        self.console.print(escape(text))
+        self.console.print(literal(text))
 
     def training(self, run: RunDir, plan: Plan) -> Callable[[dict[str, str]], None]:
         ranks = count(plan.world_size, "rank")
@@ -88,7 +88,7 @@ def print_problems(error: PacelineError) -> None:
     """Print every problem, its hint below it, nothing cut."""
     console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     for problem in error.problems:
-        console.print(f"[bold red]error:[/] {escape(problem)}")
+        console.print(f"[bold red]error:[/] {literal(problem)}")
 
 
 @contextmanager
@@ -184,12 +184,18 @@ def _val(result: Result) -> str:
     return f"{text} nats per byte, {side} the corpus's byte-unigram entropy {number(entropy)}"
 
 
+def literal(text: str) -> str:
+    """Return a text for rich's console that is shown as it is: no markup of rich's, nothing that
+    a terminal acts on."""
+    return escape(visible(text))
+
+
 def shown(path: Path) -> str:
     """Return a path as the user would type it from here."""
     try:
-        return str(path.relative_to(Path.cwd()))
+        return visible(str(path.relative_to(Path.cwd())))
     except ValueError:
-        return str(path)
+        return visible(str(path))
 
 
 def print_json(text: str) -> None:

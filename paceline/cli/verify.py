@@ -41,8 +41,9 @@ def verify(words: Words = None, out: OutOption = None, as_json: JsonFlag = False
 
 def _print(report: "VerifyReport") -> None:
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+
+    from paceline.cli.talk import literal
 
     # A table that is cut off proves nothing: a narrow terminal wraps it.
     console = Console(highlight=False, soft_wrap=True, width=max(Console().width, TABLE_WIDTH))
@@ -58,17 +59,17 @@ def _print(report: "VerifyReport") -> None:
         for check in proof.checks:
             if not check.ok:
                 console.print(
-                    f"{proof.strategy}: {check.name} is {escape(check.measured)}, allowed is"
-                    f" {escape(check.allowed)}"
+                    f"{proof.strategy}: {check.name} is {literal(check.measured)}, allowed is"
+                    f" {literal(check.allowed)}"
                 )
         if proof.failure:
-            console.print(f"{proof.strategy}: did not finish: {escape(proof.failure)}")
+            console.print(f"{proof.strategy}: did not finish: {literal(proof.failure)}")
         if proof.skipped:
-            console.print(f"{proof.strategy}: not tried: {escape(proof.skipped)}")
+            console.print(f"{proof.strategy}: not tried: {literal(proof.skipped)}")
     console.print(
         f"{sum(proof.ok and bool(proof.checks) for proof in report.proofs)} of {len(report.proofs)}"
         f" proven on {report.world_size} ranks ({report.device}) in {report.elapsed_s:.0f} s;"
-        f" record: {report.run_dir}"
+        f" record: {literal(report.run_dir)}"
     )
 
 

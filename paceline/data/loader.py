@@ -22,6 +22,7 @@ from paceline.errors import DataError, LoaderError
 from paceline.machine.process import die_with_parent
 
 MAX_NAMED = 8
+KILLED = "the kernel kills loaders when memory runs out: fewer data.num_workers, less prefetch"
 BLOCK = 128  # microbatches whose sample ids are computed together: the hash costs more than the sum
 
 
@@ -122,8 +123,11 @@ class Microbatches:
         self._workers: list[Any] = []
         self._items: Iterator[Microbatch] = map(source.__getitem__, range(total))
         if plan.num_workers:
-            self._items = iter(_loader(source, total, plan))
+            self._items = _started(_loader(source, total, plan))
             self._workers = list(getattr(self._items, "_workers", []))
+            # torch hears of deaths from now on; of one before, only when a batch is overdue.
+            if not all(worker.is_alive() for worker in self._workers):
+                raise self.fault(RuntimeError("DataLoader worker died at its start"))
 
     def __next__(self) -> Microbatch:
         try:
@@ -149,11 +153,7 @@ class Microbatches:
             if dead
             else f"gave nothing for {self.plan.timeout_s:g} s"
         )
-        hint = (
-            "the kernel kills loaders when memory runs out: fewer data.num_workers, less prefetch"
-            if dead
-            else "look at these samples; data.timeout_s sets the limit"
-        )
+        hint = KILLED if dead else "look at these samples; data.timeout_s sets the limit"
         return LoaderError(
             f"loader process {number} of {len(self._workers)} (process {worker.pid}) {what} over"
             f" samples {shown} (indices {min(ids)} to {max(ids)})\nhint: {hint}"
@@ -165,6 +165,16 @@ class Microbatches:
         self._items = iter(())
         if shut_down is not None:
             shut_down()
+
+
+def _started(loader: DataLoader[Microbatch]) -> Iterator[Microbatch]:
+    try:
+        return iter(loader)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        # torch heard of it while it started others: nobody knows yet which samples it owes.
+        raise LoaderError(f"a loader process died at its start: {error}\nhint: {KILLED}") from error
 
 
 def _exit_reason(code: int | None) -> str:

@@ -209,7 +209,10 @@ def _jsonl_documents(path: Path, text_field: str) -> Iterator[bytes]:
 
 
 def _build(data: TextData, files: Sequence[Path], home: Path, say: Callable[[str], None]) -> None:
-    """Write shards and manifest aside, then rename: a kill leaves nothing half done."""
+    """Write shards and manifest aside, then rename: a kill leaves nothing half done. The lock is
+    held, so what stands aside already is of a process that was killed."""
+    for wreck in [path for path in home.parent.iterdir() if path.name.startswith(f".{home.name}.")]:
+        shutil.rmtree(wreck, ignore_errors=True)
     aside = Path(tempfile.mkdtemp(dir=home.parent, prefix=f".{home.name}."))
     try:
         writers = {split: _ShardWriter(aside, split) for split in SPLITS}

@@ -6,15 +6,16 @@ every failure is kept. Logs and tables are appended to and stay where they are.
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from paceline.launch.ending import Ending, Verdicts, completed_steps, load_verdicts
 from paceline.records import Attempt, AttemptSummary, LaunchPlan
+from paceline.records.columns import Table
 from paceline.records.disk import release, reserve, save_last
+from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
-from paceline.records.tables import Table, TrainingRow, read_training
+from paceline.records.tables import TrainingRow, read_training
 from paceline.train.heartbeat import read_mark
 
 ATTEMPT_BYTES = 16 << 10  # of room that is reserved for how it ended
@@ -35,7 +36,7 @@ def begin_attempt(
         number=number,
         resume=resume,
         allow_change=allow_change,
-        started_at=time.time(),
+        started_at=wall_time(),
         halt_seen=halt_seen,
     )
     reserve(run.attempt, ATTEMPT_BYTES)
@@ -57,7 +58,7 @@ def finish_attempt(run: RunDir, ending: Ending, cause: str = "", stopped: str = 
     first, last = _span(run, ending.num_ranks, ending.verdicts)
     ended = Attempt.load(run.attempt).model_copy(
         update={
-            "ended_at": time.time(),
+            "ended_at": wall_time(),
             "outcome": ending.outcome,
             "first_step": first,
             "last_step": last,
@@ -139,7 +140,9 @@ def summarise(attempt: Attempt) -> AttemptSummary:
 
 def measure_ettr(rows: Table[TrainingRow], attempts: Iterable[Attempt]) -> float | None:
     """Productive time over wall time: the rows are those of steps that no failure took back."""
-    wall_s = sum(a.ended_at - a.started_at for a in attempts if a.ended_at is not None)
+    ended = [(a.started_at, a.ended_at) for a in attempts if a.ended_at is not None]
+    # One that was cut off ended by the clock of the file system, which may have been set since.
+    wall_s = sum(max(0.0, ended_at - started_at) for started_at, ended_at in ended)
     return min(1.0, float(rows.column("step_s").sum()) / wall_s) if wall_s > 0 else None
 
 

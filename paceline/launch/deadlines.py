@@ -87,6 +87,10 @@ class Deadlines:
             return 0.0  # it has not joined yet
         return now - (self._moved_at[rank] if beat.step else self._beaten_at[rank])
 
+    def silent_s(self, rank: int) -> float:
+        """Return for how long a rank has written nothing; 0 where it never has."""
+        return self._now() - self._beaten_at[rank] if self._beats[rank].time else 0.0
+
     def _look(self, now: float) -> None:
         for rank, before in self._beats.items():
             beat = self._newest(rank, before)
@@ -152,9 +156,10 @@ def _furthest_behind(
         if end.was_stopped:
             return rank, "its process was stopped by a signal (SIGSTOP)"
     # A thread writes the heartbeats: only a frozen process, or C code that holds the interpreter,
-    # keeps it from doing so.
-    newest = max(beat.time for beat in beats.values())
-    silent = [rank for rank, beat in beats.items() if newest - beat.time > SILENT_S]
+    # keeps it from doing so. Each supervisor has counted the seconds itself: clocks of machines
+    # differ, and jump.
+    least_s = min(end.silent_s for end in ends.values())
+    silent = [rank for rank, end in ends.items() if end.silent_s - least_s > SILENT_S]
     if silent:
         return silent[0], "its heartbeat stopped before the others': frozen, or stuck in C code"
     is_waiting_for_data = any(beat.phase in (Phase.START, Phase.DATA) for beat in beats.values())

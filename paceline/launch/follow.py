@@ -11,6 +11,7 @@ from paceline.errors import DataError
 from paceline.records import Attempt, list_unwritten
 from paceline.records.disk import Appender
 from paceline.records.rundir import RunDir
+from paceline.records.words import visible
 from paceline.train.heartbeat import Ticker
 
 INTERVAL_S = 0.2
@@ -119,5 +120,5 @@ class Follower(Ticker):
     def _copy_logs(self, last: bool) -> None:
         for rank, tail in self._logs.items():
             for line in tail.lines(last):
-                self._train_log.append(f"[rank {rank}] {line}\n".encode())
+                self._train_log.append(f"[rank {rank}] {visible(line)}\n".encode())
         self._train_log.flush()

@@ -30,6 +30,7 @@ class RankProcess:
     told: Connection  # what it says without a disk: its verdict, heartbeats that were not written
     asked_to_end: bool = False
     was_stopped: bool = False
+    silent_s: float = 0.0
     done_at: float = 0.0
     verdict: RankVerdict | None = None
     beat: Beat = Beat()

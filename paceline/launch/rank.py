@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from paceline.machine.topology import RankId
 from paceline.records import RankVerdict, list_unwritten
 from paceline.records.disk import LOG_BYTES, Appender, LogStream
 from paceline.records.heartbeats import Beat
+from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.train.control import Ask, Requests
 from paceline.train.verdict import Tell, explain, outcome_of, save_verdict
@@ -136,7 +136,7 @@ def save_failure(
         host=socket.gethostname(),
         outcome=outcome_of(error),
         step=0,
-        ended_at=time.time(),
+        ended_at=wall_time(),
         error=explain(error),
         unwritten=list_unwritten(run),
     )

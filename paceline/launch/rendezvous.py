@@ -6,6 +6,7 @@ signed (signed.py), and the keys stand under a prefix that follows from the secr
 
     hello              rank 0          the session: a number that its process has drawn
     here/<rank>        every rank      its host, local rank, and a number that it has drawn
+    alive/<rank>       other ranks     again and again while they wait for orders
     orders/<rank>      rank 0          the run to take part in, or an exit code to leave with: for
                                        that number, so that an older one is not taken
     received/<rank>    other ranks     it has read its orders
@@ -17,6 +18,7 @@ Beside them, unsigned, `who` is a sum of rank 0's secret: a rank that knows anot
 """
 
 import errno
+import itertools
 import os
 import secrets
 import socket
@@ -41,6 +43,7 @@ from paceline.records import RankPlace
 CONNECT_S = 300.0
 SUSPECT_S = 10.0
 WAIT_S = 1.0
+ALIVE_S = 4 * WAIT_S  # who waits for orders says so every WAIT_S
 POLL_S = 0.02
 NEXT_S = 0.1
 LINGER_S = 5.0
@@ -72,8 +75,32 @@ class Rendezvous:
             self.words.session = self.number
         else:
             self.words.session = str(self._wait_for_hello(connect_s)["session"])
+            self._require_free_place()
         here = {"host": socket.gethostname(), "local_rank": self.topology.local_rank}
         self.words.say(f"here/{self.topology.rank}", {**here, "number": self.number})
+
+    def _require_free_place(self) -> None:
+        """Refuse a place that another process has: two runs at one port, or a rank that was started
+        twice. One that has died before it got orders may be replaced."""
+        rank = self.topology.rank
+        if self.words.hear(f"received/{rank}") is None:
+            if self.words.hear(f"here/{rank}") is None:
+                return
+            before, deadline = self.words.hear(f"alive/{rank}"), time.monotonic() + ALIVE_S
+            while self.words.hear(f"alive/{rank}") == before:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(POLL_S)
+        raise self._taken()
+
+    def _taken(self) -> ClusterError:
+        return ClusterError(
+            f"rank {self.topology.rank} of the run that meets at {self.address.host}:"
+            f"{self.address.port} is another process: two runs use this port, or the rank was"
+            " started twice\n"
+            "hint: give each run a MASTER_PORT of its own, or let `paceline train` start the ranks:"
+            " it always finds a free one"
+        )
 
     def _wait_for_hello(self, connect_s: float) -> Body:
         started_at, own = time.monotonic(), who_knows(self.words.key)
@@ -127,9 +154,12 @@ class Rendezvous:
 
     def wait_for_orders(self) -> Body:
         """Return what rank 0 has decided. It may prepare data for an hour; it may not vanish."""
-        name = f"orders/{self.topology.rank}"
-        while True:
+        name, here = f"orders/{self.topology.rank}", f"here/{self.topology.rank}"
+        for beat in itertools.count():
             try:
+                self.words.say(f"alive/{self.topology.rank}", {"beat": beat, "of": self.number})
+                if (found := self.words.hear(here)) and found["number"] != self.number:
+                    raise self._taken()  # both came at the same moment
                 self.words.store.wait([name], timedelta(seconds=WAIT_S))
                 if (orders := self.words.hear(name, to=self.number)) is not None:
                     self.words.say(f"received/{self.topology.rank}", {})
@@ -139,6 +169,7 @@ class Rendezvous:
                 continue
             except dist.DistNetworkError as error:
                 raise LaunchError("rank 0 left before it had planned the run") from error
+        raise AssertionError("counting never ends")
 
     def publish_failure(self, rank: int) -> None:
         with suppress(RuntimeError):

@@ -28,6 +28,7 @@ from paceline.machine.fork_server import PRELOADED
 from paceline.records import Limits, RankEnd, RankVerdict
 from paceline.records.disk import Appender, release, reserve, save_last
 from paceline.records.rundir import RunDir
+from paceline.records.words import visible
 from paceline.train.control import modified_at
 
 POLL_S = 0.05
@@ -72,6 +73,7 @@ class Supervisor:
                     self.signal = signals.first
                     self._ask_to_stop()
                 if why := self._why_kill(signals, deadlines):
+                    self._note_silence(deadlines)
                     self._kill_all(why)
                 self._end_lingering()
         finally:
@@ -161,6 +163,11 @@ class Supervisor:
             rank.was_stopped = rank.is_stopped
         self.dump_stacks(f"the {stall} deadline has passed")
         return f"the {stall} deadline has passed"
+
+    def _note_silence(self, deadlines: Deadlines) -> None:
+        for rank in self.ranks:
+            if rank.is_alive:
+                rank.silent_s = deadlines.silent_s(rank.rank)
 
     def _why_impatient(self, signals: SignalLog) -> str:
         """Return why ranks that were asked to stop get no more time, or ""."""
@@ -273,6 +280,7 @@ class Supervisor:
             stall=self.stall or "",
             failed=self._has_failed(rank),
             was_stopped=rank.was_stopped,
+            silent_s=rank.silent_s,
             ran_out_of_memory=was_killed and had_oom_kill,
         )
 
@@ -280,7 +288,8 @@ class Supervisor:
 def log_line(run: RunDir, text: str) -> None:
     """Add a line to launcher.log, which the supervisors of all machines share."""
     log = Appender(run.launcher_log, run.lost, hold=0)
-    log.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {socket.gethostname()}: {text}\n".encode())
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    log.append(f"{now} {socket.gethostname()}: {visible(text)}\n".encode())
     log.close()
 
 

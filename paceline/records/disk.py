@@ -131,6 +131,19 @@ class Appender:
             return error
         return None
 
+    def write_over(self, line: bytes) -> bool:
+        """Put a line in the place of the last one, which is as long; False where the disk does not
+        take it."""
+        with self._alone():
+            try:
+                with self.path.open("r+b", buffering=0) as file:  # ours can only append
+                    file.seek(-len(line), os.SEEK_END)
+                    file.write(line)
+            except OSError as error:
+                self.lost.note(self.path, error)
+                return False
+            return True
+
     def sync(self) -> None:
         """Write all that is held, for good."""
         if self.flush() and self._handle is not None:

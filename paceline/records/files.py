@@ -4,13 +4,18 @@ a file is read that somebody else may have put there."""
 import fcntl
 import hashlib
 import os
+import re
 import stat
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from paceline.errors import DataError
+
+TORN = re.compile(r"\..+\.(json|yaml|md|html|csv|tsv|txt|secret)\.[a-z0-9_]{8}")  # as mkstemp draws
+TORN_S = 60.0
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
@@ -43,6 +48,8 @@ def write_atomic(path: Path, content: str | bytes, mode: int = 0o644) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(handle, fcntl.LOCK_EX)  # while this process lives: see `sweep_torn`
                 file.write(raw)
                 file.flush()
                 os.fsync(file.fileno())
@@ -55,6 +62,21 @@ def write_atomic(path: Path, content: str | bytes, mode: int = 0o644) -> None:
         sync_directory(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sweep_torn(folder: Path) -> None:
+    """Remove what `write_atomic` has left in a folder when its process was killed: files with the
+    kind of name that it gives, a minute old, and locked by nobody."""
+    torn = [path for path in folder.iterdir() if TORN.fullmatch(path.name)]
+    for path in torn:
+        with suppress(OSError):
+            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(handle).st_mtime > TORN_S:
+                    path.unlink()
+            finally:
+                os.close(handle)
 
 
 def sync_directory(path: Path) -> None:

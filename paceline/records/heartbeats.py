@@ -9,6 +9,7 @@ from typing import Any, Self
 from paceline.records.phases import Phase
 
 TAIL_BYTES = 4096
+LINE_BYTES = 128  # all lines are as long: one can be written over another
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Beat:
     marks: int = 0
 
     def to_line(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
+        return json.dumps(asdict(self)).ljust(LINE_BYTES - 1) + "\n"
 
     @classmethod
     def from_line(cls, line: str | bytes) -> Self:

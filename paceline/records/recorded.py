@@ -88,6 +88,9 @@ class RankEnd(Record):
     )
     failed: bool = Field(False, description="It left no verdict, or one with an error.")
     was_stopped: bool = Field(False, description="True for a process that a signal had stopped.")
+    silent_s: float = Field(
+        0.0, description="For how long it had written no heartbeat when it was killed."
+    )
     ran_out_of_memory: bool = Field(False, description="The kernel killed it to free memory.")
 
 

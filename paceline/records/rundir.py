@@ -6,15 +6,15 @@
 import os
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from paceline.errors import ConfigError, DataError, DiskError, PacelineError
 from paceline.records.disk import Losses
-from paceline.records.files import FileLock
+from paceline.records.runlock import RunLock
 
 LATEST = "latest"
 
@@ -119,15 +119,15 @@ class RunDir:
         self.ranks.mkdir(exist_ok=True)
         self.rank(rank).mkdir(exist_ok=True)
 
-    def lock(self) -> "RunLock":
-        return RunLock(self.root)
+    def lock(self, say: Callable[[str], None] = lambda text: None) -> RunLock:
+        return RunLock(self.root, say)
 
     def require_fresh(self) -> None:
         """Refuse a directory that holds anything but our own lock. The lock held, it stays so."""
         names = {path.name for path in self.root.iterdir()}
         if names - {RunLock.NAME}:
             if RunLock.NAME in names:
-                self.lock().__enter__().__exit__()  # says so if the run in it is alive
+                self.lock().require_free()
             raise ConfigError(
                 f"{self.root} already holds files; a run never writes over another\n"
                 "hint: give --out another directory, or none for runs/NAME-UTC"
@@ -279,30 +279,6 @@ class RunDir:
 
     def heartbeat(self, rank: int) -> Path:
         return self.root / f"heartbeat_rank{rank}.jsonl"
-
-
-class RunLock(FileLock):
-    """Held while a run is live; its file names the process that holds it."""
-
-    NAME = ".lock"
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root / self.NAME, wait=False)
-
-    def __enter__(self) -> Self:
-        try:
-            super().__enter__()
-        except BlockingIOError as error:
-            owner = self.path.read_text(errors="replace").strip()
-            raise ConfigError(
-                f"{self.path.parent} belongs to a live run (process {owner})\n"
-                "hint: wait for it, or give this run another --out"
-            ) from error
-        except OSError as error:
-            raise DiskError.of(error) from error
-        with suppress(OSError):  # on a full disk it names nobody, and holds all the same
-            self.path.write_text(f"{os.getpid()}\n")
-        return self
 
 
 def _unused(parent: Path, name: str) -> Path:

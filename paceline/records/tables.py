@@ -7,24 +7,23 @@ what is missing reads as empty, what is unknown is left alone, and nothing is dr
 import csv
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import DataError
+from paceline.records.columns import Kind, Layout, Row, Table
 from paceline.records.disk import Appender, Losses
 from paceline.records.files import write_atomic
 from paceline.records.phases import STEP_PHASES, Phase
+from paceline.records.words import from_cell, text_cell
 
 Cell = str | float | None  # and so int and bool
-Row = TypeVar("Row")
-Kind = type[int] | type[float] | type[bool] | type[str]
-CHUNK_ROWS = 20_000
+CHUNK_LETTERS = 2**21
 EMPTY = -1e308  # stands for an empty cell while numbers are parsed: no measurement gives it
 WRITTEN, FAILED = "ok", "failed"  # outcomes of a checkpoint
 
@@ -69,17 +68,6 @@ class CheckpointRow:
     stall_s: float
     duration_s: float
     is_written: bool
-
-
-@dataclass(frozen=True)
-class Layout(Generic[Row]):
-    """The columns of a table in the order they are written, and how a row is made of its cells. A
-    cell that is empty, or whose column the file does not have, is None where `optional` has it;
-    else nan, 0, False or ""."""
-
-    columns: Mapping[str, Kind]
-    make: Callable[[dict[str, Any]], Row]
-    optional: frozenset[str] = frozenset()
 
 
 MEASURES = (
@@ -127,76 +115,20 @@ TELEMETRY = Layout(
 )
 
 
-def read_training(path: Path) -> "Table[TrainingRow]":
+def read_training(path: Path) -> Table[TrainingRow]:
     return read_table(path, TRAINING)
 
 
-def read_steps(path: Path) -> "Table[StepRow]":
+def read_steps(path: Path) -> Table[StepRow]:
     return read_table(path, STEPS)
 
 
-def read_telemetry(path: Path) -> "Table[TelemetryRow]":
+def read_telemetry(path: Path) -> Table[TelemetryRow]:
     return read_table(path, TELEMETRY)
 
 
-def read_checkpoints(path: Path) -> "Table[CheckpointRow]":
+def read_checkpoints(path: Path) -> Table[CheckpointRow]:
     return read_table(path, CHECKPOINTS)
-
-
-@dataclass(frozen=True, eq=False)
-class Table(Sequence[Row]):
-    """Rows that are kept as columns: a million of them take 9 bytes a number. `table[3]` makes a
-    row, `column` gives all its values at once, and `since` leaves out the steps before one."""
-
-    layout: Layout[Row]
-    values: dict[str, NDArray[Any]] = field(repr=False)
-    is_empty: dict[str, NDArray[np.bool_]] = field(repr=False)
-
-    def __len__(self) -> int:
-        return len(next(iter(self.values.values())))
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Table[Row]": ...
-    def __getitem__(self, index: int | slice) -> "Row | Table[Row]":
-        if isinstance(index, slice):
-            return self.pick(index)
-        cells: dict[str, Any] = {name: _plain(found[index]) for name, found in self.values.items()}
-        for name, is_empty in self.is_empty.items():
-            if is_empty[index]:
-                cells[name] = None
-        return self.layout.make(cells)
-
-    def __iter__(self) -> Iterator[Row]:
-        for start in range(0, len(self), CHUNK_ROWS):
-            part = self.pick(slice(start, start + CHUNK_ROWS))
-            columns = {name: values.tolist() for name, values in part.values.items()}
-            for name, is_empty in part.is_empty.items():
-                for place in np.flatnonzero(is_empty):
-                    columns[name][place] = None
-            for cells in zip(*columns.values(), strict=True):
-                yield self.layout.make(dict(zip(columns, cells, strict=True)))
-
-    def column(self, name: str) -> NDArray[Any]:
-        """Return the values of one column; an empty cell of a float column is nan."""
-        return self.values[name]
-
-    def known(self, name: str) -> "Table[Row]":
-        """Return the rows that have a value in an optional column."""
-        return self.pick(~self.is_empty[name])
-
-    def since(self, first_step: int) -> "Table[Row]":
-        return self.pick(self.values["step"] >= first_step)
-
-    def pick(self, which: "slice | NDArray[np.bool_]") -> "Table[Row]":
-        if not isinstance(which, slice) and which.all():
-            return self
-        return Table(
-            self.layout,
-            {name: values[which] for name, values in self.values.items()},
-            {name: is_empty[which] for name, is_empty in self.is_empty.items()},
-        )
 
 
 def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
@@ -226,12 +158,15 @@ def _iter_lines(path: Path, layout: Layout[Any]) -> Iterator[tuple[list[str], li
     if not path.is_file():
         return
     with path.open(newline="") as file:
-        whole = (line for line in file if line.endswith("\n"))
-        header = next(csv.reader(whole), [])
+        first = file.readline()
+        header = next(csv.reader([first] if first.endswith("\n") else []), [])
         if header and "step" in layout.columns and "step" not in header:
             raise DataError(f"{path} is not one of our tables: it has no column step")
-        while lines := list(islice(whole, CHUNK_ROWS)):
-            yield lines, header
+        rest = ""
+        while block := file.read(CHUNK_LETTERS):  # in blocks: line by line takes twice as long
+            *lines, rest = (rest + block).split("\n")
+            if lines:
+                yield lines, header
 
 
 Chunk = dict[str, tuple[NDArray[Any], NDArray[np.bool_]]]  # values, and which cells are empty
@@ -240,27 +175,30 @@ Chunk = dict[str, tuple[NDArray[Any], NDArray[np.bool_]]]  # values, and which c
 def _parse_numbers(lines: Sequence[str], header: list[str], layout: Layout[Any]) -> Chunk | None:
     """Parse rows that hold numbers and nothing else, ten times as fast as cell by cell; None where
     they are not such."""
-    commas = len(header) - 1
-    if str in layout.columns.values() or any(line.count(",") != commas for line in lines):
+    if str in layout.columns.values():
         return None
-    text = "," + "".join(lines).replace("\n", ",")
-    for _ in range(2):  # a gap may share its comma with the gap before it
-        text = text.replace(",,", f",{EMPTY!r},")
+    text = "\n".join([*lines, ""])
+    if ",," in text or ",\n" in text:
+        for _ in range(2):  # a gap may share its comma with the gap before it
+            text = text.replace(",,", f",{EMPTY!r},")
+        lines = text.replace(",\n", f",{EMPTY!r}\n").split("\n")[:-1]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a cell that is no number ends it
+        warnings.simplefilter("ignore", UserWarning)  # lines without a cell
         try:
-            cells = np.fromstring(text[1:-1], sep=",")
+            cells = np.loadtxt(lines, delimiter=",", comments=None, ndmin=2)
         except ValueError:
             return None
-    if cells.size != len(lines) * len(header):
+    if cells.shape != (len(lines), len(header)):
         return None
-    found = dict(zip(header, cells.reshape(len(lines), len(header)).T, strict=True))
+    found = dict(zip(header, np.ascontiguousarray(cells.T), strict=True))
     absent = np.full(len(lines), EMPTY)
     return {name: _typed(found.get(name, absent), kind) for name, kind in layout.columns.items()}
 
 
 def _typed(cells: NDArray[np.float64], kind: Kind) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     is_empty = cells == EMPTY
+    if not is_empty.any():
+        return cells.astype(_dtype(kind)), is_empty
     return np.where(is_empty, np.nan if kind is float else 0, cells).astype(_dtype(kind)), is_empty
 
 
@@ -276,17 +214,13 @@ def _parse_cells(path: Path, lines: Sequence[str], header: list[str], layout: La
     return chunk
 
 
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str) else value.item()
-
-
 def _dtype(kind: Kind) -> Any:
     return {int: np.int64, float: np.float64, bool: np.bool_, str: np.object_}[kind]
 
 
 def _parsed(path: Path, name: str, kind: Kind, cells: Sequence[str]) -> NDArray[Any]:
     if kind is str:
-        return np.array(cells, dtype=object)
+        return np.array([from_cell(cell) for cell in cells], dtype=object)
     if kind is bool:
         return np.array([cell == "1" for cell in cells], dtype=bool)
     empty = 0 if kind is int else np.nan
@@ -342,32 +276,50 @@ class TableFile(Appender):
             file.truncate(begin + len(line))
 
     def dropped(self, line: bytes) -> None:
-        if step := _step_of(line.decode(), self._columns):
+        if step := _step_of(line, self._columns):
             self.lost.by_file[self.path].miss_step(step)
 
 
 def _open_for(path: Path, wanted: list[str], kept: int | None) -> tuple[list[str], bool]:
     """Make the file fit to be appended to; return its columns in their order, and whether it is
-    empty still."""
-    before = path.read_bytes().decode() if path.is_file() else ""
-    whole = before[: before.rfind("\n") + 1]
-    first, *lines = whole.split("\n")[:-1] or [""]
-    found = first.split(",") if first else []
+    empty still. Rows that go stand at its end, unless somebody has edited it, and are cut off in
+    place: the file may be long, and a full disk takes that, too."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return wanted, True
+    with path.open("rb") as file:
+        first = file.readline()
+        found = first.decode().rstrip("\n").split(",")
+        if not first.endswith(b"\n") or not set(wanted) <= set(found):
+            return _rewrite(path, wanted, kept), False
+        read = stays_until = len(first)
+        for line in file:
+            read += len(line)
+            if line.endswith(b"\n") and (kept is None or _step_of(line, found) <= kept):
+                if stays_until < read - len(line):
+                    return _rewrite(path, wanted, kept), False
+                stays_until = read
+    if stays_until < read:
+        os.truncate(path, stays_until)
+    return found, False
+
+
+def _rewrite(path: Path, wanted: list[str], kept: int | None) -> list[str]:
+    """Write the rows that stay anew, with empty cells in the columns that the file lacks."""
+    before = path.read_bytes()
+    first, *lines = before[: before.rfind(b"\n") + 1].split(b"\n")[:-1] or [b""]
+    found = first.decode().split(",") if first else []
     columns = found + [name for name in wanted if name not in found]
-    padding = "," * (len(columns) - len(found))
+    padding = b"," * (len(columns) - len(found))
     stay = [line + padding for line in lines if kept is None or _step_of(line, found) <= kept]
-    after = "".join(f"{line}\n" for line in (",".join(columns), *stay))
-    if before.startswith(after):
-        os.truncate(path, len(after.encode()))  # a full disk takes that, too
-    elif before:
-        write_atomic(path, after)
-    return columns, not before
+    write_atomic(path, b"".join(line + b"\n" for line in (",".join(columns).encode(), *stay)))
+    return columns
 
 
-def _step_of(line: str, columns: Sequence[str]) -> int:
+def _step_of(line: bytes, columns: Sequence[str]) -> int:
     """Return the step of a row; 0, so that it stays, where that cannot be read."""
-    cell = line.split(",")[columns.index("step")] if "step" in columns else ""
-    return int(cell) if cell.isdigit() else 0
+    place = columns.index("step") if "step" in columns else -1
+    cells = line.split(b",", place + 1)
+    return int(cells[place]) if 0 <= place < len(cells) and cells[place].isdigit() else 0
 
 
 def _begin_of_last_line(file: Any, end: int) -> int:
@@ -390,5 +342,5 @@ def _text(value: Cell) -> str:
         return f"{value:.10g}"
     if isinstance(value, bool):
         return str(int(value))
-    text = " ".join(str(value).split())
+    text = text_cell(str(value))
     return '"' + text.replace('"', '""') + '"' if "," in text or '"' in text else text

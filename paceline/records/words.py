@@ -1,6 +1,8 @@
 """Numbers and names in words for people: sizes, durations, rates, counts, intervals, Markdown
-tables, and the known name that a misspelt one most likely meant."""
+tables, and the known name that a misspelt one most likely meant. And what others wrote, made fit to
+be shown: `visible` on a screen or a page, `plain` in Markdown, `text_cell` in a spreadsheet."""
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 
@@ -11,6 +13,12 @@ SHORT = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 MINUTE, HOUR, DAY = 60, 3600, 86400
 # What Markdown, or the HTML that it becomes, would act on.
 SIGNS = (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("[", "\\["), ("`", "\\`"))
+# What a terminal acts on, or what makes a line read otherwise than it is written: control
+# characters but tab and line break, marks of direction, Unicode's line breaks, half characters.
+UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+FORMULA = re.compile(r"'*[=+\-@]")  # how a cell begins that a spreadsheet computes, or one guarded
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -101,9 +109,35 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def visible(text: str) -> str:
+    """Return a text that a terminal only shows: what it would act on is written out, as `\\x1b`.
+    Lines and tabs stay."""
+    return UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
+
+
 def plain(text: str) -> str:
     """Return a text in one line, with what Markdown or HTML would act on made plain."""
-    flat = " ".join(text.split())
+    flat = " ".join(visible(text).split())
     for sign, harmless in SIGNS:
         flat = flat.replace(sign, harmless)
     return flat
+
+
+def text_cell(text: str) -> str:
+    """Return a text as one cell of a table: in one line, and with a `'` before it where a
+    spreadsheet would take it for a formula. What is a number stays one."""
+    flat = " ".join(visible(text).split())
+    return f"'{flat}" if FORMULA.match(flat) and not _is_number(flat) else flat
+
+
+def from_cell(cell: str) -> str:
+    """Return the text that `text_cell` has guarded."""
+    return cell[1:] if cell.startswith("'") and FORMULA.match(cell) else cell
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -11,8 +11,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from paceline import __version__
-from paceline.records.tables import Table, TrainingRow
-from paceline.records.words import count, shown, size
+from paceline.records.columns import Table
+from paceline.records.tables import TrainingRow
+from paceline.records.words import count, shown, size, visible
 from paceline.report.pipeline import Table as PipelineTable
 from paceline.report.pipeline import (
     describe_source,
@@ -45,7 +46,7 @@ def render_html(story: Story, others: Mapping[str, Table[TrainingRow]] | None = 
     pipeline = _pipeline(story)
     sheets = ["report.css", "gantt.css"] if pipeline else ["report.css"]
     style = "".join((resources.files("paceline.report") / name).read_text() for name in sheets)
-    return _template().render(
+    page = _template().render(
         story=story,
         figures=headline(story),
         further=further(story),
@@ -59,6 +60,7 @@ def render_html(story: Story, others: Mapping[str, Table[TrainingRow]] | None = 
         version=__version__,
         max_ids=MAX_SAMPLE_IDS,
     )
+    return visible(page)
 
 
 @cache

@@ -3,7 +3,7 @@
 import json
 
 from paceline.records import Env, Git
-from paceline.records.words import duration, plain, shown, size, table
+from paceline.records.words import duration, plain, shown, size, table, visible
 from paceline.report.pipeline import describe_source, explain_idle, rank_table
 from paceline.report.story import Story, basis, further, headline
 
@@ -36,7 +36,7 @@ def render_markdown(story: Story) -> str:
         "## Machine",
         _machine(story),
     ]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+    return visible("\n\n".join(block for block in blocks if block) + "\n")
 
 
 def _audit(story: Story) -> list[str]:

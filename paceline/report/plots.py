@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.records.tables import Table
+from paceline.records.columns import Table
 from paceline.records.words import duration, short
 
 SIDE = 1000  # of the drawing area, in its own units, both ways

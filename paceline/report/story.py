@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.records import Audit, Env, Plan, Result, Window
+from paceline.records.columns import Table
 from paceline.records.phases import STEP_PHASES
 from paceline.records.rundir import RunDir
 from paceline.records.tables import (
-    Table,
     TelemetryRow,
     TrainingRow,
     read_steps,

@@ -9,7 +9,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from paceline import __version__
-from paceline.records.words import count, number, plain, size, table
+from paceline.records.words import count, number, plain, size, table, visible
 from paceline.report.html import environment
 from paceline.report.story import Figure
 from paceline.report.sweep_plots import breakable, grids, intervals, loss_curves, pareto
@@ -35,7 +35,7 @@ COLUMNS = ("speedup", "verdict", "memory a rank", "between runs", "runs")
 def render_sweep_page(story: SweepStory) -> str:
     """Return the page; every name from outside is escaped, by the template or by the drawing."""
     styles = [resources.files("paceline.report") / name for name in ("report.css", "sweep.css")]
-    return (
+    page = (
         _environment()
         .get_template("sweep.html.jinja")
         .render(
@@ -55,6 +55,7 @@ def render_sweep_page(story: SweepStory) -> str:
             version=__version__,
         )
     )
+    return visible(page)
 
 
 @cache
@@ -125,7 +126,7 @@ def render_sweep_summary(story: SweepStory) -> str:
         "## What the verdicts mean",
         _verdicts(story),
     ]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+    return visible("\n\n".join(block for block in blocks if block) + "\n")
 
 
 def _indented(text: str) -> str:

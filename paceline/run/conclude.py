@@ -26,11 +26,11 @@ from paceline.records import (
     Unwritten,
     list_unwritten,
 )
+from paceline.records.columns import Table
 from paceline.records.files import fingerprint
 from paceline.records.rundir import RunDir
 from paceline.records.tables import (
     CheckpointRow,
-    Table,
     TrainingRow,
     read_checkpoints,
     read_training,

@@ -15,7 +15,6 @@ A sweep enters in the middle: it prepares once per cell, then calls `run_decided
 
 import json
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +45,8 @@ from paceline.machine.topology import Topology
 from paceline.plan.planner import make_plan, wanted_workers
 from paceline.records import Crew, Env, LaunchPlan, Plan, Result
 from paceline.records.disk import release, reserve, save_last
-from paceline.records.files import write_atomic
+from paceline.records.files import sweep_torn, write_atomic
+from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
 from paceline.run.conclude import Circumstances, conclude
@@ -108,7 +108,7 @@ def run_decided(decided: Decided, out: Path | None, talk: Talk) -> Result:
 def resume_job(resumption: Resumption, talk: Talk, rendezvous: Rendezvous | None = None) -> Result:
     """Resume a run in its own directory, from its newest checkpoint that can be trusted."""
     run, topology = resumption.run, rendezvous.topology if rendezvous else None
-    with run.lock():
+    with run.lock(talk.say):
         if (result := _finished(resumption)) is not None:
             talk.say(f"all {result.steps} steps are taken already: nothing to do")
             return result
@@ -138,7 +138,7 @@ def prepare(
     job: Job, env: Env, plan: Plan, talk: Talk, rendezvous: Rendezvous | None = None
 ) -> Decided:
     """Do all that can fail before a rank starts, and prepare the data."""
-    started_at = time.time()
+    started_at = wall_time()
     require_feasible(plan)
     launcher = choose_launcher(plan.crew, rendezvous, job.config.launch.start_s)
     for finding in plan.findings:
@@ -181,7 +181,7 @@ def _train_in(
             code_fingerprint=decided.code,
             data_facts={k: v for k, v in decided.prepared.items() if isinstance(v, int | float)},
             started_at=decided.started_at,
-            ended_at=time.time(),
+            ended_at=wall_time(),
         )
         result = conclude(run, plan, env, known)
         _record(run, result, talk)
@@ -228,6 +228,8 @@ def _write_decisions(
     if resumption is None:
         folder.require_unused()
     folder.sweep()
+    for place in (run.root, *run.ranks.glob("rank*")):
+        sweep_torn(place)
     archive_left_over(run)
     asked = " ".join(repr(word) for word in job.asked)
     write_atomic(run.config, f"# asked: {asked}\n{dump_config(job.config)}")

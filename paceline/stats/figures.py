@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 
 from paceline.config.load import read_plain
 from paceline.records import Attempt, Plan, Result, Window
+from paceline.records.columns import Table
 from paceline.records.heartbeats import iter_beats
 from paceline.records.rundir import RunDir
-from paceline.records.tables import StepRow, Table, TrainingRow, read_steps, read_training
+from paceline.records.tables import StepRow, TrainingRow, read_steps, read_training
 from paceline.stats.steady import Seconds, count_warmup, find_compile_steps, measure_spread
 from paceline.stats.timing_points import (
     TAIL_POINTS,
@@ -156,11 +157,12 @@ def _startup_s(run: RunDir, steps: Table[StepRow], started_at: float | None) -> 
     the steps before is at or after the start of step 1. The earliest is nearest."""
     if started_at is None or not steps:
         return None
-    before_s = np.cumsum([0.0, *steps.column("wall_s")[:-1]])
-    begin_of = dict(zip(steps.column("step").tolist(), before_s.tolist(), strict=True))
-    begins = [
-        beat.time - begin_of[beat.step]
-        for beat in iter_beats(run.heartbeat(0))
-        if beat.step in begin_of and beat.time >= started_at
-    ]
+    numbers, wall_s = steps.column("step"), steps.column("wall_s")
+    before_s = np.cumsum(wall_s) - wall_s
+    begins = []
+    for beat in iter_beats(run.heartbeat(0)):
+        place = int(np.searchsorted(numbers, beat.step))
+        is_known = place < len(numbers) and numbers[place] == beat.step
+        if is_known and beat.time >= started_at:
+            begins.append(beat.time - float(before_s[place]))
     return max(0.0, min(begins) - started_at) if begins else None

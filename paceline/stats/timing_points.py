@@ -12,8 +12,9 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.records.columns import Table
 from paceline.records.phases import WORK_PHASES, Phase
-from paceline.records.tables import StepRow, Table
+from paceline.records.tables import StepRow
 
 WINDOW, TAIL_POINTS = 100, 20
 CHUNK = 1000  # windows whose medians are taken at once

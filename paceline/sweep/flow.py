@@ -10,7 +10,8 @@ from pathlib import Path
 from paceline.errors import ConfigError
 from paceline.launch.signals import logged_signals
 from paceline.machine.facts import probe
-from paceline.records.rundir import RunDir, RunLock
+from paceline.records.rundir import RunDir
+from paceline.records.runlock import RunLock
 from paceline.records.swept import Metric, SweepRecord, SweptCell, SweptPhase
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.judge import SweepJudgement, judge_sweep

@@ -9,6 +9,7 @@ from paceline.errors import DataError, Outcome
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir, slug
 from paceline.records.swept import SweptPhase
+from paceline.records.words import from_cell, text_cell
 
 Row = dict[str, str]
 NOT_THERE = "n/a"  # a setting that the workload does not have
@@ -67,7 +68,7 @@ class SweepDir:
 def save_manifest(path: Path, rows: list[Row]) -> None:
     """Write all rows; columns that only rows of another version have come last."""
     columns = list(dict.fromkeys((*COLUMNS, *(name for row in rows for name in row))))
-    cells = ([_cell(row.get(name, NOT_THERE)) for name in columns] for row in rows)
+    cells = ([text_cell(row.get(name, NOT_THERE)) for name in columns] for row in rows)
     write_atomic(path, "".join("\t".join(line) + "\n" for line in (columns, *cells)))
 
 
@@ -77,7 +78,7 @@ def load_manifest(path: Path) -> list[Row]:
     if not path.is_file():
         return []
     head, *lines = path.read_text().splitlines() or [""]
-    rows = [line.split("\t") for line in lines]
+    rows = [[from_cell(cell) for cell in line.split("\t")] for line in lines]
     columns = head.split("\t")
     if not set(NEEDED) <= set(columns) or any(len(row) != len(columns) for row in rows):
         raise DataError(
@@ -98,7 +99,3 @@ def rows_of(phase: SweptPhase, rows: Iterable[Row]) -> list[Row]:
         and int(row["repeat"]) <= phase.repeats
         and row["steps_asked"] == str(phase.steps)
     ]
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split())  # no tab and no line break inside a cell

@@ -8,6 +8,7 @@ C   the winner of B, and the winner with each of the extras
 from collections.abc import Sequence
 
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
+from paceline.records.words import text_cell
 from paceline.stats.standings import Standings
 from paceline.sweep.spec import SweepSpec
 
@@ -65,7 +66,7 @@ def with_extras(spec: SweepSpec, base: SweptCell) -> list[SweptCell]:
     """Return a cell for each extra: `base` with the overrides of that extra."""
     return [
         SweptCell(
-            name=f"{base.name},+{name}",
+            name=text_cell(f"{base.name},+{name}"),
             settings={**base.settings, "extra": name},
             overrides=[*base.overrides, *overrides],
         )

@@ -7,7 +7,6 @@ is not made again.
 
 import json
 import random
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from paceline.errors import Outcome
 from paceline.launch.signals import SignalLog
 from paceline.machine.facts import hardware_fingerprint, probe
 from paceline.records import Plan, Result
+from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.records.tables import read_steps
@@ -148,7 +148,7 @@ class SweepRunner:
         code = code_fingerprint(decided.job.config.workload)
         if code != decided.code:
             self.quiet.say("warning: the code has changed since this sweep began")
-        return replace(decided, code=code, started_at=time.time())
+        return replace(decided, code=code, started_at=wall_time())
 
     def _keep(self, turn: Turn, decided: Decided, result: Result) -> Row:
         """Write a run into the manifest. It replaces the row of an earlier try, whose directory

@@ -21,6 +21,7 @@ from paceline.config.schema import Positive, Section
 from paceline.config.typed_only import refuse_words_in_file
 from paceline.errors import ConfigError
 from paceline.records.swept import Metric, SweptCell
+from paceline.records.words import text_cell
 
 PREFIX = "sweep."
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -207,7 +208,7 @@ def draw_cells(spec: SweepSpec) -> list[SweptCell]:
         name = ",".join(f"{short[key]}={text}" for key, text in settings.items())
         cells.append(
             SweptCell(
-                name=" ".join(name.split()),  # a manifest keeps no other white space
+                name=text_cell(name),  # as a manifest keeps it
                 settings=settings,
                 overrides=[f"{key}={text}" for key, text in settings.items()],
             )

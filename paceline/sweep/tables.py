@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 
 from paceline.records.phases import Phase
 from paceline.records.swept import SweepRecord
+from paceline.records.words import text_cell
 from paceline.stats.figures import RunFigures
 from paceline.stats.standings import Standing
 from paceline.stats.timing_points import TIMED
@@ -231,7 +232,7 @@ def skipped_tsv(
         if problem:
             lines.append({**row, "reason": problem, "detail": cause_of(folder, row)})
     head = "\t".join(SKIPPED)
-    body = ["\t".join(" ".join(_text(line.get(n)).split()) for n in SKIPPED) for line in lines]
+    body = ["\t".join(_text(line.get(name)) for name in SKIPPED) for line in lines]
     return "".join(f"{line}\n" for line in [head, *body])
 
 
@@ -265,4 +266,4 @@ def _text(value: Value) -> str:
         return str(int(value))
     if isinstance(value, float):
         return f"{value:.9g}" if math.isfinite(value) else NOT_THERE
-    return NOT_THERE if value is None else str(value)
+    return NOT_THERE if value is None else text_cell(str(value))

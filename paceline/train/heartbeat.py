@@ -7,7 +7,6 @@ telemetry.csv             what GPUs, host and ranks do
 import os
 import struct
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,12 +17,14 @@ import psutil
 from paceline.machine.gpus import Nvml
 from paceline.records.disk import Appender, Losses
 from paceline.records.heartbeats import Beat
+from paceline.records.moments import wall_time
 from paceline.records.tables import MEASURES, TableFile
 from paceline.schedules.actions import Action, Kind
 
 MARK = struct.Struct("<q")
 ACTION = struct.Struct("<cqq")
 NO_ACTION = b"-"
+MAX_BEATS = 1000  # that are kept: enough to tell when step 1 began
 
 
 class Progress(Protocol):
@@ -128,8 +129,9 @@ def read_action(path: Path) -> str:
 
 
 class Heartbeat(Ticker):
-    """Writes that this rank is alive, with its step and phase. Where the disk does not take that,
-    its supervisor is told, lest it takes the rank for a frozen one."""
+    """Writes that this rank is alive, with its step and phase: the first beats one after the other,
+    and from then on each over the last, so that a long run's file does not grow. Where the disk
+    does not take one, the supervisor is told, lest it takes the rank for a frozen one."""
 
     def __init__(
         self,
@@ -141,13 +143,20 @@ class Heartbeat(Ticker):
     ) -> None:
         super().__init__(interval_s, "heartbeat")
         self._file, self._rank, self._progress, self._tell = file, rank, progress, tell
+        self._num_beats = 0
 
     def tick(self) -> None:
-        now, at = round(time.time(), 3), self._progress
+        now, at = round(wall_time(), 3), self._progress
         beat = Beat(now, self._rank, at.step, at.phase, at.marks)
-        self._file.append(beat.to_line().encode())
-        if not self._file.flush():
+        if not self._write(beat.to_line().encode()):
             self._tell(beat)
+
+    def _write(self, line: bytes) -> bool:
+        if self._num_beats > MAX_BEATS:
+            return self._file.write_over(line)
+        self._num_beats += 1
+        self._file.append(line)
+        return self._file.flush()
 
     def stop(self) -> None:
         super().stop()
@@ -167,7 +176,7 @@ class Telemetry(Ticker):
         psutil.cpu_percent(interval=None)  # the first call only sets the reference point
 
     def tick(self) -> None:
-        now = f"{time.time():.3f}"
+        now = f"{wall_time():.3f}"
         if self._is_first:
             self._file.add({"time": now, "source": "host", **self._host()})
         else:

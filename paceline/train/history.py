@@ -1,7 +1,6 @@
 """Where a run stands in its steps and its data: read from a checkpoint, and written into one."""
 
 import logging
-import time
 from collections.abc import Callable
 
 import torch
@@ -14,6 +13,7 @@ from paceline.data.rng import restore_rng, seed_rng
 from paceline.errors import DataError
 from paceline.job import Job
 from paceline.records import Attempt, BestMetric, DataPosition, Kept, Plan
+from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy
 from paceline.strategies.optim import learning_rate
@@ -27,7 +27,7 @@ def load_attempt(run: RunDir) -> Attempt:
     """Return which start of the ranks this is; the first one where nothing says otherwise."""
     if run.attempt.is_file():
         return Attempt.load(run.attempt)
-    return Attempt(number=1, resume=False, started_at=time.time())
+    return Attempt(number=1, resume=False, started_at=wall_time())
 
 
 class History:
@@ -114,7 +114,7 @@ class History:
         return Kept(
             step=step,
             reason=reason,
-            saved_at=time.time(),
+            saved_at=wall_time(),
             data=self._position_after(step),
             num_skips=num_skips,
             lr=learning_rate(step, plan.steps, config.optim),

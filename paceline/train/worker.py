@@ -5,7 +5,6 @@ Run by `paceline.run.rank` in a process of its own; tests call `RankRun(...).exe
 
 import gc
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Any
@@ -27,6 +26,7 @@ from paceline.machine.topology import RankId
 from paceline.plan.policy import effective_config
 from paceline.records import Plan, RankVerdict, list_unwritten
 from paceline.records.disk import Appender
+from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.records.tables import TELEMETRY, TableFile
 from paceline.schedules.passes import render_passes
@@ -36,7 +36,7 @@ from paceline.strategies.clock import Clock, HostClock, build_clock
 from paceline.train.audit import Auditor
 from paceline.train.control import ControlFiles, Requests
 from paceline.train.evaluation import Evaluation
-from paceline.train.feed import build_feed, open_source, require_data
+from paceline.train.feed import Feed, build_feed, open_source, require_data
 from paceline.train.first_batch import FirstBatch, count_flops, is_worth_asking
 from paceline.train.heartbeat import ActionMark, Heartbeat, StepMark, Telemetry, Ticker
 from paceline.train.history import History, load_attempt, settle_rng
@@ -90,10 +90,10 @@ class RankRun:
                 if self.store is not None:
                     self._join(self.store)
                 parts, found = self._build()
-                with closing(parts.feed), _settled_heap():
+                with closing(parts.feed), _named_loaders(parts.feed), _settled_heap():
                     settle_rng(found, self.job, self.plan, self.place.rank, self.device)
                     self._use_first_batch(parts)
-                    end = self._take_steps(parts)
+                    end = self.take_steps(parts)
                 self.notes += parts.keeper.parts.saver.notes
         except BaseException as error:
             with suppress(Exception):  # the error is what counts
@@ -115,16 +115,6 @@ class RankRun:
     def take_steps(self, parts: LoopParts) -> LoopEnd:
         """Run the loop; a proof overrides this to look at what is around it (verify/trial.py)."""
         return train(parts)
-
-    def _take_steps(self, parts: LoopParts) -> LoopEnd:
-        """Take the steps; a loader process that died is named in the error."""
-        try:
-            return self.take_steps(parts)
-        except RuntimeError as error:
-            named = parts.feed.fault(error)
-            if named is error:
-                raise
-            raise named from error
 
     def _join(self, store: StoreAddress) -> None:
         timeout_s = self.job.config.launch.collective_timeout_s
@@ -192,13 +182,14 @@ class RankRun:
             config=config,
             plan=plan,
             engine=engine,
-            feed=build_feed(self.job, plan, source, history.start.first_step, device),
             clock=self.clock,
             ledger=Ledger(config, plan, self.clock, device, self._files(history)),
             auditor=Auditor(config, plan, device, engine.proofs, audit, self.run.lost),
             evaluation=Evaluation(config, plan, val, plan.dp_rank(place.rank), device),
             keeper=self._keeper(engine, history),
             start=history.start,
+            # Last: from here on loaders live, and may die.
+            feed=build_feed(self.job, plan, source, history.start.first_step, device),
         )
 
     def _build_validation(self) -> Dataset | None:
@@ -269,7 +260,7 @@ class RankRun:
             host=socket.gethostname(),
             outcome=outcome,
             step=step,
-            ended_at=time.time(),
+            ended_at=wall_time(),
             flops_per_sample=self.flops,
             flops_source=self.flops_source,
             data_fingerprint=self.data_fingerprint,
@@ -315,6 +306,18 @@ class RankRun:
         finally:
             for ticker in tickers:
                 ticker.stop()
+
+
+@contextmanager
+def _named_loaders(feed: Feed) -> Iterator[None]:
+    """Say in the error which loader process died, at its start or later."""
+    try:
+        yield
+    except RuntimeError as error:
+        named = feed.fault(error)
+        if named is error:
+            raise
+        raise named from error
 
 
 @contextmanager

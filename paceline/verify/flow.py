@@ -1,6 +1,5 @@
 """`paceline verify` from names to a report: for each strategy plan, launch, judge."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from paceline.errors import (
 from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.records import Env
+from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.strategies import aliases, all_strategies, lossy_keys
 from paceline.strategies.base import Case
@@ -42,7 +42,7 @@ class Candidate:
 def run_verify(
     names: Sequence[str], overrides: Sequence[str], out: Path | None, say: Say
 ) -> VerifyReport:
-    started_at = time.time()
+    started_at = wall_time()
     _require_known(names, overrides)
     env = probe()
     overrides, world, device = _choose_ranks(env, overrides)
@@ -71,7 +71,7 @@ def run_verify(
         device=device,
         exit_code=outcome.exit_code,
         proofs=proofs,
-        elapsed_s=time.time() - started_at,
+        elapsed_s=wall_time() - started_at,
     )
     report.save(run.root / VERIFY_FILE)
     return report

@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline.checkpoint import convert
 from paceline.checkpoint.folder import CheckpointFolder, seal
 from paceline.cli import main
 from paceline.config.schema import CheckpointConfig
+from paceline.errors import PacelineError
 from paceline.records import BestMetric, Manifest
 from paceline.records.rundir import RunDir
 from tests.cli.program import Ran, paceline
@@ -273,6 +277,34 @@ def test_convert_writes_over_nothing(checkpoints: Program, kept: Any, tmp_path: 
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".tmp")]
 
 
+def test_of_three_converts_at_once_one_wins_and_the_others_say_so(
+    kept: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _, tensors = kept
+    all_have_written, compared = threading.Barrier(3), convert.require_equal
+
+    def wait_for_the_others(*words: Any) -> int:
+        all_have_written.wait(20)
+        return compared(*words)
+
+    monkeypatch.setattr(convert, "require_equal", wait_for_the_others)
+
+    def try_it(_: int) -> Any:
+        try:
+            return convert.convert(run, "latest", None, lambda text: None)
+        except PacelineError as error:
+            return error
+
+    with ThreadPoolExecutor(3) as pool:
+        ends = list(pool.map(try_it, range(3)))
+    losers = [end for end in ends if isinstance(end, PacelineError)]
+    assert [loser.exit_code for loser in losers] == [2, 2], ends
+    assert all("already exists, and nothing is written over" in str(loser) for loser in losers)
+    assert [path.name for path in (run.root / "converted").iterdir()] == ["step_30"]
+    found = load_file(run.root / "converted" / "step_30" / "model.safetensors")
+    assert all(found[name].equal(value) for name, value in tensors.items())
+
+
 def test_what_is_not_equal_gets_no_name(
     checkpoints: Program, kept: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,7 +430,7 @@ def test_odd_words_do_not_reach_the_terminal(checkpoints: Program, kept: Any) ->
     own = files["state.json"].model_copy(update={"num_bytes": path.stat().st_size})
     reseal(folder, 30, files=files | {"state.json": own})
     ran = checkpoints("list", run.root)
-    assert ran.code == 0 and "\x1b" not in ran.out and "?[31m[red]x" in ran.out
+    assert ran.code == 0 and "\x1b" not in ran.out and "\\x1b[31m[red]x" in ran.out
 
 
 def test_what_is_no_run_directory(checkpoints: Program, tmp_path: Path) -> None:

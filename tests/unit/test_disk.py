@@ -15,8 +15,8 @@ from paceline.errors import DiskError
 from paceline.launch.archive import begin_attempt
 from paceline.launch.deadlines import Deadlines
 from paceline.launch.follow import Follower
-from paceline.launch.local import temporary_folder
 from paceline.launch.supervisor import log_line
+from paceline.machine.fork_server import temporary_folder
 from paceline.records import Limits, list_unwritten
 from paceline.records.disk import LOG_BYTES, Appender, LogStream, Loss, Losses, reserve, save_last
 from paceline.records.files import write_atomic

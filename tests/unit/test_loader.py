@@ -1,10 +1,16 @@
 """Loader processes: what a data set draws at random depends on a microbatch's place alone."""
 
+import multiprocessing
+import os
+import signal
+
 import pytest
 import torch
+from torch.utils.data._utils import signal_handling
 
 from paceline.data.cursor import Order, StepSlice
 from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource
+from paceline.errors import LoaderError
 
 MICRO, STEPS = 4, 6
 
@@ -24,12 +30,16 @@ class OneUnit:
         return len(batch)
 
 
-def draw(num_workers: int, first_step: int = 0) -> list[list[float]]:
-    """What each step gets, from `first_step` on."""
+def start(num_workers: int, first_step: int = 0) -> Microbatches:
     places = StepSlice(MICRO, 1, 1, 0, start=first_step * MICRO)
     source = MicrobatchSource(Drawing(), Order(100, 3), places, OneUnit(), 1)
     plan = LoaderPlan(num_workers, prefetch=2, timeout_s=60, pin_memory=False)
-    microbatches = Microbatches(source, STEPS - first_step, plan)
+    return Microbatches(source, STEPS - first_step, plan)
+
+
+def draw(num_workers: int, first_step: int = 0) -> list[list[float]]:
+    """What each step gets, from `first_step` on."""
+    microbatches = start(num_workers, first_step)
     found = [next(microbatches).batch.flatten().tolist() for _ in range(STEPS - first_step)]
     microbatches.close()
     return found
@@ -41,3 +51,38 @@ def test_a_run_that_goes_on_draws_what_one_that_never_stopped_does(num_workers: 
     assert len({value for step in whole for value in step}) == STEPS * MICRO
     assert draw(num_workers) == whole
     assert draw(num_workers, first_step=2) == whole[2:]
+
+
+# torch complains about its own half-built iterator.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("is_heard", "says"),
+    [
+        (False, r"loader process 1 of 2 \(process \d+\) died \(SIGKILL\) over samples"),
+        (True, r"a loader process died at its start: .* killed by signal"),
+    ],
+)
+def test_a_loader_that_dies_at_its_start_is_noticed_at_once(
+    is_heard: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch hears of deaths by SIGCHLD, once its handler is set. One before that showed only after
+    data.timeout_s: two minutes, or the deadline of the run."""
+    note = signal_handling._set_worker_pids
+
+    def note_workers(key: int, pids: tuple[int, ...]) -> None:
+        note(key, pids)
+        if is_heard:
+            signal_handling._set_SIGCHLD_handler()
+        os.kill(pids[1], signal.SIGKILL)
+        os.waitid(os.P_PID, pids[1], os.WEXITED | os.WNOWAIT)
+
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    monkeypatch.setattr(signal_handling, "_set_worker_pids", note_workers)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        with pytest.raises(LoaderError, match=says):
+            start(num_workers=2)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        for child in multiprocessing.active_children():
+            child.kill()

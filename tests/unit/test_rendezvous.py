@@ -127,6 +127,37 @@ def test_orders_reach_those_who_have_come(pair: tuple[Rendezvous, Rendezvous]) -
     assert one.wait_for_next(lambda: False) is None
 
 
+def test_a_second_run_at_the_same_port_takes_nobodys_place(
+    pair: tuple[Rendezvous, Rendezvous],
+) -> None:
+    """By the same user, so with the same secret: its rank 1 finds the store of the first run."""
+    zero, one = pair
+    intruder = replace(one.topology)
+    heard = in_thread(one.wait_for_orders)
+    with pytest.raises(ClusterError, match="rank 1 of the run that meets at .* is another process"):
+        join_rendezvous(intruder, 10).__enter__()  # while rank 1 waits
+    zero.wait_for_all(5)
+    zero.publish_orders(run_dir="r")
+    assert heard.result(5) == {"run_dir": "r"}, "the first run goes on"
+    started_at = time.monotonic()
+    with pytest.raises(ClusterError, match="two runs use this port"):
+        join_rendezvous(intruder, 10).__enter__()  # while rank 1 trains
+    assert time.monotonic() - started_at < 2
+
+
+def test_a_rank_that_died_before_it_got_orders_is_replaced(
+    pair: tuple[Rendezvous, Rendezvous], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ALIVE_S", 0.2)
+    zero, dead = pair
+    with join_rendezvous(dead.topology, 10) as second:
+        heard = in_thread(second.wait_for_orders)
+        zero.publish_orders(run_dir="r")
+        assert heard.result(5) == {"run_dir": "r"}
+        with pytest.raises(ClusterError, match="is another process"):
+            dead.wait_for_orders()  # not dead at all, only slow: it leaves
+
+
 def test_rank_0s_error_is_the_exit_code_of_all() -> None:
     topology = Topology(world_size=2, local_world_size=2, master_port=free_port(), launcher="env")
 

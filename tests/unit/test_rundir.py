@@ -1,6 +1,8 @@
 """The run directory: never two runs in one, never a path outside, never half a file."""
 
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,9 @@ import pytest
 from paceline.cli.talk import ConsoleTalk
 from paceline.errors import ConfigError, DataError
 from paceline.job import load_job
-from paceline.records import Choice, Env, Finding, base
+from paceline.records import Choice, Env, Finding, base, runlock
 from paceline.records.files import write_atomic
+from paceline.records.heartbeats import Beat
 from paceline.records.rundir import RunDir, slug
 from paceline.run import flow
 from tests.machines import MACHINE
@@ -46,6 +49,55 @@ def test_a_live_run_keeps_others_out(tmp_path: Path) -> None:
             run.lock().__enter__()
     with run.lock():  # the lock is free again once its owner has left
         pass
+
+
+def beat_on(run: RunDir, over: threading.Event) -> None:
+    """As a rank on another machine does."""
+    step = 0
+    while not over.wait(0.02):
+        step += 1
+        run.heartbeat(0).write_text(Beat(1e9 + step, 0, step).to_line())
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run whose lock another machine has taken, on a file system where that is not seen here."""
+    monkeypatch.setattr(runlock, "_is_local", lambda folder: False)
+    monkeypatch.setattr(runlock, "WATCH_S", 0.4)
+    run = RunDir.create("a", tmp_path / "run")
+    run.root.joinpath(".lock").write_text("4711 elsewhere\n")
+    return run
+
+
+def test_a_live_run_on_another_machine_keeps_others_out(shared: RunDir) -> None:
+    over, said = threading.Event(), list[str]()
+    beating = threading.Thread(target=beat_on, args=(shared, over))
+    beating.start()
+    try:
+        for _ in range(2):  # nor does a refusal make it free
+            with pytest.raises(ConfigError, match=r"live run \(process 4711 on elsewhere\)"):
+                shared.lock(said.append).__enter__()
+    finally:
+        over.set()
+        beating.join()
+    assert said[0].startswith("process 4711 on elsewhere has not said that its run is over")
+
+
+def test_a_machine_that_is_gone_keeps_nobody_out(shared: RunDir) -> None:
+    shared.heartbeat(0).write_text(Beat(1e9, 0, 7).to_line())
+    started_at = time.monotonic()
+    with shared.lock():
+        assert time.monotonic() - started_at > 0.3, "it was watched for a while"
+    said = list[str]()
+    with shared.lock(said.append):
+        assert said == [], "who leaves in order leaves no name"
+
+
+def test_to_look_whether_a_run_lives_takes_nothing_from_it(shared: RunDir) -> None:
+    shared.config.touch()
+    with pytest.raises(ConfigError, match="never writes over another"):
+        shared.require_fresh()
+    assert shared.root.joinpath(".lock").read_text() == "4711 elsewhere\n"
 
 
 def test_a_used_directory_is_not_written_over(tmp_path: Path) -> None:

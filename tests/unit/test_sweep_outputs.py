@@ -148,7 +148,7 @@ def test_hostile_names_stay_text(folder: SweepDir) -> None:
     judgement = replace(judgement, flagged={}, notes=[evil])
     write_outputs(folder, record, rows, judgement)
     assert shlex.split(folder.best_overrides.read_text()) == [*record.overrides, f"name={evil}"]
-    assert read_table(folder.groups)[0]["group"] == cell.name
+    assert read_table(folder.groups)[0]["group"] == " ".join(cell.name.split())
     page, summary = folder.report.read_text(), folder.summary.read_text()
     assert "<script" not in page and "&lt;script&gt;" in page
     text = "\n".join(line for line in summary.splitlines() if not line.startswith("    "))
