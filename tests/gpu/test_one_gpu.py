@@ -68,15 +68,15 @@ def test_steps_take_the_time_of_the_device(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_step_adds_no_synchronisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch raises on any call that makes the host wait for the device, from step 2 on."""
-    from paceline.train import loop
+    from paceline.strategies import optim as rates
 
-    right = loop.learning_rate
+    right = rates.learning_rate
 
     def watched(step: int, num_steps: int, optim: object) -> float:
         torch.cuda.set_sync_debug_mode("error" if 1 < step < num_steps else "default")
         return right(step, num_steps, optim)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loop, "learning_rate", watched)
+    monkeypatch.setattr(rates, "learning_rate", watched)
     try:
         ends = run_here(tmp_path / "run", "lm_tiny", [*TINY, "train.steps=30", "train.log_every=4"])
     finally:
