@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.pieces import Piece, Source, moment_name
+from paceline.checkpoint.pieces import EMA, Piece, Source, moment_name
 from paceline.strategies.gather import locals_of
-from paceline.strategies.stored import EMA, fill_like, piece_of
+from paceline.strategies.stored import fill_like, piece_of
 
 
 class Average:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from paceline.checkpoint.pieces import Piece, Section, Source, moment_name
+from paceline.checkpoint.pieces import EMA, Piece, Section, Source, moment_name
 from paceline.errors import ConfigError
 from paceline.strategies.precision import LossScale
 
@@ -22,7 +22,6 @@ MAX_NAMED = 8
 NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 SCALER = ":loss_scale"  # no parameter has this name
 GROUP = ":group"  # nor this
-EMA = "ema"  # beside exp_avg and the like, and no part of the optimizer
 # Numbers of python in an optimizer's state, as tensors without axes whose slot is SLOT:KIND.
 NUMBERS: dict[str, tuple[type, torch.dtype]] = {
     "bool": (bool, torch.bool),
@@ -157,7 +156,7 @@ def slots_of(source: Source) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for name in source.shapes("optimizer"):
         slot, _, parameter = name.partition("/")
-        if slot != EMA:
+        if slot != EMA:  # kept beside it, and no part of the optimizer
             found[parameter].append(slot)
     return found
 
