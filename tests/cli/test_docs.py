@@ -32,7 +32,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
-    "statistics", "bench", "pipelines",
+    "statistics", "bench", "pipelines", "optimizers",
 )  # fmt: skip
 COMMAND_S = 120
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -170,6 +170,7 @@ IN_CI = {
     "sweeping": "tokens_per_s>=39",
     "bench": "paceline compare before after",
     "pipelines": "--times measured",
+    "optimizers": "paceline checkpoints convert averaged --ema",
 }
 
 

@@ -338,3 +338,17 @@ def test_the_workload_may_say_the_rate() -> None:
     for step in (3, 4):
         with pytest.raises(ConfigError, match=f"Curve.learning_rate returned .* for step {step}"):
             rate_of(step, 10, config, job)
+
+
+def test_the_page_shows_an_optimizer_that_works() -> None:
+    """The class in docs/optimizers.md has all of a model's parameters, and its own warm-up."""
+    page = (Path(__file__).parents[2] / "docs/optimizers.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {"torch": torch, "Workload": Workload}
+    exec(code, names)
+    config, job = load_job("lm_tiny", ["optim.lr=0.1"]).config, names["MyWorkload"]()
+    model = Net()
+    optimizer = job.build_optimizer(model, config)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 7
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    assert [job.learning_rate(step, config) for step in (5, 10, 30)] == [0.05, 0.1, 0.1]
