@@ -228,6 +228,13 @@ def check_optimizer(
 ) -> Iterator[Finding]:
     """Yield what stands against this optimizer, its groups and its average here."""
     yield from _check_groups(config.optim, model)
+    if not callable(workload.learning_rate):
+        yield Finding(
+            severity="error",
+            where=f"{type(workload).__name__}.learning_rate",
+            what="is not a method, and Paceline asks it for the rate of each step",
+            hint="give it another name; optim.lr is the learning rate",
+        )
     if builds_own(workload):
         yield from _check_own(config, strategy, workload)
     else:

@@ -82,15 +82,15 @@ def settings(optimizer: str, strategy: str = "ddp") -> list[str]:
     return [*COMMON, f"optim.name={optimizer}", *chosen, "launch.nproc=2"]
 
 
-def compare(rows: list[tuple[str, str]], folder: Path) -> None:
+def compare(rows: list[tuple[str, str]], folder: Path, *more: str) -> None:
     """All rows in one group of two ranks, to be quick; one process for each optimizer."""
     names = {f"{optimizer}, {strategy}": (optimizer, strategy) for optimizer, strategy in rows}
-    cases = {name: settings(*row) for name, row in names.items()}
+    cases = {name: [*settings(*row), *more] for name, row in names.items()}
     ended = run_each(folder / "two", "lm_tiny", cases)
     references: dict[str, RankEnds] = {}
     for name, (optimizer, _) in names.items():
         if optimizer not in references:
-            alone = [*settings(optimizer), "train.micro_batch_size=16"]
+            alone = [*settings(optimizer), "train.micro_batch_size=16", *more]
             references[optimizer] = run_here(folder / optimizer, "lm_tiny", alone)
         assert_same_state_and_curve(references[optimizer], ended[name], optimizer, name)
 
@@ -131,6 +131,14 @@ def whole_state(ends: RankEnds) -> dict[str, Tensor]:
 
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     compare(QUICK, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_frozen_backbone(tmp_path: Path) -> None:
+    """All but the head: nothing before it takes part in a backward pass, recomputed or not."""
+    frozen = '{match: "embedding.*", frozen: true}, {match: "blocks.*", frozen: true}'
+    more = ("model.tied=false", f"optim.groups=[{frozen}]", "train.activation_checkpointing=full")
+    compare([("adamw", name) for name in ("ddp", "zero1", "zero2", "zero3")], tmp_path, *more)
 
 
 @pytest.mark.nightly

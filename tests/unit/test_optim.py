@@ -340,6 +340,12 @@ def test_the_workload_may_say_the_rate() -> None:
             rate_of(step, 10, config, job)
 
 
+def test_a_number_of_that_name_is_told(own: str) -> None:
+    file = Path(own.rpartition(":")[0])
+    file.write_text(f"{OWN}    learning_rate = 0.1\n")
+    assert "Own.learning_rate" in [f.where for f in plan(job=own).problems()]
+
+
 def test_the_page_shows_an_optimizer_that_works() -> None:
     """The class in docs/optimizers.md has all of a model's parameters, and its own warm-up."""
     page = (Path(__file__).parents[2] / "docs/optimizers.md").read_text()
