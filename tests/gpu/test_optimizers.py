@@ -52,8 +52,8 @@ def test_two_runs_are_the_same_bits(tmp_path: Path) -> None:
     for name in "ab":
         ran = paceline(
             "train", "lm_tiny", "data.source=synthetic", "train.steps=30", "train.eval_every=off",
-            "train.eval_samples=all", "launch.nproc=1", "train.deterministic=true", "audit.strict=true",
-            "--out", name, cwd=tmp_path,
+            "train.eval_samples=all", "launch.nproc=1", "train.deterministic=true",
+            "audit.strict=true", "--out", name, cwd=tmp_path,
         )  # fmt: skip
         assert ran.code == 0, ran.err
         rows = read_training(RunDir(tmp_path / name).training)
