@@ -153,7 +153,7 @@ def _after_warmup(step: int, total: int, schedule: ScheduleConfig) -> float:
         return 1.0
     start = schedule.warmup_steps
     if schedule.name == "wsd":
-        start = max(start, total - round(schedule.decay * total))
+        start = max(start, total - max(1, round(schedule.decay * total)))
     done = min(1.0, max(0, step - start) / max(1, total - start))
     left = 0.5 * (1 + math.cos(math.pi * done)) if schedule.name == "cosine" else 1 - done
     return schedule.floor + (1 - schedule.floor) * left
