@@ -43,9 +43,10 @@ NEEDS = {  # a word of a command, and the program that it needs
     "strategy.name=deepspeed": "deepspeed",
 }  # fmt: skip
 FIRST_OF_TWO = {"train", "launch.launcher=torchrun", "launch.nnodes=2"}
-# Files that are called like keys, and a key that is misspelt on purpose.
+# Files and methods that are called like keys, and a key that is misspelt on purpose.
 NO_KEYS = {
     "audit.json", "launch.json", "train.log", "data.json", "launch.nprocs", "model.safetensors",
+    "model.parameters", "model.named_parameters",
 }  # fmt: skip
 OPEN_MAPS = ("launch.env", "strategy.deepspeed_config", "model.hf_config")
 
