@@ -1,5 +1,6 @@
 """An engine's optimizer, built, and the learning rate of each step."""
 
+import inspect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -107,9 +108,15 @@ def _build_own(workload: Workload, module: nn.Module, config: RunConfig) -> Opti
             f"{what} was given a model, and its optimizer has {strangers} parameters that are not"
             " trained there\nhint: take them from model.named_parameters(), frozen ones left out"
         )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"{what} returned a {type(optimizer).__name__}, which computes the loss again by a"
+            " closure, and a step here has none\nhint: take an optimizer of one gradient per step"
+        )
     for group in optimizer.param_groups:
         # Our schedule says which share of optim.lr a step takes; each group takes that of its own.
-        group["lr_scale"] = float(group["lr"]) / config.optim.lr
+        group["lr_scale"] = float(group.get("lr", config.optim.lr)) / config.optim.lr
     return optimizer
 
 

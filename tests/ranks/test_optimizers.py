@@ -201,6 +201,8 @@ def test_evaluation_by_the_average(tmp_path: Path) -> None:
     averaged = [*common, "train.eval_ema=true"]
     two = ["train.micro_batch_size=4", "launch.nproc=2"]
     cases = {name: [*averaged, *two, f"strategy.name={name}"] for name in ("ddp", "zero2", "zero3")}
+    cut = ["strategy.name=pipeline", "train.micro_batch_size=8", "strategy.microbatches=4"]
+    cases["pipeline"] = [*averaged, *two, *cut]
     alone = "train.micro_batch_size=8"
     one = run_here(tmp_path / "one", str(recipe), [*averaged, alone])
     plain = run_here(tmp_path / "plain", str(recipe), [*common, alone])
@@ -353,6 +355,7 @@ def test_its_groups_keep_their_proportion(tmp_path: Path) -> None:
         ("None", "build_optimizer returned a NoneType"),
         ("torch.optim.SGD([model.gain], lr=0.1)", "leaves out three, embed.weight, .* and 9 more"),
         ("torch.optim.SGD([*model.parameters()], lr=0.1)", "1 parameters that are not trained"),
+        ("torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad])", "a closure"),
         ("Listing([p for p in model.parameters() if p.requires_grad], {'lr': 0.1})",
          "past of embed.weight: a list"),
     ],
