@@ -44,14 +44,16 @@ class Kind:
     """An optimizer. `place` is its class, as MODULE:NAME, which is built with `settings` beside its
     groups; `reads` are the keys of `optim` that not every optimizer reads. `keeps` is its state of
     one parameter: the shape of each tensor by its name. `needs_whole` says why it cannot update
-    some rows of a matrix; empty: it takes each number by itself. `is_fused`: torch has one kernel
-    for the whole update, which can veto it on the device."""
+    some rows of a matrix by themselves; empty: it takes each number by itself; `gathers`: it
+    gathers the others where matrices are sharded by rows. `is_fused`: torch has one kernel for the
+    whole update, which can veto it on the device."""
 
     place: str
     reads: tuple[str, ...]
     settings: Callable[[OptimConfig], dict[str, Any]]
     keeps: Callable[[Shaped, OptimConfig], dict[str, Shape]]
     needs_whole: str = ""
+    gathers: bool = False
     is_fused: bool = False
 
 
@@ -122,6 +124,7 @@ KINDS: Mapping[str, Kind] = {
         _muon,
         _muon_keeps,
         needs_whole="orthogonalises whole matrices",
+        gathers=True,
     ),
 }
 
@@ -252,7 +255,8 @@ def check_optimizer(
 def _check_kind(config: RunConfig, strategy: Strategy, model: ModelShape) -> Iterator[Finding]:
     optim = config.optim
     kind = KINDS[optim.name]
-    if kind.needs_whole and (strategy.shards(config) or strategy.updates_itself):
+    is_cut = strategy.updates_itself or (strategy.shards(config) and not kind.gathers)
+    if kind.needs_whole and is_cut:
         yield Finding(
             severity="error",
             where="optim.name",

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from paceline.checkpoint.pieces import EMA, Piece, Section, Source, moment_name
 from paceline.errors import ConfigError
+from paceline.strategies.gather import cut_like, first_row
 from paceline.strategies.precision import LossScale
 
 LOG = logging.getLogger("paceline")
@@ -70,7 +70,7 @@ def load_module(
     own = {name: tuple(value.shape) for name, value in held.items()}
     require_same_shapes(source, {**elsewhere, **own})
     for name, value in held.items():
-        source.fill("model", name, _first_row(value), local_part(value))
+        source.fill("model", name, first_row(value), local_part(value))
 
 
 def load_optimizer(
@@ -123,7 +123,7 @@ def piece_of(
     """Return what this rank holds of a tensor. `holders`: where that cannot be seen from the
     tensor."""
     held = holders if holders is not None else _holders(value)
-    return Piece(section, name, tuple(value.shape), _first_row(value), local_part(value), held)
+    return Piece(section, name, tuple(value.shape), first_row(value), local_part(value), held)
 
 
 def local_part(value: Tensor) -> Tensor:
@@ -137,18 +137,13 @@ def moment_like(source: Source, name: str, parameter: Tensor) -> Tensor:
     if shape != tuple(parameter.shape):
         return source.rows("optimizer", name, 0, (*shape, 1)[0])
     rows = torch.empty_like(local_part(parameter))
-    source.fill("optimizer", name, _first_row(parameter), rows)
-    if not isinstance(parameter, DTensor):
-        return rows
-    return DTensor.from_local(
-        rows, parameter.device_mesh, parameter.placements,
-        run_check=False, shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+    source.fill("optimizer", name, first_row(parameter), rows)
+    return cut_like(parameter, rows)
 
 
 def fill_like(source: Source, name: str, value: Tensor) -> None:
     """Read into a tensor what this rank holds of it."""
-    source.fill("optimizer", name, _first_row(value), local_part(value))
+    source.fill("optimizer", name, first_row(value), local_part(value))
 
 
 def slots_of(source: Source) -> dict[str, list[str]]:
@@ -266,16 +261,6 @@ def _not_storable(value: Any, parameter: Tensor) -> str:
             f"a tensor of shape {list(value.shape)} on one rank's piece of {list(parameter.shape)}"
         )
     return "" if value is None or type(value).__name__ in NUMBERS else f"a {type(value).__name__}"
-
-
-def _first_row(value: Tensor) -> int:
-    """Return where this rank's part begins in the whole tensor."""
-    if not isinstance(value, DTensor) or not value.shape:
-        return 0
-    _, offset = compute_local_shape_and_global_offset(
-        value.shape, value.device_mesh, value.placements
-    )
-    return int(offset[0])
 
 
 def _holders(value: Tensor) -> tuple[int, ...]:

@@ -4,10 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
-from paceline.strategies.gather import locals_of
+from paceline.strategies.gather import cut_like, first_row, locals_of, whole
+
+# Muon's steps at the size of AdamW's, so that one learning rate and one decay fit both.
+SIZE = "match_rms_adamw"
 
 
 class Lion(Optimizer):
@@ -45,8 +49,8 @@ class Lion(Optimizer):
 
 class MuonAndAdamW(Optimizer):
     """torch's Muon for groups that say `is_hidden`, torch's AdamW for the others, as one optimizer
-    with one state. Muon's steps are scaled to the size of AdamW's
-    (https://arxiv.org/abs/2502.16982), so that one learning rate and one decay fit both."""
+    with one state (https://arxiv.org/abs/2502.16982). Of sharded matrices each rank keeps its rows
+    of the momentum."""
 
     def __init__(
         self,
@@ -61,7 +65,7 @@ class MuonAndAdamW(Optimizer):
         hidden, others = self._split()
         self.parts: list[tuple[bool, Optimizer]] = []
         if hidden:
-            muon = Muon(hidden, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+            muon = Muon(hidden, momentum=momentum, adjust_lr_fn=SIZE)
             self.parts.append((True, muon))
         if others:
             self.parts.append((False, AdamW(others, betas=betas, eps=eps)))
@@ -77,4 +81,29 @@ class MuonAndAdamW(Optimizer):
         for is_hidden, part in self.parts:
             # To load a state makes new groups and a new state.
             part.param_groups, part.state = hidden if is_hidden else others, self.state
-            part.step()
+            if is_hidden and isinstance(hidden[0]["params"][0], DTensor):
+                for group in hidden:
+                    self._step_sharded(group)
+            else:
+                part.step()
+
+    def _step_sharded(self, group: dict[str, Any]) -> None:
+        """Gather what becomes of each gradient by its momentum, one matrix at a time, and let every
+        rank orthogonalise the whole: it keeps its own rows. A collective."""
+        lr, momentum = group["lr"], group["momentum"]
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            mine = (parameter, parameter.grad, state["momentum_buffer"])
+            weight, gradient, kept = locals_of(mine)
+            kept.lerp_(gradient, 1 - momentum)
+            update = whole(cut_like(parameter, gradient.lerp(kept, momentum)))
+            # torch's own, from 0 and without a momentum of its own: what is left is the move.
+            move = nn.Parameter(torch.zeros_like(update))
+            move.grad = update
+            Muon([move], lr, 0.0, momentum=0.0, nesterov=False, adjust_lr_fn=SIZE).step()
+            first = first_row(parameter)
+            weight.mul_(1 - lr * group["weight_decay"]).add_(move[first : first + len(weight)])

@@ -17,7 +17,7 @@ from paceline.plan.planner import estimate_rank, measure_model
 from paceline.records import Plan
 from paceline.records.rundir import RunDir
 from paceline.strategies.clock import HostClock
-from paceline.strategies.optimizers import KINDS
+from paceline.strategies.optimizers import KINDS, Kind
 from tests.harness import (
     HeldSource,
     RankEnds,
@@ -52,6 +52,7 @@ SETTINGS = {
     "muon": ["optim.lr=0.005", "optim.eps=1e-3"],
 }
 MICRO = "train.micro_batch_size=8"
+ALONE = ["strategy.name=ddp", "train.micro_batch_size=16"]  # run_here: on one rank
 STRATEGIES = {
     "ddp": ["strategy.name=ddp", MICRO],
     "zero1": ["strategy.name=zero1", "train.micro_batch_size=4"],
@@ -66,13 +67,19 @@ STRATEGIES = {
     ],
 }  # fmt: skip
 CUT = ("zero2", "zero3")  # refused for what needs whole matrices: tests/unit/test_optim.py
+
+
+def is_whole(kind: Kind) -> bool:
+    return bool(kind.needs_whole) and not kind.gathers
+
+
 MATRIX = [
     (optimizer, strategy)
     for optimizer, kind in KINDS.items()
     for strategy in STRATEGIES
-    if not (kind.needs_whole and strategy in CUT)
+    if not (is_whole(kind) and strategy in CUT)
 ]
-QUICK = [("lion", "zero3"), ("muon", "zero1"), ("adafactor", "pipeline")]
+QUICK = [("lion", "zero3"), ("muon", "zero2"), ("adafactor", "pipeline")]
 # torch's Muon orthogonalises in bf16: where a gradient differs in its last bit an update may differ
 # in its ninth. In fp32 it is the same algorithm, and shows whether ranks compute the same.
 EXACT = """
@@ -105,6 +112,7 @@ def torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compare(rows: list[tuple[str, str]], folder: Path, *more: str) -> None:
     """All rows in one group of two ranks, to be quick; one process for each optimizer."""
+    folder.mkdir(exist_ok=True)
     (folder / "exact.py").write_text(EXACT)
     more = (*more, f"workload={folder / 'exact.py'}:Exact")
     names = {f"{optimizer}, {strategy}": (optimizer, strategy) for optimizer, strategy in rows}
@@ -113,7 +121,7 @@ def compare(rows: list[tuple[str, str]], folder: Path, *more: str) -> None:
     references: dict[str, RankEnds] = {}
     for name, (optimizer, _) in names.items():
         if optimizer not in references:
-            alone = [*settings(optimizer), "train.micro_batch_size=16", *more]
+            alone = [*settings(optimizer), *more, *ALONE]
             references[optimizer] = run_here(folder / optimizer, "lm_tiny", alone)
         assert_same_state_and_curve(references[optimizer], ended[name], name)
 
@@ -163,6 +171,14 @@ def test_a_frozen_backbone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optimizer", KINDS)
 def test_two_ranks_equal_one_whatever_the_strategy(optimizer: str, tmp_path: Path) -> None:
     compare([row for row in MATRIX if row[0] == optimizer and row not in QUICK], tmp_path)
+
+
+@pytest.mark.nightly
+def test_stages_that_are_sharded(tmp_path: Path) -> None:
+    """Two stages, each cut over two ranks: what is gathered is gathered among those."""
+    inner = ["strategy.inner=zero2", "strategy.stages=2", "train.micro_batch_size=8"]
+    for name in ("lion", "muon"):
+        compare([(name, "pipeline")], tmp_path / name, "model.tied=false", *inner, "launch.nproc=4")
 
 
 @pytest.mark.nightly
@@ -263,7 +279,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> str:
 def legs_of(optimizer: str) -> list[Leg]:
     """From ddp through what else takes it, and back."""
     more = (f"optim.name={optimizer}", *SETTINGS[optimizer], "optim.ema=0.8")
-    between = ["zero1"] if KINDS[optimizer].needs_whole else ["zero3", "zero1", "zero2"]
+    between = ["zero1"] if is_whole(KINDS[optimizer]) else ["zero3", "zero1", "zero2"]
     return [Leg(name, 2, more) for name in ("ddp", *between, "ddp")]
 
 
