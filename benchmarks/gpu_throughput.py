@@ -31,7 +31,7 @@ from paceline.data.synthetic import SyntheticTokens
 from paceline.job import Job, load_job
 from paceline.plan.policy import effective_config
 from paceline.strategies.blocks import find_blocks
-from paceline.strategies.optim import build_optimizer
+from paceline.strategies.optim import optimizer_kind, parameter_groups
 from paceline.strategies.weights import fill_weights
 
 WARMUP = 10
@@ -64,7 +64,9 @@ class Bench:
         return [batch.pin_memory() if ON_GPU else batch for batch in tokens]
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(model.parameters(), self.job.config.optim, fused=True)
+        optim = self.job.config.optim
+        kind, settings = optimizer_kind(optim, fused=True)
+        return kind(parameter_groups(model, optim), **settings)
 
 
 class Stopwatch:

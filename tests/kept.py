@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.checkpoint.folder import CheckpointFolder
-from paceline.checkpoint.pieces import Piece
+from paceline.checkpoint.pieces import Piece, Section
 from paceline.checkpoint.saver import Saver, Writer
 from paceline.config.load import dump_config
 from paceline.config.schema import CheckpointConfig
@@ -70,7 +70,8 @@ CUT = torch.zeros(8, dtype=torch.uint8)
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> list[Piece]:
-    """Tensors with rows are cut in contiguous blocks, as zero3 does; others are everybody's."""
+    """Tensors with rows are cut in contiguous blocks, as zero3 does; others are everybody's.
+    `ema/NAME` is the average of a weight."""
     everybody, found = tuple(range(num_ranks)), []
     for name, value in tensors.items():
         rows = -(-len(value) // num_ranks) if value.dim() else 0
@@ -79,7 +80,8 @@ def _pieces(tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> l
             if len(block):
                 found.append(Piece("model", name, tuple(value.shape), rank * rows, block, (rank,)))
         else:
-            found.append(Piece("model", name, tuple(value.shape), 0, value, everybody))
+            section: Section = "optimizer" if name.startswith("ema/") else "model"
+            found.append(Piece(section, name, tuple(value.shape), 0, value, everybody))
     found.append(Piece("optimizer", "exp_avg/w", (4,), 0, torch.ones(4), everybody))
     return found
 

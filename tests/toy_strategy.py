@@ -57,8 +57,7 @@ class Toy(Strategy):
 
         objective = compose(parts)
         module = objective.model
-        fused = parts.plan.fused_optimizer.value
-        optimizer = build_optimizer(module.parameters(), parts.config.optim, fused)
+        optimizer = build_optimizer(parts, module)
         return ToyEngine(parts, module, optimizer, Wrapping(objective))
 
 

@@ -21,11 +21,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.checkpoint.folder import BEST, LATEST, TEMPORARY, CheckpointFolder, step_name
+from paceline.checkpoint.pieces import EMA, moment_name
 from paceline.checkpoint.survey import checkpoints_of, list_steps, no_checkpoints, require_sound
 from paceline.checkpoint.tensors import TensorFiles, whole_pieces, write_whole
 from paceline.config.load import check_plain, read_plain
 from paceline.config.schema import run_schema
 from paceline.errors import ConfigError, DataError, RestoreError, SaveError
+from paceline.records import Manifest
 from paceline.records.base import MAX_BYTES, Part
 from paceline.records.files import read_regular, sync_directory, write_atomic
 from paceline.records.rundir import RunDir, slug
@@ -45,8 +47,9 @@ class Converted(Part):
     num_tensors: int
 
 
-def convert(run: RunDir, which: str, out: Path | None, say: Say) -> Converted:
-    """Write one checkpoint as `out`; `which` is latest, best or a step."""
+def convert(run: RunDir, which: str, out: Path | None, say: Say, ema: bool = False) -> Converted:
+    """Write one checkpoint as `out`; `which` is latest, best or a step. `ema`: the average of the
+    weights in their place."""
     tree = read_plain(run.config)
     folder = checkpoints_of(run, tree)
     step = choose_step(folder, which)
@@ -54,6 +57,8 @@ def convert(run: RunDir, which: str, out: Path | None, say: Say) -> Converted:
     _require_unused(target)
     model = _transformers_model(run, tree, say)
     manifest = require_sound(folder, step, say)
+    if ema:
+        manifest = _with_averages(manifest)
     source = TensorFiles(folder.path(step), manifest)
     with _appearing(target) as temporary:
         if model is None:
@@ -73,6 +78,21 @@ def convert(run: RunDir, which: str, out: Path | None, say: Say) -> Converted:
         files={path.name: path.stat().st_size for path in sorted(target.iterdir())},
         num_tensors=num_tensors,
     )
+
+
+def _with_averages(manifest: Manifest) -> Manifest:
+    """Let each weight be read where its average is; what is not trained has none, and stays."""
+    averages = {
+        name: manifest.optimizer[moment_name(name, EMA)]
+        for name in manifest.model
+        if moment_name(name, EMA) in manifest.optimizer
+    }
+    if not averages:
+        raise ConfigError(
+            f"the checkpoint of step {manifest.step} has no average of the weights\n"
+            "hint: optim.ema=0.999 keeps one; without --ema the weights themselves are written"
+        )
+    return manifest.model_copy(update={"model": manifest.model | averages})
 
 
 def choose_step(folder: CheckpointFolder, which: str) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 Section = Literal["model", "optimizer"]
 SECTIONS: tuple[Section, ...] = ("model", "optimizer")
+EMA = "ema"  # the average of a weight, beside exp_avg and the like
 
 
 class Piece(NamedTuple):

@@ -25,6 +25,9 @@ FolderOption = Annotated[
     Path | None,
     typer.Option("--out", help="The folder to make; RUN_DIR/converted/step_<n> if not given."),
 ]
+AverageFlag = Annotated[
+    bool, typer.Option("--ema", help="Write the average of the weights that optim.ema has kept.")
+]
 app = typer.Typer(
     help="List, verify and convert what a run has kept.\n\n"
     "Example: paceline checkpoints list runs/latest",
@@ -93,6 +96,7 @@ def convert(
     run_dir: RunArgument,
     step: StepArgument = "latest",
     out: FolderOption = None,
+    ema: AverageFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Write a checkpoint's model as model.safetensors and config.json, reload it and compare.
@@ -111,7 +115,7 @@ def convert(
 
         # Libraries that transformers imports print what they think; stdout is for data.
         with redirect_stdout(sys.stderr):
-            converted = write(run, step, out, ConsoleTalk().say)
+            converted = write(run, step, out, ConsoleTalk().say, ema)
     if as_json:
         print_json(json.dumps(converted.model_dump(mode="json"), indent=2))
         return

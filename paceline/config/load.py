@@ -258,7 +258,12 @@ def _explain(error: ValidationError, draft: Draft, schema: type[BaseModel]) -> I
         seen.add(path)
         key, place = ".".join(path), _place(path, draft)
         known = field_at(schema, path)
-        if item["type"] == "extra_forbidden":
+        inside = item["loc"][len(path) :]  # of a list, where every item has keys
+        if len(inside) > 1 and isinstance(inside[0], int):
+            says = {"extra_forbidden": "is not a key there", "missing": "is required"}
+            what = says.get(item["type"], f"is {item['input']!r}: {item['msg']}")
+            yield f"{key}[{inside[0]}].{inside[1]} in {place} {what}"
+        elif item["type"] == "extra_forbidden":
             if not _overridden(path, draft):  # an override's unknown key is reported already
                 yield unknown_key(key, place, schema)
         elif item["type"] == "missing":

@@ -58,6 +58,14 @@ class TrainConfig(Section):
     eval_samples: Literal["all"] | Positive = Field(
         "all", description="Validation samples per evaluation."
     )
+    eval_ema: bool = Field(
+        False, description="Evaluate with the average of the weights that optim.ema keeps."
+    )
+    deterministic: bool = Field(
+        False,
+        description="Only kernels whose results are the same bits every time; an operation that has"
+        " none ends the run.",
+    )
     max_skips: Count = Field(
         0, description="Updates vetoed for a non-finite loss or gradient before the run ends."
     )
@@ -80,29 +88,79 @@ class TrainConfig(Section):
 
 
 class ScheduleConfig(Section):
-    name: Literal["cosine", "constant"] = Field("cosine", description="Shape after the warm-up.")
+    name: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        "cosine",
+        description="Shape after the warm-up. wsd: the top, then linearly down at the end.",
+    )
     warmup_steps: Count = Field(
         0, description="Steps of linear warm-up; step 1 uses lr / warmup_steps."
     )
+    total_steps: Literal["auto"] | Positive = Field(
+        "auto",
+        description="Step at which the floor is reached; it stays there. auto: train.steps.",
+    )
+    decay: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.2, description="wsd: the share of total_steps, at their end, in which the rate falls."
+    )
     floor: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="Last learning rate of the cosine, as a share of optim.lr."
+        0.1, description="Last learning rate, as a share of optim.lr."
     )
 
 
+class GroupConfig(Section):
+    """Parameters that are treated alike, by a pattern for their names."""
+
+    match: str = Field(
+        min_length=1, description="Pattern for names of parameters: * is any letters, dots too."
+    )
+    lr_scale: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Their learning rate, as a multiple of that of the step."
+    )
+    weight_decay: Literal["auto"] | Annotated[float, Field(ge=0)] = Field(
+        "auto", description="Theirs, vectors too. auto: optim.weight_decay on matrices."
+    )
+    frozen: bool = Field(False, description="They are not trained: no gradient, no state.")
+
+
 class OptimConfig(Section):
-    name: Literal["adamw", "sgd"] = Field("adamw", description="The optimizer.")
+    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"] = Field(
+        "adamw",
+        description="The optimizer. muon updates the matrices of the model's blocks, and AdamW the"
+        " rest.",
+    )
     lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="Highest learning rate.")
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         0.1, description="Applied to matrices only, not to norms and biases."
     )
-    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW's first beta.")
-    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="AdamW's second beta.")
-    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="SGD's momentum.")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.9, description="First beta of AdamW, Adam and Lion."
+    )
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.95, description="Second beta of AdamW, Adam and Lion."
+    )
+    eps: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
+        "auto",
+        description="What the update's divisor is at least, or is increased by. auto: 1e-8; the"
+        " number type's own for adafactor.",
+    )
+    momentum: Literal["auto"] | Annotated[float, Field(ge=0, lt=1)] = Field(
+        "auto", description="Momentum of SGD and Muon. auto: 0 of SGD, 0.95 of Muon."
+    )
     fused: Literal["auto", "on", "off"] = Field(
         "auto", description="One kernel for the update, with the veto inside. auto: on."
     )
     clip: Literal["off"] | Annotated[float, Field(gt=0)] = Field(
         1.0, description="Largest global gradient norm."
+    )
+    ema: Literal["off"] | Annotated[float, Field(gt=0, lt=1)] = Field(
+        "off",
+        description="Keep an average of the weights: this share of it, and the rest of the new"
+        " weights, after each update.",
+    )
+    groups: list[GroupConfig] = Field(
+        [],
+        description="Parameters with settings of their own; the first pattern that fits a name"
+        ' counts: [{match: "head.*", lr_scale: 0.1}].',
     )
     schedule: ScheduleConfig = Field(ScheduleConfig(), description="Learning rate over time.")
 

@@ -1,8 +1,8 @@
 """The seams: a verb hands down a `Task`, a `Launcher` plans and runs ranks that do it."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -60,6 +60,8 @@ class LaunchOrder:
     workload: str = ""
     run_dir: str = RUN_DIR
     workers: int = 0  # loader processes that each rank wants
+    # What the plan needs in the ranks' environment: the value, and why.
+    variables: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 class Launcher(Protocol):
@@ -151,7 +153,8 @@ def _environment(
     """Return what ranks get beside our own environment, and why. What the user set stays."""
     asked = order.settings.env
     chosen = {"OMP_NUM_THREADS": (str(order.threads), "the plan's threads a rank")}
-    chosen |= {name: pair for name, pair in fabric.items() if name not in order.env.variables}
+    wanted = fabric | dict(order.variables)
+    chosen |= {name: pair for name, pair in wanted.items() if name not in order.env.variables}
     if visible := visible_devices(order.settings):
         chosen["CUDA_VISIBLE_DEVICES"] = (",".join(device_names(visible)), "launch.devices")
     env = {name: value for name, (value, _) in chosen.items()} | asked

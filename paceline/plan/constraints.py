@@ -5,13 +5,14 @@ into a queue."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.config.schema import RunConfig, Section
+from paceline.config.schema import OptimConfig, RunConfig, Section
 from paceline.machine.launchers import foreign_keys, is_allocated
 from paceline.plan.crew import count_ranks
 from paceline.records import Env, Finding, Plan
 from paceline.records.words import size
 from paceline.strategies import find_strategy, most_sharding
 from paceline.strategies.base import Strategy
+from paceline.strategies.optimizers import KINDS
 
 
 def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
@@ -30,6 +31,8 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             where="optim.fused",
             what=f"on was asked, off is used: {plan.fused_optimizer.because}",
         )
+    if config.optim.schedule.total_steps != "auto":
+        yield from _schedule_problems(config)
     if plan.on_gpu and not plan.fused_optimizer.value:
         yield Finding(
             severity="note",
@@ -38,6 +41,25 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             " know whether the gradient is finite",
         )
     yield from check_idle_settings(config, plan)
+
+
+def _schedule_problems(config: RunConfig) -> Iterator[Finding]:
+    schedule, steps = config.optim.schedule, config.train.steps
+    total = schedule.total_steps
+    if total != "auto" and total <= schedule.warmup_steps:
+        yield Finding(
+            severity="error",
+            where="optim.schedule.total_steps",
+            what=f"the schedule ends at step {total}, and its warm-up at {schedule.warmup_steps}",
+            hint="set it to more than optim.schedule.warmup_steps",
+        )
+    elif total != "auto" and total > steps and schedule.name != "constant":
+        yield Finding(
+            severity="note",
+            where="optim.schedule.total_steps",
+            what=f"the schedule ends at step {total}, and the run at {steps}: the learning rate"
+            " does not reach its floor",
+        )
 
 
 def _memory_problems(config: RunConfig, plan: Plan, env: Env) -> Iterator[Finding]:
@@ -101,16 +123,35 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
             train.compile == "off",
             "train.compile is off",
         ),
-        Idle("train", ("eval_samples",), train.eval_every == "off", "train.eval_every is off"),
-        Idle("optim", ("momentum",), optim.name == "adamw", "adamw has betas instead"),
-        Idle("optim", ("beta1", "beta2"), optim.name == "sgd", "sgd has momentum instead"),
+        Idle(
+            "train",
+            ("eval_samples", "eval_ema"),
+            train.eval_every == "off",
+            "train.eval_every is off",
+        ),
+        Idle("train", ("eval_ema",), optim.ema == "off", "optim.ema is off"),
+        *_optimizer_rules(optim, plan),
         Idle(
             "optim.schedule",
-            ("floor",),
+            ("floor", "total_steps"),
             optim.schedule.name == "constant",
             "a constant schedule never falls",
         ),
+        Idle(
+            "optim.schedule",
+            ("decay",),
+            optim.schedule.name != "wsd",
+            f"optim.schedule.name is {optim.schedule.name}",
+        ),
     )
+
+
+def _optimizer_rules(optim: OptimConfig, plan: Plan) -> Iterator[Idle]:
+    """Yield keys of other optimizers. The workload's own may read any."""
+    if plan.optimizer.value in KINDS:
+        keys = {key for kind in KINDS.values() for key in kind.reads}
+        unread = tuple(sorted(keys - set(KINDS[optim.name].reads)))
+        yield Idle("optim", unread, True, f"{optim.name} does not read it")
 
 
 def _strategy_rules(config: RunConfig, plan: Plan) -> Iterator[Idle]:

@@ -40,6 +40,8 @@ from paceline.strategies import find_strategy, most_sharding
 from paceline.strategies.base import Share, Strategy
 from paceline.strategies.batchnorm import batchnorm_findings
 from paceline.strategies.blocks import measure_shape
+from paceline.strategies.optim import freeze
+from paceline.strategies.optimizers import check_optimizer, choose_fused, choose_optimizer
 from paceline.strategies.shape import ModelShape
 from paceline.workloads.base import Workload
 from paceline.workloads.methods import check_methods
@@ -85,7 +87,9 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         compile=_as_asked(config.train.compile),
         compile_scope=_choose_scope(config, sharing),
         recompute=_as_asked(config.train.activation_checkpointing, idle="none"),
-        fused_optimizer=_choose_fused(config, sharing),
+        optimizer=choose_optimizer(config, workload),
+        fused_optimizer=choose_fused(config, sharing, workload),
+        deterministic=config.train.deterministic,
         threads=choose_threads(config.launch, env, crew, workers.value),
         loader_workers=workers,
         model=model.size(),
@@ -105,6 +109,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *workload.problems(config),
         *check_policy(config, env, plan, workload),
         *sharing.problems(config, crew, model),
+        *check_optimizer(config, sharing, workload, model),
         *_recompute_problems(config, model),
         *batchnorm_findings(config, sharing, batch, model),
         *_host_memory_problems(config, env, plan, model),
@@ -195,8 +200,12 @@ def sketch_model(workload: Workload, config: RunConfig) -> torch.nn.Module:
 
 def measure_model(workload: Workload, config: RunConfig) -> ModelShape:
     """Return the shape of the model; tied parameters count once."""
-    shape = measure_shape(sketch_model(workload, config))
+    sketch = sketch_model(workload, config)
+    freeze(sketch, config.optim)
+    shape = measure_shape(sketch)
     shape = replace(shape, positions=workload.block_positions(config))
+    if not shape.trainable and config.optim.groups:
+        raise ConfigError("optim.groups freezes all that there is to train")
     if not shape.trainable:
         raise ConfigError(f"{type(workload).__name__}.build_model gave nothing to train")
     return shape
@@ -269,19 +278,6 @@ def _choose_scope(config: RunConfig, strategy: Strategy) -> Choice[CompileScope]
     return Choice(requested=asked, value=value, because=because, matters=compiles)
 
 
-def _choose_fused(config: RunConfig, strategy: Strategy) -> Choice[bool]:
-    asked = config.optim.fused
-    if config.optim.name == "sgd" and strategy.shards(config):
-        because = "torch's fused SGD does not know sharded tensors"
-        return Choice(requested=asked, value=False, because=because)
-    if config.optim.name == "sgd" and config.optim.momentum:
-        because = "torch's fused SGD leaves its momentum undefined if update 1 is vetoed"
-        return Choice(requested=asked, value=False, because=because)
-    if asked == "auto":
-        return Choice(requested=asked, value=True, because="one kernel for all parameters")
-    return Choice(requested=asked, value=asked == "on", because="as asked")
-
-
 def _choose_workers(config: RunConfig, env: Env, crew: Crew) -> Choice[int]:
     asked = config.data.num_workers
     if asked != "auto":
@@ -302,7 +298,9 @@ def wanted_workers(plan: Plan) -> int:
 
 
 def _choose_flops(workload: Workload, config: RunConfig) -> Choice[float | None]:
-    counted = workload.flops(config)
+    # What a workload counts has a gradient for every weight.
+    has_frozen = any(group.frozen for group in config.optim.groups)
+    counted = None if has_frozen else workload.flops(config)
     if counted is None:
         because = "counted on the first batch by torch.utils.flop_counter"
         return Choice(requested="auto", value=None, because=because)

@@ -161,7 +161,12 @@ class Plan(Record):
     compile: Choice[str] = Field(description="torch.compile's mode, or off.")
     compile_scope: Choice[CompileScope] = Field(description="What one compiled graph holds.")
     recompute: Choice[Recompute] = Field(description="Activation checkpointing.")
+    optimizer: Choice[str] = Field(
+        Choice(requested="n/a", value="n/a", because=NO_OTHER, matters=False),
+        description="One of optim.name's, or the workload's own.",
+    )
     fused_optimizer: Choice[bool]
+    deterministic: bool = Field(False, description="Only kernels that give the same bits again.")
     threads: Choice[int]
     loader_workers: Choice[int]
     model: ModelSize

@@ -64,6 +64,10 @@ REFUSALS: dict[str, type[PacelineError]] = {
 }
 
 
+# With other workspaces cuBLAS may sum in another order from call to call; torch refuses it then.
+CUBLAS_REPEATS = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", "train.deterministic")}
+
+
 class Talk(Protocol):
     """What the user sees while a run goes on (cli/talk.py)."""
 
@@ -275,6 +279,7 @@ def order_for(job: Job, env: Env, plan: Plan, run_dir: str = RUN_DIR) -> LaunchO
         workload=job.config.workload,
         run_dir=run_dir,
         workers=wanted_workers(plan),
+        variables=CUBLAS_REPEATS if plan.deterministic and plan.on_gpu else {},
     )
 
 

@@ -26,7 +26,13 @@ from paceline.strategies import lossy_keys
 from paceline.strategies.optim import learning_rate
 from paceline.strategies.stored import named_tensors, require_same_shapes
 from paceline.trust import strangers
-from paceline.workloads.base import Approve, absolute_name, load_trusted, require_trusted
+from paceline.workloads.base import (
+    Approve,
+    Workload,
+    absolute_name,
+    load_trusted,
+    require_trusted,
+)
 
 # Where ranks run, what is watched, how the work is shared: the same thing is computed.
 FREE = ("name", "launch.", "observe.", "audit.", "checkpoint.", "strategy.")
@@ -35,12 +41,14 @@ BATCH = ("train.micro_batch_size", "train.grad_accum", "train.global_batch_size"
 STEPS = "train.steps"
 # What would be different from the checkpoint on, by how a key begins; the first that fits.
 REASONS = {
+    "optim.ema": "the average of the weights would begin, end or weigh its steps differently",
     "optim.schedule": "the learning rate would leave the curve that it has followed",
     "optim.": "the optimizer would make other updates of the same gradients",
     "data.": "the steps to come would see other samples than this run was begun with",
     "train.seed": "the data would come in another order, and dropout would draw other numbers",
     "train.eval": "validation losses would not compare with those before",
     "train.max_skips": "more or fewer bad steps would be borne than so far",
+    "train.deterministic": "other kernels round differently: no step would be the same bit for bit",
     "train.compile": "compiled kernels round differently: no step would be bit for bit the same",
     "train.activation_checkpointing": "what is computed again rounds as it likes",
     "precision.": "numbers would be rounded differently from here on",
@@ -126,18 +134,24 @@ def load_resumption(
 def explain_schedule(resumption: Resumption, last_step: int) -> str:
     """What another number of steps does to the learning rate after `last_step`; empty where it
     does nothing."""
-    optim = resumption.job.config.optim
+    optim, workload = resumption.job.config.optim, resumption.job.workload
     change = next((change for change in resumption.changes if change.key == STEPS), None)
     if change is None:
         return ""
-    if optim.schedule.name == "constant":
+    if type(workload).learning_rate is not Workload.learning_rate:
+        return f"{type(workload).__name__}.learning_rate says what the steps to come take"
+    name = optim.schedule.name
+    if name == "constant":
         return "the learning rate is constant: more or fewer steps do not change it"
+    if optim.schedule.total_steps != "auto":
+        end = optim.schedule.total_steps
+        return f"the learning rate follows its {name} to step {end}, as before"
     if not 0 < last_step < change.after:
-        return f"the cosine of the learning rate ends at step {change.after}"
+        return f"the {name} of the learning rate ends at step {change.after}"
     then = learning_rate(last_step, change.before, optim)
     now = learning_rate(last_step + 1, change.after, optim)
     return (
-        f"the cosine of the learning rate now ends at step {change.after}, not {change.before}:"
+        f"the {name} of the learning rate now ends at step {change.after}, not {change.before}:"
         f" step {last_step} took {then:.3g}, step {last_step + 1} takes {now:.3g}, and the last one"
         f" {optim.lr * optim.schedule.floor:.3g}"
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -125,6 +126,11 @@ class Engine(Protocol):
         """Return the loss, without gradients. All ranks call it the same number of times."""
         ...
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """While inside, the model has the weights to evaluate with: the average of `optim.ema`
+        where `train.eval_ema` asks for it, else its own."""
+        ...
+
     def weights(self) -> dict[str, Tensor]:
         """Return whole weights and buffers by the model's own names. A collective."""
         ...
@@ -171,6 +177,8 @@ class Strategy(ABC):
     syncs_batchnorm: ClassVar[bool] = True
     # True: a library updates the weights, and the audit looks for no optimizer of ours.
     updates_itself: ClassVar[bool] = False
+    # Why it cannot take an optimizer that the workload has built; empty: it can.
+    no_own_optimizer: ClassVar[str] = ""
 
     @abstractmethod
     def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:

@@ -65,6 +65,19 @@ def place_modules(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return places
 
 
+def find_hidden(model: nn.Module) -> set[int]:
+    """Return the ids of the matrices inside the blocks, which is what Muon is for: not of tables,
+    and not of what stands before and after the blocks."""
+    return {
+        id(parameter)
+        for block in find_blocks(model)
+        for module in block.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 2
+    }
+
+
 def measure_shape(model: nn.Module) -> ModelShape:
     """Measure the sizes of a model, which may lie on meta."""
     blocks = find_blocks(model)
@@ -76,17 +89,25 @@ def measure_shape(model: nn.Module) -> ModelShape:
     places = place_modules(model)
     seen: set[int] = set()
     parameters = []
+    hidden = find_hidden(model)
     for name, module in model.named_modules():
-        for p in module.parameters(recurse=False):
+        for key, p in module.named_parameters(recurse=False):
             if id(p) in seen:
                 continue
             seen.add(id(p))
-            unit, at = unit_of.get(id(p), len(blocks)), places[name]
+            at = places[name]
             is_table = isinstance(module, nn.Embedding) and len(at) == 1
-            is_matrix = p.dim() >= 2 and not is_table
-            shape = tuple(p.shape)
             parameters.append(
-                ParameterShape(shape, p.element_size(), p.requires_grad, unit, at, is_matrix)
+                ParameterShape(
+                    shape=tuple(p.shape),
+                    itemsize=p.element_size(),
+                    is_trainable=p.requires_grad,
+                    unit=unit_of.get(id(p), len(blocks)),
+                    places=at,
+                    is_matrix=p.dim() >= 2 and not is_table,
+                    is_hidden=id(p) in hidden,
+                    name=f"{name}.{key}" if name else key,
+                )
             )
     own = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     num_batchnorms = sum(not isinstance(m, nn.SyncBatchNorm) for m in own)

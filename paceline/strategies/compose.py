@@ -20,6 +20,7 @@ from paceline.strategies.base import EngineParts
 from paceline.strategies.batchnorm import has_statistics, sync_batchnorm, untracked
 from paceline.strategies.blocks import find_blocks, find_tail
 from paceline.strategies.objective import Objective
+from paceline.strategies.optim import freeze
 from paceline.strategies.weights import fill_weights
 
 # What `selective` keeps: the products that cost most to repeat. All else is cheap to redo.
@@ -77,9 +78,12 @@ def build_model(parts: EngineParts) -> nn.Module:
     torch.manual_seed(parts.config.train.seed)
     if parts.workload.meta_init:
         with torch.device("meta"):
-            return parts.workload.build_model(parts.config)
+            model = parts.workload.build_model(parts.config)
+        freeze(model, parts.config.optim)
+        return model
     with parts.device:
         model = parts.workload.build_model(parts.config).to(parts.device)
+    freeze(model, parts.config.optim)
     # The seed makes replicas equal, unless the user's code draws from elsewhere: rank 0 decides.
     if dist.get_world_size() > 1:
         for tensor in (*model.parameters(), *model.buffers()):

@@ -8,6 +8,7 @@ from pydantic import Field
 from paceline.config.schema import Positive, RunConfig, StrategyConfig
 from paceline.records import Crew, Exchange, Finding, Plan, StateBytes
 from paceline.strategies.base import Case, Engine, EngineParts, Share, Strategy, Unread
+from paceline.strategies.optimizers import ema_bytes, optimizer_bytes
 from paceline.strategies.shape import ModelShape, ParameterShape, sum_bytes
 
 CASTS = ("fp16", "bf16")
@@ -117,16 +118,8 @@ def replica_bytes(model: ModelShape, config: RunConfig) -> StateBytes:
     return StateBytes(
         parameters=trainable + sum_bytes(model.frozen),
         gradients=trainable,
-        optimizer=optimizer_bytes(config, trainable, len(model.trainable)),
+        optimizer=optimizer_bytes(config, model.trainable) + ema_bytes(config, model.trainable),
     )
-
-
-def optimizer_bytes(config: RunConfig, num_bytes: int, num_parameters: int) -> int:
-    """Return the state that the optimizer keeps for `num_bytes` of weights, AdamW's step counts
-    included."""
-    if config.optim.name == "adamw":
-        return 2 * num_bytes + 4 * num_parameters
-    return num_bytes if config.optim.momentum else 0
 
 
 def ddp_problems(config: RunConfig, model: ModelShape) -> list[Finding]:

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from paceline.records import Proof
 from paceline.strategies.base import Engine, EngineParts
@@ -48,14 +46,14 @@ def build_single(parts: EngineParts) -> Engine:
     """Build the plain model, without a wrapper: there are no other ranks."""
     objective = compose(parts)
     module = objective.model
-    return ModuleEngine(parts, module, _optimizer(parts, module), Wrapping(objective))
+    return ModuleEngine(parts, module, build_optimizer(parts, module), Wrapping(objective))
 
 
 def build_ddp(parts: EngineParts) -> Engine:
     objective = compose(parts)
     module = objective.model
     wrapping = wrap_ddp(parts, objective)
-    return ModuleEngine(parts, module, _optimizer(parts, module), wrapping)
+    return ModuleEngine(parts, module, build_optimizer(parts, module), wrapping)
 
 
 def build_zero1(parts: EngineParts) -> Engine:
@@ -64,14 +62,9 @@ def build_zero1(parts: EngineParts) -> Engine:
     module = objective.model
     wrapping, optim = wrap_ddp(parts, objective), parts.config.optim
     kind, settings = optimizer_kind(optim, parts.plan.fused_optimizer.value)
-    groups = parameter_groups(module.parameters(), optim)
+    groups = parameter_groups(module, optim)
     optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=kind, **settings)
     return ModuleEngine(parts, module, optimizer, replace(wrapping, dealt=optimizer.optim))
-
-
-def _optimizer(parts: EngineParts, module: nn.Module) -> Optimizer:
-    fused = parts.plan.fused_optimizer.value
-    return build_optimizer(module.parameters(), parts.config.optim, fused)
 
 
 def wrap_ddp(parts: EngineParts, objective: Objective) -> Wrapping:

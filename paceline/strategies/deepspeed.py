@@ -23,7 +23,7 @@ from typing import Any
 from paceline.config.schema import RunConfig
 from paceline.records import Crew, Exchange, Finding, Plan, StateBytes
 from paceline.strategies.base import Case, Engine, EngineParts, Share, Strategy, Unread
-from paceline.strategies.ddp import optimizer_bytes, replica_bytes
+from paceline.strategies.ddp import replica_bytes
 from paceline.strategies.deepspeed_config import (
     DeepSpeedSettings,
     check_overrides,
@@ -31,7 +31,8 @@ from paceline.strategies.deepspeed_config import (
     num_elements,
     zero_section,
 )
-from paceline.strategies.shape import ModelShape, ParameterShape, decay_groups, sum_bytes
+from paceline.strategies.optimizers import optimizer_bytes, split_groups
+from paceline.strategies.shape import ModelShape, ParameterShape, sum_bytes
 
 STAGES = range(4)
 ALIGNMENT = 2  # elements: each rank's part of a flat group starts at a multiple of it
@@ -44,6 +45,9 @@ class DeepSpeed(Strategy):
     summary = "DeepSpeed's engine, strategy.stage 0 to 3"
     Settings = DeepSpeedSettings
     updates_itself = True
+    no_own_optimizer = (
+        "DeepSpeed updates flat parts of the weights, which it hands to our optimizer"
+    )
 
     def problems(self, config: RunConfig, crew: Crew, model: ModelShape) -> list[Finding]:
         return [
@@ -155,15 +159,15 @@ def _estimate_flat(
     model: ModelShape, config: RunConfig, share: Share, section: dict[str, Any]
 ) -> StateBytes:
     """Estimate stages 1 and 2: one flat tensor per group, cut into W equal parts."""
-    groups = decay_groups(model.trainable)
+    groups = [group.members for group in split_groups(model.trainable, config.optim)]
     parts = [part_numel(group, share.size) for group in groups]
-    own = sum(parts) * WIDE
+    own, flat = sum(parts) * WIDE, [ParameterShape((n,), WIDE, True, 0) for n in parts]
     whole = sum(p.numel for p in model.trainable) * WIDE if _settings(config).stage == 1 else 0
     return StateBytes(
         parameters=own * share.size + sum_bytes(model.frozen),
         gradients=sum(_touched_numel(g, n, share) for g, n in zip(groups, parts, strict=True))
         * WIDE,
-        optimizer=own + optimizer_bytes(config, own, len(groups)),
+        optimizer=own + optimizer_bytes(config, flat),
         deferred=whole + num_elements(section, "reduce_bucket_size") * WIDE,
     )
 
@@ -171,17 +175,21 @@ def _estimate_flat(
 def _estimate_stage3(
     model: ModelShape, config: RunConfig, share: Share, section: dict[str, Any]
 ) -> StateBytes:
-    groups = decay_groups(model.trainable)
+    groups = split_groups(model.trainable, config.optim)
     threshold = num_elements(section, "stage3_param_persistence_threshold")
     small = sum(p.numel for p in model.trainable if p.numel < threshold)
     small += sum(p.numel for p in model.frozen if p.numel < threshold)
-    own = sum(-(-p.numel // share.size) for p in model.trainable) * WIDE
+    flat = [
+        ParameterShape((sum(-(-p.numel // share.size) for p in group.members),), WIDE, True, 0)
+        for group in groups
+    ]
+    own = sum_bytes(flat)
     frozen = sum(-(-p.numel // share.size) for p in model.frozen) * WIDE
     large = sum(p.numel for p in model.parameters) - small
     return StateBytes(
         parameters=own + frozen + small * WIDE,
         gradients=own + num_elements(section, "reduce_bucket_size") * WIDE,
-        optimizer=own + optimizer_bytes(config, own, len(groups)),
+        optimizer=own + optimizer_bytes(config, flat),
         # Kept from forward to backward unless there are more: it sees that they are used again.
         gathered=min(large, num_elements(section, "stage3_max_live_parameters", MAX_LIVE)) * WIDE,
     )

@@ -36,9 +36,9 @@ from paceline.strategies.deepspeed_state import (
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.gather import storage_bytes
 from paceline.strategies.objective import Objective
-from paceline.strategies.optim import build_optimizer
+from paceline.strategies.optim import build_optimizer, set_rate
 from paceline.strategies.precision import COMPUTE_TYPES
-from paceline.strategies.stored import load_scale, scale_pieces
+from paceline.strategies.stored import fitting_slots, load_scale, scale_pieces
 
 LOG = logging.getLogger("paceline")
 
@@ -46,8 +46,7 @@ LOG = logging.getLogger("paceline")
 def build_deepspeed(parts: EngineParts) -> Engine:
     deepspeed = import_deepspeed(parts.device)
     objective = compose(parts)
-    fused = parts.plan.fused_optimizer.value
-    optimizer = build_optimizer(objective.parameters(), parts.config.optim, fused)
+    optimizer = build_optimizer(parts, objective.model)
     return DeepSpeedTraining(parts, deepspeed, _start(deepspeed, parts, objective, optimizer))
 
 
@@ -125,8 +124,7 @@ class DeepSpeedTraining(ModuleEngine):
 
     def step(self, lr: float, clock: Clock) -> StepInfo:
         clock.enter(Phase.OPTIMIZER)
-        for group in self.inner.param_groups:
-            group["lr"] = lr
+        set_rate(self.inner, lr)
         norm, skipped = self._update_replica() if self.stage == 0 else self._update_sharded()
         if self.scaler is not None:
             skipped = self.scaler.judge(skipped)
@@ -180,7 +178,8 @@ class DeepSpeedTraining(ModuleEngine):
             super().load(source)
             return
         load_weights(source, self.module, self.engine.optimizer)
-        load_moments(source, self.module, self.engine.optimizer, self.inner)
+        found = fitting_slots(source, self.wanted_slots())
+        load_moments(source, self.module, self.engine.optimizer, self.inner, found)
         if self.scaler is not None:
             load_scale(self.scaler, source)
 

@@ -6,7 +6,7 @@ So what is cut is gathered, tensor by tensor, and each rank keeps what it will w
 back each rank reads the rows around its own numbers. DeepSpeed's own files are never involved.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.pieces import Piece, Section, Source, moment_name, own_pieces
-from paceline.strategies.stored import named_tensors, piece_of, require_same_shapes, slots_of
+from paceline.strategies.stored import named_tensors, piece_of, require_same_shapes
 
 
 class Span(NamedTuple):
@@ -91,9 +91,16 @@ def load_weights(source: Source, module: nn.Module, optimizer: Any) -> None:
         optimizer.refresh_fp32_params()  # its own copy, that the update works on
 
 
-def load_moments(source: Source, module: nn.Module, optimizer: Any, inner: Optimizer) -> None:
-    """Load what the optimizer keeps for this rank's numbers, from stage 1 on."""
-    slots, shapes = slots_of(source), source.shapes("optimizer")
+def load_moments(
+    source: Source,
+    module: nn.Module,
+    optimizer: Any,
+    inner: Optimizer,
+    slots: Mapping[str, Sequence[str]],
+) -> None:
+    """Load what the optimizer keeps for this rank's numbers, from stage 1 on; `slots` by the
+    parameter's name."""
+    shapes = source.shapes("optimizer")
     found: dict[Tensor, dict[str, Tensor]] = {}
     for name, flat, span in _moments(module, optimizer):
         entry = found.setdefault(flat, {})

@@ -16,13 +16,18 @@ from paceline.checkpoint.pieces import Piece, Source
 from paceline.data.loader import to_device
 from paceline.records import Proof, StateBytes
 from paceline.records.phases import Phase
+from paceline.strategies.average import Average
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
 from paceline.strategies.batchnorm import SharedBuffers
 from paceline.strategies.clock import Clock
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
 from paceline.strategies.objective import compute_loss
+from paceline.strategies.optim import set_rate, trained_parameters
+from paceline.strategies.optimizers import builds_own, state_shapes
 from paceline.strategies.precision import START_SCALE, LossScale
 from paceline.strategies.stored import (
+    OwnState,
+    Slots,
     load_module,
     load_optimizer,
     load_scale,
@@ -71,6 +76,9 @@ class ModuleEngine:
         self.zero = torch.zeros((), device=parts.device)
         self.scaler = build_scaler(parts)
         self.buffers = SharedBuffers(module)
+        decay = parts.config.optim.ema
+        self.average = Average(module, decay) if decay != "off" else None
+        self.own = OwnState(module, self.inner) if builds_own(parts.workload) else None
         # On the device the fused kernel itself reads the veto and divides the gradient; the host
         # never has to look. What remembers a bad step must be told of it, so the host must look.
         on_cuda = parts.plan.fused_optimizer.value and self.parameters[0].device.type == "cuda"
@@ -113,6 +121,8 @@ class ModuleEngine:
             excess = ((norm + TINY) / self.clip).clamp(min=1.0)
             divisor = excess if divisor is None else divisor * excess
         skipped = self._update(lr, gradients, norm, divisor)
+        if self.own is not None:
+            self.own.require_storable()
         for parameter in self.parameters:
             parameter.grad = None
         if self.scaler is not None:
@@ -127,17 +137,20 @@ class ModuleEngine:
         self, lr: float, gradients: list[Tensor], norm: Tensor, divisor: Tensor | None
     ) -> Tensor:
         """Step unless the norm is not finite; return 1 where it was not."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(self.optimizer, lr)
         if self.veto_on_device:
             skipped = (norm - norm).isnan().float()  # 1 where the norm is inf or NaN
             self.inner.found_inf, self.inner.grad_scale = skipped, divisor  # type: ignore[attr-defined]
             self.optimizer.step()
+            if self.average is not None:
+                self.average.update(skipped)
             return skipped
         if math.isfinite(norm.item()):
             if divisor is not None and (divisor := divisor.to(gradients[0].device)).item() != 1.0:
                 torch._foreach_div_(locals_of(gradients), divisor)
             self.optimizer.step()
+            if self.average is not None:
+                self.average.update()
             return self.zero
         if self.wrapping.forget is not None:
             self.wrapping.forget()
@@ -152,6 +165,11 @@ class ModuleEngine:
             self.module.train()
             self.wrapping.settle()
 
+    def averaged(self) -> AbstractContextManager[None]:
+        if self.average is None or not self.parts.config.train.eval_ema:
+            return nullcontext()
+        return self.average.in_place()
+
     def weights(self) -> dict[str, Tensor]:
         """Return whole tensors, whatever is sharded. A collective."""
         return {name: whole(value) for name, value in self.module.state_dict().items()}
@@ -160,8 +178,15 @@ class ModuleEngine:
         # State that is dealt out by whole parameters: what is here is nowhere else.
         holders = (dist.get_rank(),) if self.wrapping.dealt is not None else None
         moments = moment_pieces(self.module, self.inner, holders)
-        scale = scale_pieces(self.scaler) if self.scaler is not None else []
-        return [*module_pieces(self.module), *moments, *scale]
+        return [*module_pieces(self.module), *moments, *self.other_pieces()]
+
+    def other_pieces(self) -> list[Piece]:
+        """Return what is kept beside weights and moments."""
+        return [
+            *(scale_pieces(self.scaler) if self.scaler is not None else []),
+            *(self.average.pieces() if self.average is not None else []),
+            *(self.own.pieces() if self.own is not None else []),
+        ]
 
     def rehearse(self, batch: Callable[[], Any], clock: Clock) -> None:
         if self.wrapping.rehearsed is None:
@@ -175,9 +200,25 @@ class ModuleEngine:
     def load(self, source: Source) -> None:
         """Load all that this rank holds, from whatever ranks it was written by."""
         load_module(source, self.module)
-        load_optimizer(source, self.module, self.inner)
+        self.load_updates(source)
+
+    def load_updates(self, source: Source) -> None:
+        """Load what the updates to come depend on, beside the weights, which are there already."""
+        load_optimizer(source, self.module, self.inner, self.wanted_slots())
         if self.scaler is not None:
             load_scale(self.scaler, source)
+        if self.average is not None:
+            self.average.load(source)
+        if self.own is not None:
+            self.own.load(source)
+
+    def wanted_slots(self) -> Slots | None:
+        """Return what `optim.name` keeps for each parameter; None: whatever the workload's own
+        does."""
+        if self.own is not None:
+            return None
+        optim = self.parts.config.optim
+        return {n.name: set(state_shapes(n, optim)) for n in trained_parameters(self.module)}
 
     def held(self) -> StateBytes:
         entries = self.inner.state.values()
@@ -186,7 +227,8 @@ class ModuleEngine:
             gradients=storage_bytes(p.grad for p in self.parameters if p.grad is not None),
             optimizer=storage_bytes(
                 value for entry in entries for value in entry.values() if torch.is_tensor(value)
-            ),
+            )
+            + storage_bytes(self.average.values.values() if self.average is not None else ()),
         )
 
     def proofs(self) -> list[Proof]:

@@ -28,8 +28,7 @@ def build_sharded(parts: EngineParts, reshards: bool) -> Engine:
     objective = compose(parts, lambda root: shard_model(root, parts, mesh, reshards), rest)
     module = objective.model
     # Optimizer last: fully_shard replaces every parameter, an earlier one would step orphans.
-    fused = parts.plan.fused_optimizer.value
-    optimizer = build_optimizer(module.parameters(), parts.config.optim, fused)
+    optimizer = build_optimizer(parts, module)
     defers = ShardedSettings.of(parts.config).accumulate == "defer"
     wrapping = Wrapping(
         objective,

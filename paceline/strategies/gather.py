@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import get_total_norm
 
 
@@ -27,6 +28,26 @@ def whole(value: Any) -> Any:
     parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, padded, group=group)
     return torch.cat(parts)[: value.shape[0]].to(part.device)
+
+
+def first_row(value: Tensor) -> int:
+    """Return where this rank's part begins in the whole tensor."""
+    if not isinstance(value, DTensor) or not value.shape:
+        return 0
+    _, offset = compute_local_shape_and_global_offset(
+        value.shape, value.device_mesh, value.placements
+    )
+    return int(offset[0])
+
+
+def cut_like(value: Tensor, rows: Tensor) -> Tensor:
+    """Return a tensor that is cut as `value` is, of which this rank has `rows`."""
+    if not isinstance(value, DTensor):
+        return rows
+    return DTensor.from_local(
+        rows, value.device_mesh, value.placements,
+        run_check=False, shape=value.shape, stride=value.stride(),
+    )  # fmt: skip
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -1,55 +1,166 @@
-"""Optimizers and the learning rate of each step."""
+"""An engine's optimizer, built, and the learning rate of each step."""
 
+import inspect
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import Optimizer
 
-from paceline.config.schema import OptimConfig, ScheduleConfig
-from paceline.strategies.shape import decay_groups
+from paceline.config.schema import OptimConfig, RunConfig, ScheduleConfig
+from paceline.errors import ConfigError
+from paceline.strategies.base import EngineParts
+from paceline.strategies.blocks import find_hidden
+from paceline.strategies.optimizers import KINDS, builds_own, is_frozen, split_groups
+from paceline.workloads.base import Workload
+
+MAX_NAMED = 5
 
 
-def build_optimizer(
-    parameters: Iterable[nn.Parameter], optim: OptimConfig, fused: bool
-) -> Optimizer:
-    kind, settings = optimizer_kind(optim, fused)
-    return kind(parameter_groups(parameters, optim), **settings)
+@dataclass(frozen=True)
+class Named:
+    """A parameter of this rank, under the model's own name."""
+
+    name: str
+    parameter: nn.Parameter
+    is_hidden: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.shape)
+
+
+def freeze(model: nn.Module, optim: OptimConfig) -> None:
+    """Freeze the parameters that `optim.groups` says are. Before anything wraps the model."""
+    for name, parameter in model.named_parameters():
+        if is_frozen(name, optim):
+            parameter.requires_grad_(False)
+
+
+def build_optimizer(parts: EngineParts, module: nn.Module) -> Optimizer:
+    """Build the optimizer of what this rank holds of the model: the workload's own, or
+    `optim.name`. Each group has `lr_scale`, the multiple of a step's rate that it takes."""
+    if builds_own(parts.workload):
+        return _build_own(parts.workload, module, parts.config)
+    optim = parts.config.optim
+    kind, settings = optimizer_kind(optim, parts.plan.fused_optimizer.value)
+    return kind(parameter_groups(module, optim), **settings)
 
 
 def optimizer_kind(optim: OptimConfig, fused: bool) -> tuple[type[Optimizer], dict[str, Any]]:
     """Return the class and the settings it is built with, beside its parameters."""
-    if optim.name == "sgd":
-        return SGD, {"lr": optim.lr, "momentum": optim.momentum, "fused": fused}
-    return AdamW, {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "fused": fused}
+    listed = KINDS[optim.name]
+    module, _, name = listed.place.partition(":")
+    settings = listed.settings(optim) | {"lr": optim.lr}
+    return getattr(import_module(module), name), settings | (
+        {"fused": fused} if listed.is_fused else {}
+    )
 
 
-def parameter_groups(
-    parameters: Iterable[nn.Parameter], optim: OptimConfig
-) -> list[dict[str, Any]]:
-    """Apply weight decay to matrices only: it shrinks norms and biases for nothing."""
-    kept = decay_groups(parameter for parameter in parameters if parameter.requires_grad)
-    decays = [optim.weight_decay if group[0].dim() >= 2 else 0.0 for group in kept]
+def trained_parameters(module: nn.Module) -> list[Named]:
+    """Return the parameters that are updated, tied ones once."""
+    hidden = find_hidden(module)
     return [
-        {"params": group, "weight_decay": decay} for group, decay in zip(kept, decays, strict=True)
+        Named(name, parameter, id(parameter) in hidden)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
     ]
 
 
-def learning_rate(step: int, num_steps: int, optim: OptimConfig) -> float:
-    """Return the rate of step 1, 2, ..., num_steps: linear warm-up, then cosine down to the floor.
+def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Return the groups of `split_groups` as torch takes them."""
+    return [
+        {
+            "params": [named.parameter for named in group.members],
+            "weight_decay": group.weight_decay,
+            "lr_scale": group.lr_scale,
+            **({"is_hidden": group.is_hidden} if optim.name == "muon" else {}),
+        }
+        for group in split_groups(trained_parameters(module), optim)
+    ]
 
-    Step 1 uses lr / warmup_steps, not 0; the last step uses exactly floor x lr.
+
+def set_rate(optimizer: Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+def _build_own(workload: Workload, module: nn.Module, config: RunConfig) -> Optimizer:
+    what = f"{type(workload).__name__}.build_optimizer"
+    optimizer = workload.build_optimizer(module, config)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"{what} returned a {type(optimizer).__name__}\nhint: return a torch.optim.Optimizer"
+        )
+    names = {named.parameter: named.name for named in trained_parameters(module)}
+    given = {p for group in optimizer.param_groups for p in group["params"]}
+    left_out = [name for parameter, name in names.items() if parameter not in given]
+    if left_out:
+        raise ConfigError(
+            f"{what} leaves out {_some(left_out)}, which would never be updated\nhint: add them to"
+            ' a group, or freeze them: optim.groups=[{match: "...", frozen: true}]'
+        )
+    if strangers := len(given - names.keys()):
+        raise ConfigError(
+            f"{what} was given a model, and its optimizer has {strangers} parameters that are not"
+            " trained there\nhint: take them from model.named_parameters(), frozen ones left out"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"{what} returned a {type(optimizer).__name__}, which computes the loss again by a"
+            " closure, and a step here has none\nhint: take an optimizer of one gradient per step"
+        )
+    for group in optimizer.param_groups:
+        # Our schedule says which share of optim.lr a step takes; each group takes that of its own.
+        group["lr_scale"] = float(group.get("lr", config.optim.lr)) / config.optim.lr
+    return optimizer
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *more = [", ".join(list(names)[:MAX_NAMED]), *list(names)[MAX_NAMED:]]
+    return f"{first} and {len(more)} more" if more else first
+
+
+def rate_of(step: int, num_steps: int, config: RunConfig, workload: Workload) -> float:
+    """Return the learning rate of a step: the workload's own, or that of `optim.schedule`."""
+    own = workload.learning_rate(step, config)
+    if own is None:
+        return learning_rate(step, num_steps, config.optim)
+    if not isinstance(own, int | float) or not math.isfinite(own) or own < 0:
+        raise ConfigError(
+            f"{type(workload).__name__}.learning_rate returned {own!r} for step {step}\n"
+            "hint: return a number of at least 0, or None for that of optim.schedule"
+        )
+    return float(own)
+
+
+def learning_rate(step: int, num_steps: int, optim: OptimConfig) -> float:
+    """Return the rate of step 1, 2, ..., num_steps: linear warm-up, then by the schedule.
+
+    Step 1 uses lr / warmup_steps, not 0; the last step, of the run or of
+    `optim.schedule.total_steps`, uses exactly floor x lr, and so do those after it.
     """
     schedule = optim.schedule
     if step <= schedule.warmup_steps:
         return optim.lr * step / schedule.warmup_steps
-    return optim.lr * _after_warmup(step, num_steps, schedule)
+    return optim.lr * _after_warmup(step, last_step(num_steps, schedule), schedule)
 
 
-def _after_warmup(step: int, num_steps: int, schedule: ScheduleConfig) -> float:
+def last_step(num_steps: int, schedule: ScheduleConfig) -> int:
+    """Return the step at which the schedule reaches its floor."""
+    return num_steps if schedule.total_steps == "auto" else schedule.total_steps
+
+
+def _after_warmup(step: int, total: int, schedule: ScheduleConfig) -> float:
     if schedule.name == "constant":
         return 1.0
-    length = max(1, num_steps - schedule.warmup_steps)
-    done = min(1.0, (step - schedule.warmup_steps) / length)
-    return schedule.floor + (1 - schedule.floor) * 0.5 * (1 + math.cos(math.pi * done))
+    start = schedule.warmup_steps
+    if schedule.name == "wsd":
+        start = max(start, total - max(1, round(schedule.decay * total)))
+    done = min(1.0, max(0, step - start) / max(1, total - start))
+    left = 0.5 * (1 + math.cos(math.pi * done)) if schedule.name == "cosine" else 1 - done
+    return schedule.floor + (1 - schedule.floor) * left

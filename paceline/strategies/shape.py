@@ -6,7 +6,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol, TypeVar
 
 from paceline.records import ModelSize
 
@@ -15,7 +14,7 @@ from paceline.records import ModelSize
 class ParameterShape:
     """`unit` numbers the block it is gathered with; the last unit is the rest of the model.
     `places`: the blocks it stands with, where the rest of the model is cut up too; `is_matrix`:
-    samples are multiplied with it."""
+    samples are multiplied with it; `is_hidden`: such a matrix, of two axes, inside a block."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -23,6 +22,8 @@ class ParameterShape:
     unit: int
     places: tuple[int, ...] = (0,)
     is_matrix: bool = True
+    is_hidden: bool = False
+    name: str = ""
 
     @property
     def numel(self) -> int:
@@ -88,22 +89,3 @@ class ModelShape:
 
 def sum_bytes(parameters: Iterable[ParameterShape]) -> int:
     return sum(parameter.num_bytes for parameter in parameters)
-
-
-class Shaped(Protocol):
-    """A parameter, or what stands for one."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-
-P = TypeVar("P", bound=Shaped)
-
-
-def decay_groups(parameters: Iterable[P]) -> list[list[P]]:
-    """Return matrices, then all else: the groups of the optimizer, of which the first is decayed.
-    An empty one is left out. zero1 deals state out group by group, DeepSpeed flattens each."""
-    kept = list(parameters)
-    matrices = [p for p in kept if len(p.shape) >= 2]
-    vectors = [p for p in kept if len(p.shape) < 2]
-    return [group for group in (matrices, vectors) if group]

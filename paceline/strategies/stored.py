@@ -1,23 +1,34 @@
 """Between an engine's tensors and the pieces of a checkpoint: names, rows, holders."""
 
+import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from paceline.checkpoint.pieces import Piece, Section, Source, moment_name
+from paceline.checkpoint.pieces import EMA, Piece, Section, Source, moment_name
 from paceline.errors import ConfigError
+from paceline.strategies.gather import cut_like, first_row
 from paceline.strategies.precision import LossScale
 
+LOG = logging.getLogger("paceline")
 MAX_NAMED = 8
 NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 SCALER = ":loss_scale"  # no parameter has this name
+GROUP = ":group"  # nor this
+# Numbers of python in an optimizer's state, as tensors without axes whose slot is SLOT:KIND.
+NUMBERS: dict[str, tuple[type, torch.dtype]] = {
+    "bool": (bool, torch.bool),
+    "int": (int, torch.int64),
+    "float": (float, torch.float64),
+}
+Slots = Mapping[str, Collection[str]]  # what an optimizer keeps, by the parameter's name
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -59,23 +70,51 @@ def load_module(
     own = {name: tuple(value.shape) for name, value in held.items()}
     require_same_shapes(source, {**elsewhere, **own})
     for name, value in held.items():
-        source.fill("model", name, _first_row(value), local_part(value))
+        source.fill("model", name, first_row(value), local_part(value))
 
 
-def load_optimizer(source: Source, module: nn.Module, optimizer: Optimizer) -> None:
-    """Load what was kept for the parameters that this rank updates; for others nothing is read."""
+def load_optimizer(
+    source: Source, module: nn.Module, optimizer: Optimizer, wanted: Slots | None
+) -> None:
+    """Load what was kept for the parameters that this rank updates; for others nothing is read.
+    `wanted`: what the optimizer keeps; None: whatever there is."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    slots = slots_of(source)
+    slots = fitting_slots(source, wanted)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
-        number: {
-            slot: moment_like(source, moment_name(names[parameter], slot), parameter)
+        number: dict(
+            _moment(source, names[parameter], slot, parameter)
             for slot in slots.get(names[parameter], ())
-        }
+        )
         for number, parameter in enumerate(parameters)
     }
     kept = {number: entry for number, entry in state.items() if entry}
     optimizer.load_state_dict(optimizer.state_dict() | {"state": kept})
+
+
+def fitting_slots(source: Source, wanted: Slots | None) -> dict[str, list[str]]:
+    """Return what is kept for each parameter, of those for which that is what is `wanted`: the
+    state of another optimizer means nothing to this one."""
+    found = slots_of(source)
+    if wanted is None:
+        return found
+    fitting = {
+        name: slots for name, slots in found.items() if set(slots) == set(wanted.get(name, ()))
+    }
+    others = [name for name in wanted if found.get(name) and name not in fitting]
+    if others:
+        LOG.warning(
+            "the checkpoint has the state of another optimizer for %d parameters: this one begins"
+            " anew for them", len(others),
+        )  # fmt: skip
+    return fitting
+
+
+def _moment(source: Source, name: str, slot: str, parameter: Tensor) -> tuple[str, Any]:
+    plain, _, kind = slot.partition(":")
+    if kind:
+        return plain, NUMBERS[kind][0](source.rows("optimizer", moment_name(name, slot), 0, 1))
+    return slot, moment_like(source, moment_name(name, slot), parameter)
 
 
 def piece_of(
@@ -84,7 +123,7 @@ def piece_of(
     """Return what this rank holds of a tensor. `holders`: where that cannot be seen from the
     tensor."""
     held = holders if holders is not None else _holders(value)
-    return Piece(section, name, tuple(value.shape), _first_row(value), local_part(value), held)
+    return Piece(section, name, tuple(value.shape), first_row(value), local_part(value), held)
 
 
 def local_part(value: Tensor) -> Tensor:
@@ -92,18 +131,19 @@ def local_part(value: Tensor) -> Tensor:
 
 
 def moment_like(source: Source, name: str, parameter: Tensor) -> Tensor:
-    """Read a moment. It has its parameter's shape, and is cut as it is; a step count is one
-    number."""
-    if source.shapes("optimizer")[name] != tuple(parameter.shape):
-        return source.rows("optimizer", name, 0, 1)
+    """Read a moment. One of its parameter's shape is cut as it is; a step count is one number, and
+    what else there is, is whole on every rank."""
+    shape = source.shapes("optimizer")[name]
+    if shape != tuple(parameter.shape):
+        return source.rows("optimizer", name, 0, (*shape, 1)[0])
     rows = torch.empty_like(local_part(parameter))
-    source.fill("optimizer", name, _first_row(parameter), rows)
-    if not isinstance(parameter, DTensor):
-        return rows
-    return DTensor.from_local(
-        rows, parameter.device_mesh, parameter.placements,
-        run_check=False, shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+    source.fill("optimizer", name, first_row(parameter), rows)
+    return cut_like(parameter, rows)
+
+
+def fill_like(source: Source, name: str, value: Tensor) -> None:
+    """Read into a tensor what this rank holds of it."""
+    source.fill("optimizer", name, first_row(value), local_part(value))
 
 
 def slots_of(source: Source) -> dict[str, list[str]]:
@@ -111,7 +151,8 @@ def slots_of(source: Source) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for name in source.shapes("optimizer"):
         slot, _, parameter = name.partition("/")
-        found[parameter].append(slot)
+        if slot != EMA:  # kept beside it, and no part of the optimizer
+            found[parameter].append(slot)
     return found
 
 
@@ -151,14 +192,75 @@ def load_scale(scale: LossScale, source: Source) -> None:
         scale.load_state({s: source.rows("optimizer", name, 0, 1) for s, name in names.items()})
 
 
-def _first_row(value: Tensor) -> int:
-    """Return where this rank's part begins in the whole tensor."""
-    if not isinstance(value, DTensor) or not value.shape:
-        return 0
-    _, offset = compute_local_shape_and_global_offset(
-        value.shape, value.device_mesh, value.placements
-    )
-    return int(offset[0])
+class OwnState:
+    """What an optimizer that the workload built keeps beside tensors: numbers of a parameter, and
+    those of a group that have changed since it was built."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
+        self.module, self.optimizer = module, optimizer
+        self.first = [dict(_numbers(group)) for group in optimizer.param_groups]
+        self.is_checked = False
+
+    def require_storable(self) -> None:
+        """Refuse, after the first update, what no checkpoint could hold: not hours later."""
+        state = self.optimizer.state
+        if self.is_checked or not state:
+            return
+        self.is_checked = True
+        problems = [
+            f"{slot} of {name}: {why}"
+            for name, parameter in self.module.named_parameters()
+            for slot, value in state.get(parameter, {}).items()
+            if (why := _not_storable(value, parameter))
+        ]
+        if problems:
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} keeps what cannot go into a checkpoint:"
+                f" {'; '.join(problems[:MAX_NAMED])}\nhint: keep tensors of the parameter's shape,"
+                " or numbers; strategy.name=ddp takes tensors of any shape"
+            )
+
+    def pieces(self) -> list[Piece]:
+        entries = [(n, self.optimizer.state.get(p, {})) for n, p in self.module.named_parameters()]
+        for number, group in enumerate(self.optimizer.param_groups):
+            changed = {k: v for k, v in _numbers(group) if self.first[number].get(k) != v}
+            entries.append((f"{GROUP}{number}", changed))
+        return [
+            piece_of(
+                "optimizer",
+                moment_name(name, f"{slot}:{type(value).__name__}"),
+                torch.tensor(value, dtype=NUMBERS[type(value).__name__][1]),
+            )
+            for name, entry in entries
+            for slot, value in _numbers(entry)
+        ]
+
+    def load(self, source: Source) -> None:
+        """Load the groups' numbers; those of parameters come with their moments."""
+        slots = slots_of(source)
+        for number, group in enumerate(self.optimizer.param_groups):
+            name = f"{GROUP}{number}"
+            group |= dict(
+                _moment(source, name, slot, torch.empty(0)) for slot in slots.get(name, ())
+            )
+
+
+def _numbers(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers of python in a state or a group. The rate is the schedule's."""
+    for key, value in entry.items():
+        if type(value).__name__ in NUMBERS and key not in ("lr", "lr_scale"):
+            yield key, value
+
+
+def _not_storable(value: Any, parameter: Tensor) -> str:
+    if torch.is_tensor(value):
+        is_cut = isinstance(parameter, DTensor) and value.dim() > 0
+        if not is_cut or (isinstance(value, DTensor) and value.shape == parameter.shape):
+            return ""
+        return (
+            f"a tensor of shape {list(value.shape)} on one rank's piece of {list(parameter.shape)}"
+        )
+    return "" if value is None or type(value).__name__ in NUMBERS else f"a {type(value).__name__}"
 
 
 def _holders(value: Tensor) -> tuple[int, ...]:

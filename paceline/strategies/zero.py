@@ -6,12 +6,13 @@ shards inside a node and replicates across nodes. `fsdp` builds what is planned 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Literal
 
 from pydantic import Field
 
-from paceline.config.schema import Count, Positive, RunConfig, StrategyConfig
+from paceline.config.schema import Count, OptimConfig, Positive, RunConfig, StrategyConfig
 from paceline.records import Crew, Exchange, Finding, Plan, StateBytes
 from paceline.strategies.base import (
     Case,
@@ -23,8 +24,9 @@ from paceline.strategies.base import (
     Strategy,
     Unread,
 )
-from paceline.strategies.ddp import Replicated, optimizer_bytes
-from paceline.strategies.shape import ModelShape, ParameterShape, decay_groups, sum_bytes
+from paceline.strategies.ddp import Replicated
+from paceline.strategies.optimizers import ema_bytes, optimizer_bytes, split_groups
+from paceline.strategies.shape import ModelShape, ParameterShape, sum_bytes
 
 REDUCE_BYTES = 4  # gradients are summed in fp32
 
@@ -71,6 +73,7 @@ class Zero1(Replicated):
     summary = "DDP with the optimizer's state dealt out by whole parameters"
     aliases = ()
     alone = ""
+    no_own_optimizer = "each rank builds the optimizer anew, for the parameters dealt to it"
 
     def zero_stage(self, config: RunConfig) -> int | None:
         return 1
@@ -79,12 +82,12 @@ class Zero1(Replicated):
         """Estimate; whole parameters cannot be dealt out evenly: ranks differ by up to the largest
         one."""
         trainable = sum_bytes(model.trainable)
-        hands = deal(model.trainable, share.size)
+        hands = deal(model.trainable, share.size, config.optim)
         own = max(hands, key=sum_bytes) if share.index is None else hands[share.index]
         return StateBytes(
             parameters=trainable + sum_bytes(model.frozen),
             gradients=trainable,
-            optimizer=optimizer_bytes(config, sum_bytes(own), len(own)),
+            optimizer=optimizer_bytes(config, own) + ema_bytes(config, model.trainable),
         )
 
     def build(self, parts: EngineParts) -> Engine:
@@ -93,13 +96,15 @@ class Zero1(Replicated):
         return build_zero1(parts)
 
 
-def deal(parameters: Sequence[ParameterShape], num_ranks: int) -> list[list[ParameterShape]]:
+def deal(
+    parameters: Sequence[ParameterShape], num_ranks: int, optim: OptimConfig
+) -> list[list[ParameterShape]]:
     """Deal the state out by the rule of torch's ZeroRedundancyOptimizer, so that the plan is right
     to the byte: group by group, the largest first, to the rank that has least."""
     hands: list[list[ParameterShape]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for group in decay_groups(parameters):
-        for parameter in sorted(group, key=lambda p: p.numel, reverse=True):
+    for group in split_groups(parameters, optim):
+        for parameter in sorted(group.members, key=lambda p: p.numel, reverse=True):
             rank = loads.index(min(loads))
             loads[rank] += parameter.numel
             hands[rank].append(parameter)
@@ -154,12 +159,12 @@ class Sharded(Strategy):
         not."""
         padded = sum(padded_numel(p, share.size) * p.itemsize for p in model.trainable)
         frozen = sum(padded_numel(p, share.size) * p.itemsize for p in model.frozen)
-        own = sum(own_numel(p, share) * p.itemsize for p in model.trainable)
+        own = [own_piece(p, share) for p in model.trainable]
         waits = _defers(config) and share.num_microbatches > 1
         return StateBytes(
             parameters=padded + frozen,
             gradients=padded,
-            optimizer=optimizer_bytes(config, own, len(model.trainable)),
+            optimizer=optimizer_bytes(config, own) + ema_bytes(config, own),
             gathered=self._gathered(model, config, share),
             deferred=sum(p.numel for p in model.trainable) * REDUCE_BYTES if waits else 0,
         )
@@ -286,12 +291,12 @@ def padded_numel(parameter: ParameterShape, size: int) -> int:
     return -(-rows // size) * width
 
 
-def own_numel(parameter: ParameterShape, share: Share) -> int:
+def own_piece(parameter: ParameterShape, share: Share) -> ParameterShape:
     """Return the piece without its padding: the last ranks may have fewer rows, or none."""
-    rows, width = _rows_and_width(parameter)
+    rows, _ = _rows_and_width(parameter)
     each = -(-rows // share.size)
     before = 0 if share.index is None else share.index * each  # the first has most
-    return max(0, min(each, rows - before)) * width
+    return replace(parameter, shape=(max(0, min(each, rows - before)), *parameter.shape[1:]))
 
 
 def _rows_and_width(parameter: ParameterShape) -> tuple[int, int]:

@@ -33,7 +33,7 @@ KERNELS = {
     "aten::_scaled_dot_product_fused_attention_overrideable": ("overrideable", 3),
 }
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-FUSED = ("aten::_fused_adamw_", "aten::_fused_sgd_")
+FUSED = ("aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_sgd_")
 PROFILE = "profile of the step"
 TYPE_NAMES = {"float": "fp32", "double": "fp64", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
 
@@ -177,8 +177,10 @@ class Auditor:
         yield self._compilation()
         yield from _recompute(plan, seen)
         strategy = find_strategy(plan.strategy.value)
-        if not strategy.updates_itself:  # else its engine says what updates
+        # Else its engine says what updates, or the workload has chosen it.
+        if not strategy.updates_itself and plan.fused_optimizer.matters:
             yield _optimizer(plan, seen)
+        yield from _determinism(plan)
         yield from _collectives(strategy.collectives(self.config, plan), seen)
         yield from self.engine_proofs()
         yield _timeouts(self.config.launch.collective_timeout_s, self.device)
@@ -265,6 +267,17 @@ def _optimizer(plan: Plan, seen: StepProfile) -> Proof:
     asked = "fused" if plan.fused_optimizer.value else "not fused"
     ok = bool(found) == plan.fused_optimizer.value
     return _proof("optimizer", asked, found[0] if found else "not fused", PROFILE, ok)
+
+
+def _determinism(plan: Plan) -> Iterator[Proof]:
+    """Compare where it was asked for, or is on all the same."""
+    real = torch.are_deterministic_algorithms_enabled()
+    if plan.deterministic or real:
+        told = ("off", "on")
+        ok = real == plan.deterministic
+        yield _proof(
+            "deterministic", told[plan.deterministic], told[real], "torch's own setting", ok
+        )
 
 
 def _collectives(expected: Sequence[Collective], seen: StepProfile) -> Iterator[Proof]:

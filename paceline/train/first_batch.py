@@ -26,6 +26,7 @@ from paceline.job import Job
 from paceline.records import Plan
 from paceline.strategies.base import Engine
 from paceline.strategies.gather import locals_of
+from paceline.strategies.optim import freeze
 from paceline.train.feed import Feed
 from paceline.workloads.base import Workload
 
@@ -199,6 +200,7 @@ def _count_on_meta(job: Job, batch: Any) -> int:
     """Count a forward and a backward pass on meta tensors: only shapes are computed."""
     with torch.device("meta"):
         model = job.workload.build_model(job.config)
+    freeze(model, job.config.optim)
     on_meta = map_tensors(lambda tensor: tensor.to("meta"), batch)
     # The counter sees attention only where it is spelt out as matrix products.
     spelt_out = sdpa_kernel(SDPBackend.MATH)

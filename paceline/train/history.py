@@ -16,7 +16,7 @@ from paceline.records import Attempt, BestMetric, DataPosition, Kept, Plan
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy
-from paceline.strategies.optim import learning_rate
+from paceline.strategies.optim import rate_of
 from paceline.train.loop import Start
 from paceline.train.metrics import cut_absent_ranks
 
@@ -117,7 +117,7 @@ class History:
             saved_at=wall_time(),
             data=self._position_after(step),
             num_skips=num_skips,
-            lr=learning_rate(step, plan.steps, config.optim),
+            lr=rate_of(step, plan.steps, config, self.job.workload),
             num_steps=plan.steps,
             best=self.best,
             strategy=plan.strategy.value,

@@ -6,6 +6,7 @@ Nothing in a step waits for the device. The host learns one step late that an up
 """
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,7 +17,6 @@ from paceline.records import Plan
 from paceline.records.phases import Phase
 from paceline.strategies.base import Engine
 from paceline.strategies.clock import Clock
-from paceline.strategies.optim import learning_rate
 from paceline.train.audit import Auditor
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
@@ -46,6 +46,7 @@ class LoopParts:
     auditor: Auditor
     evaluation: Evaluation
     keeper: Keeper
+    rate: Callable[[int], float]  # the learning rate of a step
     start: Start = Start()
 
 
@@ -79,7 +80,7 @@ def _train(parts: LoopParts) -> LoopEnd:
         parts.auditor.begin(step)
         batch = parts.feed.next()
         totals = engine.forward_backward(batch.batches, batch.scale, clock)
-        lr = learning_rate(step, plan.steps, parts.config.optim)
+        lr = parts.rate(step)
         info = engine.step(lr, clock)
         parts.auditor.end(step)
 
@@ -125,7 +126,8 @@ def _before(parts: LoopParts) -> LoopEnd | None:
 
 
 def _evaluate(parts: LoopParts, step: int) -> None:
-    loss = parts.evaluation.run(parts.engine, parts.clock, parts.keeper.is_stopping)
+    with parts.engine.averaged():
+        loss = parts.evaluation.run(parts.engine, parts.clock, parts.keeper.is_stopping)
     parts.keeper.note_evaluation(step, loss)
     if loss is not None:
         parts.ledger.note_evaluation(step, loss)

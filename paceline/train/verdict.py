@@ -44,6 +44,9 @@ def _hint(message: str, is_built: bool) -> str:
         " gradient; set strategy.find_unused_parameters=true, or take them out of the model",
         "got mixed torch.Tensor and DTensor": "a block's weights are used without calling it; call"
         " the items of the model's ModuleLists, or use strategy.name=zero1",
+        "does not have a deterministic implementation": "train.deterministic=true allows only"
+        " operations that give the same bits again: replace this one, or set"
+        " train.deterministic=false",
         "can't allocate memory": "set a smaller train.micro_batch_size and a larger"
         " train.grad_accum, or fewer ranks on this machine",
         "out of memory": "set a smaller train.micro_batch_size and a larger train.grad_accum",

@@ -33,6 +33,7 @@ from paceline.schedules.passes import render_passes
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts, Recorded
 from paceline.strategies.clock import Clock, HostClock, build_clock
+from paceline.strategies.optim import rate_of
 from paceline.train.audit import Auditor
 from paceline.train.control import ControlFiles, Requests
 from paceline.train.evaluation import Evaluation
@@ -187,6 +188,7 @@ class RankRun:
             auditor=Auditor(config, plan, device, engine.proofs, audit, self.run.lost),
             evaluation=Evaluation(config, plan, val, plan.dp_rank(place.rank), device),
             keeper=self._keeper(engine, history),
+            rate=lambda step: rate_of(step, plan.steps, config, self.job.workload),
             start=history.start,
             # Last: from here on loaders live, and may die.
             feed=build_feed(self.job, plan, source, history.start.first_step, device),
@@ -343,6 +345,7 @@ def apply_policy(plan: Plan) -> None:
         # torch keys its cache of compiled graphs by the graph, not by which kernels were allowed:
         # without a mark of our own, a run that asks for cudnn gets the flash of the run before it.
         compiler_config.cache_key_tag = f"paceline: {plan.attention.value} attention"
+    _apply_determinism(plan)
     torch.set_float32_matmul_precision(plan.matmul.value)
     torch.backends.cudnn.allow_tf32 = plan.matmul.value != "highest"
     only = KERNELS.get(plan.attention.value)
@@ -350,3 +353,15 @@ def apply_policy(plan: Plan) -> None:
     torch.backends.cuda.enable_mem_efficient_sdp(only in (None, SDPBackend.EFFICIENT_ATTENTION))
     torch.backends.cuda.enable_cudnn_sdp(only in (None, SDPBackend.CUDNN_ATTENTION))
     torch.backends.cuda.enable_math_sdp(only in (None, SDPBackend.MATH))
+
+
+def _apply_determinism(plan: Plan) -> None:
+    """Allow only kernels that give the same bits again, or any: a process may run several plans."""
+    torch.use_deterministic_algorithms(plan.deterministic)
+    torch.backends.cudnn.deterministic = plan.deterministic
+    if plan.deterministic:
+        torch.backends.cudnn.benchmark = False  # it takes whichever was fastest this time
+    if plan.deterministic and plan.compile.value != "off":
+        import torch._inductor.config as inductor_config
+
+        inductor_config.deterministic = True  # its own kernels are not chosen by timing either

@@ -30,6 +30,7 @@ from paceline.trust import Code, remember, strangers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
 Split = Literal["train", "val"]
 # Asked about files that a run directory names and nobody has typed here: True where they may run.
@@ -83,6 +84,16 @@ class Workload:
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int | Tensor]:
         """Return the loss *summed* over the batch's units, and how many units that is."""
         raise ConfigError(f"{type(self).__name__} must define loss(self, model, batch)")
+
+    def build_optimizer(self, model: nn.Module, config: Any) -> Optimizer | None:
+        """Return an optimizer of all of the model's parameters that are trained, in place of
+        `optim.name`. `model` is this rank's: its weights may be pieces (DTensor), or some of the
+        layers. The schedule multiplies each group's rate."""
+        return None
+
+    def learning_rate(self, step: int, config: Any) -> float | None:
+        """Return the learning rate of step 1, 2, ...; None: that of `optim.schedule`."""
+        return None
 
     def units_per_sample(self, config: Any) -> int | None:
         """Return the units in each sample; None when they vary and `units` must count every

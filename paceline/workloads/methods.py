@@ -15,7 +15,11 @@ from types import FunctionType
 from paceline.records import Finding
 from paceline.workloads.base import Workload
 
-OPTIMIZER = "set optim.name, optim.lr, optim.schedule.name and the other keys of optim instead"
+OPTIMIZER = (
+    "set optim.name, optim.lr, optim.groups and the other keys of optim, or write"
+    " build_optimizer(self, model, config)"
+)
+SCHEDULE = "set optim.schedule.name, or write learning_rate(self, step, config)"
 LOSS = "write loss(self, model, batch): it returns the summed loss and how many were summed"
 VALIDATION = (
     'return validation data from build_data(self, config, split) where split is "val", and set'
@@ -36,10 +40,9 @@ FOREIGN = {
     "build_dataset": DATA,
     "build_datasets": DATA,
     "build_loss": LOSS,
-    "build_lr_scheduler": OPTIMIZER,
-    "build_optimizer": OPTIMIZER,
+    "build_lr_scheduler": SCHEDULE,
     "build_optimizers": OPTIMIZER,
-    "build_scheduler": OPTIMIZER,
+    "build_scheduler": SCHEDULE,
     "collate": COLLATE,
     "collate_fn": COLLATE,
     "compute_loss": LOSS,
@@ -50,14 +53,14 @@ FOREIGN = {
     "configure_optimizers": OPTIMIZER,
     "create_optimizer": OPTIMIZER,
     "create_optimizer_and_scheduler": OPTIMIZER,
-    "create_scheduler": OPTIMIZER,
+    "create_scheduler": SCHEDULE,
     "data_collator": COLLATE,
     "evaluate": VALIDATION,
     "evaluation_step": VALIDATION,
     "forward": MODEL,
     "get_eval_dataloader": VALIDATION,
     "get_train_dataloader": DATA,
-    "lr_scheduler_step": OPTIMIZER,
+    "lr_scheduler_step": SCHEDULE,
     "optimizer_step": OPTIMIZER,
     "optimizer_zero_grad": NO_HOOK,
     "predict_step": NO_HOOK,

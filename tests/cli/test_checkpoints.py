@@ -227,6 +227,21 @@ def test_convert_puts_the_parts_of_ranks_together(checkpoints: Program, tmp_path
     assert found["norm"].view(torch.int32).equal(tensors["norm"].view(torch.int32))
 
 
+def test_convert_writes_the_average_where_there_is_one(
+    checkpoints: Program, tmp_path: Path
+) -> None:
+    run, tensors = make_run(tmp_path / "run", "lm_tiny", TINY_LM)
+    first, *others = tensors
+    keep(run, tensors | {f"ema/{first}": tensors[first] + 1}, 5)
+    assert checkpoints("convert", run.root, "--ema").code == 0
+    found = load_file(run.root / "converted" / "step_5" / "model.safetensors")
+    assert found[first].equal(tensors[first] + 1)
+    assert all(found[name].equal(tensors[name]) for name in others), "frozen ones, and buffers"
+    keep(run, tensors, 6)
+    ran = checkpoints("convert", run.root, "--ema")
+    assert ran.code == 2 and "has no average of the weights" in ran.err and "optim.ema" in ran.err
+
+
 @pytest.mark.parametrize(
     ("step", "code", "says"),
     [

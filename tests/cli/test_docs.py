@@ -32,7 +32,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
-    "statistics", "bench", "pipelines",
+    "statistics", "bench", "pipelines", "optimizers",
 )  # fmt: skip
 COMMAND_S = 120
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -43,9 +43,10 @@ NEEDS = {  # a word of a command, and the program that it needs
     "strategy.name=deepspeed": "deepspeed",
 }  # fmt: skip
 FIRST_OF_TWO = {"train", "launch.launcher=torchrun", "launch.nnodes=2"}
-# Files that are called like keys, and a key that is misspelt on purpose.
+# Files and methods that are called like keys, and a key that is misspelt on purpose.
 NO_KEYS = {
     "audit.json", "launch.json", "train.log", "data.json", "launch.nprocs", "model.safetensors",
+    "model.parameters", "model.named_parameters",
 }  # fmt: skip
 OPEN_MAPS = ("launch.env", "strategy.deepspeed_config", "model.hf_config")
 
@@ -170,6 +171,7 @@ IN_CI = {
     "sweeping": "tokens_per_s>=39",
     "bench": "paceline compare before after",
     "pipelines": "--times measured",
+    "optimizers": "paceline checkpoints convert averaged --ema",
 }
 
 

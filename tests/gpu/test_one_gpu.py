@@ -66,25 +66,29 @@ def test_steps_take_the_time_of_the_device(tmp_path: Path, monkeypatch: pytest.M
         assert sum(row.phases_s.values()) == pytest.approx(row.wall_s, rel=0.005)
 
 
-def test_a_step_adds_no_synchronisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [[], ["optim.ema=0.9"]], ids=["plain", "average"])
+def test_a_step_adds_no_synchronisation(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch raises on any call that makes the host wait for the device, from step 2 on."""
-    from paceline.train import loop
+    from paceline.strategies import optim as rates
 
-    right = loop.learning_rate
+    right = rates.learning_rate
 
     def watched(step: int, num_steps: int, optim: object) -> float:
         torch.cuda.set_sync_debug_mode("error" if 1 < step < num_steps else "default")
         return right(step, num_steps, optim)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loop, "learning_rate", watched)
+    monkeypatch.setattr(rates, "learning_rate", watched)
     try:
-        ends = run_here(tmp_path / "run", "lm_tiny", [*TINY, "train.steps=30", "train.log_every=4"])
+        asked = [*TINY, "train.steps=30", "train.log_every=4", *more]
+        ends = run_here(tmp_path / "run", "lm_tiny", asked)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert ends.verdicts[0].outcome is Outcome.OK and len(ends.rows) == 30
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
 def test_the_veto_works_on_the_device(optimizer: str, tmp_path: Path) -> None:
     job, sample = write_bad_job(tmp_path), poisoned_sample(rank=0, num_ranks=1)
     settings = [item for item in BAD_SETTINGS if not item.startswith("launch.")]

@@ -48,9 +48,12 @@ READS_TEXT = ("lm", "causal_lm")
 # Keys that another choice brings into play: one run for each.
 VARIANTS = [
     [],
-    ["train.eval_every=2", "train.eval_samples=8", "data.num_workers=1"],
+    [
+        "train.eval_every=2", "train.eval_samples=8", "data.num_workers=1", "optim.ema=0.9",
+        "train.eval_ema=true", "optim.schedule.name=wsd",
+    ],
     ["optim.name=sgd", "optim.momentum=0.9"],
-]
+]  # fmt: skip
 # Keys that one strategy or one precision looks at, already in the plan: planned, and not run.
 PLANNED = [
     ["strategy.name=zero3_hybrid", "strategy.shard_size=2", "launch.nproc=4"],

@@ -59,7 +59,8 @@ def test_our_own_have_none() -> None:
     [
         ("collate_fn", "batch(self, indices)"),
         ("configure_optimizers", "optim.name"),
-        ("build_optimizer", "optim.name"),
+        ("build_optimizers", "build_optimizer(self, model, config)"),
+        ("lr_scheduler_step", "learning_rate(self, step, config)"),
         ("build_scheduler", "optim.schedule.name"),
         ("training_step", "loss(self, model, batch)"),
         ("validation_step", "train.eval_every"),

@@ -89,7 +89,7 @@ def test_deal_is_torchs_own() -> None:
     shapes = measure_shape(model)
     dist.init_process_group("fake", rank=0, world_size=4, store=dist.HashStore())
     try:
-        groups = parameter_groups(model.parameters(), JOB.config.optim)
+        groups = parameter_groups(model, JOB.config.optim)
         optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.SGD, lr=0.1)
         dealt = [
             sum(p.numel() for g in part for p in g["params"])
@@ -97,7 +97,9 @@ def test_deal_is_torchs_own() -> None:
         ]
     finally:
         dist.destroy_process_group()
-    assert dealt == [sum(p.numel for p in hand) for hand in deal(shapes.trainable, 4)]
+    assert dealt == [
+        sum(p.numel for p in hand) for hand in deal(shapes.trainable, 4, JOB.config.optim)
+    ]
 
 
 def test_blocks_are_the_items_of_lists() -> None:

@@ -44,7 +44,7 @@ def build_pipeline(parts: EngineParts, inner: Sharded | None) -> Engine:
             stages.append(_build_stage(parts, inner, index, mesh["dp"]))
     if inner is None:
         stages.tie()
-    optimizer = build_optimizer(stages.parameters(), config.optim, parts.plan.fused_optimizer.value)
+    optimizer = build_optimizer(parts, stages)
     timeout = timedelta(seconds=timeout_s)
     line = Line(
         schedule,

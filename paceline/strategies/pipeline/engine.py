@@ -27,7 +27,7 @@ from paceline.strategies.pipeline.dualpipe import DualPipeRunner, Lane
 from paceline.strategies.pipeline.holdings import Holdings, Stages, all_reduce_gradients
 from paceline.strategies.pipeline.recorder import Recorder
 from paceline.strategies.pipeline.stage import Relay, Stage
-from paceline.strategies.stored import load_module, load_optimizer, load_scale
+from paceline.strategies.stored import load_module
 
 Shapes = tuple[torch.Size, ...]
 
@@ -146,9 +146,7 @@ class PipelineEngine(ModuleEngine):
     def load(self, source: Source) -> None:
         load_module(source, self.module, self.line.holdings.kept)
         self.line.stages.spread_buffers()
-        load_optimizer(source, self.module, self.inner)
-        if self.scaler is not None:
-            load_scale(self.scaler, source)
+        self.load_updates(source)
 
     def passes(self) -> list[Pass]:
         return self.recorder.passes()

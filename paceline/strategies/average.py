@@ -1,0 +1,66 @@
+"""The average of the weights over the steps (`optim.ema`): one copy, cut as they are.
+
+It begins as the weights are, and moves towards them after each update that was made; where there is
+a veto, neither moves.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint.pieces import EMA, Piece, Source, moment_name
+from paceline.strategies.gather import locals_of
+from paceline.strategies.stored import fill_like, piece_of
+
+
+class Average:
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.values = {name: weight.detach().clone() for name, weight in self.weights.items()}
+
+    @torch.no_grad()
+    def update(self, skipped: Tensor | None = None) -> None:
+        """Move towards the weights. `skipped`, on the device, is 1 where the update was vetoed:
+        then it stays, without a look from the host."""
+        mine, theirs = locals_of(self.values.values()), locals_of(self.weights.values())
+        if skipped is None:
+            torch._foreach_lerp_(mine, theirs, 1 - self.decay)
+            return
+        share = (1 - self.decay) * (1 - skipped)
+        for value, weight in zip(mine, theirs, strict=True):
+            value.lerp_(weight, share)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While inside, the model has the average for its weights."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchange the numbers, one tensor at a time: what gathers weights knows where they lie."""
+        mine, theirs = locals_of(self.values.values()), locals_of(self.weights.values())
+        for value, weight in zip(mine, theirs, strict=True):
+            spare = weight.clone()
+            weight.copy_(value)
+            value.copy_(spare)
+
+    def pieces(self) -> list[Piece]:
+        found = (piece_of("optimizer", moment_name(n, EMA), v) for n, v in self.values.items())
+        return [piece for piece in found if piece.value.numel() or 0 in piece.shape]
+
+    @torch.no_grad()
+    def load(self, source: Source) -> None:
+        """Load it; where the checkpoint has none, begin with the weights as they are now."""
+        known = source.shapes("optimizer")
+        for name, value in self.values.items():
+            if moment_name(name, EMA) in known:
+                fill_like(source, moment_name(name, EMA), value)
+            else:
+                value.copy_(self.weights[name])
