@@ -7,6 +7,7 @@
     ├── DataError            the data is missing, damaged or too small    exit 4
     │   └── LoaderError      a loader process died or hangs               exit 4
     ├── LaunchError          ranks did not come, or left before the run   exit 5
+    ├── JobError             a method of the job itself raised            exit 5
     ├── SaveError            a checkpoint could not be written            exit 8
     ├── RestoreError         no checkpoint can be trusted                 exit 9
     └── StopAsked            a signal came before any rank had started    exit 75
@@ -112,6 +113,10 @@ class LoaderError(DataError):
 
 
 class LaunchError(PacelineError):
+    outcome = Outcome.CRASHED
+
+
+class JobError(PacelineError):
     outcome = Outcome.CRASHED
 
 

@@ -21,7 +21,7 @@ COLUMNS = (
 
 def print_plan(plan: Plan) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"[bold]{escape(plan.name)}[/]: {plan.steps} steps of {escape(plan.workload)}")
+    console.print(f"[bold]{escape(plan.name)}[/]: {plan.length} of {escape(plan.workload)}")
     batch, state = plan.batch, plan.state_bytes
     console.print(
         f"batch   {batch.global_size} samples per step = {batch.micro} micro x {batch.grad_accum}"

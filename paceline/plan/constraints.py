@@ -17,12 +17,12 @@ from paceline.strategies.base import Strategy
 def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
     """Yield everything that is wrong with, or idle in, what was asked for here."""
     yield from _memory_problems(config, plan, env)
-    if config.optim.schedule.warmup_steps > config.train.steps:
+    if config.optim.schedule.warmup_steps > plan.steps > 0:
         yield Finding(
             severity="warning",
             where="optim.schedule.warmup_steps",
             what=f"{config.optim.schedule.warmup_steps} steps of warm-up in a run of"
-            f" {config.train.steps}: the learning rate never reaches {config.optim.lr:g}",
+            f" {plan.steps}: the learning rate never reaches {config.optim.lr:g}",
         )
     if config.optim.fused == "on" and not plan.fused_optimizer.value:
         yield Finding(
@@ -101,7 +101,12 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
             train.compile == "off",
             "train.compile is off",
         ),
-        Idle("train", ("eval_samples",), train.eval_every == "off", "train.eval_every is off"),
+        Idle(
+            "train",
+            ("eval_samples", "best", "stop_after"),
+            train.eval_every == "off",
+            "train.eval_every is off",
+        ),
         Idle("optim", ("momentum",), optim.name == "adamw", "adamw has betas instead"),
         Idle("optim", ("beta1", "beta2"), optim.name == "sgd", "sgd has momentum instead"),
         Idle(

@@ -1,23 +1,24 @@
-"""The CSV files of a run: one list of columns for who writes them and who reads them.
+"""The CSV files of a run: one list of columns for who writes them (table_file.py) and who reads
+them.
 
 Columns have names, never positions. A file of another version may have fewer columns or more:
-what is missing reads as empty, what is unknown is left alone, and nothing is dropped.
+what is missing reads as empty, what is unknown is left alone, and nothing is dropped. Metrics of a
+job are columns of training.csv too: train/NAME and val/NAME, behind the others.
 """
 
 import csv
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TextIO, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import DataError
-from paceline.records.files import write_atomic
+from paceline.metrics import TRAIN, VAL
 from paceline.records.phases import STEP_PHASES, Phase
 
 Cell = str | float | None  # and so int and bool
@@ -26,6 +27,8 @@ Kind = type[int] | type[float] | type[bool] | type[str]
 CHUNK_ROWS = 20_000
 EMPTY = -1e308  # stands for an empty cell while numbers are parsed: no measurement gives it
 WRITTEN, FAILED = "ok", "failed"  # outcomes of a checkpoint
+# The losses were there first, and keep their columns.
+LOSS_COLUMNS = {"train/loss": "loss", "val/loss": "val_loss"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class TrainingRow:
     skipped: bool
     warmup: bool
     val_loss: float | None
+    metrics: dict[str, float]  # by whole name, as val/accuracy; without the losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +78,41 @@ class CheckpointRow:
 class Layout(Generic[Row]):
     """The columns of a table in the order they are written, and how a row is made of its cells. A
     cell that is empty, or whose column the file does not have, is None where `optional` has it;
-    else nan, 0, False or ""."""
+    else nan, 0, False or "". Further columns that a file may have begin with `prefixes`, and hold
+    numbers."""
 
     columns: Mapping[str, Kind]
     make: Callable[[dict[str, Any]], Row]
     optional: frozenset[str] = frozenset()
+    prefixes: tuple[str, ...] = ()
+
+    def of_file(self, header: Sequence[str]) -> "Layout[Row]":
+        """Return the layout with the further columns that a file has."""
+        more = [name for name in header if self.prefixes and name.startswith(self.prefixes)]
+        columns = {**self.columns, **dict.fromkeys(more, float)}
+        return replace(self, columns=columns, optional=self.optional | set(more)) if more else self
 
 
 MEASURES = (
     "utilisation_percent", "memory_bytes", "clock_mhz", "power_w", "temperature_c", "rss_bytes",
 )  # fmt: skip
+
+
+def _training_row(cells: dict[str, Any]) -> TrainingRow:
+    metrics = {name: cells.pop(name) for name in list(cells) if name.startswith((TRAIN, VAL))}
+    known = {name: value for name, value in metrics.items() if value is not None}
+    return TrainingRow(**cells, metrics=known)
+
+
 TRAINING = Layout(
     {
         "step": int, "loss": float, "lr": float, "grad_norm": float, "step_s": float,
         "samples_per_s": float, "tokens_per_s": float, "skipped": bool, "warmup": bool,
         "val_loss": float,
     },
-    lambda cells: TrainingRow(**cells),
+    _training_row,
     frozenset({"tokens_per_s", "val_loss"}),
+    (TRAIN, VAL),
 )  # fmt: skip
 STEPS = Layout(
     {"step": int, "warmup": bool, "wall_s": float}
@@ -181,6 +202,19 @@ class Table(Sequence[Row]):
         """Return the values of one column; an empty cell of a float column is nan."""
         return self.values[name]
 
+    @property
+    def metrics(self) -> list[str]:
+        """Return the names of all metrics that the file has, the losses too, by which `metric`
+        finds them."""
+        further = [name for name in self.values if name.startswith((TRAIN, VAL))]
+        return [*(name for name, own in LOSS_COLUMNS.items() if own in self.values), *further]
+
+    def metric(self, name: str) -> "tuple[NDArray[Any], NDArray[Any]]":
+        """Return the steps that have a value of a metric, and the values."""
+        column = LOSS_COLUMNS.get(name, name)
+        rows = self.known(column) if column in self.is_empty else self
+        return rows.column("step"), rows.column(column)
+
     def known(self, name: str) -> "Table[Row]":
         """Return the rows that have a value in an optional column."""
         return self.pick(~self.is_empty[name])
@@ -201,6 +235,7 @@ class Table(Sequence[Row]):
 def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
     """Read the rows of a file; none where it is absent. A row that was cut off, because a run was
     killed inside its line, is not one."""
+    layout = layout.of_file(read_header(path))
     values: dict[str, list[NDArray[Any]]] = {
         name: [np.empty(0, _dtype(kind))] for name, kind in layout.columns.items()
     }
@@ -218,6 +253,15 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
         {name: np.concatenate(found) for name, found in values.items()},
         {name: np.concatenate(found) for name, found in gaps.items()},
     )
+
+
+def read_header(path: Path) -> list[str]:
+    """Return the columns of a file; none where it is absent or has no whole line."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        first = file.readline()
+    return next(csv.reader([first]), []) if first.endswith("\n") else []
 
 
 def _iter_lines(path: Path, layout: Layout[Any]) -> Iterator[tuple[list[str], list[str]]]:
@@ -293,95 +337,3 @@ def _parsed(path: Path, name: str, kind: Kind, cells: Sequence[str]) -> NDArray[
         return np.array([kind(cell) if cell else empty for cell in cells], dtype=_dtype(kind))
     except ValueError as error:
         raise DataError(f"{path} is damaged: column {name}: {error}") from error
-
-
-class TableFile:
-    """Appends rows, kept in memory until `flush`, which is one write of whole lines.
-
-    A file that is there already keeps its columns in their places; columns it lacks are added
-    behind them. `kept` is the last step whose rows stay: a run that is resumed takes the later
-    ones again.
-    """
-
-    def __init__(self, path: Path, layout: Layout[Any], kept: int | None = None) -> None:
-        self._path, self._lines = path, list[str]()
-        self._columns = _open_for(path, list(layout.columns), kept)
-        self._file: TextIO = path.open("a")
-
-    def add(self, row: Mapping[str, Cell]) -> None:
-        assert set(row) <= set(self._columns), f"{set(row) - set(self._columns)} has no column"
-        self._lines.append(",".join(_text(row.get(name)) for name in self._columns))
-
-    def amend_last(self, name: str, value: Cell) -> None:
-        """Put another value into the last row that was written, in place: the file may be long."""
-        self.flush()
-        with self._path.open("r+b", buffering=0) as file:
-            end = file.seek(0, os.SEEK_END)
-            begin = _begin_of_last_line(file, end)
-            file.seek(begin)
-            cells = file.read(end - begin).decode().rstrip("\n").split(",")
-            cells[self._columns.index(name)] = _text(value)
-            line = (",".join(cells) + "\n").encode()
-            # One write, then the end: killed between the two, a scrap stays behind that no reader
-            # takes for a row.
-            os.pwrite(file.fileno(), line, begin)
-            file.truncate(begin + len(line))
-
-    def flush(self) -> None:
-        lines, self._lines = self._lines, []
-        if lines:
-            self._file.write("\n".join(lines) + "\n")
-            self._file.flush()
-
-    def sync(self) -> None:
-        self.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self.flush()
-        self._file.close()
-
-
-def _open_for(path: Path, wanted: list[str], kept: int | None) -> list[str]:
-    """Make the file fit to be appended to; return its columns in their order."""
-    before = path.read_bytes().decode() if path.is_file() else ""
-    whole = before[: before.rfind("\n") + 1]
-    first, *lines = whole.split("\n")[:-1] or [""]
-    found = first.split(",") if first else []
-    columns = found + [name for name in wanted if name not in found]
-    padding = "," * (len(columns) - len(found))
-    stay = [line + padding for line in lines if kept is None or _step_of(line, found) <= kept]
-    after = "".join(f"{line}\n" for line in (",".join(columns), *stay))
-    if after != before:
-        write_atomic(path, after)
-    return columns
-
-
-def _step_of(line: str, columns: Sequence[str]) -> int:
-    """Return the step of a row; 0, so that it stays, where that cannot be read."""
-    cell = line.split(",")[columns.index("step")] if "step" in columns else ""
-    return int(cell) if cell.isdigit() else 0
-
-
-def _begin_of_last_line(file: Any, end: int) -> int:
-    """Return where the last line begins, looking back from the end."""
-    reach = 4096
-    while True:
-        start = max(0, end - reach)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n", 0, -1)
-        if found >= 0 or start == 0:
-            return int(start + found + 1)
-        reach *= 2
-
-
-def _text(value: Cell) -> str:
-    """Ten digits of a float: enough to tell two float32 apart. None is an empty cell."""
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.10g}"
-    if isinstance(value, bool):
-        return str(int(value))
-    text = " ".join(str(value).split())
-    return '"' + text.replace('"', '""') + '"' if "," in text or '"' in text else text

@@ -30,7 +30,10 @@ from paceline.workloads.base import Approve, absolute_name, load_trusted, requir
 
 # Where ranks run, what is watched, how the work is shared: the same thing is computed.
 FREE = ("name", "launch.", "observe.", "audit.", "checkpoint.", "strategy.")
-FREE_KEYS = ("data.num_workers", "data.prefetch", "data.timeout_s", "train.log_every")
+FREE_KEYS = (
+    "data.num_workers", "data.prefetch", "data.timeout_s", "train.log_every", "train.epochs",
+    "train.stop_after",
+)  # fmt: skip
 BATCH = ("train.micro_batch_size", "train.grad_accum", "train.global_batch_size")
 STEPS = "train.steps"
 # What would be different from the checkpoint on, by how a key begins; the first that fits.
@@ -40,6 +43,7 @@ REASONS = {
     "data.": "the steps to come would see other samples than this run was begun with",
     "train.seed": "the data would come in another order, and dropout would draw other numbers",
     "train.eval": "validation losses would not compare with those before",
+    "train.best": "the best checkpoint would be the best by another measure than so far",
     "train.max_skips": "more or fewer bad steps would be borne than so far",
     "train.compile": "compiled kernels round differently: no step would be bit for bit the same",
     "train.activation_checkpointing": "what is computed again rounds as it likes",
@@ -130,6 +134,8 @@ def explain_schedule(resumption: Resumption, last_step: int) -> str:
     change = next((change for change in resumption.changes if change.key == STEPS), None)
     if change is None:
         return ""
+    if "auto" in (change.before, change.after):
+        return "the learning rate follows the new number of steps"
     if optim.schedule.name == "constant":
         return "the learning rate is constant: more or fewer steps do not change it"
     if not 0 < last_step < change.after:

@@ -17,7 +17,8 @@ import psutil
 
 from paceline.machine.gpus import Nvml
 from paceline.records.heartbeats import Beat
-from paceline.records.tables import MEASURES, TELEMETRY, TableFile
+from paceline.records.table_file import TableFile
+from paceline.records.tables import MEASURES, TELEMETRY
 from paceline.schedules.actions import Action, Kind
 
 MARK = struct.Struct("<q")
