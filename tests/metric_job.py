@@ -73,7 +73,8 @@ class Own(Plain):
         seen, twice = len(found["ids"]), 2 * found["margin"]
         return {"seen": seen, "right": right.float().mean(), "twice": twice}
 
-class Hooked(Own):
+class Everywhere(Own):
+    hook_ranks = "all"
     def tell(self, what, step, more):
         with open(f"{self.prepared['log']}.{torch.distributed.get_rank()}", "a") as file:
             file.write(json.dumps([what, step, more]) + "\\n")
@@ -81,9 +82,6 @@ class Hooked(Own):
     def on_step(self, step, record): self.tell("step", step, record["train/accuracy"])
     def on_eval(self, step, metrics): self.tell("eval", step, metrics["val/accuracy"])
     def on_checkpoint(self, step, path): self.tell("checkpoint", step, path.name)
-
-class Everywhere(Hooked):
-    hook_ranks = "all"
 
 class Raising(Own):
     def on_step(self, step, record):
@@ -97,6 +95,6 @@ SETTINGS = [
 
 
 def write_metric_job(folder: Path) -> str:
-    """Return the file's name; its classes are Plain, Own, Hooked, Everywhere and Raising."""
+    """Return the file's name; its classes are Plain, Own, Everywhere and Raising."""
     (folder / "metric_job.py").write_text(JOB)
     return str(folder / "metric_job.py")

@@ -122,8 +122,8 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
         if result.why_early:
             talk.say(f"ended early: {result.why_early}")
         if result.metrics:
-            shown = ", ".join(f"{name} {number(v)}" for name, v in result.metrics.items())
-            talk.say(f"last metrics: {shown}" + (f"; best {result.best}" if result.best else ""))
+            last = ", ".join(f"{name} {number(v)}" for name, v in result.metrics.items())
+            talk.say(f"last metrics: {last}" + (f"; best {result.best}" if result.best else ""))
     elif result.outcome.is_stop:
         said = f"{result.outcome} after step {result.steps} (exit {result.exit_code})"
         talk.say(f"{said}{_way_on(result, run)}")

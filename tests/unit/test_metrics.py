@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from paceline.config.schema import TrainConfig
-from paceline.errors import ConfigError, DataError
+from paceline.errors import ConfigError, DataError, JobError
 from paceline.job import load_job
 from paceline.metrics import Goal, Items, accuracy, bits_per_byte, perplexity
 from paceline.plan.planner import count_steps, make_plan
 from paceline.records import BestMetric, Kept
 from paceline.train.evaluation import Share, Tally, conclude
+from paceline.train.hooks import Hooks, find_hooks
 from paceline.train.keeper import Best
+from paceline.train.verdict import explain
 from paceline.workloads.base import Workload
 from tests.harness import make_kept
 from tests.machines import machine
@@ -174,6 +176,22 @@ def test_a_checkpoint_of_0_6_has_the_best_loss(tmp_path: Path) -> None:
     for best, expected in (({"step": 3, "val_loss": 2.5}, BEST), (None, None)):
         path.write_text(json.dumps(body | {"schema": 1, "best": best}))
         assert (Kept.load(path).best, Kept.load(path).num_worse) == (expected, 0)
+
+
+class Told(Job):
+    def on_eval(self, step: int, metrics: Any) -> None:
+        raise KeyError(step)
+
+
+def test_hooks_are_those_that_the_job_has_on_the_ranks_it_names() -> None:
+    assert find_hooks(Job(), 0) == Hooks() == find_hooks(Told(), 1)
+    hooks = find_hooks(Told(), 0)
+    assert (len(hooks.on_step), len(hooks.on_eval), len(hooks.on_checkpoint)) == (0, 1, 0)
+    with pytest.raises(JobError, match=r"^Told.on_eval raised KeyError: 7 at step 7$") as raised:
+        hooks.on_eval[0](7, {})
+    assert explain(raised.value).place.startswith("test_metrics.py:"), "the line in the job's file"
+    everywhere = type("Everywhere", (Told,), {"hook_ranks": "all"})
+    assert len(find_hooks(everywhere(), 1).on_eval) == 1
 
 
 def test_epochs_are_whole_steps_of_the_data() -> None:
