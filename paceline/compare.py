@@ -144,7 +144,7 @@ def compare_sides(sides: Sequence[Side], metric: Metric | None, margin: float) -
         metric=chosen,
         margin=margin,
         differences=list(find_differences(sides)),
-        notes=list(_notes(sides, measured)),
+        notes=list(_notes(sides, measured, is_speed(chosen))),
         sides=[
             _figures(side, found, standings.of(side.name), standings)
             for side, found in zip(sides, measured, strict=True)
@@ -245,13 +245,16 @@ def _values(figures: Sequence[RunFigures], metric: str) -> list[float]:
     return [value for value in found if value is not None]
 
 
-def _notes(sides: Sequence[Side], measured: Sequence[Sequence[RunFigures]]) -> Iterator[str]:
+def _notes(
+    sides: Sequence[Side], measured: Sequence[Sequence[RunFigures]], by_speed: bool
+) -> Iterator[str]:
     for side, figures in zip(sides, measured, strict=True):
         if len(figures) < len(side.runs):
             yield f"{side.name}: {len(side.runs) - len(figures)} runs have no step after warm-up"
     if any(len(figures) < 2 for figures in measured):
         yield "one run per side cannot tell a difference from chance: repeat it"
-    yield from _loss_notes(sides, measured)
+    if by_speed:  # else what was learned is the question
+        yield from _loss_notes(sides, measured)
     sizes = {Result.load(run.result).world_size for side in sides for run in side.runs}
     if len(sizes) > 1:
         yield f"the sides ran on {' and '.join(map(str, sorted(sizes)))} ranks: rates are of all"

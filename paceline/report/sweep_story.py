@@ -332,7 +332,10 @@ def _left_out(story: SweepStory) -> list[str]:
 
 
 def instabilities(story: SweepStory) -> list[str]:
-    """Return the cells whose figures deserve less trust, and why."""
+    """Return the cells whose figures deserve less trust, and why; none where speed is not what they
+    are compared by."""
+    if story.record.metric not in UNITS:
+        return []
     found = {line.name: _unrest(line) for line in story.measured}
     return [f"{name}: {'; '.join(why)}" for name, why in found.items() if why]
 

@@ -25,6 +25,7 @@ from paceline.records import Plan
 from paceline.records.phases import Phase
 from paceline.strategies.base import Engine
 from paceline.strategies.clock import Clock
+from paceline.train.readback import on_device
 from paceline.workloads.base import Workload
 from paceline.workloads.returns import Pair, join_rows, read_numbers
 
@@ -164,8 +165,7 @@ def _in_order(parts: list[tuple[Indices, Any]]) -> Any:
 def _stacked(pair: Pair) -> Tensor:
     """Return the two numbers as one vector, on the device if one of them is there."""
     device = next((part.device for part in pair if torch.is_tensor(part)), torch.device("cpu"))
-    parts = [torch.as_tensor(part, dtype=torch.float64, device=device) for part in pair]
-    return torch.cat([part.detach().reshape(1) for part in parts])
+    return torch.cat([on_device(part, device) for part in pair])
 
 
 def _on_host(values: Any) -> Any:

@@ -27,7 +27,7 @@ from paceline.strategies.base import StepInfo, Totals
 from paceline.strategies.clock import Clock, StepTimes
 from paceline.strategies.precision import OVERFLOWED
 from paceline.train.hooks import Hook
-from paceline.train.readback import Readback
+from paceline.train.readback import Readback, on_device
 
 LOG = logging.getLogger("paceline")
 
@@ -316,8 +316,7 @@ class Ledger:
 
 def _as_vector(counts: Sequence[float | Tensor], device: torch.device) -> Tensor:
     if any(isinstance(count, Tensor) for count in counts):
-        parts = [torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts]
-        return torch.cat([part.reshape(1) for part in parts])
+        return torch.cat([on_device(count, device) for count in counts])
     # From pinned memory: a copy from pageable memory would make the host wait for the device.
     vector = torch.tensor(counts, dtype=torch.float64, pin_memory=device.type == "cuda")
     return vector.to(device, non_blocking=True)

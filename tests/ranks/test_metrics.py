@@ -75,13 +75,14 @@ def test_two_ranks_find_what_one_process_finds(
 
 
 def test_three_ranks_of_which_one_runs_out(job: str, reference: RankEnds, tmp_path: Path) -> None:
-    """11 samples in batches of 2 over 3 ranks: in the last round the third has none left."""
-    three = [*SETTINGS, "launch.nproc=3", "train.micro_batch_size=2", "strategy.name=zero3"]
+    """11 samples one by one over 3 ranks: in the last round the third has none left, and runs a
+    forward pass all the same, for the others gather its part of the weights."""
+    three = [*SETTINGS, "launch.nproc=3", "train.micro_batch_size=1", "strategy.name=zero3"]
     assert_same(reference.rows, run_ranks(tmp_path, f"{job}:Own", three).rows, "zero3")
 
 
 @needs_deepspeed
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_deepspeed_finds_them_too(job: str, reference: RankEnds, tmp_path: Path) -> None:
     settings = [*SETTINGS, *TWO, "strategy.name=deepspeed", "strategy.stage=2"]
     assert_same(reference.rows, run_ranks(tmp_path, f"{job}:Own", settings).rows, "deepspeed")
@@ -122,20 +123,20 @@ def test_a_name_that_is_not_measured_is_refused_with_those_that_are(
         run_here(tmp_path, f"{job}:Own", settings)
 
 
+@pytest.mark.nightly
 def test_torchmetrics_fits_in(tmp_path: Path) -> None:
     """The recipe of docs/your-job.md on two ranks: called on rank 0 alone, it waits for nobody."""
     pytest.importorskip("torchmetrics")
     write_files("your-job", tmp_path)
     settings = [
-        "train.steps=4", "train.eval_every=4", "train.micro_batch_size=32", "launch.nproc=2",
+        "train.steps=4", "train.eval_every=4", "train.global_batch_size=64", "launch.nproc=2",
         "launch.device=cpu", "data.num_workers=0", "checkpoint.at_end=false",
     ]  # fmt: skip
-    ours, theirs = (
-        run_ranks(tmp_path / name, f"{tmp_path / file}.py:{name}", settings).rows[-1].metrics
-        for file, name in (("f1", "Scored"), ("with_torchmetrics", "Measured"))
-    )
-    assert 0 < theirs["val/f1"] < 1 and theirs["val/f1"] == pytest.approx(ours["val/f1"])
-    assert -1 < theirs["val/mcc"] < 1
+    theirs = run_ranks(tmp_path / "two", f"{tmp_path}/with_torchmetrics.py:Measured", settings)
+    ours = run_here(tmp_path / "one", f"{tmp_path}/f1.py:Scored", [*settings, "launch.nproc=1"])
+    found, expected = theirs.rows[-1].metrics, ours.rows[-1].metrics
+    assert 0 < found["val/f1"] < 1 and found["val/f1"] == pytest.approx(expected["val/f1"])
+    assert -1 < found["val/mcc"] < 1
 
 
 STOPPING = ["train.best=val/seen:max", "train.stop_after=2", "train.eval_every=1"]

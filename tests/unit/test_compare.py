@@ -53,7 +53,7 @@ def test_runs_are_compared_by_what_they_learned(tmp_path: Path) -> None:
     sides = [scored(tmp_path / "a", 0.5, 0.51, 0.505), scored(tmp_path / "b", 0.9, 0.91, 0.905)]
     opened = [open_side(str(side)) for side in sides]
     found = compare_sides(opened, "val/accuracy:max", 0.02)
-    assert [side.verdict for side in found.sides] == ["baseline", "better"]
+    assert [side.verdict for side in found.sides] == ["baseline", "better"] and not found.notes
     assert found.sides[1].values == [0.9, 0.91, 0.905], "the best evaluation of each"
     assert found.sides[1].metrics == {"val/accuracy": pytest.approx(0.805)}, "the last of each"
     assert compare_sides(opened, "val/accuracy:min", 0.02).sides[1].verdict == "worse"
