@@ -188,7 +188,8 @@ class Plan(Record):
     def length(self) -> str:
         """How long it trains, in words."""
         steps = f"{self.steps} steps" if self.steps else "their steps follow from the prepared data"
-        return steps if self.epochs is None else f"{self.epochs:g} epochs ({steps})"
+        noun = "epoch" if self.epochs == 1 else "epochs"
+        return steps if self.epochs is None else f"{self.epochs:g} {noun} ({steps})"
 
     @staticmethod
     def update_to_2(body: Body) -> Body:

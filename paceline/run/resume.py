@@ -16,7 +16,7 @@ from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.tensors import TensorFiles
 from paceline.config.describe import differing
 from paceline.config.load import load_config, read_draft, validate
-from paceline.config.schema import RunConfig
+from paceline.config.schema import DEFAULT_STEPS, RunConfig
 from paceline.errors import ConfigError, RestoreError
 from paceline.job import Job, job_schema
 from paceline.plan.planner import sketch_model
@@ -31,11 +31,10 @@ from paceline.workloads.base import Approve, absolute_name, load_trusted, requir
 # Where ranks run, what is watched, how the work is shared: the same thing is computed.
 FREE = ("name", "launch.", "observe.", "audit.", "checkpoint.", "strategy.")
 FREE_KEYS = (
-    "data.num_workers", "data.prefetch", "data.timeout_s", "train.log_every", "train.epochs",
-    "train.stop_after",
+    "data.num_workers", "data.prefetch", "data.timeout_s", "train.log_every", "train.stop_after",
 )  # fmt: skip
 BATCH = ("train.micro_batch_size", "train.grad_accum", "train.global_batch_size")
-STEPS = "train.steps"
+STEPS, EPOCHS = "train.steps", "train.epochs"
 # What would be different from the checkpoint on, by how a key begins; the first that fits.
 REASONS = {
     "optim.schedule": "the learning rate would leave the curve that it has followed",
@@ -65,7 +64,7 @@ class Change:
     def is_free(self) -> bool:
         if self.key in lossy_keys():
             return False
-        return self.key.startswith(FREE) or self.key in (*FREE_KEYS, STEPS)
+        return self.key.startswith(FREE) or self.key in (*FREE_KEYS, STEPS, EPOCHS)
 
     @property
     def reason(self) -> str:
@@ -131,19 +130,21 @@ def explain_schedule(resumption: Resumption, last_step: int) -> str:
     """What another number of steps does to the learning rate after `last_step`; empty where it
     does nothing."""
     optim = resumption.job.config.optim
-    change = next((change for change in resumption.changes if change.key == STEPS), None)
+    changes = {change.key: change for change in resumption.changes}
+    change = changes.get(EPOCHS) or changes.get(STEPS)
     if change is None:
         return ""
-    if "auto" in (change.before, change.after):
-        return "the learning rate follows the new number of steps"
     if optim.schedule.name == "constant":
         return "the learning rate is constant: more or fewer steps do not change it"
-    if not 0 < last_step < change.after:
-        return f"the cosine of the learning rate ends at step {change.after}"
-    then = learning_rate(last_step, change.before, optim)
-    now = learning_rate(last_step + 1, change.after, optim)
+    if change.key == EPOCHS:
+        return "the cosine of the learning rate ends with the run, whose length has changed"
+    before, after = (DEFAULT_STEPS if n == "auto" else n for n in (change.before, change.after))
+    if not 0 < last_step < after:
+        return f"the cosine of the learning rate ends at step {after}"
+    then = learning_rate(last_step, before, optim)
+    now = learning_rate(last_step + 1, after, optim)
     return (
-        f"the cosine of the learning rate now ends at step {change.after}, not {change.before}:"
+        f"the cosine of the learning rate now ends at step {after}, not {before}:"
         f" step {last_step} took {then:.3g}, step {last_step + 1} takes {now:.3g}, and the last one"
         f" {optim.lr * optim.schedule.floor:.3g}"
     )
