@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.config.schema import DataConfig, Section
+    from paceline.metrics import Items
     from paceline.workloads.base import Workload
 
 __version__ = "0.6.0"
-__all__ = ["DataConfig", "Section", "Workload", "__version__"]
+__all__ = ["DataConfig", "Items", "Section", "Workload", "__version__"]
 
 _HOMES = {
     "Workload": "paceline.workloads.base",
     "DataConfig": "paceline.config.schema",
+    "Items": "paceline.metrics",
     "Section": "paceline.config.schema",
 }
 

@@ -18,7 +18,7 @@ from paceline.errors import ConfigError, DataError, Outcome
 from paceline.records import Env, Part, Plan, Record, Result
 from paceline.records.rundir import RunDir
 from paceline.records.swept import Metric, SweepRecord
-from paceline.stats.figures import LOWER_IS_BETTER, RunFigures, measure_run
+from paceline.stats.figures import RunFigures, is_speed, lower_is_better, measure_run
 from paceline.stats.intervals import Interval
 from paceline.stats.standings import Group, Standing, Standings, compare_groups
 from paceline.sweep.folder import SUCCESS, SweepDir, load_manifest
@@ -56,6 +56,9 @@ class SideFigures(Part):
     peak_bytes: int | None
     windows: list[str] = Field(description="What each value was computed from.")
     tail_loss: float | None = Field(description="Mean over the last fifth of the steps.")
+    metrics: dict[str, float] = Field(
+        {}, description="The last value of each metric of the job, mean over the runs."
+    )
     ratio: float | None = Field(description="Mean value over the baseline's.")
     speedup: list[float] | None = Field(description="Value, low, high; above 1 is better.")
     verdict: str
@@ -104,9 +107,10 @@ def open_side(text: str) -> Side:
 
 
 def _require_repeats(side: Side) -> None:
-    """Refuse runs of different things as one side: their mean says nothing."""
+    """Refuse runs of different things as one side: their mean says nothing. Another seed is the
+    same thing again."""
     configs = [read_plain(run.config) | {"name": ""} for run in side.runs]
-    inside = [difference.what for difference in _apart("config", configs)]
+    inside = [d.what for d in _apart("config", configs) if d.what != "train.seed"]
     if inside:
         raise ConfigError(
             f"the runs in {side.name} are not repeats of one run: {', '.join(inside[:8])} differ\n"
@@ -124,18 +128,23 @@ def compare_sides(sides: Sequence[Side], metric: Metric | None, margin: float) -
     chosen = metric or _choose_metric(measured)
     values = [_values(found, chosen) for found in measured]
     if not values[0]:
-        raise DataError(f"{names[0]}, the baseline, has no run with {chosen} to measure")
+        known = sorted({name for each in measured[0] for name in each.courses})
+        raise DataError(
+            f"{names[0]}, the baseline, has no run with {chosen} to measure, or none above 0"
+            + (f"\nhint: its metrics are {', '.join(known)}" if not is_speed(chosen) else "")
+        )
     standings = compare_groups(
         [Group(name, tuple(found)) for name, found in zip(names, values, strict=True)],
         baseline=names[0],
-        lower_is_better=chosen in LOWER_IS_BETTER,
+        lower_is_better=lower_is_better(chosen),
         margin=margin,
+        is_speed=is_speed(chosen),
     )
     return Comparison(
         metric=chosen,
         margin=margin,
         differences=list(find_differences(sides)),
-        notes=list(_notes(sides, measured)),
+        notes=list(_notes(sides, measured, is_speed(chosen))),
         sides=[
             _figures(side, found, standings.of(side.name), standings)
             for side, found in zip(sides, measured, strict=True)
@@ -219,18 +228,33 @@ def _choose_metric(measured: Sequence[Sequence[RunFigures]]) -> Metric:
     return "tokens_per_s" if has_tokens else "samples_per_s"
 
 
+def _mean_metrics(results: Sequence[Result]) -> dict[str, float]:
+    """Return the mean over the runs of the last value of each metric that all of them have."""
+    every = [_metrics_of(result) for result in results]
+    names = [name for name in every[0] if all(name in found for found in every)] if every else []
+    return {name: fmean(found[name] for found in every) for name in names}
+
+
+def _metrics_of(result: Result) -> dict[str, float]:
+    loss = {} if result.val_loss is None else {"val/loss": result.val_loss}
+    return loss | result.metrics
+
+
 def _values(figures: Sequence[RunFigures], metric: str) -> list[float]:
     found = [each.value(metric) for each in figures]
     return [value for value in found if value is not None]
 
 
-def _notes(sides: Sequence[Side], measured: Sequence[Sequence[RunFigures]]) -> Iterator[str]:
+def _notes(
+    sides: Sequence[Side], measured: Sequence[Sequence[RunFigures]], by_speed: bool
+) -> Iterator[str]:
     for side, figures in zip(sides, measured, strict=True):
         if len(figures) < len(side.runs):
             yield f"{side.name}: {len(side.runs) - len(figures)} runs have no step after warm-up"
     if any(len(figures) < 2 for figures in measured):
         yield "one run per side cannot tell a difference from chance: repeat it"
-    yield from _loss_notes(sides, measured)
+    if by_speed:  # else what was learned is the question
+        yield from _loss_notes(sides, measured)
     sizes = {Result.load(run.result).world_size for side in sides for run in side.runs}
     if len(sizes) > 1:
         yield f"the sides ran on {' and '.join(map(str, sorted(sizes)))} ranks: rates are of all"
@@ -254,8 +278,8 @@ def _figures(
     side: Side, figures: Sequence[RunFigures], standing: Standing, against: Standings
 ) -> SideFigures:
     is_baseline = side.name == against.reference
-    peaks = [Result.load(run.result).peak_bytes for run in side.runs]
     tails = [each.tail_loss for each in figures if each.tail_loss is not None]
+    results = [Result.load(run.result) for run in side.runs]
     values = list(standing.group.values)
     rate = standing.rate or Interval(fmean(values) if values else 0.0, 0.0, 0.0)
     speedup = None if is_baseline or standing.speedup is None else list(standing.speedup)
@@ -270,7 +294,8 @@ def _figures(
         high=rate.high if standing.rate else None,
         step_s_p50=median(each.step_s_p50 for each in figures) if figures else None,
         step_s_p90=median(each.step_s_p90 for each in figures) if figures else None,
-        peak_bytes=max((peak for peak in peaks if peak is not None), default=None),
+        peak_bytes=max((r.peak_bytes for r in results if r.peak_bytes is not None), default=None),
+        metrics=_mean_metrics(results),
         windows=[str(each.window) for each in figures],
         tail_loss=fmean(tails) if tails else None,
         ratio=None if is_baseline or not values else fmean(values) / fmean(theirs),

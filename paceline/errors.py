@@ -8,6 +8,7 @@
     │   └── LoaderError      a loader process died or hangs               exit 4
     ├── LaunchError          ranks did not come, or left before the run   exit 5
     ├── DiskError            a disk is full or read-only, or a folder gone exit 10
+    ├── JobError             a method of the job itself raised            exit 5
     ├── SaveError            a checkpoint could not be written            exit 8
     ├── RestoreError         no checkpoint can be trusted                 exit 9
     └── StopAsked            a signal came before any rank had started    exit 75
@@ -132,6 +133,10 @@ class DiskError(PacelineError):
         what = error.filename if isinstance(error.filename, str) else "a file"
         change = hint or "free space there, or choose another place, and start it again"
         return cls(f"{what} cannot be written: {error.strerror or error}\nhint: {change}")
+
+
+class JobError(PacelineError):
+    outcome = Outcome.CRASHED
 
 
 class SaveError(PacelineError):

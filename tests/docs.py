@@ -15,9 +15,28 @@ from typer.main import get_command
 from paceline.cli import app
 from tests.cli.program import paceline
 
+ROOT = Path(__file__).parents[1]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 EXIT = re.compile(r"\s+# exit (\d+)$")
 BIN = str(Path(sys.executable).parent)
 PATH = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+
+
+def text_of(page: str) -> str:
+    return (ROOT / "docs" / f"{page}.md").read_text()
+
+
+def fenced(page: str, language: str) -> list[str]:
+    return [block[2] for block in FENCED.finditer(text_of(page)) if block[1] == language]
+
+
+def write_files(page: str, folder: Path) -> None:
+    """What the commands of a page find in their folder: the small job of launching.md, and the
+    page's own Python files, whose first line is their name."""
+    (folder / "mine.yaml").write_text(*fenced("launching", "yaml"))
+    for code in fenced(page, "python"):
+        if named := re.match(r"# (\w+\.py)\n", code):
+            (folder / named[1]).write_text(code)
 
 
 def settings() -> dict[str, str]:

@@ -52,6 +52,7 @@ EXCUSES = [
     Excuse(r"there is a GPU here", lambda: os.path.exists("/dev/nvidia0")),
     Excuse(r"deepspeed is not installed", lacks_module("deepspeed"), "deepspeed"),
     Excuse(r"could not import 'transformers'", lacks_module("transformers"), "transformers"),
+    Excuse(r"could not import 'torchmetrics'", lacks_module("torchmetrics"), "torchmetrics"),
     Excuse(r"mpirun is not installed", lacks_program("mpirun"), "mpi"),
     Excuse(r"needs chromium", lacks_program("chromium", "chromium-browser", "chrome"), "chromium"),
     Excuse(r"SLURM: not installed", slurm_cannot_start, "slurm"),

@@ -34,7 +34,8 @@ from paceline.errors import SaveError
 from paceline.records import FileSum, Kept, Manifest, TensorEntry
 from paceline.records.disk import Losses
 from paceline.records.files import sync_directory
-from paceline.records.tables import CHECKPOINTS, FAILED, WRITTEN, TableFile
+from paceline.records.table_file import TableFile
+from paceline.records.tables import CHECKPOINTS, FAILED, WRITTEN
 
 LOG = logging.getLogger("paceline")
 POLL_S, MAX_POLL_S = 0.005, 0.1
@@ -66,6 +67,7 @@ class Save:
     stall_s: float = 0.0
     error: str = ""
     is_written: threading.Event = field(default_factory=threading.Event)
+    is_told: bool = False
 
 
 class Saver:
@@ -134,6 +136,14 @@ class Saver:
             f"the checkpoint of step {save.kept.step} could not be written: {save.error}\n"
             "hint: free space there or set checkpoint.dir; checkpoint.on_error=continue trains on"
         )
+
+    def take_news(self) -> int | None:
+        """Return the step of a checkpoint that has become whole since this was last asked."""
+        save = self._save
+        if save is None or save.is_told or not save.is_written.is_set():
+            return None
+        save.is_told = True
+        return save.kept.step if not save.error else None
 
     def wait(self) -> None:
         """Wait until nothing is being written."""

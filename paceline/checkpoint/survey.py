@@ -13,7 +13,7 @@ from paceline.checkpoint.folder import BEST, LATEST, CheckpointFolder
 from paceline.config.load import check_plain, read_plain
 from paceline.config.schema import CheckpointConfig
 from paceline.errors import ConfigError, DataError, RestoreError
-from paceline.records import Kept, Manifest
+from paceline.records import BestMetric, Kept, Manifest
 from paceline.records.base import Part
 from paceline.records.rundir import RunDir
 
@@ -35,8 +35,7 @@ class Listed(Part):
     strategy: str | None = None
     world_size: int | None = None
     precision: str | None = None
-    val_loss: float | None = None
-    val_loss_step: int | None = None
+    best: BestMetric | None = None
 
 
 class Verified(Part):
@@ -115,12 +114,8 @@ def _of_manifest(manifest: Manifest) -> dict[str, Any]:
 
 
 def _of_state(kept: Kept) -> dict[str, Any]:
-    same = ("saved_at", "reason", "strategy", "world_size", "precision")
-    best = kept.best
-    return {name: getattr(kept, name) for name in same} | {
-        "val_loss": None if best is None else best.val_loss,
-        "val_loss_step": None if best is None else best.step,
-    }
+    same = ("saved_at", "reason", "strategy", "world_size", "precision", "best")
+    return {name: getattr(kept, name) for name in same}
 
 
 def verify_all(folder: CheckpointFolder, say: Callable[[str], None]) -> list[Verified]:

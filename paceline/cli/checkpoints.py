@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TABLE_WIDTH = 1000  # more than a table takes: it is never cut off, and a terminal wraps it
 COLUMNS = (
-    "step", "saved (UTC)", "reason", "size", "state", "by", "precision", "best val_loss", "",
+    "step", "saved (UTC)", "reason", "size", "state", "by", "precision", "best so far", "",
     "looks",
 )  # fmt: skip
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")]
@@ -145,7 +145,7 @@ def _cells(listed: "Listed") -> tuple[str, ...]:
     from paceline.records.words import size
 
     marks = ("latest",) * listed.is_latest + ("best",) * listed.is_best
-    best = f"{listed.val_loss:.4g} at {listed.val_loss_step}" if listed.val_loss is not None else ""
+    best = str(listed.best) if listed.best is not None else ""
     by = f"{listed.strategy} x {listed.world_size}" if listed.strategy is not None else ""
     return (
         str(listed.step),

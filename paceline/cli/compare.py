@@ -25,7 +25,9 @@ Sides = Annotated[
 def compare(
     sides: Sides,
     metric: str | None = typer.Option(
-        None, "--metric", help="samples_per_s, tokens_per_s or tail_mean_iter_p50_ms."
+        None,
+        "--metric",
+        help="samples_per_s, tokens_per_s, tail_mean_iter_p50_ms; or of the job: val/accuracy:max.",
     ),
     margin: float = typer.Option(
         0.02, "--margin", min=0.0, max=0.99, help="Differences below this share do not matter."
@@ -36,18 +38,17 @@ def compare(
 
     Example: paceline compare runs/before runs/after
     """
-    from typing import cast
-
     from paceline.cli.talk import print_json, refusals_on_stdout
     from paceline.compare import compare_sides, open_side
-    from paceline.records.swept import Metric
-    from paceline.stats.figures import METRICS
+    from paceline.stats.figures import require_metric
 
     with refusals_on_stdout(as_json):
-        if metric is not None and metric not in METRICS:
-            raise ConfigError(f"there is no metric {metric}\nhint: {', '.join(METRICS)}")
+        try:
+            chosen = None if metric is None else require_metric(metric)
+        except ValueError as error:
+            raise ConfigError(f"--metric: {error}") from error
         opened = [open_side(text) for text in sides]
-        found = compare_sides(opened, cast("Metric | None", metric), margin)
+        found = compare_sides(opened, chosen, margin)
     if as_json:
         print_json(found.to_json())
     else:
@@ -68,10 +69,23 @@ def _print(found: "Comparison") -> None:
     for note in found.notes:
         console.print(literal(f"note: {note}"))
     _print_table(console, found)
-    for side in found.sides:
-        windows = "; ".join(dict.fromkeys(side.windows)) or "no run"
-        console.print(literal(f"{side.name}: {found.metric} from {windows}"))
+    for line in _basis(found):
+        console.print(literal(line))
     console.print("last losses: mean over the last fifth of the steps")
+    if any(side.metrics for side in found.sides):
+        console.print("metrics: the last of each run, mean over the runs of a side")
+
+
+def _basis(found: "Comparison") -> list[str]:
+    """Say what the compared numbers were computed from."""
+    from paceline.metrics import VAL
+    from paceline.stats.figures import is_speed
+
+    if not is_speed(found.metric):
+        best = "the best evaluation" if found.metric.startswith(VAL) else "the last fifth"
+        return [f"{found.metric}: {best} of each run; a ratio above 1 is better"]
+    windows = [(s.name, "; ".join(dict.fromkeys(s.windows)) or "no run") for s in found.sides]
+    return [f"{name}: {found.metric} from {window}" for name, window in windows]
 
 
 def _print_table(console: "Console", found: "Comparison") -> None:
@@ -80,6 +94,7 @@ def _print_table(console: "Console", found: "Comparison") -> None:
     from paceline.cli.talk import literal
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    names = list(dict.fromkeys(name for side in found.sides for name in side.metrics))
     columns = (
         "",
         "runs",
@@ -87,17 +102,18 @@ def _print_table(console: "Console", found: "Comparison") -> None:
         "step p50/p90",
         "memory",
         "last losses",
+        *names,
         "ratio",
         "verdict",
     )
     for column in columns:
         table.add_column(column, no_wrap=True)
     for side in found.sides:
-        table.add_row(*(literal(cell) for cell in _cells(side)))
+        table.add_row(*(literal(cell) for cell in _cells(side, names)))
     console.print(table)
 
 
-def _cells(side: "SideFigures") -> list[str]:
+def _cells(side: "SideFigures", names: list[str]) -> list[str]:
     from paceline.records import words
 
     failed = f" ({len(side.failed)} failed)" if side.failed else ""
@@ -116,6 +132,7 @@ def _cells(side: "SideFigures") -> list[str]:
         times,
         words.size(side.peak_bytes) if side.peak_bytes else "",
         "" if side.tail_loss is None else f"{side.tail_loss:.4f}",
+        *(words.number(side.metrics[name]) if name in side.metrics else "" for name in names),
         ratio,
         side.verdict,
     ]

@@ -20,7 +20,7 @@ COLUMNS = (
 
 def print_plan(plan: Plan) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"[bold]{literal(plan.name)}[/]: {plan.steps} steps of {literal(plan.workload)}")
+    console.print(f"[bold]{literal(plan.name)}[/]: {plan.length} of {literal(plan.workload)}")
     batch, state = plan.batch, plan.state_bytes
     console.print(
         f"batch   {batch.global_size} samples per step = {batch.micro} micro x {batch.grad_accum}"

@@ -23,7 +23,8 @@ MetricOption = Annotated[
     str | None,
     typer.Option(
         "--metric",
-        help="samples_per_s, tokens_per_s (language models' default), tail_mean_iter_p50_ms.",
+        help="samples_per_s, tokens_per_s (language models' default), tail_mean_iter_p50_ms; or a"
+        " metric of the job: val/accuracy:max.",
     ),
 ]
 

@@ -15,12 +15,13 @@ from paceline.records.swept import SweepRecord
 from paceline.records.words import duration, elapsed, number
 from paceline.report.sweep_story import (
     SIGNS,
-    UNITS,
     SweepStory,
     answer,
     rate_cell,
     reference,
+    say_of,
     speedup_cell,
+    unit_of,
 )
 from paceline.sweep.board import Board
 from paceline.sweep.flow import SweepEnd
@@ -130,7 +131,7 @@ def _say_answer(end: SweepEnd, story: SweepStory) -> list[str]:
         said = ", ".join(filter(None, cells))
         lines.append(f" {line.sign or ' '} {line.name}{chosen}: {said}")
     if story.measured:
-        lines.append(f"{SIGNS}; a speedup is against {reference(story)}")
+        lines.append(story.say(f"{SIGNS}; a speedup is against ") + reference(story))
     lines += [f"cannot win: {name}: {why}" for name, why in judged.flagged.items()]
     lines += [f"note: {note}" for note in judged.notes]
     if end.num_failed:
@@ -139,13 +140,14 @@ def _say_answer(end: SweepEnd, story: SweepStory) -> list[str]:
 
 
 def _status(board: Board) -> str:
-    unit, best, left_s = UNITS[board.metric], board.best, board.left_s()
+    unit, best, left_s = unit_of(board.metric), board.best, board.left_s()
     parts = [f"{board.num_done} of {board.num_asked} done"]
     if board.num_failed:
         parts.append(f"{board.num_failed} failed")
     if best is not None and best.value is not None:
         apart = "" if board.is_told_apart else ", not yet told apart"
-        parts.append(f"so far fastest {best.name} ({number(best.value)} {unit}){apart}")
+        fastest = say_of(board.metric, "fastest")
+        parts.append(f"so far {fastest} {best.name} ({number(best.value)} {unit}){apart}")
     if left_s is not None and left_s >= 1:
         parts.append(f"about {elapsed(left_s)} left")
     return ", ".join(parts)
@@ -155,7 +157,7 @@ def _table(board: Board, now: str, room: int) -> Group:
     """Return the status above the cells, as many as there is room for, the one that runs first."""
     status = f"phase {board.phase}: {_status(board)}" if board.phase else _status(board)
     table = Table()
-    for name in ("cell", "done", "failed", UNITS[board.metric], "now"):
+    for name in ("cell", "done", "failed", unit_of(board.metric), "now"):
         table.add_column(name, justify="left" if name in ("cell", "now") else "right")
     lines = sorted(board.lines.values(), key=lambda line: line.name != board.running)
     best = board.best

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from paceline.errors import Outcome, PacelineError
+from paceline.metrics import TRAIN, VAL
 from paceline.records import Plan, Result, words
 from paceline.records.rundir import RunDir
 from paceline.records.words import count, duration, elapsed, number, visible
@@ -36,7 +37,7 @@ class ConsoleTalk:
     def training(self, run: RunDir, plan: Plan) -> Callable[[dict[str, str]], None]:
         ranks = count(plan.world_size, "rank")
         self.say(
-            f"training {plan.name} for {plan.steps} steps on {ranks} ({plan.device.value},"
+            f"training {plan.name} for {plan.length} on {ranks} ({plan.device.value},"
             f" {plan.strategy.value}, {plan.precision.value}) in {shown(run.root)}"
         )
         if not self.console.is_terminal:
@@ -55,7 +56,7 @@ class ConsoleTalk:
         progress = self._progress
 
         def update(row: dict[str, str]) -> None:
-            progress.update(task, completed=int(row["step"]), description=_describe(row))
+            progress.update(task, completed=int(row["step"]), description=_describe(row, plan))
 
         return update
 
@@ -67,21 +68,28 @@ class ConsoleTalk:
     def _plain_row(self, row: dict[str, str], plan: Plan) -> None:
         now = time.monotonic()
         is_due = now - self._last_line_at >= PLAIN_INTERVAL_S
-        if is_due or row["val_loss"] or int(row["step"]) == plan.steps:
+        is_evaluated = any(value for name, value in row.items() if name.startswith("val"))
+        if is_due or is_evaluated or int(row["step"]) == plan.steps:
             self._last_line_at = now
             left_s = (plan.steps - int(row["step"])) * float(row["step_s"])
             # The first steps are slow and say nothing of the rest.
             is_known = row["warmup"] == "0" and left_s >= 1
             left = f"  about {elapsed(left_s)} left" if is_known else ""
-            self.say(f"step {row['step']}/{plan.steps}  {_describe(row)}{left}")
+            self.say(f"step {row['step']}/{plan.steps}  {_describe(row, plan)}{left}")
 
 
-def _describe(row: dict[str, str]) -> str:
+def _describe(row: dict[str, str], plan: Plan) -> str:
     rate = row["tokens_per_s"] or row["samples_per_s"]
     unit = "tokens/s" if row["tokens_per_s"] else "samples/s"
     val = f"  validation {number(float(row['val_loss']))}" if row["val_loss"] else ""
+    metrics = {name: value for name, value in row.items() if name.startswith((TRAIN, VAL))}
+    more = "".join(f"  {name} {number(float(v))}" for name, v in metrics.items() if v)
     step = duration(float(row["step_s"]), digits=4)
-    return f"loss {number(float(row['loss']))}{val}  {step}/step  {number(float(rate))} {unit}"
+    epoch = ""
+    if plan.epochs is not None:
+        epoch = f"epoch {int(row['step']) / plan.steps * plan.epochs:.2f}/{plan.epochs:g}  "
+    losses = f"{epoch}loss {number(float(row['loss']))}{val}{more}"
+    return f"{losses}  {step}/step  {number(float(rate))} {unit}"
 
 
 def print_problems(error: PacelineError) -> None:
@@ -112,6 +120,11 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
     if result.outcome is Outcome.OK:
         loss = words.shown(result.final_loss)
         talk.say(f"finished {result.steps} steps, loss {loss}{_val(result)}")
+        if result.why_early:
+            talk.say(f"ended early: {result.why_early}")
+        if result.metrics:
+            last = ", ".join(f"{name} {number(v)}" for name, v in result.metrics.items())
+            talk.say(f"last metrics: {last}" + (f"; best {result.best}" if result.best else ""))
     elif result.outcome.is_stop:
         said = f"{result.outcome} after step {result.steps} (exit {result.exit_code})"
         talk.say(f"{said}{_way_on(result, run)}")

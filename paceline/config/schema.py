@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
+
+from paceline.metrics import VAL, Goal
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+DEFAULT_STEPS = 100
 SECRET_NAME = re.compile(
     r"token|secret|passw|pwd|credential|private|(?:^|_)(?:api|access)?(?:key|psk|auth)(?:_|$)|apikey",
     re.IGNORECASE,
@@ -36,7 +39,12 @@ class Section(BaseModel):
 
 
 class TrainConfig(Section):
-    steps: Positive = Field(100, description="Optimizer steps to take.")
+    steps: Literal["auto"] | Positive = Field(
+        "auto", description="Optimizer steps to take. auto: 100, or what train.epochs takes."
+    )
+    epochs: Literal["off"] | Annotated[float, Field(gt=0)] = Field(
+        "off", description="How often to go through the training data, in place of train.steps."
+    )
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         0, description="Seeds the weights, the data order and dropout."
     )
@@ -66,6 +74,14 @@ class TrainConfig(Section):
         description="Only kernels whose results are the same bits every time; an operation that has"
         " none ends the run.",
     )
+    best: str = Field(
+        "auto",
+        description="The metric that decides which checkpoint is the best: val/NAME:min or"
+        " val/NAME:max. auto: val/loss, where there is one.",
+    )
+    stop_after: Literal["off"] | Positive = Field(
+        "off", description="End the run after so many evaluations in which that was no better."
+    )
     max_skips: Count = Field(
         0, description="Updates vetoed for a non-finite loss or gradient before the run ends."
     )
@@ -85,6 +101,29 @@ class TrainConfig(Section):
         description="Recompute in backward: nothing, whole blocks, or blocks but for their matrix"
         " products.",
     )
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if self.epochs != "off" and self.steps != "auto":
+            raise ValueError(
+                f"steps {self.steps} and epochs {self.epochs:g} both say how long to train\n"
+                "hint: train.steps=auto lets train.epochs decide"
+            )
+        return self
+
+    @property
+    def num_steps(self) -> int | None:
+        """The steps that were asked for; None where the data's length decides."""
+        if self.epochs != "off":
+            return None
+        return DEFAULT_STEPS if self.steps == "auto" else self.steps
+
+    @field_validator("best")
+    @classmethod
+    def _best_is_a_metric(cls, text: str) -> str:
+        if text != "auto" and not Goal.parse(text).name.startswith(VAL):
+            raise ValueError(f"{text!r} is not measured in evaluations\nhint: val/NAME:min")
+        return text
 
 
 class ScheduleConfig(Section):

@@ -11,6 +11,7 @@ from paceline.errors import DataError
 from paceline.records import Attempt, list_unwritten
 from paceline.records.disk import Appender
 from paceline.records.rundir import RunDir
+from paceline.records.tables import read_header
 from paceline.records.words import visible
 from paceline.train.heartbeat import Ticker
 
@@ -68,6 +69,7 @@ class Follower(Ticker):
         self._train_log.flush()
         self._has_said = False
         self._training, self._columns = Tail(run.training), list[str]()
+        self._last_step = 0
         self._attempt = self._find_attempt()
         self._pass_rows(self._new_rows()[-1:])
 
@@ -90,16 +92,24 @@ class Follower(Ticker):
             self._say(f"warning: the run's files cannot be written ({first}); it goes on")
             self._has_said = True
 
-    def _new_rows(self) -> list[list[str]]:
-        rows = list(csv.reader(self._training.lines()))
-        if rows and not self._columns:
-            self._columns, *rows = rows
+    def _new_rows(self) -> list[dict[str, str]]:
+        """Return the rows since the last call. A metric that is new adds a column, and the file is
+        written anew: then all rows are read, and those left out that were returned before."""
+        lines = self._training.lines()
+        columns, is_new = read_header(self._files.training), False
+        if columns != self._columns:
+            is_new, self._columns = bool(self._columns), columns
+            self._training = Tail(self._files.training)
+            lines = self._training.lines()[1:]
+        rows = [dict(zip(columns, row, strict=False)) for row in csv.reader(lines)]
+        rows = [row for row in rows if len(row) == len(columns)]
+        rows = [row for row in rows if int(row["step"]) > self._last_step] if is_new else rows
+        self._last_step = int(rows[-1]["step"]) if rows else self._last_step
         return rows
 
-    def _pass_rows(self, rows: list[list[str]]) -> None:
+    def _pass_rows(self, rows: list[dict[str, str]]) -> None:
         for row in rows:
-            if len(row) == len(self._columns):
-                self._on_row(dict(zip(self._columns, row, strict=True)))
+            self._on_row(row)
 
     def _find_attempt(self) -> Attempt | None:
         """Return the live attempt; None in the moment between two."""

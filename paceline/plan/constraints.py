@@ -18,12 +18,12 @@ from paceline.strategies.optimizers import KINDS
 def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
     """Yield everything that is wrong with, or idle in, what was asked for here."""
     yield from _memory_problems(config, plan, env)
-    if config.optim.schedule.warmup_steps > config.train.steps:
+    if config.optim.schedule.warmup_steps > plan.steps > 0:
         yield Finding(
             severity="warning",
             where="optim.schedule.warmup_steps",
             what=f"{config.optim.schedule.warmup_steps} steps of warm-up in a run of"
-            f" {config.train.steps}: the learning rate never reaches {config.optim.lr:g}",
+            f" {plan.steps}: the learning rate never reaches {config.optim.lr:g}",
         )
     if config.optim.fused == "on" and not plan.fused_optimizer.value:
         yield Finding(
@@ -32,7 +32,7 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             what=f"on was asked, off is used: {plan.fused_optimizer.because}",
         )
     if config.optim.schedule.total_steps != "auto":
-        yield from _schedule_problems(config)
+        yield from _schedule_problems(config, plan)
     if plan.on_gpu and not plan.fused_optimizer.value:
         yield Finding(
             severity="note",
@@ -43,8 +43,8 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
     yield from check_idle_settings(config, plan)
 
 
-def _schedule_problems(config: RunConfig) -> Iterator[Finding]:
-    schedule, steps = config.optim.schedule, config.train.steps
+def _schedule_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    schedule, steps = config.optim.schedule, plan.steps  # 0: the data's length will decide
     total = schedule.total_steps
     if total != "auto" and total <= schedule.warmup_steps:
         yield Finding(
@@ -53,7 +53,7 @@ def _schedule_problems(config: RunConfig) -> Iterator[Finding]:
             what=f"the schedule ends at step {total}, and its warm-up at {schedule.warmup_steps}",
             hint="set it to more than optim.schedule.warmup_steps",
         )
-    elif total != "auto" and total > steps and schedule.name != "constant":
+    elif total != "auto" and total > steps > 0 and schedule.name != "constant":
         yield Finding(
             severity="note",
             where="optim.schedule.total_steps",
@@ -125,7 +125,7 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
         ),
         Idle(
             "train",
-            ("eval_samples", "eval_ema"),
+            ("eval_samples", "eval_ema", "best", "stop_after"),
             train.eval_every == "off",
             "train.eval_every is off",
         ),

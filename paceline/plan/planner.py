@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from paceline.config.schema import RunConfig
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.job import Job
 from paceline.machine.datasheets import choose_arithmetic, choose_peak
 from paceline.machine.topology import Topology
@@ -76,7 +76,8 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         mesh=layout.mesh,
         batch=batch,
         units_per_sample=workload.units_per_sample(config),
-        steps=config.train.steps,
+        steps=config.train.num_steps or 0,
+        epochs=None if config.train.epochs == "off" else config.train.epochs,
         crew=crew,
         device=device,
         backend=crew.backend,
@@ -100,6 +101,8 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         peak_flops=choose_peak(config.observe.peak_flops, env, device.value, arithmetic),
         findings=[],
     )
+    if plan.epochs is not None and (job.workload.prepared or not _prepares(workload)):
+        plan = count_steps(job, plan)
     plan = plan.model_copy(update={"engine_config": sharing.engine_config(config, plan)})
     findings = [
         *check_crew(config.launch, env, crew, topology),
@@ -116,6 +119,35 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *check(config, env, plan),
     ]
     return plan.model_copy(update={"findings": findings})
+
+
+def _prepares(workload: Workload) -> bool:
+    """Say whether there is work on the data before it can be opened."""
+    return type(workload).prepare is not Workload.prepare
+
+
+def count_steps(job: Job, plan: Plan) -> Plan:
+    """Return the plan with the steps that its epochs take: as many whole steps as there are."""
+    asked, size = f"train.epochs={plan.epochs:g}", plan.batch.global_size
+    try:
+        data = job.workload.build_data(job.config, "train")
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{asked} needs the length of the training data, and build_data failed:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    if data is None or not hasattr(data, "__len__"):
+        raise ConfigError(f"{asked}: the training data has no length\nhint: set train.steps")
+    assert plan.epochs is not None
+    steps = int(plan.epochs * len(data)) // size
+    if steps < 1:
+        raise DataError(
+            f"{asked} of {len(data)} samples is less than one step, which takes {size}\n"
+            "hint: more epochs, or a smaller train.micro_batch_size or train.grad_accum"
+        )
+    return plan.model_copy(update={"steps": steps})
 
 
 def _recompute_problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:

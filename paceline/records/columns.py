@@ -1,26 +1,38 @@
 """A table in memory: rows that are kept as columns, so that a million of them take little room."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.metrics import TRAIN, VAL
+
 Row = TypeVar("Row")
 Kind = type[int] | type[float] | type[bool] | type[str]
 CHUNK_ROWS = 20_000
+# The losses were there first, and keep their columns.
+LOSS_COLUMNS = {"train/loss": "loss", "val/loss": "val_loss"}
 
 
 @dataclass(frozen=True)
 class Layout(Generic[Row]):
     """The columns of a table in the order they are written, and how a row is made of its cells. A
     cell that is empty, or whose column the file does not have, is None where `optional` has it;
-    else nan, 0, False or ""."""
+    else nan, 0, False or "". Further columns that a file may have begin with `prefixes`, and hold
+    numbers."""
 
     columns: Mapping[str, Kind]
     make: Callable[[dict[str, Any]], Row]
     optional: frozenset[str] = frozenset()
+    prefixes: tuple[str, ...] = ()
+
+    def of_file(self, header: Sequence[str]) -> "Layout[Row]":
+        """Return the layout with the further columns that a file has."""
+        more = [name for name in header if self.prefixes and name.startswith(self.prefixes)]
+        columns = {**self.columns, **dict.fromkeys(more, float)}
+        return replace(self, columns=columns, optional=self.optional | set(more)) if more else self
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +73,19 @@ class Table(Sequence[Row]):
     def column(self, name: str) -> NDArray[Any]:
         """Return the values of one column; an empty cell of a float column is nan."""
         return self.values[name]
+
+    @property
+    def metrics(self) -> list[str]:
+        """Return the names of all metrics that the file has, the losses too, by which `metric`
+        finds them."""
+        further = [name for name in self.values if name.startswith((TRAIN, VAL))]
+        return [*(name for name, own in LOSS_COLUMNS.items() if own in self.values), *further]
+
+    def metric(self, name: str) -> "tuple[NDArray[Any], NDArray[Any]]":
+        """Return the steps that have a value of a metric, and the values."""
+        column = LOSS_COLUMNS.get(name, name)
+        rows = self.known(column) if column in self.is_empty else self
+        return rows.column("step"), rows.column(column)
 
     def known(self, name: str) -> "Table[Row]":
         """Return the rows that have a value in an optional column."""

@@ -148,7 +148,8 @@ class Plan(Record):
     mesh: dict[str, int] = Field(description="Degree of each parallel axis; their product is W.")
     batch: BatchSplit
     units_per_sample: int | None
-    steps: int
+    steps: int = Field(description="0: not known before the data is prepared (train.epochs).")
+    epochs: float | None = Field(None, description="Of the training data, where asked for so.")
     crew: Crew
     device: Choice[Device]
     backend: Choice[Backend]
@@ -187,6 +188,13 @@ class Plan(Record):
     @property
     def on_gpu(self) -> bool:
         return self.device.value == "cuda"
+
+    @property
+    def length(self) -> str:
+        """How long it trains, in words."""
+        steps = f"{self.steps} steps" if self.steps else "their steps follow from the prepared data"
+        noun = "epoch" if self.epochs == 1 else "epochs"
+        return steps if self.epochs is None else f"{self.epochs:g} {noun} ({steps})"
 
     @staticmethod
     def update_to_2(body: Body) -> Body:

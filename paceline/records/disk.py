@@ -131,6 +131,13 @@ class Appender:
             return error
         return None
 
+    def reopen(self) -> None:
+        """Append to the file that has the name now: somebody has put another in its place."""
+        with self._alone():
+            if self._handle is not None:
+                os.close(self._handle)
+            self._handle = None
+
     def write_over(self, line: bytes) -> bool:
         """Put a line in the place of the last one, which is as long; False where the disk does not
         take it."""

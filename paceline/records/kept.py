@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from paceline.records.base import Part, Record
+from paceline.records.base import Body, Part, Record
 
 
 class DataPosition(Part):
@@ -21,14 +21,20 @@ class DataPosition(Part):
 
 
 class BestMetric(Part):
-    """The lowest validation loss so far."""
+    """The best value so far of the metric that decides which checkpoint is the best."""
 
     step: int
-    val_loss: float
+    name: str = Field("val/loss", description="As training.csv and train.best call it.")
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value:.4g} at step {self.step}"
 
 
 class Kept(Record):
     """state.json: all of a run's state that is not a tensor."""
+
+    SCHEMA: ClassVar[int] = 2
 
     step: int
     reason: str = Field(description="every, every_s, request, best, end, preempted or interrupted.")
@@ -38,6 +44,7 @@ class Kept(Record):
     lr: float = Field(description="The schedule is a function of the step; this was its value.")
     num_steps: int
     best: BestMetric | None
+    num_worse: int = Field(0, description="Evaluations since then that were no better.")
     evaluation_is_due: bool = Field(
         False, description="The evaluation of this step was cut short and must be done again."
     )
@@ -47,6 +54,12 @@ class Kept(Record):
     global_size: int = Field(description="Samples per optimizer step.")
     config_fingerprint: str
     versions: dict[str, str]
+
+    @staticmethod
+    def update_to_2(body: Body) -> Body:
+        """Up to 0.6 the best was that of the validation loss."""
+        best = body["best"]
+        return body | {"best": best and {"step": best["step"], "value": best["val_loss"]}}
 
 
 class FileSum(Part):

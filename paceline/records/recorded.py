@@ -6,6 +6,7 @@ from pydantic import Field
 
 from paceline.errors import Outcome
 from paceline.records.base import Body, Part, Record
+from paceline.records.kept import BestMetric
 from paceline.records.rundir import RunDir
 from paceline.records.words import count, size
 
@@ -138,6 +139,7 @@ class RankVerdict(Record):
     bad_step: int | None = None
     bad_sample_ids: list[int] = []
     loss_was_finite: bool = True
+    why_early: str = Field("", description="Why a run that ended well ended before its last step.")
     notes: list[str] = []
     flops_per_sample: float | None = None
     flops_source: str = ""
@@ -286,6 +288,11 @@ class Result(Record):
     steps: int
     final_loss: float | None
     val_loss: float | None
+    metrics: dict[str, float] = Field(
+        {}, description="The last of each metric, by name, where it is a number; not the losses."
+    )
+    best: BestMetric | None = Field(None, description="By train.best, over the whole run.")
+    why_early: str = Field("", description="Why a run that ended well ended before its last step.")
     step_s: StepSeconds | None
     samples_per_s: float | None
     tokens_per_s: float | None

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from paceline.records.base import Part, Record
 
-Metric = Literal["samples_per_s", "tokens_per_s", "tail_mean_iter_p50_ms"]
+Metric = str  # one of stats/figures.py:METRICS, or a job's own, as val/wer:min
 
 
 class SweptCell(Part):

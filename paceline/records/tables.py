@@ -1,13 +1,14 @@
-"""The CSV files of a run: one list of columns for who writes them and who reads them.
+"""The CSV files of a run: one list of columns for who writes them (table_file.py) and who reads
+them.
 
 Columns have names, never positions. A file of another version may have fewer columns or more:
-what is missing reads as empty, what is unknown is left alone, and nothing is dropped.
+what is missing reads as empty, what is unknown is left alone, and nothing is dropped. Metrics of a
+job are columns of training.csv too: train/NAME and val/NAME, behind the others.
 """
 
 import csv
-import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import DataError
+from paceline.metrics import TRAIN, VAL
 from paceline.records.columns import Kind, Layout, Row, Table
-from paceline.records.disk import Appender, Losses
-from paceline.records.files import write_atomic
 from paceline.records.phases import STEP_PHASES, Phase
-from paceline.records.words import from_cell, text_cell
+from paceline.records.words import from_cell
 
 Cell = str | float | None  # and so int and bool
 CHUNK_LETTERS = 2**21
@@ -40,6 +40,7 @@ class TrainingRow:
     skipped: bool
     warmup: bool
     val_loss: float | None
+    metrics: dict[str, float]  # by whole name, as val/accuracy; without the losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +74,23 @@ class CheckpointRow:
 MEASURES = (
     "utilisation_percent", "memory_bytes", "clock_mhz", "power_w", "temperature_c", "rss_bytes",
 )  # fmt: skip
+
+
+def _training_row(cells: dict[str, Any]) -> TrainingRow:
+    metrics = {name: cells.pop(name) for name in list(cells) if name.startswith((TRAIN, VAL))}
+    known = {name: value for name, value in metrics.items() if value is not None}
+    return TrainingRow(**cells, metrics=known)
+
+
 TRAINING = Layout(
     {
         "step": int, "loss": float, "lr": float, "grad_norm": float, "step_s": float,
         "samples_per_s": float, "tokens_per_s": float, "skipped": bool, "warmup": bool,
         "val_loss": float,
     },
-    lambda cells: TrainingRow(**cells),
+    _training_row,
     frozenset({"tokens_per_s", "val_loss"}),
+    (TRAIN, VAL),
 )  # fmt: skip
 STEPS = Layout(
     {"step": int, "warmup": bool, "wall_s": float}
@@ -134,6 +144,7 @@ def read_checkpoints(path: Path) -> Table[CheckpointRow]:
 def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
     """Read the rows of a file; none where it is absent. A row that was cut off, because a run was
     killed inside its line, is not one."""
+    layout = layout.of_file(read_header(path))
     values: dict[str, list[NDArray[Any]]] = {
         name: [np.empty(0, _dtype(kind))] for name, kind in layout.columns.items()
     }
@@ -151,6 +162,15 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
         {name: np.concatenate(found) for name, found in values.items()},
         {name: np.concatenate(found) for name, found in gaps.items()},
     )
+
+
+def read_header(path: Path) -> list[str]:
+    """Return the columns of a file; none where it is absent or has no whole line."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        first = file.readline()
+    return next(csv.reader([first]), []) if first.endswith("\n") else []
 
 
 def _iter_lines(path: Path, layout: Layout[Any]) -> Iterator[tuple[list[str], list[str]]]:
@@ -228,119 +248,3 @@ def _parsed(path: Path, name: str, kind: Kind, cells: Sequence[str]) -> NDArray[
         return np.array([kind(cell) if cell else empty for cell in cells], dtype=_dtype(kind))
     except ValueError as error:
         raise DataError(f"{path} is damaged: column {name}: {error}") from error
-
-
-class TableFile(Appender):
-    """Appends rows, kept in memory until `flush`, which is one write of whole lines.
-
-    A file that is there already keeps its columns in their places; columns it lacks are added
-    behind them. `kept` is the last step whose rows stay: a run that is resumed takes the later
-    ones again. A full disk ends nothing: rows wait for room, and those that are lost are noted in
-    `lost` by their steps.
-    """
-
-    def __init__(
-        self, path: Path, layout: Layout[Any], kept: int | None = None, lost: Losses | None = None
-    ) -> None:
-        super().__init__(path, lost)
-        self._columns, is_new = _open_for(path, list(layout.columns), kept)
-        if is_new:
-            self.append(f"{','.join(self._columns)}\n".encode(), is_pinned=True)
-            self.flush()
-
-    def add(self, row: Mapping[str, Cell]) -> None:
-        assert set(row) <= set(self._columns), f"{set(row) - set(self._columns)} has no column"
-        line = ",".join(_text(row.get(name)) for name in self._columns)
-        self.append(f"{line}\n".encode())
-
-    def amend_last(self, name: str, value: Cell) -> None:
-        """Put another value into the last row that was written, in place: the file may be long."""
-        try:
-            if self.flush():
-                self._amend(name, value)
-        except OSError as error:
-            self.lost.note(self.path, error, len(_text(value)))
-
-    def _amend(self, name: str, value: Cell) -> None:
-        with self.path.open("r+b", buffering=0) as file:
-            end = file.seek(0, os.SEEK_END)
-            begin = _begin_of_last_line(file, end)
-            file.seek(begin)
-            cells = file.read(end - begin).decode().rstrip("\n").split(",")
-            cells[self._columns.index(name)] = _text(value)
-            line = (",".join(cells) + "\n").encode()
-            # One write, then the end: killed between the two, a scrap stays behind that no reader
-            # takes for a row.
-            os.posix_fallocate(file.fileno(), begin, len(line))  # no room: the row stays as it is
-            os.pwrite(file.fileno(), line, begin)
-            file.truncate(begin + len(line))
-
-    def dropped(self, line: bytes) -> None:
-        if step := _step_of(line, self._columns):
-            self.lost.by_file[self.path].miss_step(step)
-
-
-def _open_for(path: Path, wanted: list[str], kept: int | None) -> tuple[list[str], bool]:
-    """Make the file fit to be appended to; return its columns in their order, and whether it is
-    empty still. Rows that go stand at its end, unless somebody has edited it, and are cut off in
-    place: the file may be long, and a full disk takes that, too."""
-    if not path.is_file() or path.stat().st_size == 0:
-        return wanted, True
-    with path.open("rb") as file:
-        first = file.readline()
-        found = first.decode().rstrip("\n").split(",")
-        if not first.endswith(b"\n") or not set(wanted) <= set(found):
-            return _rewrite(path, wanted, kept), False
-        read = stays_until = len(first)
-        for line in file:
-            read += len(line)
-            if line.endswith(b"\n") and (kept is None or _step_of(line, found) <= kept):
-                if stays_until < read - len(line):
-                    return _rewrite(path, wanted, kept), False
-                stays_until = read
-    if stays_until < read:
-        os.truncate(path, stays_until)
-    return found, False
-
-
-def _rewrite(path: Path, wanted: list[str], kept: int | None) -> list[str]:
-    """Write the rows that stay anew, with empty cells in the columns that the file lacks."""
-    before = path.read_bytes()
-    first, *lines = before[: before.rfind(b"\n") + 1].split(b"\n")[:-1] or [b""]
-    found = first.decode().split(",") if first else []
-    columns = found + [name for name in wanted if name not in found]
-    padding = b"," * (len(columns) - len(found))
-    stay = [line + padding for line in lines if kept is None or _step_of(line, found) <= kept]
-    write_atomic(path, b"".join(line + b"\n" for line in (",".join(columns).encode(), *stay)))
-    return columns
-
-
-def _step_of(line: bytes, columns: Sequence[str]) -> int:
-    """Return the step of a row; 0, so that it stays, where that cannot be read."""
-    place = columns.index("step") if "step" in columns else -1
-    cells = line.split(b",", place + 1)
-    return int(cells[place]) if 0 <= place < len(cells) and cells[place].isdigit() else 0
-
-
-def _begin_of_last_line(file: Any, end: int) -> int:
-    """Return where the last line begins, looking back from the end."""
-    reach = 4096
-    while True:
-        start = max(0, end - reach)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n", 0, -1)
-        if found >= 0 or start == 0:
-            return int(start + found + 1)
-        reach *= 2
-
-
-def _text(value: Cell) -> str:
-    """Ten digits of a float: enough to tell two float32 apart. None is an empty cell."""
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.10g}"
-    if isinstance(value, bool):
-        return str(int(value))
-    text = text_cell(str(value))
-    return '"' + text.replace('"', '""') + '"' if "," in text or '"' in text else text

@@ -1,6 +1,6 @@
 """report.html: one self-contained page, light and dark, readable on a phone."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from html import escape
@@ -11,7 +11,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from paceline import __version__
-from paceline.records.columns import Table
+from paceline.metrics import TRAIN, VAL
+from paceline.records.columns import LOSS_COLUMNS, Table
 from paceline.records.tables import TrainingRow
 from paceline.records.words import count, shown, size, visible
 from paceline.report.pipeline import Table as PipelineTable
@@ -150,9 +151,24 @@ def _charts(story: Story) -> list[Chart]:
             + (some if num_ranks > MAX_BARS else ""),
             stacked_bars({f"rank {rank}": phases for rank, phases in story.phases_s.items()}),
         ),
+        *_metrics(story),
         _memory(story),
         Chart("Optimizer", "gradient norm over all ranks before clipping", _optimizer(story)),
     ]
+
+
+def _metrics(story: Story) -> Iterator[Chart]:
+    """Draw each metric of the job, training and validation on one scale."""
+    names = [name for name in story.training.metrics if name not in LOSS_COLUMNS]
+    for bare in dict.fromkeys(name.partition("/")[2] for name in names):
+        lines = []
+        for name in (f"{TRAIN}{bare}", f"{VAL}{bare}"):
+            if name in names:
+                steps, values = story.training.metric(name)
+                is_val = name.startswith(VAL)
+                line = Series(name, (), "c2" if is_val else "c1", marked=is_val)
+                lines.append(draw_values(steps, values, line))
+        yield Chart(bare, "as the job measures it", line_chart(lines, Axes("step", bare)))
 
 
 def _optimizer(story: Story) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.metrics import TRAIN, VAL
 from paceline.records import Audit, Env, Plan, Result, Window
 from paceline.records.columns import Table
 from paceline.records.phases import STEP_PHASES
@@ -82,6 +83,7 @@ def headline(story: Story) -> list[Figure]:
     figures = [
         outcome,
         *_loss_figures(result),
+        *_metric_figures(result),
         *_rate_figures(result),
         *_memory_figures(story, result),
         Figure("time", elapsed(result.elapsed_s), beside=steps),
@@ -90,7 +92,7 @@ def headline(story: Story) -> list[Figure]:
 
 
 def further(story: Story) -> list[Figure]:
-    """Return what is worth a line below: checkpoints, attempts, skipped steps."""
+    """Return what is worth a line below: checkpoints, an early end, attempts, skipped steps."""
     result = story.result
     if result is None:
         return []
@@ -101,6 +103,9 @@ def further(story: Story) -> list[Figure]:
         beside = f"training waited {duration(kept.stall_s)} for them"
         beside = f"{last if kept.last_step is not None else ''}{beside}"
         figures.append(Figure("checkpoints", f"{kept.num_written}{failed}", beside=beside))
+    if result.why_early:
+        ended = f"after step {result.steps} of {story.plan.steps}"
+        figures.append(Figure("ended early", ended, beside=result.why_early))
     if len(result.attempts) > 1:
         share = f"productive time {result.ettr:.0%}" if result.ettr is not None else ""
         figures.append(Figure("attempts", str(len(result.attempts)), beside=share))
@@ -122,11 +127,28 @@ def _loss_figures(result: Result) -> list[Figure]:
     beside = []
     if result.val_loss is not None:
         beside.append(f"validation {result.val_loss:.4f}")
+        if result.best is not None and result.best.name == "val/loss":
+            beside.append(f"best {result.best.value:.4f} at step {result.best.step}")
         entropy = result.data_facts.get("unigram_entropy")
         beside += [f"byte-unigram entropy {entropy:.4f}"] if entropy is not None else []
     if result.final_loss is None:
         return []
     return [Figure("loss", f"{result.final_loss:.4f}", beside="; ".join(beside))]
+
+
+def _metric_figures(result: Result) -> list[Figure]:
+    """Return the last value of each metric; where training has it too, beside validation's."""
+    found, figures = result.metrics, []
+    for name, value in found.items():
+        bare, beside = name.partition("/")[2], []
+        if name.startswith(TRAIN) and f"{VAL}{bare}" in found:
+            continue
+        if name.startswith(VAL) and f"{TRAIN}{bare}" in found:
+            beside.append(f"training {number(found[f'{TRAIN}{bare}'])}")
+        if result.best is not None and result.best.name == name:
+            beside.append(f"best {number(result.best.value)} at step {result.best.step}")
+        figures.append(Figure(name, number(value), beside="; ".join(beside)))
+    return figures
 
 
 def _rate_figures(result: Result) -> list[Figure]:

@@ -48,7 +48,7 @@ def render_sweep_page(story: SweepStory) -> str:
             grids=grids(story),
             reference=reference(story),
             remarks=remarks(story),
-            signs=SIGNS,
+            signs=story.say(SIGNS),
             losses=_losses(story),
             asked=asked(story),
             style=Markup("".join(style.read_text() for style in styles)),
@@ -99,13 +99,13 @@ def _best_figures(story: SweepStory, best: CellLine) -> list[Figure]:
     rate, speedup = best.standing.rate, best.standing.speedup
     has_baseline = story.standings is not None and story.standings.is_baseline
     beside = f"{number(rate.low)} to {number(rate.high)}" if rate else "no interval"
-    label = "fastest" if best.is_fastest else "chosen"
+    label = story.say("fastest") if best.is_fastest else "chosen"
     others = len(winners(story)) - 1
     beside += f"; not told apart from {count(others, 'other')}" if best.is_tied else ""
     figures = [Figure(label, number(best.standing.value), story.unit, beside)]
     if speedup is not None and has_baseline and not best.is_baseline:
         said = f"{speedup.low:.3f} to {speedup.high:.3f}; over the baseline"
-        figures.append(Figure("speedup", f"{speedup.value:.3f}", beside=said))
+        figures.append(Figure(story.say("speedup"), f"{speedup.value:.3f}", beside=said))
     if best.peak_bytes:
         value, _, unit = size(best.peak_bytes).partition(" ")
         figures.append(Figure("its peak memory", value, unit, "a rank"))
@@ -138,8 +138,9 @@ def _standings(story: SweepStory) -> str:
     if not story.measured:
         return "No cell has a figure."
     rows = [_row(place, line) for place, line in enumerate(story.measured, 1)]
-    said = f"{SIGNS}. Intervals are 95%. A speedup is against {plain(reference(story))}."
-    return f"{table(('', 'cell', story.unit, *COLUMNS), rows)}\n\n{said}"
+    said = story.say(f"{SIGNS}. Intervals are 95%. A speedup is against ") + plain(reference(story))
+    columns = ("", "cell", story.unit, *map(story.say, COLUMNS))
+    return f"{table(columns, rows)}\n\n{said}."
 
 
 def _row(place: int, line: CellLine) -> tuple[str, ...]:
@@ -163,6 +164,6 @@ def _remarks(story: SweepStory) -> list[str]:
 
 
 def _verdicts(story: SweepStory) -> str:
-    lines = [f"- {kind}: {meaning}." for kind, meaning in VERDICTS]
+    lines = [story.say(f"- {kind}: {meaning}.") for kind, meaning in VERDICTS]
     margin = f"The margin is {story.record.margin:.3g}. How this is computed: docs/statistics.md."
     return "\n".join([*lines, "", margin])

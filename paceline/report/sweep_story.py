@@ -26,6 +26,20 @@ VERDICTS = (
     ("no difference seen", "the whole interval is inside the margin: nothing that matters"),
     ("not enough data", "the interval is too wide to tell; more repeats narrow it"),
 )
+# The same where cells are compared by what they learn.
+QUALITY = {"fastest": "best", "Fastest": "Best", "faster": "better", "slower": "worse",
+           "speedup": "gain"}  # fmt: skip
+
+
+def unit_of(metric: str) -> str:
+    return UNITS.get(metric, metric.partition(":")[0])
+
+
+def say_of(metric: str, text: str) -> str:
+    """Return a text about speed in words for what a metric measures."""
+    for speed, quality in QUALITY.items() if metric not in UNITS else ():
+        text = text.replace(speed, quality)
+    return text
 
 
 @dataclass(frozen=True)
@@ -123,7 +137,11 @@ class SweepStory:
 
     @property
     def unit(self) -> str:
-        return UNITS[self.record.metric]
+        return unit_of(self.record.metric)
+
+    def say(self, text: str) -> str:
+        """Return a text about speed in words for what is compared here."""
+        return say_of(self.record.metric, text)
 
     @property
     def work_unit(self) -> str:
@@ -150,7 +168,8 @@ class SweepStory:
 
 def answer(story: SweepStory) -> list[str]:
     """Say the result in sentences, the most important first."""
-    return [_winner(story), *_tied(story), *([story.target_text] if story.target_text else [])]
+    said = [story.say(_winner(story)), *_tied(story)]
+    return [*said, *([story.target_text] if story.target_text else [])]
 
 
 def _winner(story: SweepStory) -> str:
@@ -313,7 +332,10 @@ def _left_out(story: SweepStory) -> list[str]:
 
 
 def instabilities(story: SweepStory) -> list[str]:
-    """Return the cells whose figures deserve less trust, and why."""
+    """Return the cells whose figures deserve less trust, and why; none where speed is not what they
+    are compared by."""
+    if story.record.metric not in UNITS:
+        return []
     found = {line.name: _unrest(line) for line in story.measured}
     return [f"{name}: {'; '.join(why)}" for name, why in found.items() if why]
 

@@ -6,14 +6,17 @@ from typing import Any
 
 import numpy as np
 
+from paceline.config.load import read_plain
 from paceline.launch.archive import finish_attempt, list_attempts, measure_ettr, summarise
 from paceline.launch.ending import Ending, Verdicts, completed_steps, stop_notes
 from paceline.machine.datasheets import choose_arithmetic
 from paceline.machine.facts import hardware_fingerprint
 from paceline.machine.measures import load_matmul_tflops
+from paceline.metrics import Goal
 from paceline.records import (
     Attempt,
     Audit,
+    BestMetric,
     CheckpointFacts,
     Env,
     Fingerprints,
@@ -37,7 +40,7 @@ from paceline.records.tables import (
 )
 from paceline.schedules.account import account
 from paceline.schedules.measured import load_measured
-from paceline.stats.figures import RunFigures, measure_run
+from paceline.stats.figures import RunFigures, best_of, measure_run
 
 MAX_NOTES = 10
 History = tuple[Table[TrainingRow], list[Attempt]]
@@ -69,7 +72,7 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
         strategy=plan.strategy.value,
         precision=plan.precision.value,
         **_how_it_ended(run, ending, rows),
-        **_what_was_learned(rows, ending.verdicts),
+        **_what_was_learned(run, rows, ending.verdicts),
         **_how_fast(run, plan, env, ending.verdicts, (rows, attempts)),
         **_memory(ending.verdicts),
         **_what_is_kept(run, plan, ending, (rows, attempts), unwritten),
@@ -112,11 +115,15 @@ def _how_it_ended(run: RunDir, ending: Ending, rows: Table[TrainingRow]) -> dict
     }
 
 
-def _what_was_learned(rows: Table[TrainingRow], verdicts: Verdicts) -> dict[str, Any]:
+def _what_was_learned(run: RunDir, rows: Table[TrainingRow], verdicts: Verdicts) -> dict[str, Any]:
     bad_step, bad_ids = _bad_samples(verdicts)
+    metrics = _last_metrics(rows)[0]
     return {
         "final_loss": _final_loss(rows),
-        "val_loss": _validation(rows)[0],
+        "val_loss": metrics.pop("val/loss", None),
+        "metrics": metrics,
+        "best": _best(run, rows),
+        "why_early": next((v.why_early for v in verdicts.values() if v.why_early), ""),
         "skipped_steps": int(rows.column("skipped").sum()),
         "bad_step": bad_step,
         "bad_sample_ids": bad_ids,
@@ -158,7 +165,7 @@ def _what_is_kept(
     pipeline, pipeline_notes = _pipeline(run, plan, ending.verdicts)
     notes = {note for verdict in ending.verdicts.values() for note in verdict.notes}
     notes |= _notes_of(run, attempts)
-    notes |= {*stop_notes(ending), *_validation(rows)[1], *pipeline_notes}
+    notes |= {*stop_notes(ending), *_last_metrics(rows)[1], *pipeline_notes}
     return dict(
         notes=[*sorted(notes), *_notes_on(unwritten)],
         unwritten=unwritten,
@@ -177,15 +184,19 @@ def _notes_on(unwritten: list[Unwritten]) -> list[str]:
     return [*notes, f"not written: parts of {more} more files, see result.json"] if more else notes
 
 
-def _validation(rows: Table[TrainingRow]) -> tuple[float | None, list[str]]:
-    """Return the last validation loss, or a note that it is not a number."""
-    measured = rows.known("val_loss")
-    if not len(measured):
-        return None, []
-    last = float(measured.column("val_loss")[-1])
-    if math.isfinite(last):
-        return last, []
-    return None, ["the last validation loss is not finite"]
+def _last_metrics(rows: Table[TrainingRow]) -> tuple[dict[str, float], list[str]]:
+    """Return the last value of each metric but the training loss, and a note of each that is not a
+    number."""
+    found = {name: rows.metric(name)[1] for name in rows.metrics if name != "train/loss"}
+    last = {name: float(values[-1]) for name, values in found.items() if len(values)}
+    notes = [f"the last {name} is not finite" for name, v in last.items() if not math.isfinite(v)]
+    return {name: value for name, value in last.items() if math.isfinite(value)}, notes
+
+
+def _best(run: RunDir, rows: Table[TrainingRow]) -> BestMetric | None:
+    """Return the best evaluation by what `train.best` asked for; None where there is none."""
+    asked = read_plain(run.config).get("train", {}).get("best", "auto")
+    return best_of(rows, Goal.of_best(asked))
 
 
 def _memory_of(verdict: RankVerdict) -> RankMemory:

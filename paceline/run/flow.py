@@ -42,7 +42,7 @@ from paceline.launch.signals import SignalLog, logged_signals
 from paceline.machine.facts import probe
 from paceline.machine.process import STOP_SIGNALS, signal_handlers
 from paceline.machine.topology import Topology
-from paceline.plan.planner import make_plan, wanted_workers
+from paceline.plan.planner import count_steps, make_plan, wanted_workers
 from paceline.records import Crew, Env, LaunchPlan, Plan, Result
 from paceline.records.disk import release, reserve, save_last
 from paceline.records.files import sweep_torn, write_atomic
@@ -114,7 +114,8 @@ def resume_job(resumption: Resumption, talk: Talk, rendezvous: Rendezvous | None
     run, topology = resumption.run, rendezvous.topology if rendezvous else None
     with run.lock(talk.say):
         if (result := _finished(resumption)) is not None:
-            talk.say(f"all {result.steps} steps are taken already: nothing to do")
+            taken = f"all {result.steps} steps are taken already"
+            talk.say(f"{result.why_early or taken}: nothing to do")
             return result
         for change in resumption.changes:
             talk.say(f"changed: {change}")
@@ -148,6 +149,9 @@ def prepare(
     for finding in plan.findings:
         talk.say(f"{finding.severity}: {finding}")
     prepared = job.workload.prepare(job.config, talk.say)
+    if not plan.steps:
+        job.workload.prepared = prepared
+        plan = count_steps(job, plan)
     # Now, not later: the user may edit the file while the run goes on.
     code = code_fingerprint(job.config.workload)
     return Decided(job, env, plan, launcher, prepared, code, started_at)
@@ -296,10 +300,13 @@ def run_short_task(launcher: Launcher, launch: LaunchPlan, run: RunDir, task: Ta
 
 
 def _finished(resumption: Resumption) -> Result | None:
-    """Return the result of a run that has taken all its steps."""
-    path = resumption.run.result
-    if not path.is_file():
+    """Return the result of a run that has taken all its steps, or ended early and would again."""
+    run, changed = resumption.run, {change.key for change in resumption.changes}
+    if not run.result.is_file():
         return None
-    result = Result.load(path)
-    is_over = result.outcome is Outcome.OK and result.steps >= resumption.job.config.train.steps
-    return result if is_over else None
+    result, wanted = Result.load(run.result), resumption.job.config.train.num_steps
+    if wanted is None and "train.epochs" not in changed:
+        wanted = Plan.load(run.plan).steps
+    has_all = wanted is not None and result.steps >= wanted
+    is_early = bool(result.why_early) and not changed & {"train.stop_after", "train.best"}
+    return result if result.outcome is Outcome.OK and (has_all or is_early) else None

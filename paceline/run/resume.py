@@ -16,7 +16,7 @@ from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.tensors import TensorFiles
 from paceline.config.describe import differing
 from paceline.config.load import load_config, read_draft, validate
-from paceline.config.schema import RunConfig
+from paceline.config.schema import DEFAULT_STEPS, RunConfig
 from paceline.errors import ConfigError, RestoreError
 from paceline.job import Job, job_schema
 from paceline.plan.planner import sketch_model
@@ -36,9 +36,11 @@ from paceline.workloads.base import (
 
 # Where ranks run, what is watched, how the work is shared: the same thing is computed.
 FREE = ("name", "launch.", "observe.", "audit.", "checkpoint.", "strategy.")
-FREE_KEYS = ("data.num_workers", "data.prefetch", "data.timeout_s", "train.log_every")
+FREE_KEYS = (
+    "data.num_workers", "data.prefetch", "data.timeout_s", "train.log_every", "train.stop_after",
+)  # fmt: skip
 BATCH = ("train.micro_batch_size", "train.grad_accum", "train.global_batch_size")
-STEPS = "train.steps"
+STEPS, EPOCHS = "train.steps", "train.epochs"
 # What would be different from the checkpoint on, by how a key begins; the first that fits.
 REASONS = {
     "optim.ema": "the average of the weights would begin, end or weigh its steps differently",
@@ -47,6 +49,7 @@ REASONS = {
     "data.": "the steps to come would see other samples than this run was begun with",
     "train.seed": "the data would come in another order, and dropout would draw other numbers",
     "train.eval": "validation losses would not compare with those before",
+    "train.best": "the best checkpoint would be the best by another measure than so far",
     "train.max_skips": "more or fewer bad steps would be borne than so far",
     "train.deterministic": "other kernels round differently: no step would be the same bit for bit",
     "train.compile": "compiled kernels round differently: no step would be bit for bit the same",
@@ -69,7 +72,7 @@ class Change:
     def is_free(self) -> bool:
         if self.key in lossy_keys():
             return False
-        return self.key.startswith(FREE) or self.key in (*FREE_KEYS, STEPS)
+        return self.key.startswith(FREE) or self.key in (*FREE_KEYS, STEPS, EPOCHS)
 
     @property
     def reason(self) -> str:
@@ -135,7 +138,8 @@ def explain_schedule(resumption: Resumption, last_step: int) -> str:
     """What another number of steps does to the learning rate after `last_step`; empty where it
     does nothing."""
     optim, workload = resumption.job.config.optim, resumption.job.workload
-    change = next((change for change in resumption.changes if change.key == STEPS), None)
+    changes = {change.key: change for change in resumption.changes}
+    change = changes.get(EPOCHS) or changes.get(STEPS)
     if change is None:
         return ""
     if type(workload).learning_rate is not Workload.learning_rate:
@@ -146,12 +150,15 @@ def explain_schedule(resumption: Resumption, last_step: int) -> str:
     if optim.schedule.total_steps != "auto":
         end = optim.schedule.total_steps
         return f"the learning rate follows its {name} to step {end}, as before"
-    if not 0 < last_step < change.after:
-        return f"the {name} of the learning rate ends at step {change.after}"
-    then = learning_rate(last_step, change.before, optim)
-    now = learning_rate(last_step + 1, change.after, optim)
+    if change.key == EPOCHS:
+        return f"the {name} of the learning rate ends with the run, whose length has changed"
+    before, after = (DEFAULT_STEPS if n == "auto" else n for n in (change.before, change.after))
+    if not 0 < last_step < after:
+        return f"the {name} of the learning rate ends at step {after}"
+    then = learning_rate(last_step, before, optim)
+    now = learning_rate(last_step + 1, after, optim)
     return (
-        f"the {name} of the learning rate now ends at step {change.after}, not {change.before}:"
+        f"the {name} of the learning rate now ends at step {after}, not {before}:"
         f" step {last_step} took {then:.3g}, step {last_step + 1} takes {now:.3g}, and the last one"
         f" {optim.lr * optim.schedule.floor:.3g}"
     )

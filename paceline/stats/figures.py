@@ -1,13 +1,15 @@
 """A run directory -> its figures: one number per metric, and what is needed to trust it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.load import read_plain
-from paceline.records import Attempt, Plan, Result, Window
+from paceline.metrics import VAL, Goal
+from paceline.records import Attempt, BestMetric, Plan, Result, Window
 from paceline.records.columns import Table
 from paceline.records.heartbeats import iter_beats
 from paceline.records.rundir import RunDir
@@ -22,6 +24,34 @@ from paceline.stats.timing_points import (
 
 METRICS = ("samples_per_s", "tokens_per_s", "tail_mean_iter_p50_ms")
 LOWER_IS_BETTER = {"tail_mean_iter_p50_ms"}
+
+
+def is_speed(metric: str) -> bool:
+    """Say whether it is one of METRICS; else it is one of the job's own, as `val/wer:min`."""
+    return metric in METRICS
+
+
+def lower_is_better(metric: str) -> bool:
+    return metric in LOWER_IS_BETTER if is_speed(metric) else not Goal.parse(metric).is_max
+
+
+def require_metric(text: str) -> str:
+    """Return the metric that was asked for, a job's own with its direction; ValueError says what is
+    wrong with it."""
+    if is_speed(text):
+        return text
+    try:
+        return str(Goal.parse(text))
+    except ValueError as error:
+        raise ValueError(f"{error}; or one of {', '.join(METRICS)}") from error
+
+
+class Course(NamedTuple):
+    """A metric of the job over a run: its extremes, and the mean over the last fifth."""
+
+    least: float
+    most: float
+    tail: float
 
 
 @dataclass(frozen=True)
@@ -49,6 +79,7 @@ class RunFigures:
     tail_loss: float | None  # mean over the last fifth of the steps, at least five
     losses: tuple[float, ...]  # of all steps of the run
     startup_s: float | None  # from the start of the attempt to its first step, where known
+    courses: Mapping[str, Course] = field(default_factory=dict)  # of the job's metrics, by name
 
     @property
     def spread(self) -> float:
@@ -65,9 +96,30 @@ class RunFigures:
         )
 
     def value(self, metric: str) -> float | None:
-        assert metric in METRICS, f"{metric} is none of {METRICS}"
-        found: float | None = getattr(self, metric)
-        return found
+        """Return the run's one number: of an evaluation's metric the best, as the best checkpoint
+        has it; of a training metric, which is noisy, the mean over the last fifth."""
+        if is_speed(metric):
+            found: float | None = getattr(self, metric)
+            return found
+        goal = Goal.parse(metric)
+        course = self.courses.get(goal.name)
+        if course is None:
+            return None
+        best = course.most if goal.is_max else course.least
+        value = best if goal.name.startswith(VAL) else course.tail
+        return value if value > 0 else None  # runs are compared by ratios
+
+
+def best_of(rows: Table[TrainingRow], goal: Goal) -> BestMetric | None:
+    """Return the best value of a metric in a run, and its step; None where it has no number."""
+    if goal.name not in rows.metrics:
+        return None
+    steps, values = rows.metric(goal.name)
+    steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
+    if not len(values):
+        return None
+    place = int(values.argmax() if goal.is_max else values.argmin())  # the first, where equal
+    return BestMetric(step=int(steps[place]), name=goal.name, value=float(values[place]))
 
 
 def measure_run(run: RunDir) -> RunFigures | None:
@@ -109,6 +161,7 @@ def measure_run(run: RunDir) -> RunFigures | None:
         points=points,
         tail_loss=_tail_loss(every_row),
         losses=tuple(every_row.column("loss").tolist()),
+        courses=_courses(every_row),
         startup_s=_startup_s(run, steps, started_at),
     )
 
@@ -149,6 +202,17 @@ def _rates(rows: Table[TrainingRow]) -> tuple[float, float | None]:
 def _tail_loss(rows: Table[TrainingRow]) -> float | None:
     losses = rows.column("loss")[-max(5, len(rows) // 5) :]
     return float(losses.mean()) if len(losses) and np.isfinite(losses).all() else None
+
+
+def _courses(rows: Table[TrainingRow]) -> dict[str, Course]:
+    found = {}
+    for name in rows.metrics:
+        values = rows.metric(name)[1]
+        values = values[np.isfinite(values)]
+        if len(values):
+            tail = float(values[-max(5, len(values) // 5) :].mean())
+            found[name] = Course(float(values.min()), float(values.max()), tail)
+    return found
 
 
 def _startup_s(run: RunDir, steps: Table[StepRow], started_at: float | None) -> float | None:

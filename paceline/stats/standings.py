@@ -4,7 +4,7 @@ and the set of winners that cannot be told apart."""
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -14,6 +14,7 @@ from paceline.stats.intervals import Interval, Ruler, Sample, around, measure_sa
 MARGIN, CONFIDENCE = 0.02, 0.95
 Kind = Literal["faster", "slower", "no difference seen", "not enough data"]
 OPPOSITE: dict[Kind, Kind] = {"faster": "slower", "slower": "faster"}
+QUALITY = {"faster": "better", "slower": "worse"}
 MOST_REPEATS = 100
 FIRST_REPEATS = 2  # where nothing was repeated, there is no noise to compute from
 
@@ -26,14 +27,16 @@ class Verdict:
 
     kind: Kind
     more_repeats: int | None = None
+    is_speed: bool = True  # else it is told as better or worse
 
     def __str__(self) -> str:
+        kind = self.kind if self.is_speed else QUALITY.get(self.kind, self.kind)
         if self.more_repeats is None:
-            return self.kind
+            return kind
         if self.more_repeats > MOST_REPEATS:
-            return f"{self.kind} (needs more than {MOST_REPEATS} more repeats)"
+            return f"{kind} (needs more than {MOST_REPEATS} more repeats)"
         plural = "" if self.more_repeats == 1 else "s"
-        return f"{self.kind} (needs about {self.more_repeats} more repeat{plural})"
+        return f"{kind} (needs about {self.more_repeats} more repeat{plural})"
 
     def mirrored(self) -> "Verdict":
         """Return the same verdict, seen from the other side."""
@@ -131,10 +134,11 @@ class Standings:
 
 def compare_groups(
     groups: Sequence[Group], *, baseline: str | None = None, lower_is_better: bool = False,
-    margin: float = MARGIN, confidence: float = CONFIDENCE,
+    margin: float = MARGIN, confidence: float = CONFIDENCE, is_speed: bool = True,
 ) -> Standings:  # fmt: skip
     """Hold every group against the baseline, or against the best where none is named. All verdicts
-    together are wrong in at most 1 - `confidence` of comparisons (measured: docs/statistics.md)."""
+    together are wrong in at most 1 - `confidence` of comparisons (measured: docs/statistics.md).
+    What is not a speed is told as better or worse."""
     _require_sound(groups, baseline, margin, confidence)
     running = [group for group in groups if group.values]
     samples = dict(
@@ -147,7 +151,9 @@ def compare_groups(
             group=group,
             rate=samples[group.name].interval(confidence) if group.values else None,
             speedup=table.speedup(group.name, reference, baseline is not None),
-            verdict=table.verdict(group.name, reference, baseline is not None),
+            verdict=replace(
+                table.verdict(group.name, reference, baseline is not None), is_speed=is_speed
+            ),
             is_winner=table.is_winner(group.name),
         )
         for group in groups

@@ -15,27 +15,32 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from paceline.config.schema import RunConfig, StrategyConfig
 from paceline.records import Crew, Exchange, Finding, PipelinePlan, Plan, Proof, StateBytes
 from paceline.strategies.shape import ModelShape
 from paceline.workloads.base import Workload
+from paceline.workloads.returns import Pair
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from paceline.checkpoint.pieces import Piece, Source
+    from paceline.metrics import Items
     from paceline.schedules.passes import Pass
     from paceline.strategies.clock import Clock
 
 
 class Totals(NamedTuple):
-    """Loss summed over units, and the units: zeros on a rank that computes no loss."""
+    """Loss summed over units, and the units: zeros on a rank that computes no loss. `extras` are
+    what else the loss returned: a sum and its count, by name."""
 
     loss_sum: Tensor
     units: int | Tensor
+    extras: Mapping[str, Pair] = MappingProxyType({})
 
 
 class StepInfo(NamedTuple):
@@ -124,6 +129,11 @@ class Engine(Protocol):
 
     def evaluate(self, batch: Any) -> Totals:
         """Return the loss, without gradients. All ranks call it the same number of times."""
+        ...
+
+    def measure(self, batch: Any) -> dict[str, Pair | Items]:
+        """Return what the workload's `evaluate` finds on a batch; nothing on a rank that does not
+        see the model's output. All ranks call it the same number of times."""
         ...
 
     def averaged(self) -> AbstractContextManager[None]:

@@ -153,13 +153,15 @@ def ddp_problems(config: RunConfig, model: ModelShape) -> list[Finding]:
                 f" ({exchange.because})",
             )
         )
-    if settings.comm_hook == "powersgd" and config.train.steps <= settings.powersgd_start:
+    num_steps = config.train.num_steps
+    starts = settings.powersgd_start if settings.comm_hook == "powersgd" else 0
+    if num_steps is not None and num_steps <= starts:
         found.append(
             Finding(
                 severity="warning",
                 where="strategy.powersgd_start",
                 what=f"powersgd begins after step {settings.powersgd_start}, and the run ends at"
-                f" {config.train.steps}: every gradient is sent whole",
+                f" {num_steps}: every gradient is sent whole",
             )
         )
     return found

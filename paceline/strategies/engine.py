@@ -1,8 +1,8 @@
 """The engine of every strategy that is one module and one optimizer on each rank."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.pieces import Piece, Source
 from paceline.data.loader import to_device
+from paceline.metrics import Items
 from paceline.records import Proof, StateBytes
 from paceline.records.phases import Phase
 from paceline.strategies.average import Average
@@ -21,7 +22,7 @@ from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
 from paceline.strategies.batchnorm import SharedBuffers
 from paceline.strategies.clock import Clock
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
-from paceline.strategies.objective import compute_loss
+from paceline.strategies.objective import compute_loss, compute_metrics
 from paceline.strategies.optim import set_rate, trained_parameters
 from paceline.strategies.optimizers import builds_own, state_shapes
 from paceline.strategies.precision import START_SCALE, LossScale
@@ -35,6 +36,7 @@ from paceline.strategies.stored import (
     moment_pieces,
     scale_pieces,
 )
+from paceline.workloads.returns import Pair, add_pairs
 
 TINY = 1e-6  # as in torch's clip_grad_norm_
 
@@ -89,18 +91,21 @@ class ModuleEngine:
     ) -> Totals:
         loss_sums: list[Tensor] = []
         count: int | Tensor = 0
+        extras: dict[str, Pair] = {}
         scale = self.scaled(scale)
         for number, batch in enumerate(batches, 1):
             with self.wrapping.unsynced() if number < len(batches) else nullcontext():
                 clock.enter(Phase.FORWARD)
-                loss, units = compute_loss(self.parts, self.wrapping.model, batch)
+                loss, units, more = compute_loss(self.parts, self.wrapping.model, batch)
                 objective = normalise(loss, scale)
                 clock.enter(Phase.BACKWARD)
                 self.backward(objective)
             loss_sums.append(loss.detach())
             count = count + units
+            add_pairs(extras, more)
         self.buffers.agree()
-        return Totals(loss_sums[0] if len(loss_sums) == 1 else torch.stack(loss_sums).sum(), count)
+        loss_sum = loss_sums[0] if len(loss_sums) == 1 else torch.stack(loss_sums).sum()
+        return Totals(loss_sum, count, extras)
 
     def scaled(self, scale: float | Tensor) -> float | Tensor:
         """Multiply by fp16's loss scale, where there is one."""
@@ -156,11 +161,20 @@ class ModuleEngine:
             self.wrapping.forget()
         return 1 - self.zero
 
-    @torch.no_grad()
     def evaluate(self, batch: Any) -> Totals:
+        with self._evaluating():
+            return Totals(*compute_loss(self.parts, self.wrapping.model, batch))
+
+    def measure(self, batch: Any) -> dict[str, Pair | Items]:
+        with self._evaluating():
+            return compute_metrics(self.parts, self.wrapping.model, batch)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         self.module.eval()
         try:
-            return Totals(*compute_loss(self.parts, self.wrapping.model, batch))
+            with torch.no_grad():
+                yield
         finally:
             self.module.train()
             self.wrapping.settle()

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.errors import ConfigError
+from paceline.metrics import Items
 from paceline.strategies.base import EngineParts
 from paceline.strategies.precision import compute_context
 from paceline.workloads.base import Workload
+from paceline.workloads.returns import Pair, read_loss, read_measured, without_graph
 
 
 class Objective(nn.Module):
@@ -23,43 +24,31 @@ class Objective(nn.Module):
         super().__init__()
         self.workload, self.model = workload, model
 
-    def forward(self, batch: Any) -> Any:
-        return self.workload.loss(self.model, batch)
+    def forward(self, batch: Any, evaluates: bool = False) -> Any:
+        return ask_workload(self.workload, self.model, batch, evaluates)
+
+
+def ask_workload(workload: Workload, model: nn.Module, batch: Any, evaluates: bool) -> Any:
+    """Return what the workload's `evaluate` says of a batch, or its `loss`."""
+    if evaluates:
+        return workload.evaluate(model, batch)
+    return without_graph(workload.loss(model, batch))
 
 
 def compute_loss(
     parts: EngineParts, objective: Callable[[Any], Any], batch: Any
-) -> tuple[Tensor, int | Tensor]:
-    """Return the summed loss of a batch and its units; `objective` is wrapped or bare."""
+) -> tuple[Tensor, int | Tensor, dict[str, Pair]]:
+    """Return the summed loss of a batch, its units, and further sums by name; `objective` is
+    wrapped or bare."""
     with compute_context(parts.plan.precision.value, parts.device):
         result = objective(batch)
-    if not _is_sum_and_count(result):
-        raise ConfigError(
-            f"{type(parts.workload).__name__}.loss must return two things: the loss summed"
-            " over the batch, a tensor without dimensions, and how many were summed; it returned"
-            f" {_describe(result)}\n"
-            'hint: return cross_entropy(..., reduction="sum"), len(targets)'
-        )
-    loss, units = result
-    return loss, units
+    return read_loss(parts.workload, result)
 
 
-def _is_sum_and_count(result: object) -> bool:
-    if not isinstance(result, tuple) or len(result) != 2:
-        return False
-    loss, units = result
-    is_scalar = isinstance(loss, Tensor) and loss.dim() == 0
-    is_count = units.numel() == 1 if isinstance(units, Tensor) else isinstance(units, int | float)
-    return is_scalar and is_count
-
-
-def _describe(value: object) -> str:
-    """Describe a value, `a tuple of (a tensor of shape [8], 8)`: enough to see what is wrong with
-    it."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, tuple):
-        return f"a tuple of ({', '.join(_describe(item) for item in value)})"
-    if isinstance(value, int | float):
-        return repr(value)
-    return "None" if value is None else f"a {type(value).__name__}"
+def compute_metrics(
+    parts: EngineParts, objective: Callable[[Any, bool], Any], batch: Any
+) -> dict[str, Pair | Items]:
+    """Return what the workload measures on a batch of validation data, by name."""
+    with compute_context(parts.plan.precision.value, parts.device):
+        result = objective(batch, True)
+    return read_measured(parts.workload, result)

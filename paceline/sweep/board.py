@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, geometric_mean
 
 from paceline.records.swept import Metric, SweptPhase
-from paceline.stats.figures import LOWER_IS_BETTER
+from paceline.stats.figures import lower_is_better
 from paceline.stats.standings import MARGIN, Group, compare_groups
 from paceline.sweep.folder import STOPPED, SUCCESS, Row
 
@@ -72,8 +72,8 @@ class Board:
         unknown = [line for line in self.lines.values() if not (line.values or line.num_failed)]
         if unknown or sum(bool(group.values) for group in groups) < 2:
             return False  # a cell that has not run yet may be faster
-        lower_is_better = self.metric in LOWER_IS_BETTER
-        found = compare_groups(groups, lower_is_better=lower_is_better, margin=self.margin)
+        lower = lower_is_better(self.metric)
+        found = compare_groups(groups, lower_is_better=lower, margin=self.margin)
         return len(found.winners) == 1
 
     @property
@@ -96,7 +96,7 @@ class Board:
     def best(self) -> Line | None:
         """Return the line with the best mean so far: a glance, not a verdict."""
         found = [line for line in self.lines.values() if line.value is not None]
-        sign = 1 if self.metric in LOWER_IS_BETTER else -1
+        sign = 1 if lower_is_better(self.metric) else -1
         return min(found, key=lambda line: sign * (line.value or 0.0), default=None)
 
     def left_s(self) -> float | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.errors import ConfigError
 from paceline.launch.signals import logged_signals
 from paceline.machine.facts import probe
+from paceline.metrics import VAL
 from paceline.records.rundir import RunDir
 from paceline.records.runlock import RunLock
 from paceline.records.swept import Metric, SweepRecord, SweptCell, SweptPhase
@@ -47,7 +48,9 @@ class SweepEnd:
 def plan_sweep(spec: SweepSpec) -> SweepRecord:
     """Return every cell, with the reason where it cannot run. Nothing is written and nothing
     runs."""
-    ground = Ground(spec.recipe, tuple(spec.overrides), probe())
+    ground = Ground(
+        spec.recipe, tuple(spec.overrides), probe(), evaluates=spec.metric.startswith(VAL)
+    )
     cells = draw_cells(spec)
     jobs = load_cells(ground, cells, spec.steps)
     cells = refuse_impossible(cells, jobs, ground.env)

@@ -9,7 +9,7 @@ from statistics import fmean
 from paceline.errors import DataError
 from paceline.records import Result
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
-from paceline.stats.figures import LOWER_IS_BETTER, RunFigures, measure_run
+from paceline.stats.figures import RunFigures, is_speed, lower_is_better, measure_run
 from paceline.stats.intervals import Interval
 from paceline.stats.standings import Group, Standing, Standings, compare_groups
 from paceline.sweep.folder import NOT_THERE, STOPPED, SUCCESS, Row, SweepDir, rows_of
@@ -89,7 +89,9 @@ def judge_figures(
     return SweepJudgement(
         figures=figures,
         standings=deciding.standings,
-        others=deciding.compare(_other(record.metric), deciding.sound),
+        others=deciding.compare(_other(record.metric), deciding.sound)
+        if is_speed(record.metric)
+        else None,
         flagged=deciding.flagged,
         winner=deciding.winner(),
         target=deciding.target() if record.target else None,
@@ -99,7 +101,7 @@ def judge_figures(
 
 
 def _other(metric: str) -> str:
-    return "samples_per_s" if metric in LOWER_IS_BETTER else "tail_mean_iter_p50_ms"
+    return "samples_per_s" if lower_is_better(metric) else "tail_mean_iter_p50_ms"
 
 
 def _missed(record: SweepRecord, because: str) -> TargetResult:
@@ -141,8 +143,9 @@ class _Judge:
         return compare_groups(
             filled,
             baseline=wanted if any(group.name == wanted for group in filled) else None,
-            lower_is_better=metric in LOWER_IS_BETTER,
+            lower_is_better=lower_is_better(metric),
             margin=self.record.margin,
+            is_speed=is_speed(metric),
         )
 
     def winner(self) -> str | None:
@@ -165,6 +168,7 @@ class _Judge:
             for name in self.phase.cells
             if not self._of(name)
         ]
+        notes += self._without_metric()
         if self.record.baseline and self.standings and not self.standings.is_baseline:
             notes.append(
                 f"the baseline {self.record.baseline} has no figure: all are held against the best"
@@ -179,6 +183,20 @@ class _Judge:
                 " departs would not be seen"
             )
         return notes
+
+    def _without_metric(self) -> list[str]:
+        """Name the cells with runs that lack the metric of the job that was asked for."""
+        metric = self.record.metric
+        runs = {name: [self.figures[row["run_dir"]] for row in self._of(name)]
+                for name in self.phase.cells}  # fmt: skip
+        short = [name for name, own in runs.items() if any(f.value(metric) is None for f in own)]
+        if is_speed(metric) or not short:
+            return []
+        known = sorted({name for own in runs.values() for f in own for name in f.courses})
+        return [
+            f"{', '.join(short)}: a run without a value of {metric} above 0; there are"
+            f" {', '.join(known)}"
+        ]
 
     def _standings(self) -> Standings | None:
         """Compare the sound cells among themselves; then add the others, each held against the
@@ -197,7 +215,9 @@ class _Judge:
     def _departures(self) -> Iterator[tuple[str, str]]:
         """Yield the cells that have the model and the global batch of others, but not their
         losses. They are held against the baseline, or against the first of their kind in the
-        matrix."""
+        matrix. Where cells are compared by what they learn, none departs: that is the question."""
+        if not is_speed(self.record.metric):
+            return
         references: dict[tuple[str, ...], str] = {}
         for name in sorted(self.phase.cells, key=lambda name: name != self.baseline):
             curve = self._curve(name)
@@ -221,6 +241,8 @@ class _Judge:
         )
 
     def _without_equals(self) -> list[str]:
+        if not is_speed(self.record.metric):
+            return []
         kinds = [self._kind(name) for name in self.phase.cells if self._of(name)]
         return [n for n in self.phase.cells if self._of(n) and kinds.count(self._kind(n)) == 1]
 
@@ -295,6 +317,8 @@ def problem_of(folder: SweepDir, record: SweepRecord, row: Row, judgement: Sweep
     figures = judgement.figures.get(row["run_dir"])
     if figures is not None and figures.value(record.metric) is not None:
         return ""
+    if figures is not None and not is_speed(record.metric):
+        return "no_metric"
     has_log = folder.run(row).train_log.is_file()
     return "no_timing_points" if has_log else "train_log_missing"
 

@@ -11,7 +11,7 @@ from paceline.records.swept import SweptCell
 from paceline.run.flow import Decided, Talk, prepare, require_feasible
 
 # Switch off validation and checkpoints: they cost time that is not compared. The user's own
-# overrides come after these and win.
+# overrides come after these and win. Cells that are compared by an evaluation have one at the end.
 PLAIN = (
     "train.eval_every=off", "train.eval_samples=all", "checkpoint.at_end=false",
     "checkpoint.at_stop=false",
@@ -25,11 +25,13 @@ class Ground:
     recipe: str
     overrides: tuple[str, ...]
     env: Env
+    evaluates: bool = False
 
 
 def load_cell(ground: Ground, cell: SweptCell, steps: int) -> Job:
     """Return the job of a cell; `ConfigError` when one of its words is wrong."""
-    words = [*PLAIN, *ground.overrides, *cell.overrides, f"train.steps={steps}"]
+    last = [f"train.eval_every={steps}"] if ground.evaluates else []
+    words = [*PLAIN, *last, *ground.overrides, *cell.overrides, f"train.steps={steps}"]
     return load_job(ground.recipe, words)
 
 

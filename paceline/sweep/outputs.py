@@ -114,7 +114,7 @@ def _throughput(
     """Return what the standings say where they compare rates, else the mean over the runs."""
     if standing is None:
         return None
-    if record.metric != "tail_mean_iter_p50_ms":
+    if record.metric in ("samples_per_s", "tokens_per_s"):
         return standing.value
     return fmean(item.samples_per_s for item in figures) if figures else None
 

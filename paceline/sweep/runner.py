@@ -16,13 +16,14 @@ from paceline.config.schema import RunConfig
 from paceline.errors import Outcome
 from paceline.launch.signals import SignalLog
 from paceline.machine.facts import hardware_fingerprint, probe
+from paceline.metrics import VAL
 from paceline.records import Plan, Result
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.records.tables import read_steps
 from paceline.run.flow import Decided, Talk, run_decided
-from paceline.stats.figures import measure_run
+from paceline.stats.figures import is_speed, measure_run
 from paceline.stats.timing_points import list_points
 from paceline.strategies import find_strategy
 from paceline.sweep.board import Board
@@ -91,12 +92,13 @@ class SweepRunner:
         self.record, self.folder, self.talk, self.signals = record, folder, talk, signals
         self.stop_on_error = stop_on_error
         self.quiet = Once(talk)
-        self.ground = Ground(record.recipe, tuple(record.overrides), probe())
+        evaluates = record.metric.startswith(VAL)
+        self.ground = Ground(record.recipe, tuple(record.overrides), probe(), evaluates)
         self.rows = load_manifest(folder.manifest)
         self.board = Board(metric=record.metric, margin=record.margin)
         self.stopped_by: str = ""  # the outcome that ended the sweep early
         self._decided: dict[tuple[str, int], Decided] = {}
-        self._prints: dict[tuple[str, int], dict[str, str]] = {}
+        self._prints: dict[tuple[str, int, int], dict[str, str]] = {}
 
     def run_phase(self, phase: SweptPhase) -> None:
         """Make every run of `phase` that is not there yet, until one asks to stop."""
@@ -104,7 +106,7 @@ class SweepRunner:
         for turn in turns:  # refuse whatever can be refused before anything runs
             if self.is_stopped():
                 return
-            self._decide(turn.cell, phase.steps)
+            self._decide(turn, phase.steps)
         missing = [turn for turn in turns if not self._is_done(turn, phase.steps)]
         if len(missing) < len(turns):
             self.talk.say(f"{len(turns) - len(missing)} of {len(turns)} runs are there already")
@@ -129,7 +131,7 @@ class SweepRunner:
     def _take(self, turn: Turn, steps: int) -> None:
         self.board.start(turn.cell.name, turn.repeat)
         self.talk.board(self.board)
-        decided = self._fresh(self._decide(turn.cell, steps))
+        decided = self._fresh(self._decide(turn, steps))
         place = self.folder.unused_run(turn.cell.name, turn.repeat)
         result = run_decided(decided, place, self.quiet)
         row = self._keep(turn, decided, result)
@@ -160,11 +162,20 @@ class SweepRunner:
         save_manifest(self.folder.manifest, self.rows)
         return row
 
-    def _decide(self, cell: SweptCell, steps: int) -> Decided:
-        """Plan and prepare a cell once: every repeat of it is the same."""
+    def _decide(self, turn: Turn, steps: int) -> Decided:
+        """Plan and prepare a cell once: its repeats are the same, but for the seed where cells are
+        compared by what they learn. With one seed they would agree to the last digit, and say
+        nothing of chance."""
+        cell = turn.cell
         if (cell.name, steps) not in self._decided:
             self._decided[cell.name, steps] = decide_cell(self.ground, cell, steps, self.quiet)
-        return self._decided[cell.name, steps]
+        decided = self._decided[cell.name, steps]
+        if is_speed(self.record.metric):
+            return decided
+        config = decided.job.config
+        train = config.train.model_copy(update={"seed": config.train.seed + turn.repeat - 1})
+        job = replace(decided.job, config=config.model_copy(update={"train": train}))
+        return replace(decided, job=job)
 
     def _is_done(self, turn: Turn, steps: int) -> bool:
         """Tell whether a run is there, successful, and the same thing on the same machine."""
@@ -176,7 +187,7 @@ class SweepRunner:
                 f"{turn.cell.name}, repeat {turn.repeat}: its run directory is gone: it runs again"
             )
             return False
-        now = self._fingerprints(turn.cell, steps)
+        now = self._fingerprints(turn, steps)
         changed = [name.partition("_")[0] for name in FINGERPRINTS if row[name] != now[name]]
         if changed:
             what = ", ".join(changed)
@@ -201,18 +212,19 @@ class SweepRunner:
         figures = measure_run(self.folder.run(row)) if row["status"] == SUCCESS else None
         return figures.value(self.record.metric) if figures else None
 
-    def _fingerprints(self, cell: SweptCell, steps: int) -> dict[str, str]:
+    def _fingerprints(self, turn: Turn, steps: int) -> dict[str, str]:
         """Return what a run of this cell would have in its row, were it made now."""
-        if (cell.name, steps) not in self._prints:
-            decided = self._decide(cell, steps)
+        key = (turn.cell.name, steps, 0 if is_speed(self.record.metric) else turn.repeat)
+        if key not in self._prints:
+            decided = self._decide(turn, steps)
             values = (
                 decided.job.fingerprint,
                 decided.code,
                 self._data_fingerprint(decided),
                 hardware_fingerprint(decided.env),
             )
-            self._prints[cell.name, steps] = dict(zip(FINGERPRINTS, values, strict=True))
-        return self._prints[cell.name, steps]
+            self._prints[key] = dict(zip(FINGERPRINTS, values, strict=True))
+        return self._prints[key]
 
     def _data_fingerprint(self, decided: Decided) -> str:
         job = decided.job

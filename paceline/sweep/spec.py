@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from omegaconf import OmegaConf
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from paceline.config.load import Draft, read_plain, validate
 from paceline.config.overrides import parse_override
@@ -22,6 +22,7 @@ from paceline.config.typed_only import refuse_words_in_file
 from paceline.errors import ConfigError
 from paceline.records.swept import Metric, SweptCell
 from paceline.records.words import text_cell
+from paceline.stats.figures import require_metric
 
 PREFIX = "sweep."
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -37,8 +38,10 @@ class SweepSpec(Section):
     axes: dict[str, Values] = Field({}, description="A key and the values it takes.")
     repeats: Positive = Field(3, description="Runs per cell.")
     steps: Positive = Field(60, description="Steps per run.")
-    metric: Literal["auto"] | Metric = Field(
-        "auto", description="What cells are compared by. auto: tokens_per_s, or samples_per_s."
+    metric: Metric = Field(
+        "auto",
+        description="What cells are compared by, also val/NAME:min or :max. auto: tokens_per_s, or"
+        " samples_per_s.",
     )
     margin: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.02, description="Differences below this share do not matter."
@@ -61,6 +64,11 @@ class SweepSpec(Section):
         0.02, description="How far a loss may be from that of cells with the same model and batch."
     )
     stop_on_error: bool = Field(False, description="End the sweep at the first run that fails.")
+
+    @field_validator("metric")
+    @classmethod
+    def _metric_is_one(cls, text: str) -> str:
+        return text if text == "auto" else require_metric(text)
 
 
 def read_spec(
@@ -176,6 +184,8 @@ def _require_sensible(spec: SweepSpec) -> None:
             problems.append("train.steps cannot be an axis: runs of other lengths do not compare")
     if "train.steps" in set_already:
         problems.append("train.steps is what --steps sets\nhint: --steps N")
+    if "train.epochs" in set_already | set(spec.axes):
+        problems.append("train.epochs: the runs of a sweep are as long as --steps says")
     if not spec.axes:
         problems.append("a sweep needs an axis\nhint: --axis train.micro_batch_size=4,8")
     if problems:

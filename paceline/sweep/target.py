@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from paceline.errors import ConfigError
-from paceline.stats.figures import LOWER_IS_BETTER, METRICS
+from paceline.stats.figures import METRICS, is_speed, lower_is_better, require_metric
 from paceline.stats.intervals import Interval
 
 SPEEDUP = "speedup"
@@ -13,7 +13,8 @@ State = Literal["met", "missed", "open"]
 
 
 class Target(NamedTuple):
-    """A limit on a metric: `speedup>=1.08`, `tokens_per_s>=39`, `tail_mean_iter_p50_ms<=12`."""
+    """A limit on a metric: `speedup>=1.08`, `tokens_per_s>=39`, `tail_mean_iter_p50_ms<=12`,
+    `val/wer<=0.2`."""
 
     metric: str
     sign: str
@@ -21,18 +22,22 @@ class Target(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Target":
-        found = re.fullmatch(r"\s*(\w+)\s*(>=|<=)\s*([0-9.eE+-]+)\s*", text)
+        found = re.fullmatch(r"\s*([\w/.@-]+)\s*(>=|<=)\s*([0-9.eE+-]+)\s*", text)
         known = [SPEEDUP, *METRICS]
         try:
-            if found is None or found[1] not in known:
+            if found is None:
                 raise ValueError
             limit = float(found[3])
+            if found[1] not in known:  # the sign says which way is better
+                way = "min" if found[2] == "<=" else "max"
+                return cls(require_metric(f"{found[1]}:{way}"), found[2], limit)
         except ValueError as error:
             raise ConfigError(
-                f"the target '{text}' is not one of {', '.join(known)} with >= or <= and a number\n"
+                f"the target '{text}' is not one of {', '.join(known)}, val/NAME with >= or <= and"
+                " a number\n"
                 'hint: --target "speedup>=1.08" --baseline CELL, or --target "tokens_per_s>=39"'
             ) from error
-        wanted = "<=" if found[1] in LOWER_IS_BETTER else ">="
+        wanted = "<=" if is_speed(found[1]) and lower_is_better(found[1]) else ">="
         if found[2] != wanted:
             raise ConfigError(f"the target '{text}' asks to be worse\nhint: {found[1]}{wanted}...")
         return cls(found[1], found[2], limit)

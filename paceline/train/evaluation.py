@@ -1,36 +1,49 @@
-"""Validation: each sample once over all ranks, the mean over units, the same number everywhere."""
+"""Validation: each sample once over all ranks, the same numbers everywhere.
 
+every rank     Tally: sums on the device; Items with the indices of their samples
+rank 0         gathers all, divides, puts Items in order, asks the workload's `metrics`
+every rank     is told the numbers: all must agree on what is best and when to stop
+"""
+
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from paceline.config.schema import RunConfig
 from paceline.data.base import Dataset
+from paceline.data.cursor import Indices
 from paceline.data.loader import collate, eval_ids, to_device
+from paceline.errors import ConfigError
+from paceline.job import Job
+from paceline.metrics import VAL, Items
 from paceline.records import Plan
 from paceline.records.phases import Phase
 from paceline.strategies.base import Engine
 from paceline.strategies.clock import Clock
+from paceline.train.readback import on_device
+from paceline.workloads.base import Workload
+from paceline.workloads.returns import Pair, join_rows, read_numbers
+
+LOG = logging.getLogger("paceline")
+MAX_NAMED = 8
 
 
 class Evaluation:
     """Knows when validation is due and runs it; without validation data it never is."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        plan: Plan,
-        data: Dataset | None,
-        dp_rank: int,
-        device: torch.device,
+        self, job: Job, plan: Plan, data: Dataset | None, dp_rank: int, device: torch.device
     ) -> None:
-        self.every, self.num_steps = config.train.eval_every, plan.steps
-        self.data, self.device = data, device
+        train = job.config.train
+        self.every, self.num_steps = train.eval_every, plan.steps
+        self.workload, self.data, self.device = job.workload, data, device
         if data is not None:
-            wanted = config.train.eval_samples
+            wanted = train.eval_samples
             num_samples = len(data) if wanted == "all" else min(wanted, len(data))
             self.batches = eval_ids(num_samples, plan.batch.micro, plan.batch.dp, dp_rank)
 
@@ -39,21 +52,127 @@ class Evaluation:
             return False
         return step % self.every == 0 or step == self.num_steps
 
-    def run(self, engine: Engine, clock: Clock, is_cut: Callable[[], bool]) -> float | None:
-        """Return the mean loss per unit of the validation samples, over all ranks; None where
-        `is_cut`, which all ranks ask together after each batch, said to leave it."""
+    def run(
+        self, engine: Engine, clock: Clock, is_cut: Callable[[], bool]
+    ) -> dict[str, float] | None:
+        """Return what was measured on the validation samples, over all ranks, by whole name; None
+        where `is_cut`, which all ranks ask together after each batch, said to leave it."""
         assert self.data is not None, "asked to evaluate without data"
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        tally = Tally(self.workload)
         for ids in self.batches:
             clock.enter(Phase.EVAL)  # for each batch: a long evaluation is not a stall
             # A rank without samples still runs a forward pass: others may wait for it inside one.
             batch = collate(self.data, ids if len(ids) else np.zeros(1, dtype=np.int64))
-            loss, count = engine.evaluate(to_device(batch, self.device))
+            found = engine.measure(to_device(batch, self.device))
             if len(ids):
-                sums[0] += loss
-                sums[1] += count
+                tally.add(ids, found)
             if is_cut():
                 return None
-        dist.all_reduce(sums)
-        loss_sum, units = sums.tolist()
-        return float(loss_sum / units) if units else math.nan
+        return self._conclude(tally.close())
+
+    def _conclude(self, own: "Share") -> dict[str, float]:
+        """Let rank 0 hear all ranks, and all ranks hear what it makes of it. Shares are pickled on
+        their way: ranks of one run are one program, and trust each other."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        heard: list[Any] | None = [own] * world if rank == 0 else None
+        if world > 1:
+            dist.gather_object(own, heard, dst=0)
+        told = [conclude(self.workload, heard)] if heard is not None else [None]
+        if world > 1:
+            dist.broadcast_object_list(told, src=0, device=self.device)
+        assert told[0] is not None
+        return told[0]
+
+
+class Share(NamedTuple):
+    """What one rank found: by name, a row (first sample, last sample, sum, count) for each of its
+    batches; and the values of its samples, each with the sample's index."""
+
+    sums: dict[str, list[tuple[int, int, float, float]]]
+    items: dict[str, list[tuple[Indices, Any]]]
+
+
+class Tally:
+    """Collects what `evaluate` returns, without waiting for the device."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.name = f"{type(workload).__name__}.evaluate"
+        self.sums: dict[str, list[tuple[Indices, Tensor]]] = {}
+        self.items: dict[str, list[tuple[Indices, Any]]] = {}
+
+    def add(self, ids: Indices, found: Mapping[str, Pair | Items]) -> None:
+        for name, value in found.items():
+            if isinstance(value, Items):
+                if len(value) != len(ids):
+                    raise ConfigError(
+                        f"{self.name}: {name!r} has {len(value)} items for a batch of {len(ids)}"
+                        " samples\nhint: Items holds one value per sample"
+                    )
+                self.items.setdefault(name, []).append((ids, _on_host(value.values)))
+            else:
+                self.sums.setdefault(name, []).append((ids, _stacked(value)))
+        if both := self.sums.keys() & self.items.keys():
+            raise ConfigError(f"{self.name}: {sorted(both)} is (sum, count) once and Items once")
+
+    def close(self) -> Share:
+        sums = {name: [(*_ends(ids), *pair.tolist()) for ids, pair in found]
+                for name, found in self.sums.items()}  # fmt: skip
+        return Share(sums, self.items)
+
+
+def conclude(workload: Workload, shares: list[Share]) -> dict[str, float]:
+    """Return all numbers of an evaluation by whole name, from what every rank found."""
+    found: dict[str, Any] = {}
+    for name in sorted({name for share in shares for name in share.sums}):
+        rows = [row for share in shares for row in share.sums.get(name, ())]
+        found[name] = _mean(rows)
+        if not math.isfinite(found[name]):
+            LOG.warning("%s%s is not finite: %s", VAL, name, _blame(name, shares))
+    for name in sorted({name for share in shares for name in share.items}):
+        found[name] = _in_order([part for share in shares for part in share.items.get(name, ())])
+    numbers = {name: value for name, value in found.items() if isinstance(value, float)}
+    numbers |= read_numbers(workload, workload.metrics(found))
+    return {f"{VAL}{name}": value for name, value in numbers.items()}
+
+
+def _mean(rows: list[tuple[int, int, float, float]]) -> float:
+    """Divide once, by sums that do not depend on how samples were dealt out."""
+    totals, counts = [total for *_, total, _ in rows], [count for *_, count in rows]
+    if not all(map(math.isfinite, (*totals, *counts))):
+        return math.nan
+    return math.fsum(totals) / math.fsum(counts) if any(counts) else math.nan
+
+
+def _blame(name: str, shares: list[Share]) -> str:
+    """Say whose samples gave a sum that is not finite."""
+    bad = [
+        f"rank {rank}, samples {first} to {last}"
+        for rank, share in enumerate(shares)
+        for first, last, *pair in share.sums.get(name, ())
+        if not all(map(math.isfinite, pair))
+    ]
+    more = f" and {len(bad) - MAX_NAMED} more batches" if len(bad) > MAX_NAMED else ""
+    return "; ".join(bad[:MAX_NAMED]) + more if bad else "nothing was counted"
+
+
+def _in_order(parts: list[tuple[Indices, Any]]) -> Any:
+    """Return the values of all samples in the order of their indices."""
+    order = np.argsort(np.concatenate([ids for ids, _ in parts]))
+    rows = join_rows([values for _, values in parts])
+    return rows[torch.from_numpy(order)] if torch.is_tensor(rows) else [rows[n] for n in order]
+
+
+def _stacked(pair: Pair) -> Tensor:
+    """Return the two numbers as one vector, on the device if one of them is there."""
+    device = next((part.device for part in pair if torch.is_tensor(part)), torch.device("cpu"))
+    return torch.cat([on_device(part, device) for part in pair])
+
+
+def _on_host(values: Any) -> Any:
+    if torch.is_tensor(values):
+        return values.detach().cpu()
+    return [value.detach().cpu() if torch.is_tensor(value) else value for value in values]
+
+
+def _ends(ids: Indices) -> tuple[int, int]:
+    return int(ids[0]), int(ids[-1])

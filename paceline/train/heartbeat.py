@@ -18,7 +18,8 @@ from paceline.machine.gpus import Nvml
 from paceline.records.disk import Appender, Losses
 from paceline.records.heartbeats import Beat
 from paceline.records.moments import wall_time
-from paceline.records.tables import MEASURES, TableFile
+from paceline.records.table_file import TableFile
+from paceline.records.tables import MEASURES
 from paceline.schedules.actions import Action, Kind
 
 MARK = struct.Struct("<q")

@@ -40,6 +40,7 @@ class History:
         self.num_samples, self.data_fingerprint = num_samples, data_fingerprint
         self.start, self.start_position = Start(), 0
         self.best: BestMetric | None = None
+        self.num_worse = 0
 
     def restore(
         self,
@@ -90,7 +91,7 @@ class History:
         self._require_same_data(kept.data)
         self.start = Start(kept.step + 1, kept.num_skips, kept.evaluation_is_due)
         self.start_position = kept.data.position
-        self.best = kept.best
+        self.best, self.num_worse = kept.best, kept.num_worse
 
     def _require_same_data(self, data: DataPosition) -> None:
         """Refuse other data: a position means the same sample only in the same data, in the same

@@ -6,7 +6,7 @@ the largest wish of any of them, at the same step.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 from paceline.checkpoint.saver import Saver
-from paceline.config.schema import CheckpointConfig
+from paceline.config.schema import CheckpointConfig, TrainConfig
 from paceline.data.rng import capture_rng
-from paceline.errors import Outcome
+from paceline.errors import ConfigError, Outcome
+from paceline.metrics import Goal
 from paceline.records import BestMetric, Kept
 from paceline.strategies.base import Engine
 from paceline.train.control import Ask, Requests
+from paceline.train.hooks import Hook
 from paceline.train.readback import Readback
 
 STOPS = {Ask.PREEMPT: Outcome.PREEMPTED, Ask.INTERRUPT: Outcome.INTERRUPTED}
@@ -56,9 +58,52 @@ class Wish(NamedTuple):
     stop: Outcome | None
 
 
+class Best:
+    """The best evaluation so far by `train.best`, and how many have followed that were no better.
+    Every rank has the same numbers, so all find the same."""
+
+    def __init__(self, config: TrainConfig, found: BestMetric | None = None, num_worse: int = 0):
+        self.is_auto, self.patience = config.best == "auto", config.stop_after
+        self.goal = Goal.of_best(config.best)
+        is_same = found is not None and found.name == self.goal.name  # else it was changed
+        self.found, self.num_worse = (found, num_worse) if is_same else (None, 0)
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        value = metrics.get(self.goal.name)
+        if value is None:
+            if not self.is_auto or self.patience != "off":
+                raise self._unknown(metrics)
+            return
+        # A value that is not a number is never the best, and no improvement.
+        if math.isfinite(value) and (
+            self.found is None or self.goal.beats(value, self.found.value)
+        ):
+            self.found, self.num_worse = BestMetric(step=step, name=self.goal.name, value=value), 0
+        else:
+            self.num_worse += 1
+
+    @property
+    def why_over(self) -> str:
+        """Say why training ends here by `train.stop_after`; empty where it does not."""
+        if self.patience == "off" or self.num_worse < self.patience:
+            return ""
+        best = f"the best is {self.found}" if self.found else "none of them was a number"
+        times = f"{self.num_worse} evaluation{'s' if self.num_worse > 1 else ''}"
+        return f"{self.goal.name} has not improved in {times}: {best} (train.stop_after)"
+
+    def _unknown(self, metrics: Mapping[str, float]) -> ConfigError:
+        asked = "train.stop_after needs a metric to watch, and" if self.is_auto else "train.best:"
+        return ConfigError(
+            f"{asked} there is no {self.goal.name} in this job's evaluation\n"
+            f"hint: set train.best to one of {', '.join(sorted(metrics)) or 'none'}, with :min or"
+            " :max"
+        )
+
+
 @dataclass(frozen=True)
 class KeeperParts:
-    """`describe` says of a step all that is kept of it beside tensors."""
+    """`describe` says of a step all that is kept of it beside tensors; `hooks` are told of each
+    checkpoint that is whole."""
 
     config: CheckpointConfig
     engine: Engine
@@ -67,12 +112,13 @@ class KeeperParts:
     device: torch.device
     num_steps: int
     describe: Callable[[int, str, int], Kept]
+    hooks: tuple[Hook, ...] = ()
 
 
 class Keeper:
     """Decides after each step, together with all ranks, whether to save and whether to stop."""
 
-    def __init__(self, parts: KeeperParts, best: BestMetric | None = None) -> None:
+    def __init__(self, parts: KeeperParts, best: Best) -> None:
         self.parts, self.best = parts, best
         self.consensus = Consensus(parts.requests, parts.device)
         self.must_write, self.at_stop = parts.config.on_error == "stop", parts.config.at_stop
@@ -84,18 +130,16 @@ class Keeper:
         step."""
         return self.consensus.look() in STOPS
 
-    def note_evaluation(self, step: int, loss: float | None) -> None:
-        """Remember the best loss. None: the evaluation was cut short, and is due again on
-        resuming."""
-        self.evaluation_is_due = loss is None
-        if loss is None or not math.isfinite(loss):
-            return
-        if self.best is None or loss < self.best.val_loss:
-            self.best = BestMetric(step=step, val_loss=loss)
+    def note_evaluation(self, step: int, metrics: Mapping[str, float] | None) -> None:
+        """Remember the best. None: the evaluation was cut short, and is due again on resuming."""
+        self.evaluation_is_due = metrics is None
+        if metrics is not None:
+            self.best.note(step, metrics)
 
     def wish(self, step: int) -> Wish:
         """Return what all ranks do after this step."""
         self._reserve()
+        self._tell()
         # Each rank raises what it was asked, `look` gives all of them the largest. All that follows
         # depends on that answer, on the step and on what every rank has alike, so all ranks decide
         # the same without another collective.
@@ -107,9 +151,12 @@ class Keeper:
         if stop is not None:
             # A preempted job has seconds: spend them on this save, not on reading old ones back.
             self.parts.saver.hurry()
+        elif self.best.why_over:
+            stop = Outcome.OK
         # On a GPU an answer is one step old. So the step after a checkpoint still hears the request
         # that this checkpoint has answered, and must not save again for it.
-        if ask is Ask.CHECKPOINT and 0 < step - self._saved_step <= self.consensus.lateness:
+        is_stale = 0 < step - self._saved_step <= self.consensus.lateness
+        if ask is Ask.CHECKPOINT and is_stale and stop is None:
             return Wish("", None)
         # A step is saved once, and step 0 (a stop before the first step) never.
         reason = self._reason(step, ask, stop) if step != self._saved_step else ""
@@ -146,23 +193,30 @@ class Keeper:
     def _reason(self, step: int, ask: Ask, stop: Outcome | None) -> str:
         """Return why a checkpoint is due after this step, or "". All ranks find the same."""
         config = self.parts.config
-        if stop is not None:
+        if stop is not None and stop.is_stop:
             return str(stop) if self.at_stop else ""
         if ask is Ask.CHECKPOINT:
             return "every_s" if self._is_time() else "request"
         if config.every != "off" and step % config.every == 0:
             return "every"
-        if self._keeps_any and self.best is not None and self.best.step == step:
+        found = self.best.found
+        if self._keeps_any and found is not None and found.step == step:
             return "best"
-        return "end" if step == self.parts.num_steps and config.at_end else ""
+        is_last = stop is not None or step == self.parts.num_steps
+        return "end" if is_last and config.at_end else ""
 
     def save(self, step: int, reason: str, num_skips: int) -> None:
         """Write a checkpoint of the state as it is now; in the background if so configured."""
         parts, called_at = self.parts, time.perf_counter()
         self._require_written()  # of the one before, on every rank alike
+        self._tell()
         told = parts.describe(step, reason, num_skips)
         kept = told.model_copy(
-            update={"best": self.best, "evaluation_is_due": self.evaluation_is_due}
+            update={
+                "best": self.best.found,
+                "num_worse": self.best.num_worse,
+                "evaluation_is_due": self.evaluation_is_due,
+            }
         )
         parts.saver.save(kept, parts.engine.pieces(), capture_rng(parts.device), called_at)
         self._saved_step, self._saved_at = step, time.monotonic()
@@ -173,6 +227,13 @@ class Keeper:
         """Wait for what is being written; all ranks learn together if it failed."""
         self.parts.saver.close()
         self._require_written()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell the job of a checkpoint that is whole: here, not in the thread that wrote it."""
+        if self.parts.hooks and (step := self.parts.saver.take_news()) is not None:
+            for hook in self.parts.hooks:
+                hook(step, self.parts.saver.writer.folder.path(step))
 
     def _require_written(self) -> None:
         self.parts.saver.wait()

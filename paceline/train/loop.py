@@ -20,6 +20,7 @@ from paceline.strategies.clock import Clock
 from paceline.train.audit import Auditor
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
+from paceline.train.hooks import Hooks
 from paceline.train.keeper import Keeper
 from paceline.train.metrics import Ledger
 
@@ -47,18 +48,21 @@ class LoopParts:
     evaluation: Evaluation
     keeper: Keeper
     rate: Callable[[int], float]  # the learning rate of a step
+    hooks: Hooks = Hooks()
     start: Start = Start()
 
 
 @dataclass(frozen=True)
 class LoopEnd:
-    """Why the loop stopped. `sample_ids` are this rank's in the step that was vetoed."""
+    """Why the loop stopped. `sample_ids` are this rank's in the step that was vetoed; `why_early`
+    says why a run that ended well took fewer steps than planned."""
 
     outcome: Outcome
     step: int
     bad_step: int | None = None
     sample_ids: tuple[int, ...] = ()
     loss_was_finite: bool = True
+    why_early: str = ""
 
 
 def train(parts: LoopParts) -> LoopEnd:
@@ -105,7 +109,7 @@ def _train(parts: LoopParts) -> LoopEnd:
                 break
             keeper.save(step, wish.reason, judge.num_skips)
         if wish.stop is not None:
-            end = LoopEnd(wish.stop, step)
+            end = _end(parts, wish.stop, step)
             break
     late = ledger.vetoes(through=plan.steps)
     clock.pause(Phase.CHECKPOINT)  # ends the last step
@@ -116,21 +120,31 @@ def _train(parts: LoopParts) -> LoopEnd:
 
 def _before(parts: LoopParts) -> LoopEnd | None:
     """End at once if a stop was asked for while ranks were starting; take an evaluation that the
-    attempt before has left."""
+    attempt before has left; end if that attempt had found that training is over."""
     last = parts.start.first_step - 1
     if parts.keeper.is_stopping():
         return LoopEnd(parts.keeper.wish(last).stop or Outcome.PREEMPTED, last)
     if parts.start.evaluation_is_due:
         _evaluate(parts, last)
+    if parts.keeper.best.why_over:
+        return _end(parts, Outcome.OK, last)
     return None
+
+
+def _end(parts: LoopParts, outcome: Outcome, step: int) -> LoopEnd:
+    is_early = outcome is Outcome.OK and step < parts.plan.steps
+    return LoopEnd(outcome, step, why_early=parts.keeper.best.why_over if is_early else "")
 
 
 def _evaluate(parts: LoopParts, step: int) -> None:
     with parts.engine.averaged():
-        loss = parts.evaluation.run(parts.engine, parts.clock, parts.keeper.is_stopping)
-    parts.keeper.note_evaluation(step, loss)
-    if loss is not None:
-        parts.ledger.note_evaluation(step, loss)
+        found = parts.evaluation.run(parts.engine, parts.clock, parts.keeper.is_stopping)
+    parts.keeper.note_evaluation(step, found)
+    if found is None:
+        return
+    parts.ledger.note_evaluation(step, found)
+    for hook in parts.hooks.on_eval:
+        hook(step, found)
 
 
 class _Judge:

@@ -1,10 +1,12 @@
 """The ledger: what every step did, into training.csv (rank 0) and ranks/rank<r>/steps.csv.
 
-Losses stay on the device and are summed over ranks once in `log_every` steps, in one collective.
+Losses, and what else the workload sums beside them, stay on the device and are summed over ranks
+once in `log_every` steps, in one collective.
 """
 
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,15 +17,19 @@ from torch import Tensor
 from paceline.config.schema import RunConfig
 from paceline.data.cursor import Indices
 from paceline.errors import ConfigError
+from paceline.metrics import TRAIN
 from paceline.records import Plan
+from paceline.records.columns import LOSS_COLUMNS
 from paceline.records.disk import Losses
 from paceline.records.phases import STEP_PHASES
 from paceline.records.rundir import RunDir
-from paceline.records.tables import SAMPLES, STEPS, TRAINING, Cell, TableFile
+from paceline.records.table_file import TableFile
+from paceline.records.tables import SAMPLES, STEPS, TRAINING, Cell
 from paceline.strategies.base import StepInfo, Totals
 from paceline.strategies.clock import Clock, StepTimes
 from paceline.strategies.precision import OVERFLOWED
-from paceline.train.readback import Readback
+from paceline.train.hooks import Hook
+from paceline.train.readback import Readback, on_device
 
 LOG = logging.getLogger("paceline")
 
@@ -51,7 +57,7 @@ class _Row:
     grad_norm: float | None = None
     skipped: bool = False
     is_judged: bool = False
-    val_loss: float | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict)  # by column
     times: StepTimes | None = None
 
     @property
@@ -76,8 +82,15 @@ class Ledger:
     """
 
     def __init__(
-        self, config: RunConfig, plan: Plan, clock: Clock, device: torch.device, files: LedgerFiles
+        self,
+        config: RunConfig,
+        plan: Plan,
+        clock: Clock,
+        device: torch.device,
+        files: LedgerFiles,
+        hooks: Sequence[Hook] = (),
     ) -> None:
+        self.hooks = hooks  # called with each row
         self.plan, self.clock, self.device = plan, clock, device
         self.log_every = config.train.log_every
         self.last_warmup = files.first_step - 1 + config.observe.warmup_steps
@@ -85,6 +98,7 @@ class Ledger:
         self._window: list[tuple[int, Totals, float | Tensor]] = []  # recorded, not gathered yet
         self._windows: dict[int, list[int]] = {}  # last step of a gathered window -> its steps
         self._late_vetoes: list[tuple[int, bool]] = []  # seen in the sums only, see `_fill`
+        self._names: list[str] | None = None  # of what is summed beside the loss, see `_agree`
         self._scalars, self._sums = Readback(device), Readback(device)
         kept = files.first_step - 1
         self._steps = TableFile(files.steps, STEPS, kept, files.lost)
@@ -122,13 +136,17 @@ class Ledger:
                 shown = " ".join(map(str, ids.tolist()))
                 self._samples.add({"step": step, "microbatch": number, "sample_ids": shown})
 
-    def note_evaluation(self, step: int, loss: float) -> None:
-        """Add a validation loss to the step that was just taken, or to the last one before this
-        attempt."""
+    def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the numbers of an evaluation to the step that was just taken, or to the last one
+        before this attempt."""
+        columns = {LOSS_COLUMNS.get(name, name): value for name, value in metrics.items()}
+        if self._training is not None:
+            self._training.widen(list(columns))
         if step in self._rows:
-            self._rows[step].val_loss = loss
+            self._rows[step].metrics |= columns
         elif self._training is not None:
-            self._training.amend_last("val_loss", loss)
+            for column, value in columns.items():
+                self._training.amend_last(column, value)
 
     def settle(self, step: int) -> None:
         """Gather the losses every `log_every` steps; a step later write what has arrived."""
@@ -174,18 +192,41 @@ class Ledger:
         return [f for f in (self._steps, self._training, self._samples) if f is not None]
 
     def _gather(self) -> None:
-        """Start summing this window's losses and counts over all ranks."""
-        losses = torch.stack([totals.loss_sum for _, totals, _ in self._window]).double()
-        counts = _as_vector([totals.units for _, totals, _ in self._window], self.device)
-        sums = torch.stack([losses, counts])
+        """Start summing this window's losses, counts and further sums over all ranks."""
+        window = [totals for _, totals, _ in self._window]
+        losses = torch.stack([totals.loss_sum for totals in window]).double()
+        rows = [losses, _as_vector([totals.units for totals in window], self.device)]
+        for name in self._agree(window):
+            pairs = [totals.extras.get(name, (0.0, 0.0)) for totals in window]
+            rows += [_as_vector([pair[n] for pair in pairs], self.device) for n in (0, 1)]
+        sums = torch.stack(rows)
         if self.plan.world_size > 1:
             dist.all_reduce(sums)
         # What the losses were divided by, known before the step: `_fill` compares the two counts.
         promised = _as_vector([units for *_, units in self._window], self.device)
         last = self._window[-1][0]
         self._windows[last] = [step for step, *_ in self._window]
-        self._sums.push(last, (sums[0], sums[1], promised))
+        self._sums.push(last, (promised, *sums))
         self._window = []
+
+    def _agree(self, window: Sequence[Totals]) -> list[str]:
+        """Return the names of what is summed beside the loss: those that any rank had in its first
+        window. Ranks ask each other once; a rank of a pipeline that computes no loss knows none."""
+        own = sorted({name for totals in window for name in totals.extras})
+        if self._names is None:
+            heard = [own] * self.plan.world_size
+            if self.plan.world_size > 1:
+                dist.all_gather_object(heard, own)
+            self._names = sorted({name for names in heard for name in names})
+            if self._training is not None:
+                self._training.widen([f"{TRAIN}{name}" for name in self._names])
+        if new := set(own) - set(self._names):
+            raise ConfigError(
+                f"the loss returned {', '.join(sorted(new))} beside it, which it did not in the"
+                f" first {self.log_every} steps\n"
+                "hint: return the same names from the first step on; (0, 0) where there is nothing"
+            )
+        return self._names
 
     def _collect(self, through: int, wait: bool) -> None:
         """Take in step times, and the sums of windows that end at step `through` or before."""
@@ -194,12 +235,14 @@ class Ledger:
             self._steps.add(self._step_row(times))
         # Always waited for, unlike times: the sums were enqueued a step ago, and a veto that shows
         # only in them must reach all ranks at the same step.
-        for tag, (losses, counts, promised) in self._sums.pop(through, wait=True):
-            for step, *values in zip(self._windows.pop(tag), losses, counts, promised, strict=True):
+        for tag, sums in self._sums.pop(through, wait=True):
+            for step, *values in zip(self._windows.pop(tag), *sums, strict=True):
                 self._fill(step, *values)
         self._write_complete()
 
-    def _fill(self, step: int, loss_sum: float, count: float, promised: float) -> None:
+    def _fill(
+        self, step: int, promised: float, loss_sum: float, count: float, *further: float
+    ) -> None:
         if round(count) != round(promised):
             raise ConfigError(
                 f"the loss of step {step} summed {count:.0f} {self.plan.unit}, but the workload"
@@ -209,6 +252,8 @@ class Ledger:
             )
         row = self._rows[step]
         row.loss, row.count = (loss_sum / count if count else math.nan), count
+        pairs = zip(self._names or (), further[::2], further[1::2], strict=True)
+        row.metrics |= {f"{TRAIN}{name}": total / n if n else None for name, total, n in pairs}
         if not math.isfinite(loss_sum) and not row.is_judged:
             # Every path from this loss to a weight was cut, so no gradient carried the news; or
             # its NaN looked like an overflow.
@@ -223,6 +268,8 @@ class Ledger:
             done.append(step)
             if self._training:
                 self._training.add(self._training_row(step, row))
+            for hook in self.hooks:
+                hook(step, self._training_row(step, row))
         for step in done:
             self._log_progress(step)
             del self._rows[step]
@@ -236,10 +283,10 @@ class Ledger:
         due = step % self.log_every == 0 or step == self.plan.steps
         if self._training is None or row.times is None or not due:
             return
-        val = f" val_loss {row.val_loss:.4f}" if row.val_loss is not None else ""
+        more = "".join(f" {k} {v:.4f}" for k, v in row.metrics.items() if v is not None)
         LOG.info(
             "step %d/%d loss %.4f%s lr %.3g grad_norm %.3g step_s %.4g",
-            step, self.plan.steps, row.loss, val, row.lr, row.grad_norm, row.times.step_s,
+            step, self.plan.steps, row.loss, more, row.lr, row.grad_norm, row.times.step_s,
         )  # fmt: skip
 
     def _training_row(self, step: int, row: _Row) -> dict[str, Cell]:
@@ -255,7 +302,8 @@ class Ledger:
             "tokens_per_s": row.count / step_s if self.plan.unit == "tokens" else None,
             "skipped": row.skipped,
             "warmup": step <= self.last_warmup,
-            "val_loss": row.val_loss,
+            "val_loss": None,
+            **row.metrics,
         }
 
     def _step_row(self, times: StepTimes) -> dict[str, Cell]:
@@ -269,10 +317,9 @@ class Ledger:
         }
 
 
-def _as_vector(counts: list[int | Tensor] | list[float | Tensor], device: torch.device) -> Tensor:
+def _as_vector(counts: Sequence[float | Tensor], device: torch.device) -> Tensor:
     if any(isinstance(count, Tensor) for count in counts):
-        parts = [torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts]
-        return torch.stack(parts)
+        return torch.cat([on_device(count, device) for count in counts])
     # From pinned memory: a copy from pageable memory would make the host wait for the device.
     vector = torch.tensor(counts, dtype=torch.float64, pin_memory=device.type == "cuda")
     return vector.to(device, non_blocking=True)

@@ -8,6 +8,13 @@ import torch
 from torch import Tensor
 
 
+def on_device(value: float | Tensor, device: torch.device) -> Tensor:
+    """Return a number as a vector of one there, without a copy from the host, which would wait."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64).reshape(1)
+    return torch.full((1,), value, dtype=torch.float64, device=device)
+
+
 class Readback:
     """A queue of small vectors of scalars; `pop` gives those whose copy has arrived."""
 

@@ -19,7 +19,7 @@ from paceline.checkpoint.saver import Saver, Writer
 from paceline.checkpoint.tensors import TensorFiles
 from paceline.data.base import Dataset
 from paceline.data.loader import to_device
-from paceline.errors import Outcome
+from paceline.errors import DataError, Outcome
 from paceline.job import Job
 from paceline.machine.group import StoreAddress, claim_device, join_group
 from paceline.machine.topology import RankId
@@ -28,7 +28,8 @@ from paceline.records import Plan, RankVerdict, list_unwritten
 from paceline.records.disk import Appender
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
-from paceline.records.tables import TELEMETRY, TableFile
+from paceline.records.table_file import TableFile
+from paceline.records.tables import TELEMETRY
 from paceline.schedules.passes import render_passes
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts, Recorded
@@ -41,7 +42,8 @@ from paceline.train.feed import Feed, build_feed, open_source, require_data
 from paceline.train.first_batch import FirstBatch, count_flops, is_worth_asking
 from paceline.train.heartbeat import ActionMark, Heartbeat, StepMark, Telemetry, Ticker
 from paceline.train.history import History, load_attempt, settle_rng
-from paceline.train.keeper import Keeper, KeeperParts
+from paceline.train.hooks import find_hooks
+from paceline.train.keeper import Best, Keeper, KeeperParts
 from paceline.train.loop import LoopEnd, LoopParts, train
 from paceline.train.metrics import Ledger, LedgerFiles
 from paceline.train.verdict import Tell, explain, outcome_of, peak_memory, save_verdict
@@ -71,7 +73,7 @@ class RankRun:
         self.tell: Tell = lambda word: None  # the supervisor, where there is one
         self.store = store  # None: this process has joined its group already
         self.requests = requests or Requests()
-        self.attempt = load_attempt(run)
+        self.attempt, self.hooks = load_attempt(run), find_hooks(job.workload, place.rank)
         self.device = torch.device("cpu")
         self.clock: Clock = HostClock()
         self.engine: Engine | None = None
@@ -109,6 +111,7 @@ class RankRun:
             bad_step=end.bad_step,
             bad_sample_ids=list(end.sample_ids),
             loss_was_finite=end.loss_was_finite,
+            why_early=end.why_early,
         )
         self._save(verdict)
         return verdict
@@ -179,16 +182,18 @@ class RankRun:
         val = self._build_validation()
         source = open_source(self.job, plan, data, place.rank, history.start_position)
         audit = self.run.audit if place.rank == 0 else None
+        hooks, files = self.hooks, self._files(history)
         return LoopParts(
             config=config,
             plan=plan,
             engine=engine,
             clock=self.clock,
-            ledger=Ledger(config, plan, self.clock, device, self._files(history)),
+            ledger=Ledger(config, plan, self.clock, device, files, hooks.on_step),
             auditor=Auditor(config, plan, device, engine.proofs, audit, self.run.lost),
-            evaluation=Evaluation(config, plan, val, plan.dp_rank(place.rank), device),
+            evaluation=Evaluation(self.job, plan, val, plan.dp_rank(place.rank), device),
             keeper=self._keeper(engine, history),
             rate=lambda step: rate_of(step, plan.steps, config, self.job.workload),
+            hooks=hooks,
             start=history.start,
             # Last: from here on loaders live, and may die.
             feed=build_feed(self.job, plan, source, history.start.first_step, device),
@@ -201,6 +206,11 @@ class RankRun:
         val = self.job.workload.build_data(config, "val")
         if val is None:
             self.notes.append("train.eval_every is set, but this workload has no validation data")
+        elif not len(val):
+            raise DataError(
+                "train.eval_every is set, and build_data returned validation data without a sample"
+                '\nhint: return some, or None where split is "val" and there are none'
+            )
         return val
 
     def _files(self, history: History) -> LedgerFiles:
@@ -238,8 +248,9 @@ class RankRun:
             device=self.device,
             num_steps=self.plan.steps,
             describe=history.describe,
+            hooks=self.hooks.on_checkpoint,
         )
-        return Keeper(parts, history.best)
+        return Keeper(parts, Best(self.job.config.train, history.best, history.num_worse))
 
     def _use_first_batch(self, parts: LoopParts) -> None:
         """Count FLOPs on the first batch, and require that the loss is a sum."""

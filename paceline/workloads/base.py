@@ -4,6 +4,9 @@ class MyWorkload(Workload):
     def build_model(self, config): ...               an nn.Module
     def build_data(self, config, split): ...         a Dataset; None where there is no such split
     def loss(self, model, batch): ...                (sum of the losses, how many were summed)
+    def evaluate(self, model, batch): ...            if there is more to measure than the loss
+    def metrics(self, found): ...                    from that to numbers, once for all samples
+    def on_step(self, step, record): ...             and on_eval, on_checkpoint: to be told of them
 
 paceline train my_job.py:MyWorkload train.steps=50
 """
@@ -24,12 +27,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from paceline.config.schema import DataConfig, Section
 from paceline.data.base import Dataset
 from paceline.errors import ConfigError
+from paceline.metrics import LOSS
 from paceline.records import Finding
 from paceline.records.files import fingerprint
 from paceline.trust import Code, remember, strangers
+from paceline.workloads.returns import read_loss
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
 Split = Literal["train", "val"]
@@ -59,6 +64,8 @@ class Workload:
     own_attention: ClassVar[frozenset[str]] = frozenset()
     # How the model attends; FLOPs count half of causal attention. "unknown": nothing is said of it.
     attention: ClassVar[Literal["causal", "full", "none", "unknown"]] = "unknown"
+    # Which ranks call `on_step`, `on_eval` and `on_checkpoint`.
+    hook_ranks: ClassVar[Literal["first", "all"]] = "first"
     # What `prepare` returned, on every rank.
     prepared: Mapping[str, Any] = MappingProxyType({})
 
@@ -81,8 +88,10 @@ class Workload:
         """Return the samples of a split, by index; None when this workload has no such split."""
         raise ConfigError(f"{type(self).__name__} must define build_data(self, config, split)")
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int | Tensor]:
-        """Return the loss *summed* over the batch's units, and how many units that is."""
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        """Return the loss *summed* over the batch's units, and how many units that is. A third
+        value may be a dict of further sums, reported as train/NAME: a number or a tensor, which is
+        divided by the same units, or a pair (sum, count)."""
         raise ConfigError(f"{type(self).__name__} must define loss(self, model, batch)")
 
     def build_optimizer(self, model: nn.Module, config: Any) -> Optimizer | None:
@@ -94,6 +103,31 @@ class Workload:
     def learning_rate(self, step: int, config: Any) -> float | None:
         """Return the learning rate of step 1, 2, ...; None: that of `optim.schedule`."""
         return None
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        """Return what is measured on a batch of validation data, by name: (sum, count), or
+        `paceline.Items` with one value per sample. By default all that `loss` returns. The model is
+        in eval mode, without gradients. A rank that has no samples left is asked about another
+        one's, for ranks may need each other inside a forward pass: what it says is not counted, so
+        return all that is found, and keep nothing of it in `self`."""
+        loss_sum, units, extras = read_loss(self, self.loss(model, batch))
+        return {LOSS: (loss_sum, units), **extras}
+
+    def metrics(self, found: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return further numbers of an evaluation, by name. `found` has what `evaluate` returned on
+        all ranks: for a pair the mean; for Items those of all samples, each once and in order.
+        Called on rank 0 alone: no collective may be in it."""
+        return {}
+
+    def on_step(self, step: int, record: Mapping[str, Any]) -> None:
+        """Told of each step, with its row of training.csv: once the row is whole, which is up to
+        `train.log_every` steps later, so that nothing waits for the device."""
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Told of each evaluation, with its numbers by name, as val/loss."""
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Told of each checkpoint once it is whole and on disk."""
 
     def units_per_sample(self, config: Any) -> int | None:
         """Return the units in each sample; None when they vary and `units` must count every

@@ -22,15 +22,21 @@ OPTIMIZER = (
 SCHEDULE = "set optim.schedule.name, or write learning_rate(self, step, config)"
 LOSS = "write loss(self, model, batch): it returns the summed loss and how many were summed"
 VALIDATION = (
-    'return validation data from build_data(self, config, split) where split is "val", and set'
-    " train.eval_every: `loss` is computed on it"
+    "write evaluate(self, model, batch), which returns (sum, count) by name; its data comes from"
+    ' build_data(self, config, split) where split is "val", and train.eval_every says when'
 )
 DATA = "return a data set from build_data(self, config, split)"
 COLLATE = "give the data set a method batch(self, indices), which returns a whole batch"
-METRICS = "nothing but the loss is recorded: compute others from a checkpoint"
+METRICS = (
+    "write evaluate(self, model, batch), which returns (sum, count) or paceline.Items by name, and"
+    " metrics(self, found), which makes numbers of all Items"
+)
 MODEL = "return a torch module from build_model(self, config), with a forward of its own"
 PREPARE = "write prepare(self, config, say): it runs once, before the ranks start"
-NO_HOOK = "there are no hooks around a step: do it in `loss`, or in the model's forward"
+NO_HOOK = "there is no hook inside a step: do it in `loss`, or in the model's forward"
+ON_STEP = "write on_step(self, step, record), which is told of each step with its numbers"
+ON_EVAL = "write on_eval(self, step, metrics), which is told of each evaluation with its numbers"
+ON_CHECKPOINT = "write on_checkpoint(self, step, path), which is told of each checkpoint"
 
 # What other frameworks call, and what does it here.
 FOREIGN = {
@@ -47,7 +53,7 @@ FOREIGN = {
     "collate_fn": COLLATE,
     "compute_loss": LOSS,
     "compute_metrics": METRICS,
-    "configure_callbacks": NO_HOOK,
+    "configure_callbacks": ON_STEP,
     "configure_gradient_clipping": "set optim.clip",
     "configure_model": MODEL,
     "configure_optimizers": OPTIMIZER,
@@ -55,12 +61,17 @@ FOREIGN = {
     "create_optimizer_and_scheduler": OPTIMIZER,
     "create_scheduler": SCHEDULE,
     "data_collator": COLLATE,
-    "evaluate": VALIDATION,
     "evaluation_step": VALIDATION,
     "forward": MODEL,
     "get_eval_dataloader": VALIDATION,
     "get_train_dataloader": DATA,
+    "log_metrics": METRICS,
     "lr_scheduler_step": SCHEDULE,
+    "on_evaluate": ON_EVAL,
+    "on_log": ON_STEP,
+    "on_save": ON_CHECKPOINT,
+    "on_save_checkpoint": ON_CHECKPOINT,
+    "on_step_end": ON_STEP,
     "optimizer_step": OPTIMIZER,
     "optimizer_zero_grad": NO_HOOK,
     "predict_step": NO_HOOK,
@@ -74,14 +85,16 @@ FOREIGN = {
     "val_dataloader": VALIDATION,
     "validation_step": VALIDATION,
 }
-FOREIGN_PREFIXES = (
-    "on_train_",
-    "on_validation_",
-    "on_epoch_",
-    "on_before_",
-    "on_after_",
-    "on_fit_",
-)
+# By how a name begins, the first that fits.
+FOREIGN_PREFIXES = {
+    "on_train_batch": ON_STEP,
+    "on_train_": NO_HOOK,
+    "on_validation_": ON_EVAL,
+    "on_epoch_": ON_EVAL,
+    "on_before_": NO_HOOK,
+    "on_after_": NO_HOOK,
+    "on_fit_": NO_HOOK,
+}
 SEAM = frozenset(name for name in dir(Workload) if not name.startswith("_"))
 
 
@@ -98,7 +111,8 @@ def check_methods(kind: type[Workload]) -> Iterator[Finding]:
 
 
 def _ignored(kind: type[Workload], name: str) -> Finding:
-    foreign = FOREIGN.get(name) or (NO_HOOK if name.startswith(FOREIGN_PREFIXES) else None)
+    prefixed = (hint for begin, hint in FOREIGN_PREFIXES.items() if name.startswith(begin))
+    foreign = FOREIGN.get(name) or next(prefixed, None)
     if foreign is not None:
         return Finding(
             severity="error",

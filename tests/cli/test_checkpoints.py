@@ -60,7 +60,7 @@ def checkpoints(
 def kept(tmp_path: Path) -> tuple[RunDir, CheckpointFolder, dict[str, Any]]:
     """A small language model with checkpoints of steps 10, 20 (the best) and 30."""
     run, tensors = make_run(tmp_path / "run", "lm_tiny", TINY_LM)
-    best = BestMetric(step=20, val_loss=2.5)
+    best = BestMetric(step=20, value=2.5)
     keep(run, tensors, 10)
     keep(run, tensors, 20, best=best)
     return run, keep(run, tensors, 30, best=best), tensors
@@ -85,12 +85,13 @@ def test_list_shows_each_at_a_glance(checkpoints: Program, kept: Any) -> None:
     assert (ran.code, ran.err) == (0, "")
     title, *rows = ran.out.splitlines()
     assert (
-        title.split()
-        == "step saved (UTC) reason size state by precision best val_loss looks".split()
+        title.split() == "step saved (UTC) reason size state by precision best so far looks".split()
     )
     assert [row.split()[0] for row in rows] == ["30", "20", "10"]
     assert "2023-11-14 22:13:50  every" in rows[0] and "single x 1  fp32" in rows[0]
-    assert "2.5 at 20" in rows[0] and "latest" in rows[0] and "best" in rows[1].split()
+    assert (
+        "val/loss 2.5 at step 20" in rows[0] and "latest" in rows[0] and "best" in rows[1].split()
+    )
     assert all(row.rstrip().endswith("complete") for row in rows)
     found = json.loads(checkpoints("list", run.root, "--json").out)
     assert [(f["step"], f["is_latest"], f["is_best"]) for f in found] == [

@@ -26,16 +26,26 @@ from paceline.job import load_job
 from paceline.machine.launchers import launch_section
 from tests import warm
 from tests.cli.program import Ran, environment, free_port
-from tests.docs import EXIT, PATH, check_command, our_words, parse, settings
+from tests.docs import (
+    EXIT,
+    FENCED,
+    PATH,
+    ROOT,
+    check_command,
+    fenced,
+    our_words,
+    parse,
+    settings,
+    text_of,
+    write_files,
+)
 from tests.schedulers.slurm import SlurmCluster, why_not
 
-ROOT = Path(__file__).parents[2]
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
-    "statistics", "bench", "pipelines", "optimizers",
+    "statistics", "bench", "pipelines", "optimizers", "your-job",
 )  # fmt: skip
 COMMAND_S = 120
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SCHEDULED = ("srun", "salloc", "sbatch")
 NEEDS = {  # a word of a command, and the program that it needs
     "torchrun": "torchrun", "mpirun": "mpirun", "deepspeed": "deepspeed",
@@ -62,10 +72,6 @@ class Block:
         return [word for command in self.commands for word in command.split()]
 
 
-def text_of(page: str) -> str:
-    return (ROOT / "docs" / f"{page}.md").read_text()
-
-
 def blocks_of(page: str) -> Iterator[Block]:
     text = text_of(page)
     found = list(FENCED.finditer(text))
@@ -80,10 +86,7 @@ def blocks_of(page: str) -> Iterator[Block]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-MINE, CODE = (
-    [block[2] for block in FENCED.finditer(text_of("launching")) if block[1] == language]
-    for language in ("yaml", "python")
-)
+CODE = fenced("launching", "python")
 
 
 def start(command: str, folder: Path) -> subprocess.Popen[str]:
@@ -172,6 +175,7 @@ IN_CI = {
     "bench": "paceline compare before after",
     "pipelines": "--times measured",
     "optimizers": "paceline checkpoints convert averaged --ema",
+    "your-job": "train.stop_after=3",
 }
 
 
@@ -187,7 +191,7 @@ def test_one_block_of_each_page_is_run() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted(IN_CI))
 def test_every_command_is_parsed_and_planned(page: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(*MINE)
+    write_files(page, tmp_path)
     commands = [command for block in blocks_of(page) for command in block.commands]
     assert sum(check_command(command, tmp_path) for command in commands) > 0
 
@@ -216,7 +220,7 @@ def test_the_commands_of_a_block(
             pytest.skip(f"{program} is not installed")
     scheduled = any(command.split()[0] in SCHEDULED for command in block.commands)
     where = request.getfixturevalue("cluster") if scheduled else None
-    (tmp_path / "mine.yaml").write_text(*MINE)
+    write_files(block.name.partition(":")[0], tmp_path)
     ran = Ran(0, "", "")
     for command in block.commands:
         marked = EXIT.search(command)

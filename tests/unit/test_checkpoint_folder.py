@@ -68,7 +68,7 @@ def test_a_step_saved_again_takes_the_place_of_the_first(folder: CheckpointFolde
 def test_old_ones_go_and_the_best_stays(tmp_path: Path) -> None:
     saver = build_saver(tmp_path / "checkpoints")
     for step in range(1, 7):
-        save(saver, step, BestMetric(step=2, val_loss=1.0) if step >= 2 else None)
+        save(saver, step, BestMetric(step=2, value=1.0) if step >= 2 else None)
     folder = saver.writer.folder
     assert folder.steps() == [6, 5, 2]
     assert (folder.pointer(LATEST), folder.pointer(BEST)) == (6, 2)

@@ -37,6 +37,30 @@ def test_groups_give_a_verdict_with_an_interval(tmp_path: Path) -> None:
     ]
 
 
+def scored(folder: Path, *scores: float) -> Path:
+    """Runs with other seeds; each ends with another accuracy than its best one."""
+    for number, score in enumerate(scores):
+        words = [f"train.seed={number}"]
+        run = make_run(folder / f"r{number}", words, metrics={"val/accuracy": score - 0.1})
+        head, *lines = run.training.read_text().splitlines()
+        cells = {20: score, 40: score - 0.1}
+        rows = [f"{line},{cells.get(n, '')}" for n, line in enumerate(lines, 1)]
+        run.training.write_text("\n".join([f"{head},val/accuracy", *rows]) + "\n")
+    return folder
+
+
+def test_runs_are_compared_by_what_they_learned(tmp_path: Path) -> None:
+    sides = [scored(tmp_path / "a", 0.5, 0.51, 0.505), scored(tmp_path / "b", 0.9, 0.91, 0.905)]
+    opened = [open_side(str(side)) for side in sides]
+    found = compare_sides(opened, "val/accuracy:max", 0.02)
+    assert [side.verdict for side in found.sides] == ["baseline", "better"] and not found.notes
+    assert found.sides[1].values == [0.9, 0.91, 0.905], "the best evaluation of each"
+    assert found.sides[1].metrics == {"val/accuracy": pytest.approx(0.805)}, "the last of each"
+    assert compare_sides(opened, "val/accuracy:min", 0.02).sides[1].verdict == "worse"
+    with pytest.raises(DataError, match=r"no run with val/wer:min .*\n.*train/loss, val/accuracy"):
+        compare_sides(opened, "val/wer:min", 0.02)
+
+
 def test_the_same_runs_do_not_differ(tmp_path: Path) -> None:
     found = compare(group(tmp_path / "a", 0.1, 0.1002), group(tmp_path / "b", 0.1001, 0.1))
     assert found.differences == [] and found.sides[1].verdict == "no difference seen"

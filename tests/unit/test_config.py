@@ -98,7 +98,7 @@ def test_an_unknown_key_in_a_file_names_file_and_key(tmp_path: Path) -> None:
 
 
 def test_a_number_in_quotes_is_not_a_number() -> None:
-    assert "it wants whole number >= 1" in problems("train.steps='7'")[0]
+    assert "it wants auto, or whole number >= 1" in problems("train.steps='7'")[0]
 
 
 def test_bare_off_in_yaml_is_the_word(tmp_path: Path) -> None:

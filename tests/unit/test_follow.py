@@ -5,6 +5,8 @@ from pathlib import Path
 from paceline.launch.archive import archive_left_over, begin_attempt
 from paceline.launch.follow import Follower, Tail
 from paceline.records.rundir import RunDir
+from paceline.records.table_file import TableFile
+from paceline.records.tables import TRAINING
 
 
 def test_a_file_that_has_become_shorter_is_told_from_its_new_end(tmp_path: Path) -> None:
@@ -17,6 +19,24 @@ def test_a_file_that_has_become_shorter_is_told_from_its_new_end(tmp_path: Path)
     with path.open("a") as file:
         file.write("2\n3\n4\n")
     assert tail.lines() == ["2", "3", "4"]
+
+
+def test_a_new_column_loses_no_row_and_tells_none_twice(tmp_path: Path) -> None:
+    run, told = RunDir(tmp_path), list[dict[str, str]]()
+    file = TableFile(run.training, TRAINING)
+    file.add({"step": 1})
+    file.flush()
+    follower = Follower(run, 1, told.append)
+    file.add({"step": 2})
+    file.flush()
+    follower.tick()
+    file.add({"step": 3})
+    file.widen(["val/accuracy"])
+    file.add({"step": 4, "val/accuracy": 0.5})
+    file.flush()
+    follower.tick()
+    assert [row["step"] for row in told] == ["1", "2", "3", "4"]
+    assert told[-1]["val/accuracy"] == "0.5" and told[-2]["val/accuracy"] == ""
 
 
 def test_rows_that_are_there_already_are_not_replayed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "paceline"
 # Each package may import from itself, from those on its own line that do not import it, and from
 # the lines before it. Imports inside functions count; those for type checkers alone do not.
 LAYERS = [
-    ["errors"],
+    ["errors", "metrics"],
     ["records"],
     ["config", "trust"],
     ["stats", "schedules", "machine", "data"],
@@ -31,6 +31,7 @@ LAYERS = [
 ]
 TORCH_FREE = [
     "records", "config", "stats", "report", "errors", "job", "trust", "compare", "schedules",
+    "metrics",
 ]  # fmt: skip
 
 

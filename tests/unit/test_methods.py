@@ -65,7 +65,11 @@ def test_our_own_have_none() -> None:
         ("training_step", "loss(self, model, batch)"),
         ("validation_step", "train.eval_every"),
         ("forward", "build_model"),
-        ("on_train_epoch_end", "no hooks"),
+        ("on_train_epoch_end", "no hook inside"),
+        ("on_train_batch_end", "on_step(self, step, record)"),
+        ("on_validation_end", "on_eval(self, step, metrics)"),
+        ("on_save_checkpoint", "on_checkpoint(self, step, path)"),
+        ("compute_metrics", "metrics(self, found)"),
     ],
 )
 def test_a_hook_of_another_framework_is_an_error(name: str, says: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from paceline.compare import Side, compare_sides
 from paceline.errors import Outcome
 from paceline.launch.ending import LaunchEnd
-from paceline.records import RankError
+from paceline.records import BestMetric, RankError
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
 from paceline.report.plots import Axes, Series, line_chart, smooth, stacked_bars, thin, ticks
@@ -46,6 +46,27 @@ def test_a_finished_run(run: RunDir) -> None:
     assert cards.count("steps 2 to 20") == 1, "the window is said once, not on every card"
     assert "samples/s" not in cards, "a job in tokens has one rate"
     assert page.count('class="tile"') == 5
+
+
+def test_metrics_have_a_row_and_a_chart_and_an_early_end_its_reason(run: RunDir) -> None:
+    head, *lines = run.training.read_text().splitlines()
+    cells = {10: ("0.5", "0.6"), 20: ("0.7", "0.55")}
+    more = [f"{line},{','.join(cells.get(n, ('', '')))}" for n, line in enumerate(lines, 1)]
+    named = f"{head},train/accuracy,val/accuracy"
+    run.training.write_text("\n".join([named, *more]) + "\n")
+    run.config.write_text("train: {log_every: 5, best: 'val/accuracy:max'}\n")
+    for rank in (0, 1):
+        verdict(rank, why_early="val/accuracy has not improved").save(run.verdict(rank))
+    result = finish(run)
+    assert result.metrics == {"train/accuracy": 0.7, "val/accuracy": 0.55}
+    assert result.best == BestMetric(step=10, name="val/accuracy", value=0.6)
+    assert result.why_early == "val/accuracy has not improved"
+    page, summary = run.report.read_text(), run.summary.read_text()
+    row = "| val/accuracy | 0.55 | training 0.7; best 0.6 at step 10 |"
+    assert row in summary and "val/accuracy has not improved" in summary
+    assert "<h2>accuracy</h2>" in page
+    assert "train/accuracy: from 0.5 at step 10 to 0.7 at 20" in page
+    assert "val/accuracy has not improved" in page
 
 
 def test_the_loss_is_one_chart_with_switches_that_need_no_script(run: RunDir) -> None:

@@ -19,8 +19,10 @@ def longer(before: int, after: int, *more: str) -> Resumption:
 
 
 @pytest.mark.parametrize(
-    "key", ["train.steps", "launch.nproc", "strategy.name", "data.num_workers", "train.log_every"]
-)
+    "key",
+    ["train.steps", "train.epochs", "train.stop_after", "launch.nproc", "strategy.name",
+     "data.num_workers", "train.log_every"],
+)  # fmt: skip
 def test_steps_and_how_it_is_computed_are_free(key: str) -> None:
     resume._require_free([Change(key, 1, 2)])
 
@@ -34,6 +36,7 @@ def test_steps_and_how_it_is_computed_are_free(key: str) -> None:
         ("train.seed", "another order"),
         ("data.source", "other samples"),
         ("precision.mode", "rounded differently"),
+        ("train.best", "another measure"),
         ("strategy.sync_batchnorm", "gradients"),
         ("model.dropout", "the same weights"),
     ],
@@ -54,6 +57,11 @@ def test_more_steps_stretch_the_cosine() -> None:
 
 def test_a_constant_rate_stays_and_nothing_is_said_without_a_change() -> None:
     assert "constant" in explain_schedule(longer(60, 70, "optim.schedule.name=constant"), 60)
+    epochs = [Change("train.steps", 60, "auto"), Change("train.epochs", "off", 2.0)]
+    more = Resumption(RunDir(Path()), longer(60, 70).job, epochs, 8)
+    assert "ends with the run, whose length has changed" in explain_schedule(more, 60)
+    default = Resumption(RunDir(Path()), more.job, [Change("train.steps", "auto", 200)], 8)
+    assert "ends at step 200, not 100" in explain_schedule(default, 60)
     unchanged = Resumption(RunDir(Path()), longer(60, 70).job, [], 8)
     assert explain_schedule(unchanged, 60) == ""
     assert "took" not in explain_schedule(longer(60, 70), last_step=0)

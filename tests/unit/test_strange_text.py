@@ -11,7 +11,8 @@ from paceline.errors import ConfigError
 from paceline.launch.follow import Follower
 from paceline.launch.supervisor import log_line
 from paceline.records import Failure
-from paceline.records.tables import CHECKPOINTS, TableFile, read_table
+from paceline.records.table_file import TableFile
+from paceline.records.tables import CHECKPOINTS, read_table
 from paceline.records.words import from_cell, plain, text_cell, visible
 from paceline.report import write_report
 from paceline.sweep.folder import SweepDir, load_manifest, save_manifest

@@ -12,6 +12,7 @@ import pytest
 from paceline.errors import ConfigError, DataError
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.sweep.folder import COLUMNS, load_manifest, save_manifest
+from paceline.sweep.matrix import Ground, load_cell
 from paceline.sweep.phases import choose_extras, describe_schedule, first_phase, plain_name
 from paceline.sweep.runner import turns_of
 from paceline.sweep.spec import (
@@ -23,6 +24,7 @@ from paceline.sweep.spec import (
     split_values,
 )
 from paceline.sweep.target import Target
+from tests.machines import machine
 
 TWO = ["strategy.name=ddp,zero1", "train.micro_batch_size=4,8"]
 
@@ -47,6 +49,25 @@ def test_flags_and_a_file_ask_the_same(tmp_path: Path) -> None:
     read = read_spec(str(file), [], [], {})
     assert draw_cells(read) == draw_cells(typed)
     assert read.model_dump(exclude={"axes"}) == typed.model_dump(exclude={"axes"})
+
+
+def test_a_metric_of_the_job_has_a_direction() -> None:
+    assert spec_of(metric="val/wer").metric == "val/wer:min"
+    assert spec_of(metric="val/accuracy:max").metric == "val/accuracy:max"
+    for bad, says in (("wer", "is not a metric"), ("val/accuracy", "more or less")):
+        [problem] = problems_of("lm_tiny", [], TWO, {"metric": bad})
+        assert says in problem and "samples_per_s" in problem
+    assert Target.parse("val/wer<=0.2") == ("val/wer:min", "<=", 0.2)
+    assert Target.parse("val/accuracy>=0.9") == ("val/accuracy:max", ">=", 0.9)
+
+
+def test_its_runs_are_evaluated_at_the_end() -> None:
+    cell = SweptCell(name="a", settings={}, overrides=[])
+    asked = [
+        load_cell(Ground("lm_tiny", words, machine(), evaluates), cell, 30).config.train.eval_every
+        for words, evaluates in (((), False), ((), True), (("train.eval_every=5",), True))
+    ]
+    assert asked == ["off", 30, 5]
 
 
 def test_the_file_of_the_page_is_read(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
-from paceline.stats.figures import RunFigures
+from paceline.stats.figures import Course, RunFigures
 from paceline.sweep.folder import COLUMNS, Row
 from paceline.sweep.judge import SweepJudgement, judge_figures
 from paceline.sweep.phases import choose_finalists
@@ -101,6 +102,35 @@ def test_by_iteration_time_lower_is_better() -> None:
     judged = sweep.judge()
     assert judged.winner == "small" and verdict(judged, "large") == "slower"
     assert judged.others is not None and judged.others.best_name == "large"
+
+
+def learned(value: float, **more: Any) -> list[RunFigures]:
+    """Three runs whose best accuracy is about `value`; all else is the same."""
+    return [
+        replace(figures(100, **more), courses={"val/accuracy": Course(0.1, value * f, value / 2)})
+        for f in (0.99, 1.0, 1.01)
+    ]
+
+
+def test_by_a_metric_of_the_job_the_better_cell_wins_and_no_loss_departs() -> None:
+    sweep = Sweep(metric="val/accuracy:max", target="val/accuracy>=0.8")
+    sweep.add("slow", learned(0.5, losses=tuple(2 * loss for loss in FALLING)))
+    judged = sweep.add("quick", learned(0.9)).judge()
+    assert judged.winner == "quick" and verdict(judged, "slow") == "worse"
+    assert judged.flagged == {} and judged.notes == [] and judged.others is None
+    assert judged.target is not None and judged.target.is_met
+    least = Sweep(metric="val/accuracy:min").add("a", learned(0.5)).add("b", learned(0.9))
+    assert verdict(least.judge(), "a") == "no difference seen", "the least of all is 0.1"
+
+
+def test_a_run_without_the_metric_is_left_out_and_the_metrics_named() -> None:
+    sweep = Sweep(metric="val/wer:min").add("a", learned(0.5)).add("b", learned(0.9))
+    assert sweep.judge().winner is None
+    none = [replace(each, courses={"val/wer": Course(0.0, 0.0, 0.0)}) for each in learned(0.5)]
+    some = [replace(each, courses={"val/wer": Course(0.5, 0.6, 0.5)}) for each in learned(0.5)]
+    judged = Sweep(metric="val/wer:min").add("a", none).add("b", some).judge()
+    assert judged.winner == "b"
+    assert judged.notes == ["a: a run without a value of val/wer:min above 0; there are val/wer"]
 
 
 def test_a_faster_cell_whose_loss_departs_is_not_crowned() -> None:

@@ -14,13 +14,13 @@ from paceline.errors import DataError
 from paceline.launch.deadlines import _order
 from paceline.records.heartbeats import Beat, iter_beats, last_beat
 from paceline.records.phases import STEP_PHASES, Phase
+from paceline.records.table_file import TableFile
 from paceline.records.tables import (
     CHECKPOINTS,
     SAMPLES,
     STEPS,
     TELEMETRY,
     TRAINING,
-    TableFile,
     read_checkpoints,
     read_steps,
     read_telemetry,
@@ -136,6 +136,27 @@ def test_an_evaluation_is_put_into_the_last_row_in_place(path: Path) -> None:
     assert path.read_bytes()[: len(before) - 1] == before[:-1]
     assert [row.val_loss for row in rows[-3:]] == [None, pytest.approx(1 / 7), None]
     assert len(rows) == 2001
+
+
+def test_metrics_are_columns_that_come_when_they_are_first_known(path: Path) -> None:
+    file = TableFile(path, TRAINING)
+    file.add(training_row(1))
+    file.widen(["train/accuracy", "val/accuracy"])
+    file.add(training_row(2, **{"train/accuracy": 0.25}))
+    file.widen(["val/accuracy"])
+    file.amend_last("val/accuracy", 0.5)
+    file.close()
+    rows = read_training(path)
+    assert [row.metrics for row in rows] == [{}, {"train/accuracy": 0.25, "val/accuracy": 0.5}]
+    assert rows[-1].metrics == {"train/accuracy": 0.25, "val/accuracy": 0.5}
+    assert rows.metrics == ["train/loss", "val/loss", "train/accuracy", "val/accuracy"]
+    assert [part.tolist() for part in rows.metric("val/accuracy")] == [[2], [0.5]]
+    assert [part.tolist() for part in rows.metric("val/loss")] == [[], []]
+    assert rows.metric("train/loss")[0].tolist() == [1, 2]
+    header = path.read_text().splitlines()[0]
+    assert header.endswith(",val_loss,train/accuracy,val/accuracy")
+    TableFile(path, TRAINING, kept=1).close()  # a resume cuts rows, and keeps columns
+    assert path.read_text().splitlines()[0] == header and len(read_training(path)) == 1
 
 
 def test_what_is_no_number_is_said(path: Path) -> None:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paceline.checkpoint.pieces import Piece, Source
 from paceline.errors import ConfigError
+from paceline.metrics import Items
 from paceline.records import Proof
 from paceline.records.phases import Phase
 from paceline.schedules.actions import Schedule
@@ -28,6 +29,7 @@ from paceline.strategies.pipeline.holdings import Holdings, Stages, all_reduce_g
 from paceline.strategies.pipeline.recorder import Recorder
 from paceline.strategies.pipeline.stage import Relay, Stage
 from paceline.strategies.stored import load_module
+from paceline.workloads.returns import Pair, add_pairs, join_measured
 
 Shapes = tuple[torch.Size, ...]
 
@@ -104,14 +106,28 @@ class PipelineEngine(ModuleEngine):
         group = dist.group.WORLD if self.line.is_sharded else self.line.group
         return global_norm(counted, self.parts.device, group)
 
-    @torch.no_grad()
     def evaluate(self, batch: Any) -> Totals:
+        self._relay_pieces(batch)
+        return self._totals()
+
+    def measure(self, batch: Any) -> dict[str, Pair | Items]:
+        stages = self.line.stage_list()
+        for stage in stages:
+            stage.evaluates = True
+        try:
+            self._relay_pieces(batch)
+        finally:
+            for stage in stages:
+                stage.evaluates = False
+        return join_measured([found for stage in stages for found in stage.measured])
+
+    @torch.no_grad()
+    def _relay_pieces(self, batch: Any) -> None:
         self._clear()
         # In microbatches, as in training: a stage's results for the whole batch may not fit.
         num_samples = len(tree_flatten(batch)[0][0])
         for piece in cut_batch(batch, min(self.num_microbatches, num_samples)):
             self._relay(piece)
-        return self._totals()
 
     def weights(self) -> dict[str, Tensor]:
         """Return the whole model on every rank, for proofs. A rank's own copies are taken as they
@@ -208,14 +224,17 @@ class PipelineEngine(ModuleEngine):
     def _clear(self) -> None:
         for stage in self.line.stage_list():
             stage.done.clear()
+            stage.measured.clear()
 
     def _totals(self) -> Totals:
-        done = [pair for stage in self.line.stage_list() for pair in stage.done]
+        done = [each for stage in self.line.stage_list() for each in stage.done]
         count: int | Tensor = 0
-        for _, units in done:
+        extras: dict[str, Pair] = {}
+        for _, units, more in done:
             count = count + units
-        loss = torch.stack([loss for loss, _ in done]).sum() if done else self.zero
-        return Totals(loss, count)
+            add_pairs(extras, more)
+        loss = torch.stack([loss for loss, *_ in done]).sum() if done else self.zero
+        return Totals(loss, count, extras)
 
     def _stages_of(self, direction: int) -> list[Stage]:
         stages = self.line.stage_list()

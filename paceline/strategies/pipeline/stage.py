@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
+from paceline.metrics import Items
 from paceline.strategies.base import EngineParts
-from paceline.strategies.objective import compute_loss
+from paceline.strategies.objective import ask_workload, compute_loss, compute_metrics
 from paceline.strategies.pipeline.ghosts import Reached, Region
+from paceline.workloads.returns import Pair
 
 # A tensor is announced by a header of whole numbers: its type's place here, its axes, its sizes.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -32,7 +34,8 @@ class Sent(NamedTuple):
 
 
 class Stage(nn.Module):
-    """`batch` is the microbatch to run; `done` collects the losses, where this stage has one.
+    """`batch` is the microbatch to run; `done` collects the losses, where this stage has one, and
+    `measured` what `evaluate` found while it `evaluates`.
 
     `wire` is where tensors lie that travel between ranks. gloo cannot read a GPU's memory from
     peer to peer ("writev: Bad address"), so under it they pass through the host: the two copies are
@@ -46,7 +49,9 @@ class Stage(nn.Module):
         self.parts, self.model, self.region = parts, model, region
         self.index, self.num_stages = index, num_stages
         self.batch: Any = None
-        self.done: list[tuple[Tensor, int | Tensor]] = []
+        self.done: list[tuple[Tensor, int | Tensor, dict[str, Pair]]] = []
+        self.evaluates = False
+        self.measured: list[dict[str, Pair | Items]] = []
         on_gloo = parts.plan.backend.value == "gloo"
         self.wire = torch.device("cpu") if on_gloo else parts.device
         self.takes: Sent | None = None
@@ -65,7 +70,7 @@ class Stage(nn.Module):
         handed = None if self.is_first or received is None else received.to(self.parts.device)
         self.region.begin(handed)
         try:
-            loss, units = compute_loss(self.parts, self._objective, self.batch)
+            loss = self._measure() if self.evaluates else self._compute_loss()
         except Reached as reached:
             return _ownable(reached.hidden.to(self.wire))
         finally:
@@ -75,11 +80,28 @@ class Stage(nn.Module):
                 f"stage {self.index}: the model's forward never called the next stage's first"
                 " block\nhint: a pipeline needs a model that calls its blocks one after the other"
             )
-        self.done.append((loss.detach(), units))
         return torch.stack([loss])  # with an axis, along which torch puts microbatches together
 
-    def _objective(self, batch: Any) -> Any:
-        return self.parts.workload.loss(self.model, batch)
+    def _compute_loss(self) -> Tensor:
+        loss, units, extras = compute_loss(self.parts, self._objective, self.batch)
+        self.done.append((loss.detach(), units, extras))
+        return loss
+
+    def _measure(self) -> Tensor:
+        self.measured.append(compute_metrics(self.parts, self._objective, self.batch))
+        return torch.zeros((), device=self.parts.device)  # nobody waits for it
+
+    def _objective(self, batch: Any, evaluates: bool = False) -> Any:
+        workload = self.parts.workload
+        try:
+            return ask_workload(workload, self.model, batch, evaluates)
+        except ConfigError as error:
+            if not evaluates:
+                raise
+            raise ConfigError(
+                f"{type(workload).__name__}.evaluate in a pipeline, which can run the model once"
+                f" for a batch, and not several times as to generate: {error}"
+            ) from error
 
 
 def _ownable(hidden: Tensor) -> Tensor:

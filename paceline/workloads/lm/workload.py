@@ -5,7 +5,7 @@ torch is imported where it is used, so that `paceline recipes` can read the sche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from paceline.config.schema import Positive, Section
 from paceline.data.base import Dataset, TextData
+from paceline.metrics import LOSS, bits_per_byte, perplexity
 from paceline.records import Finding
 from paceline.workloads.base import Split, Workload
 
@@ -96,6 +97,14 @@ class LanguageModel(Workload):
         tokens_BT1 = batch["tokens"]  # T + 1 tokens: inputs are the first T, targets the last T
         targets_BT = tokens_BT1[:, 1:].long()
         return model(tokens_BT1[:, :-1].long(), targets_BT), targets_BT.numel()
+
+    def metrics(self, found: Mapping[str, Any]) -> dict[str, float]:
+        if LOSS not in found:  # a subclass may evaluate something else
+            return {}
+        numbers = {"perplexity": perplexity(found[LOSS])}
+        if "shards" in self.prepared:  # its tokens are bytes of text
+            numbers["bits_per_byte"] = bits_per_byte(found[LOSS])
+        return numbers
 
     def units_per_sample(self, config: Any) -> int:
         return int(config.data.seq_len)

@@ -1,0 +1,164 @@
+"""What a workload's `loss` and `evaluate` may return, and what is said of anything else.
+
+Both give sums, which are divided once all ranks have added theirs. A sum that stands alone is
+divided by what the loss is divided by; a pair brings its own count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ConfigError
+from paceline.metrics import LOSS, NAME, Items
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.workloads.base import Workload
+
+Number = Any  # a Python number, or a tensor with one element
+Pair = tuple[Number, Number]  # a sum, and how many were summed
+
+
+def read_loss(workload: Workload, returned: object) -> tuple[Tensor, int | Tensor, dict[str, Pair]]:
+    """Return the summed loss, its units, and further sums by name, each with its count."""
+    name = type(workload).__name__
+    if not _is_loss(returned):
+        raise ConfigError(
+            f"{name}.loss must return two things: the loss summed over the batch, a tensor without"
+            " dimensions, and how many were summed; a third may be a dict of further sums; it"
+            f" returned {_describe(returned)}\n"
+            'hint: return cross_entropy(..., reduction="sum"), len(targets)'
+        )
+    assert isinstance(returned, tuple)
+    loss, units, *more = returned
+    extras = more[0] if more else {}
+    if problems := [*_bad_names(extras, {LOSS}), *_bad_sums(extras)]:
+        raise ConfigError([f"{name}.loss: {problem}" for problem in problems])
+    paired = {key: value if _is_pair(value) else (value, units) for key, value in extras.items()}
+    return loss, units, paired
+
+
+def read_measured(workload: Workload, returned: object) -> dict[str, Pair | Items]:
+    """Return what `evaluate` found, by name: pairs of sum and count, or Items."""
+    name = type(workload).__name__
+    if not isinstance(returned, Mapping):
+        raise ConfigError(
+            f"{name}.evaluate must return a dict, by name (sum, count) or paceline.Items; it"
+            f" returned {_describe(returned)}\n"
+            'hint: return {"accuracy": paceline.metrics.accuracy(logits, labels)}'
+        )
+    wrong = [k for k, v in returned.items() if not _is_pair(v) and not isinstance(v, Items)]
+    problems = [
+        *_bad_names(returned, set()),
+        *(f"{k!r} is {_describe(returned[k])}, not (sum, count) or paceline.Items" for k in wrong),
+    ]
+    if problems:
+        raise ConfigError([f"{name}.evaluate: {problem}" for problem in problems])
+    return dict(returned)
+
+
+def read_numbers(workload: Workload, returned: object) -> dict[str, float]:
+    """Return the numbers that `metrics` gave, by name."""
+    name = f"{type(workload).__name__}.metrics"
+    if not isinstance(returned, Mapping):
+        raise ConfigError(
+            f"{name} must return a dict of numbers by name; it returned {_describe(returned)}"
+        )
+    wrong = [key for key, value in returned.items() if not _is_number(value)]
+    problems = [
+        *_bad_names(returned, set()),
+        *(f"{key!r} is {_describe(returned[key])}, not a number" for key in wrong),
+    ]
+    if problems:
+        raise ConfigError([f"{name}: {problem}" for problem in problems])
+    return {key: float(value) for key, value in returned.items()}
+
+
+def add_pairs(totals: dict[str, Pair], more: Mapping[str, Pair]) -> None:
+    """Add the sums of another microbatch, in place."""
+    for name, (value, count) in more.items():
+        before = totals.get(name, (0, 0))
+        totals[name] = (before[0] + value, before[1] + count)
+
+
+def join_measured(parts: Sequence[Mapping[str, Pair | Items]]) -> dict[str, Pair | Items]:
+    """Put together what `evaluate` found on the microbatches of one batch, in their order."""
+    sums: dict[str, Pair] = {}
+    items: dict[str, list[Any]] = {}
+    for part in parts:
+        add_pairs(sums, {k: v for k, v in part.items() if not isinstance(v, Items)})
+        for name, value in part.items():
+            if isinstance(value, Items):
+                items.setdefault(name, []).append(value.values)
+    return {**sums, **{name: Items(join_rows(values)) for name, values in items.items()}}
+
+
+def join_rows(parts: Sequence[Any]) -> Any:
+    """Return the rows of all parts: one tensor where all are tensors with rows of one shape, else a
+    list."""
+    shapes = {tuple(part.shape[1:]) if hasattr(part, "numel") else None for part in parts}
+    if len(shapes) != 1 or None in shapes:
+        return [row for part in parts for row in part]
+    import torch
+
+    return torch.cat(list(parts))
+
+
+def without_graph(returned: Any) -> Any:
+    """Cut what stands beside the loss off from the graph, before a wrapper sees it: no gradient
+    comes from there, and nothing of the forward pass is to be kept for it."""
+    if not isinstance(returned, tuple) or len(returned) != 3 or not isinstance(returned[2], dict):
+        return returned
+    extras = {
+        name: tuple(map(_detached, value)) if isinstance(value, tuple) else _detached(value)
+        for name, value in returned[2].items()
+    }
+    return (*returned[:2], extras)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if hasattr(value, "detach") else value
+
+
+def _is_loss(returned: object) -> bool:
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        return False
+    loss, units, *more = returned
+    is_scalar = hasattr(loss, "backward") and loss.dim() == 0
+    return is_scalar and _is_number(units) and all(isinstance(x, dict) for x in more)
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if hasattr(value, "numel") else isinstance(value, int | float)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_number, value))
+
+
+def _bad_names(found: Mapping[Any, Any], taken: set[str]) -> Iterator[str]:
+    for name in found:
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            yield f"{name!r} is not a name for a column\nhint: letters, digits, _ . @ - and /"
+        elif name in taken:
+            yield f"{name!r} is the loss itself: call what stands beside it otherwise"
+
+
+def _bad_sums(extras: Mapping[Any, Any]) -> Iterator[str]:
+    for name, value in extras.items():
+        if not _is_number(value) and not _is_pair(value):
+            yield f"{name!r} is {_describe(value)}, not a sum or (sum, count)"
+
+
+def _describe(value: Any) -> str:
+    """Describe a value, `a tuple of (a tensor of shape [8], 8)`: enough to see what is wrong with
+    it."""
+    if hasattr(value, "numel"):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of ({', '.join(_describe(item) for item in value)})"
+    if isinstance(value, int | float):
+        return repr(value)
+    return "None" if value is None else f"a {type(value).__name__}"
