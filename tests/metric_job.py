@@ -57,6 +57,13 @@ class Plain(Workload):
             "rare": (top[rare].sum(), rare.sum()),
         }
 
+class Late(Plain):
+    calls = 0
+    def loss(self, model, batch):
+        loss, units, more = super().loss(model, batch)
+        self.calls += model.training
+        return loss, units, more | ({"late": loss} if self.calls > 4 else {})
+
 class Own(Plain):
     def evaluate(self, model, batch):
         assert not model.training and not torch.is_grad_enabled()
@@ -72,6 +79,11 @@ class Own(Plain):
         right = found["logits"].argmax(-1) == found["labels"]
         seen, twice = len(found["ids"]), 2 * found["margin"]
         return {"seen": seen, "right": right.float().mean(), "twice": twice}
+
+class Twice(Own):
+    def evaluate(self, model, batch):
+        model(batch["x"])
+        return super().evaluate(model, batch)
 
 class Everywhere(Own):
     hook_ranks = "all"
@@ -95,6 +107,6 @@ SETTINGS = [
 
 
 def write_metric_job(folder: Path) -> str:
-    """Return the file's name; its classes are Plain, Own, Everywhere and Raising."""
+    """Return the file's name; its classes are Plain, Late, Own, Twice, Everywhere and Raising."""
     (folder / "metric_job.py").write_text(JOB)
     return str(folder / "metric_job.py")

@@ -10,13 +10,12 @@ from pathlib import Path
 from paceline.errors import ConfigError
 from paceline.launch.signals import logged_signals
 from paceline.machine.facts import probe
-from paceline.metrics import VAL
 from paceline.records.rundir import RunDir
 from paceline.records.runlock import RunLock
 from paceline.records.swept import Metric, SweepRecord, SweptCell, SweptPhase
 from paceline.sweep.folder import SweepDir
 from paceline.sweep.judge import SweepJudgement, judge_sweep
-from paceline.sweep.matrix import Ground, load_cells, refuse_impossible
+from paceline.sweep.matrix import Ground, load_cells, needs_evaluation, refuse_impossible
 from paceline.sweep.outputs import write_outputs
 from paceline.sweep.phases import (
     EXTRAS,
@@ -48,9 +47,8 @@ class SweepEnd:
 def plan_sweep(spec: SweepSpec) -> SweepRecord:
     """Return every cell, with the reason where it cannot run. Nothing is written and nothing
     runs."""
-    ground = Ground(
-        spec.recipe, tuple(spec.overrides), probe(), evaluates=spec.metric.startswith(VAL)
-    )
+    evaluates = needs_evaluation(spec.metric, spec.target)
+    ground = Ground(spec.recipe, tuple(spec.overrides), probe(), evaluates)
     cells = draw_cells(spec)
     jobs = load_cells(ground, cells, spec.steps)
     cells = refuse_impossible(cells, jobs, ground.env)

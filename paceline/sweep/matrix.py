@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.job import Job, load_job
+from paceline.metrics import VAL
 from paceline.plan.planner import make_plan
 from paceline.records import Env
 from paceline.records.swept import SweptCell
@@ -26,6 +27,11 @@ class Ground:
     overrides: tuple[str, ...]
     env: Env
     evaluates: bool = False
+
+
+def needs_evaluation(metric: str, target: str | None) -> bool:
+    """Say whether cells are compared, or held against a target, by an evaluation."""
+    return any(text.strip().startswith(VAL) for text in (metric, target or ""))
 
 
 def load_cell(ground: Ground, cell: SweptCell, steps: int) -> Job:

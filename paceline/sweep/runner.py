@@ -16,7 +16,6 @@ from paceline.config.schema import RunConfig
 from paceline.errors import Outcome
 from paceline.launch.signals import SignalLog
 from paceline.machine.facts import hardware_fingerprint, probe
-from paceline.metrics import VAL
 from paceline.records import Plan, Result
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
@@ -39,7 +38,7 @@ from paceline.sweep.folder import (
     load_manifest,
     save_manifest,
 )
-from paceline.sweep.matrix import Ground, decide_cell
+from paceline.sweep.matrix import Ground, decide_cell, needs_evaluation
 from paceline.workloads.base import code_fingerprint
 
 
@@ -92,7 +91,7 @@ class SweepRunner:
         self.record, self.folder, self.talk, self.signals = record, folder, talk, signals
         self.stop_on_error = stop_on_error
         self.quiet = Once(talk)
-        evaluates = record.metric.startswith(VAL)
+        evaluates = needs_evaluation(record.metric, record.target)
         self.ground = Ground(record.recipe, tuple(record.overrides), probe(), evaluates)
         self.rows = load_manifest(folder.manifest)
         self.board = Board(metric=record.metric, margin=record.margin)

@@ -79,7 +79,7 @@ class Evaluation:
             dist.gather_object(own, heard, dst=0)
         told = [conclude(self.workload, heard)] if heard is not None else [None]
         if world > 1:
-            dist.broadcast_object_list(told, src=0, device=self.device)
+            dist.broadcast_object_list(told, src=0)
         assert told[0] is not None
         return told[0]
 

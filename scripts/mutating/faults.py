@@ -17,6 +17,7 @@ class Fault(NamedTuple):
 PARITY = "tests/ranks/test_parity.py::test_two_ranks_equal_one"
 EXCHANGES = "tests/ranks/test_audit.py::test_a_step_exchanges_as_often_as_it_must"
 NAN = "tests/ranks/test_nan.py"
+METRICS = "tests/ranks/test_metrics.py"
 PLAIN_LOOP = "tests/ranks/test_verify.py::test_the_reference_is_what_a_plain_loop_computes"
 PROVEN = "tests/ranks/test_verify.py::test_the_record_is_kept"
 TIED = "tests/ranks/test_pipeline.py::test_tied_weights_are_summed_wherever_they_are_read"
@@ -270,6 +271,28 @@ FAULTS = (
         "late-vetoes-are-lost", "paceline/train/metrics.py",
         "self._late_vetoes.append((step, math.isfinite(row.own_loss or 0.0)))", "pass",
         f"{NAN}::test_a_bad_loss_whose_gradient_is_cut_off_is_noticed",
+    ),
+    Fault(
+        "stand-in-sample-is-counted", "paceline/train/evaluation.py",
+        "            if len(ids):\n",
+        "            if len(ids := ids if len(ids) else np.zeros(1, int)):\n",
+        f"{METRICS}::test_three_ranks_of_which_one_runs_out",
+    ),
+    Fault(
+        "items-come-in-the-order-of-ranks", "paceline/train/evaluation.py",
+        "order = np.argsort(np.concatenate([ids for ids, _ in parts]))",
+        "order = np.arange(sum(len(ids) for ids, _ in parts))",
+        f"{METRICS}::test_two_ranks_find_what_one_process_finds",
+    ),
+    Fault(
+        "patience-starts-anew-on-resume", "paceline/train/history.py",
+        "self.best, self.num_worse = kept.best, kept.num_worse", "self.best = kept.best",
+        f"{METRICS}::test_it_stops_when_nothing_improves_and_counts_on_after_a_resume",
+    ),
+    Fault(
+        "nan-is-the-best", "paceline/train/keeper.py",
+        "if math.isfinite(value) and (", "if (",
+        "tests/unit/test_metrics.py::test_the_best_is_by_its_direction_and_never_not_a_number",
     ),
     Fault(
         "mean-loss-is-accepted", "paceline/train/first_batch.py",

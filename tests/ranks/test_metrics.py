@@ -88,6 +88,12 @@ def test_deepspeed_finds_them_too(job: str, reference: RankEnds, tmp_path: Path)
     assert_same(reference.rows, run_ranks(tmp_path, f"{job}:Own", settings).rows, "deepspeed")
 
 
+@pytest.mark.nightly
+def test_a_pipeline_says_that_it_runs_the_model_once(job: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"Twice.evaluate in a pipeline, which can run the"):
+        run_ranks(tmp_path, f"{job}:Twice", [*SETTINGS, *TWO, *CASES["pipeline"]])
+
+
 def test_without_an_evaluation_of_its_own_it_is_what_the_loss_says(
     job: str, tmp_path: Path
 ) -> None:
@@ -200,6 +206,12 @@ def test_hooks_are_told_of_all_on_the_ranks_that_ask(
             (6, pytest.approx(reference.rows[5].metrics["val/accuracy"])),
         ]
         assert by_kind["checkpoint"] == [(2, "step_2"), (4, "step_4"), (6, "step_6")]
+
+
+def test_a_sum_that_comes_late_is_refused(job: str, tmp_path: Path) -> None:
+    """Ranks agree on names once, in the first window of 2 steps."""
+    with pytest.raises(ConfigError, match=r"returned late beside it, .* in the first 2 steps"):
+        run_here(tmp_path, f"{job}:Late", [*SETTINGS, "train.micro_batch_size=12"])
 
 
 def test_a_hook_that_raises_is_named(job: str, tmp_path: Path) -> None:

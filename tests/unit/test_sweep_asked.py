@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import ConfigError, DataError
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.sweep.folder import COLUMNS, load_manifest, save_manifest
-from paceline.sweep.matrix import Ground, load_cell
+from paceline.sweep.matrix import Ground, load_cell, needs_evaluation
 from paceline.sweep.phases import choose_extras, describe_schedule, first_phase, plain_name
 from paceline.sweep.runner import turns_of
 from paceline.sweep.spec import (
@@ -68,6 +68,8 @@ def test_its_runs_are_evaluated_at_the_end() -> None:
         for words, evaluates in (((), False), ((), True), (("train.eval_every=5",), True))
     ]
     assert asked == ["off", 30, 5]
+    assert needs_evaluation("val/wer:min", None) and needs_evaluation("auto", " val/wer<=0.2")
+    assert not needs_evaluation("tokens_per_s", "speedup>=1.08")
 
 
 def test_the_file_of_the_page_is_read(tmp_path: Path) -> None:

@@ -98,9 +98,11 @@ class Stage(nn.Module):
         except ConfigError as error:
             if not evaluates:
                 raise
+            first = str(error).partition("\n")[0]
             raise ConfigError(
                 f"{type(workload).__name__}.evaluate in a pipeline, which can run the model once"
-                f" for a batch, and not several times as to generate: {error}"
+                f" for a batch, and not several times as to generate: {first}\n"
+                "hint: measure what one forward pass gives, or choose another strategy.name"
             ) from error
 
 
