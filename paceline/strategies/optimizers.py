@@ -281,8 +281,8 @@ def _check_own(config: RunConfig, strategy: Strategy, workload: Workload) -> Ite
             severity="error",
             where=where,
             what=f"cannot be used with {strategy.name}: {strategy.no_own_optimizer}",
-            hint="set strategy.name=ddp, zero2, zero3 or pipeline, or optim.name to one of"
-            f" {', '.join(KINDS)}",
+            hint="set strategy.name=ddp, zero2, zero3 or pipeline; or take the method out, and"
+            f" choose one of {', '.join(KINDS)} by optim.name",
         )
     if any(group.lr_scale != 1 or group.weight_decay != "auto" for group in config.optim.groups):
         yield Finding(
