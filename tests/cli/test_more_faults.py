@@ -41,14 +41,17 @@ def test_a_clock_that_is_set_by_hours_ends_nothing(hours: int, bench: Bench) -> 
 @pytest.mark.parametrize("num_ranks", [8, pytest.param(16, marks=pytest.mark.nightly)])
 def test_of_many_ranks_the_one_that_was_stopped_is_named(num_ranks: int, bench: Bench) -> None:
     guilty = num_ranks - 3
-    stop = f"if os.environ['RANK'] == '{guilty}' and self.calls > 2:"
+    # Not while it looks at the first batch: after some steps.
+    stop = f"if os.environ['RANK'] == '{guilty}' and model.training and self.calls > 15:"
     stop += " open('stopped', 'w'); os.kill(os.getpid(), 19)"
-    words = [f"launch.nproc={num_ranks}", "launch.progress_s=5", "launch.grace_s=2", "--out", "run"]
+    words = [f"launch.nproc={num_ranks}", "launch.progress_s=5", "launch.grace_s=2"]
+    words += ["train.steps=99", "--out", "run"]
     process = bench.start("train", bench.job(stop), *SMALL, *words)
     ran = finish(process, 200)
     assert ran.code == 6, ran.err
     failure = bench.result()["failure"]
     assert failure["rank"] == guilty and "stopped by a signal" in failure["message"]
+    assert failure["step"] > 1
     took_s = time.time() - (bench.folder / "stopped").stat().st_mtime
     assert took_s < 5 + 15, "the deadline, the stacks of all, the end"
 
