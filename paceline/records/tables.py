@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TextIO, TypeVar, overload
@@ -17,13 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import DataError
-from paceline.records.files import write_atomic
+from paceline.records.base import damaged
+from paceline.records.files import open_regular, write_atomic
 from paceline.records.phases import STEP_PHASES, Phase
 
 Cell = str | float | None  # and so int and bool
 Row = TypeVar("Row")
 Kind = type[int] | type[float] | type[bool] | type[str]
 CHUNK_ROWS = 20_000
+MAX_INT = 2**53  # up to here a float tells whole numbers apart
+MAX_SAID = 120
 EMPTY = -1e308  # stands for an empty cell while numbers are parsed: no measurement gives it
 WRITTEN, FAILED = "ok", "failed"  # outcomes of a checkpoint
 
@@ -207,12 +211,19 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
     gaps: dict[str, list[NDArray[np.bool_]]] = {
         name: [np.empty(0, bool)] for name in layout.optional
     }
-    for lines, header in _iter_lines(path, layout):
-        chunk = _parse_numbers(lines, header, layout) or _parse_cells(path, lines, header, layout)
-        for name, (found, is_empty) in chunk.items():
-            values[name].append(found)
-            if name in gaps:
-                gaps[name].append(is_empty)
+    try:
+        for lines, header in _iter_lines(path, layout):
+            chunk = _parse_numbers(lines, header, layout) or _parse_cells(
+                path, lines, header, layout
+            )
+            for name, (found, is_empty) in chunk.items():
+                values[name].append(found)
+                if name in gaps:
+                    gaps[name].append(is_empty)
+    except UnicodeDecodeError as error:
+        raise damaged(path, "it is not text in UTF-8", f"byte {error.start} of a part") from error
+    except csv.Error as error:  # a cell without an end
+        raise damaged(path, "it is not a table", error) from error
     return Table(
         layout,
         {name: np.concatenate(found) for name, found in values.items()},
@@ -222,13 +233,17 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
 
 def _iter_lines(path: Path, layout: Layout[Any]) -> Iterator[tuple[list[str], list[str]]]:
     """Yield some whole lines at a time, and the header: never all of the text at once."""
-    if not path.is_file():
+    try:
+        opened = open_regular(path)
+    except FileNotFoundError:
         return
-    with path.open(newline="") as file:
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    with TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
         whole = (line for line in file if line.endswith("\n"))
         header = next(csv.reader(whole), [])
         if header and "step" in layout.columns and "step" not in header:
-            raise DataError(f"{path} is not one of our tables: it has no column step")
+            raise damaged(path, "it is not one of our tables", "it has no column step")
         while lines := list(islice(whole, CHUNK_ROWS)):
             yield lines, header
 
@@ -254,6 +269,9 @@ def _parse_numbers(lines: Sequence[str], header: list[str], layout: Layout[Any])
     if cells.size != len(lines) * len(header):
         return None
     found = dict(zip(header, cells.reshape(len(lines), len(header)).T, strict=True))
+    whole = [found[name] for name, kind in layout.columns.items() if kind is int and name in found]
+    if any((np.abs(column) > MAX_INT).any() or (column % 1).any() for column in whole):
+        return None  # nor are they numbers of that kind: cell by cell it is said which
     absent = np.full(len(lines), EMPTY)
     return {name: _typed(found.get(name, absent), kind) for name, kind in layout.columns.items()}
 
@@ -291,8 +309,8 @@ def _parsed(path: Path, name: str, kind: Kind, cells: Sequence[str]) -> NDArray[
     empty = 0 if kind is int else np.nan
     try:
         return np.array([kind(cell) if cell else empty for cell in cells], dtype=_dtype(kind))
-    except ValueError as error:
-        raise DataError(f"{path} is damaged: column {name}: {error}") from error
+    except (ValueError, OverflowError) as error:
+        raise damaged(path, f"column {name}", str(error)[:MAX_SAID]) from error
 
 
 class TableFile:

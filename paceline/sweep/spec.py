@@ -15,7 +15,8 @@ import yaml
 from omegaconf import OmegaConf
 from pydantic import Field
 
-from paceline.config.load import Draft, read_plain, validate
+from paceline.config.load import Draft, validate
+from paceline.config.plain import parse_plain, read_config_text
 from paceline.config.overrides import parse_override
 from paceline.config.schema import Positive, Section
 from paceline.config.typed_only import refuse_words_in_file
@@ -89,7 +90,8 @@ def _read_file(source: str) -> dict[str, Any] | None:
     """Return the words of a sweep's file; None where `source` is a recipe."""
     if not source.endswith((".yaml", ".yml")):
         return None
-    body = {"overrides": [], **read_plain(Path(source))}
+    text = read_config_text(Path(source))
+    body = {"overrides": [], **parse_plain(text, source)}
     if "recipe" not in body and "axes" not in body:
         return None
     recipe, axes = str(body.get("recipe", "")), body.get("axes")
@@ -115,7 +117,7 @@ def _read_file(source: str) -> dict[str, Any] | None:
     if problems:
         raise ConfigError(problems)
     # Read again as plain text: `on` is a word of ours, not a truth value.
-    as_typed = yaml.load(Path(source).read_text(), yaml.BaseLoader)  # noqa: S506 (strings only)
+    as_typed = yaml.load(text, yaml.BaseLoader)  # noqa: S506 (strings only)
     return {**body, "axes": as_typed["axes"]}
 
 

@@ -84,7 +84,9 @@ def change_table(raw: bytes, rng: random.Random) -> bytes:
     else:
         row = rng.choice(rows)
         value = as_bytes(odd(rng))
-        row[rng.randrange(len(row))] = rng.choice((value, b"", b"0", b"-1", b"nan", b"inf", b"1e300"))
+        row[rng.randrange(len(row))] = rng.choice(
+            (value, b"", b"0", b"-1", b"nan", b"inf", b"1e300")
+        )
     return b"\n".join(mark.join(row) for row in rows) + b"\n"
 
 

@@ -52,7 +52,9 @@ def near(value: Any, rng: random.Random) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
-        return rng.choice((value + 1, value - 1, value * 2, -value, 0, 1, value + rng.randint(2, 99)))
+        return rng.choice(
+            (value + 1, value - 1, value * 2, -value, 0, 1, value + rng.randint(2, 99))
+        )
     if isinstance(value, float):
         return rng.choice((value * rng.uniform(0.1, 9), -value, 0.0, 1e-9, value * 1e9))
     if isinstance(value, str):

@@ -6,7 +6,6 @@ torch is imported where it is used, so that `paceline recipes` can read the sche
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -14,7 +13,7 @@ from pydantic import Field, model_validator
 from paceline.config.schema import Positive, Section
 from paceline.data.base import Dataset, TextData
 from paceline.records import Finding
-from paceline.workloads.base import Split, Workload
+from paceline.workloads.base import Split, Workload, prepared_path
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -90,7 +89,7 @@ class LanguageModel(Workload):
                 config.model.vocab_size,
                 config.train.seed,
             )
-        return open_tokens(Path(self.prepared["shards"]), config.data.seq_len, split)
+        return open_tokens(prepared_path(self.prepared, "shards"), config.data.seq_len, split)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
         tokens_BT1 = batch["tokens"]  # T + 1 tokens: inputs are the first T, targets the last T
