@@ -144,15 +144,25 @@ def load_config(path: Path, schema: type[RunConfig]) -> RunConfig:
 
 def _parse_yaml(text: str, place: str) -> DictConfig:
     require_plain(text, place)
-    if problems := list(_broken_references(text, place)):
-        raise ConfigError(problems)
+    require_references(text, place)
+    return draft_tree(text, place)
+
+
+def draft_tree(source: str | dict[str, Any], place: str) -> DictConfig:
+    """Return a map that overrides can be applied to, from its text or its values."""
     try:
-        tree = OmegaConf.create(text)
+        tree = OmegaConf.create(source)  # type: ignore[arg-type]
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(f"{place} is not valid YAML: {first}") from error
     assert isinstance(tree, DictConfig), "a map was read"
     return tree
+
+
+def require_references(text: str, place: str) -> None:
+    """Refuse references that cannot be read, whatever they refer to, each with its line."""
+    if problems := list(_broken_references(text, place)):
+        raise ConfigError(problems)
 
 
 def _broken_references(text: str, place: str) -> Iterator[str]:

@@ -158,7 +158,7 @@ class LaunchConfig(Section):
     nnodes: Literal["auto"] | Positive = Field(
         "auto", description="Machines. auto: those of the hostfile or the allocation, else 1."
     )
-    devices: Literal["auto"] | list[Count] = Field(
+    devices: Literal["auto"] | Annotated[list[Count], Field(min_length=1)] = Field(
         "auto", description="GPUs by index, one per rank of a machine; one named twice is shared."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(

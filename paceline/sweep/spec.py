@@ -6,18 +6,18 @@
 A YAML file is a sweep, not a recipe, when it has `axes`.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from omegaconf import OmegaConf
 from pydantic import Field
 
-from paceline.config.load import Draft, validate
-from paceline.config.plain import parse_plain, read_config_text
+from paceline.config.load import Draft, draft_tree, require_references, validate
 from paceline.config.overrides import parse_override
+from paceline.config.plain import parse_plain, read_config_text
 from paceline.config.schema import Positive, Section
 from paceline.config.typed_only import refuse_words_in_file
 from paceline.errors import ConfigError
@@ -27,6 +27,7 @@ PREFIX = "sweep."
 Share = Annotated[float, Field(gt=0, lt=1)]
 Values = Annotated[list[str | int | float | bool | list[Any]], Field(min_length=1)]
 MAX_NAMED = 20
+MAX_CELLS = 10_000
 
 
 class SweepSpec(Section):
@@ -73,7 +74,7 @@ def read_spec(
     body["axes"] = {**body["axes"], **_read_axes(axes, problems)}
     own = [word for word in words if word.lstrip("+").startswith(PREFIX)]
     body["overrides"] = [*body["overrides"], *(word for word in words if word not in own)]
-    draft = Draft(f"sweep {source}", OmegaConf.create(body), [], problems)
+    draft = Draft(f"sweep {source}", draft_tree(body, f"sweep {source}"), [], problems)
     for word in own:
         try:
             draft.overrides.append(parse_override(word.lstrip("+").removeprefix(PREFIX)))
@@ -92,6 +93,7 @@ def _read_file(source: str) -> dict[str, Any] | None:
         return None
     text = read_config_text(Path(source))
     body = {"overrides": [], **parse_plain(text, source)}
+    require_references(text, source)
     if "recipe" not in body and "axes" not in body:
         return None
     recipe, axes = str(body.get("recipe", "")), body.get("axes")
@@ -125,7 +127,8 @@ def _words_of(body: dict[str, Any]) -> list[str]:
     """Return every override that a sweep's file holds: of all cells, of its axes, of its extras."""
     extras = body.get("extras") or {}
     more = extras.values() if isinstance(extras, dict) else []
-    words = [*body["overrides"], *(word for listed in more if listed for word in listed)]
+    listed = [words for words in more if isinstance(words, list)]  # others are refused later
+    words = [*body["overrides"], *(word for words in listed for word in words)]
     for key, values in body["axes"].items():
         values = values if isinstance(values, list) else [values]
         words += [f"{key}={shown_value(value)}" for value in values]
@@ -177,6 +180,11 @@ def _require_sensible(spec: SweepSpec) -> None:
             problems.append("train.steps cannot be an axis: runs of other lengths do not compare")
     if "train.steps" in set_already:
         problems.append("train.steps is what --steps sets\nhint: --steps N")
+    if (num_cells := math.prod(map(len, spec.axes.values()))) > MAX_CELLS:
+        problems.append(
+            f"the axes make {num_cells} cells; {MAX_CELLS} are the most that are planned\n"
+            "hint: drop values, or sweep over some of the axes first"
+        )
     if not spec.axes:
         problems.append("a sweep needs an axis\nhint: --axis train.micro_batch_size=4,8")
     if problems:

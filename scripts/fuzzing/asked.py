@@ -30,11 +30,37 @@ from paceline.bench.records import ArmResult, PairResult
 from paceline.bench.target import load_targets, parse_target, parse_words
 from paceline.config.describe import Key, iter_keys
 from paceline.job import job_schema
-from paceline.records import Env, Fingerprints
+from paceline.records import Env, Fingerprints, Gpu
 from paceline.sweep.spec import SweepSpec
 from paceline.workloads.base import find_workload
 
-SMALL = {"dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+GIB = 1 << 30
+# What is planned under overrides, sweeps and targets: a model that is built in no time.
+RECIPE = """
+name: small
+workload: lm
+model: {vocab_size: 320, dim: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1}
+data: {seq_len: 16}
+train: {eval_every: 10, eval_samples: 8}
+launch: {overcommit: true}
+"""
+
+
+def recipe_in(ground: Ground) -> str:
+    ground.add("small.yaml", RECIPE.encode())
+    return str(ground.root / "small.yaml")
+
+
+def with_gpus(env: Env, count: int) -> Env:
+    """Return the same machine with GPUs in it, which plans may then ask for."""
+    gpus = [
+        Gpu(
+            index=n, name="NVIDIA H200", uuid=f"GPU-{n}", compute_capability="9.0",
+            memory_bytes=141 * GIB,
+        )
+        for n in range(count)
+    ]  # fmt: skip
+    return env.model_copy(update={"gpus": gpus, "cuda": "13.0", "driver": "580"})
 
 
 def paceline(*words: str) -> None:
@@ -43,7 +69,7 @@ def paceline(*words: str) -> None:
     cli.main()
 
 
-def planned(*words: str, folder: Path) -> Case:
+def planned(*words: str) -> Case:
     return Case(("paceline", *words), lambda: paceline(*words))
 
 
@@ -82,12 +108,12 @@ def set_key(tree: dict[str, Any], path: str, value: Any) -> None:
 
 def change_yaml(tree: dict[str, Any], rng: random.Random) -> Content:
     """Turn a valid tree into the content of a YAML file, changed in one to three places."""
-    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+    for _ in range(rng.choice((0, 0, 1, 1, 1, 2, 3))):
         tree = change_tree(tree, rng)
     raw, how = to_yaml(tree), rng.random()
     if how < 0.03:
         return rng.choice(ODD_FILES)
-    for _ in range(rng.choice((1, 2)) if how < 0.45 else 0):
+    for _ in range(rng.choice((1, 1, 2)) if how < 0.3 else 0):
         raw = change_text(raw, rng)
     return raw
 
@@ -104,9 +130,8 @@ class Configs:
         self.texts = [to_yaml(self._small(yaml.safe_load(text))) for text in texts]
 
     def _small(self, tree: dict[str, Any]) -> dict[str, Any]:
-        tree["model"] |= SMALL
-        tree.setdefault("launch", {})["overcommit"] = True
-        return tree
+        small = yaml.safe_load(RECIPE)
+        return tree | {"model": small["model"], "launch": small["launch"]}
 
     def make(self, rng: random.Random) -> Case:
         tree = yaml.load(rng.choice(self.texts), yaml.CSafeLoader)
@@ -115,7 +140,7 @@ class Configs:
                 set_key(tree, key.path, draw(key.type, rng))
         file = self.ground.change("run.yaml", change_yaml(tree, rng))
         more = ["--launch"] if rng.random() < 0.2 else []
-        return planned("plan", str(file), *more, folder=self.ground.root)
+        return planned("plan", str(file), *more)
 
 
 class Overrides:
@@ -125,11 +150,11 @@ class Overrides:
 
     def __init__(self, root: Path, env: Env) -> None:
         self.ground, self.keys = Ground(root), lm_keys()
-        self.small = [f"model.{name}={value}" for name, value in SMALL.items()]
+        self.recipe = recipe_in(self.ground)
 
     def make(self, rng: random.Random) -> Case:
-        words = [self._word(rng) for _ in range(rng.randint(1, 5))]
-        return planned("plan", "lm_tiny", *self.small, "--", *words, folder=self.ground.root)
+        words = [self._word(rng) for _ in range(rng.randint(1, 4))]
+        return planned("plan", self.recipe, "--", *words)
 
     def _word(self, rng: random.Random) -> str:
         key = rng.choice(self.keys)
@@ -155,6 +180,7 @@ class Sweeps:
     def __init__(self, root: Path, env: Env) -> None:
         self.ground, self.keys = Ground(root), lm_keys()
         self.words = list(iter_keys(SweepSpec))
+        self.recipe = recipe_in(self.ground)
 
     def make(self, rng: random.Random) -> Case:
         axes = {}
@@ -163,8 +189,8 @@ class Sweeps:
                 values = {str(draw(key.type, rng)): 0 for _ in range(rng.choice((1, 2, 3)))}
                 axes[key.path] = [yaml.safe_load(text) if text else "" for text in values]
         tree: dict[str, Any] = {
-            "recipe": "lm_tiny",
-            "overrides": [*(f"model.{k}={v}" for k, v in SMALL.items()), "launch.overcommit=true"],
+            "recipe": self.recipe,
+            "overrides": ["train.grad_accum=1"],
             "axes": axes or {"train.micro_batch_size": [1, 2]},
         }
         for word in rng.sample(self.words[3:], rng.randint(0, 3)):
@@ -172,7 +198,7 @@ class Sweeps:
         file = self.ground.change("sweep.yaml", change_yaml(tree, rng))
         more = [rng.choice(("sweep.margin=0.1", "--phases", "--axis=train.seed=1,2"))]
         more = more if rng.random() < 0.2 else []
-        return planned("sweep", str(file), "--dry-run", *more, folder=self.ground.root)
+        return planned("sweep", str(file), "--dry-run", *more)
 
 
 class Targets:
@@ -184,15 +210,15 @@ class Targets:
         self.ground, self.env = Ground(root), env
         folder = resources.files("paceline.bench") / "targets"
         texts = [file.read_text() for file in sorted(folder.iterdir(), key=lambda f: f.name)]
+        self.recipe = recipe_in(self.ground)
         self.trees = [json.dumps(self._small(yaml.safe_load(text))) for text in texts]
         self.names = list(load_targets())
 
     def _small(self, tree: dict[str, Any]) -> dict[str, Any]:
         for work in tree["work"].values():
-            words = [w for w in work.get("overrides", []) if not w.startswith("model.")]
-            small = [f"model.{name}={value}" for name, value in SMALL.items()]
-            work["overrides"] = [*words, *small, "launch.overcommit=true"]
-            work["recipe"] = "lm_tiny"
+            asked = work.get("overrides", [])
+            work["overrides"] = [word for word in asked if not word.startswith("model.")]
+            work["recipe"] = self.recipe
         return tree
 
     def make(self, rng: random.Random) -> Case:
@@ -220,23 +246,22 @@ class Hostfiles:
 
     def __init__(self, root: Path, env: Env) -> None:
         self.ground = Ground(root)
-        self.small = [f"model.{name}={value}" for name, value in SMALL.items()]
+        self.recipe = recipe_in(self.ground)
 
     def make(self, rng: random.Random) -> Case:
         lines = [self._line(rng, n) for n in range(rng.randint(1, 6))]
         raw, how = "\n".join(lines).encode(errors="surrogatepass") + b"\n", rng.random()
         content: Content = rng.choice(ODD_FILES) if how < 0.04 else raw
-        for _ in range(rng.choice((1, 1, 2)) if 0.04 <= how < 0.5 else 0):
+        for _ in range(rng.choice((1, 1, 2)) if 0.04 <= how < 0.4 else 0):
             content = change_text(content, rng) if isinstance(content, bytes) else content
         file = self.ground.change("hosts", content)
-        launcher = rng.choice(("mpirun", "deepspeed", "torchrun", "slurm", "local", "auto"))
+        launcher = rng.choice(("mpi", "deepspeed", "torchrun", "slurm", "mpi", "deepspeed", "auto"))
         launch = [f"launch.launcher={launcher}", f"launch.hostfile={file}", "launch.nproc=2"]
-        words = [*self.small, "launch.overcommit=true", *launch]
-        return planned("plan", "lm_tiny", *words, "--launch", folder=self.ground.root)
+        return planned("plan", self.recipe, *launch, "--launch")
 
     def _line(self, rng: random.Random, number: int) -> str:
-        slots = rng.choice((" slots=2",) * 6 + ("", " slots=0", " slots = 4", " slots=-1", "\t#x"))
-        odd_name = rng.random() < 0.08
+        slots = rng.choice((" slots=2",) * 9 + ("", " slots=0", " slots = 4", " slots=-1", "\t#x"))
+        odd_name = rng.random() < 0.04
         return f"{rng.choice(TEXTS) if odd_name else f'node{number}'}{slots}"
 
 
@@ -254,8 +279,7 @@ class ExpectationFiles:
         self.text = made.to_json()
 
     def _pair(self, name: str) -> Pair:
-        small = [f"model.{key}={value}" for key, value in SMALL.items()]
-        words = [*small, "launch.device=cpu", "launch.overcommit=true", "train.micro_batch_size=2"]
+        words = ["launch.device=cpu", "launch.overcommit=true", "train.micro_batch_size=2"]
         return plan_pair(load_targets()[name], self.env, words)
 
     def _prints(self) -> Fingerprints:
@@ -289,7 +313,7 @@ class ExpectationFiles:
 
     def make(self, rng: random.Random) -> Case:
         tree = json.loads(self.text)
-        for _ in range(rng.choice((0, 1, 1, 2, 3))):
+        for _ in range(rng.choice((0, 0, 1, 1, 2, 3))):
             tree = change_tree(tree, rng)
         raw, how = to_json(tree), rng.random()
         content: Content = rng.choice(ODD_FILES) if how < 0.04 else raw

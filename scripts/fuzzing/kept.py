@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import yaml
-from fuzzing.asked import SMALL, paceline
+from fuzzing.asked import paceline, recipe_in
 from fuzzing.ground import Case, Content, Ground
 from fuzzing.mutate import (
     ODD_FILES,
@@ -47,7 +47,6 @@ from paceline.sweep.outputs import write_outputs
 
 RUNS = Path(__file__).parents[2] / "tests" / "data" / "runs" / "0.6.0"
 CPU = torch.device("cpu")
-WORDS = [f"model.{name}={value}" for name, value in SMALL.items()]
 
 
 def change_file(name: str, raw: bytes, rng: random.Random) -> Content:
@@ -155,8 +154,7 @@ class Checkpoints:
         self.ground = Ground(root, made=("run/converted", "out"))
         run = RunDir(root / "run")
         run.root.mkdir()
-        job = load_job("lm_tiny", WORDS)
-        run.config.write_text(dump_config(job.config))
+        run.config.write_text(dump_config(load_job(recipe_in(self.ground), []).config))
         for step, num_ranks in ((1, 1), (2, 2)):
             self._save(run, step, num_ranks)
         self.ground.add_folder(root)
@@ -288,10 +286,10 @@ class DataManifests:
         os.utime(root / "source.jsonl", (1, 1))
         self.config = self._config(root / "cache")
         self.home, manifest = prepare_tokens(self.config, lambda text: None)
-        words = [*WORDS, f"data.source={root / 'source.jsonl'}", f"data.cache_dir={root / 'cache'}"]
+        words = [f"data.source={root / 'source.jsonl'}", f"data.cache_dir={root / 'cache'}"]
         run = RunDir(root / "run")
         run.root.mkdir()
-        run.config.write_text(dump_config(load_job("lm_tiny", [*words, "data.seq_len=16"]).config))
+        run.config.write_text(dump_config(load_job(recipe_in(self.ground), words).config))
         facts = {"shards": str(self.home), "unigram_entropy": manifest.unigram_entropy}
         run.data.write_text(json.dumps(facts))
         self.run = run

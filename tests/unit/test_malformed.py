@@ -104,6 +104,7 @@ def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path: Path) -> None:
         ("optim.schedule=[]", "optim.schedule=[] in override"),
         (f"launch.nproc=1{'0' * 400}", "is a number of 401 digits"),
         (f"train.steps={DIGITS}", "a number of 5001 digits"),
+        ("launch.devices=[]", "launch.devices=[] in override"),
         ("launch.env={null: 1}", "launch.env={null: 1}"),
         ("model={1.5: 1}", "unknown key model.1.5 in override"),
         ("train=${train}", "train"),
@@ -182,6 +183,32 @@ def test_data_json_is_refused_as_ranks_read_it(
 def test_a_target_is_refused_with_its_name(text: str, says: str) -> None:
     said = refusal(lambda: parse_target("mine", text), ConfigError)
     assert says in said and "mine" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("target: ${}", "a.yaml:3: ${} is not a reference"),
+        ("overrides: ['name=${']", "a.yaml:3: name=${ is not a reference"),
+        ("extras: 5", "extras"),
+        ("extras: {a: 5}", "extras.a"),
+        ("overrides: [[1]]", "overrides"),
+        ("repeats: null", "repeats"),
+        ("axes: {a: 1}", "axes"),
+        ("null: 1", "a.yaml:3: null is not a key"),
+    ],
+)
+def test_a_sweep_is_refused_with_its_key(tmp_path: Path, line: str, says: str) -> None:
+    (tmp_path / "a.yaml").write_text(f"recipe: lm_tiny\naxes: {{train.seed: [1, 2]}}\n{line}\n")
+    said = refusal(lambda: read_spec(str(tmp_path / "a.yaml"), [], [], {}), ConfigError)
+    assert says in said
+
+
+def test_a_sweep_has_no_more_cells_than_anybody_waits_for(tmp_path: Path) -> None:
+    axes = {f"launch.env.A{n}": list(range(10)) for n in range(9)}
+    (tmp_path / "a.yaml").write_text(f"recipe: lm_tiny\naxes: {axes}\n")
+    said = refusal(lambda: read_spec(str(tmp_path / "a.yaml"), [], [], {}), ConfigError)
+    assert "1000000000 cells" in said and "hint: " in said
 
 
 HEADER = "step,loss,lr,grad_norm,step_s,samples_per_s,tokens_per_s,skipped,warmup,val_loss\n"
