@@ -52,10 +52,12 @@ def read_plain(path: Path) -> dict[str, Any]:
 
 def parse_plain(text: str, place: str) -> dict[str, Any]:
     """Return the values of a map in YAML."""
-    require_plain(text, place)
+    root = require_plain(text, place)
     try:
+        # From the nodes that were looked at: a long file is not parsed again.
+        values = {} if root is None else Loader("").construct_document(root)
         # Through JSON: a key that is a number is its text, as in a config that was checked.
-        tree: dict[str, Any] = json.loads(json.dumps(yaml.load(text, Loader) or {}))
+        tree: dict[str, Any] = json.loads(json.dumps(values))
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ConfigError(f"{place} holds what no config does: {error}") from error
     return tree
@@ -86,18 +88,20 @@ def number_at(tree: dict[str, Any], section: str, key: str, place: Path) -> int:
     return found
 
 
-def require_plain(text: str, place: str, is_map: bool = True) -> None:
+def require_plain(text: str, place: str, is_map: bool = True) -> yaml.Node | None:
     """Refuse all but safe YAML: a map, no tags, no aliases (they can blow up), bounded depth and
-    numbers, and keys that are words or numbers. All problems of the last sort are named at once."""
+    numbers, and keys that are words or numbers. All problems of the last sort are named at once.
+    Return its nodes; None where it is empty."""
     try:
         _require_events(text, place)
-        root = yaml.compose(text, Loader)
+        root: yaml.Node | None = yaml.compose(text, Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{place} is not valid YAML: {error}") from error
     if is_map and root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{place} must be a map of keys\nhint: key: value, one on each line")
     if problems := [problem for node in iter_nodes(root) for problem in _odd_node(node, place)]:
         raise ConfigError(problems)
+    return root
 
 
 def _require_events(text: str, place: str) -> None:

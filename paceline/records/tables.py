@@ -27,6 +27,7 @@ Row = TypeVar("Row")
 Kind = type[int] | type[float] | type[bool] | type[str]
 CHUNK_ROWS = 20_000
 MAX_INT = 2**53  # up to here a float tells whole numbers apart
+MAX_MEASURED = 1e100  # float32 ends at 3.4e38
 MAX_SAID = 120
 EMPTY = -1e308  # stands for an empty cell while numbers are parsed: no measurement gives it
 WRITTEN, FAILED = "ok", "failed"  # outcomes of a checkpoint
@@ -217,6 +218,7 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
                 path, lines, header, layout
             )
             for name, (found, is_empty) in chunk.items():
+                _require_measured(path, name, found)
                 values[name].append(found)
                 if name in gaps:
                     gaps[name].append(is_empty)
@@ -229,6 +231,15 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
         {name: np.concatenate(found) for name, found in values.items()},
         {name: np.concatenate(found) for name, found in gaps.items()},
     )
+
+
+def _require_measured(path: Path, name: str, values: NDArray[Any]) -> None:
+    """Refuse numbers whose sums and squares are no numbers any more: no run measures such. What is
+    not finite was measured, and is said by whoever reads it."""
+    if values.dtype == np.float64:
+        odd = values[np.isfinite(values) & (np.abs(values) > MAX_MEASURED)]
+        if len(odd):
+            raise damaged(path, f"column {name}", f"no run measures {odd[0]:g}")
 
 
 def _iter_lines(path: Path, layout: Layout[Any]) -> Iterator[tuple[list[str], list[str]]]:

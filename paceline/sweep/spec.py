@@ -17,7 +17,7 @@ from pydantic import Field
 
 from paceline.config.load import Draft, draft_tree, require_references, validate
 from paceline.config.overrides import parse_override
-from paceline.config.plain import parse_plain, read_config_text
+from paceline.config.plain import parse_plain, read_config_text, require_plain
 from paceline.config.schema import Positive, Section
 from paceline.config.typed_only import refuse_words_in_file
 from paceline.errors import ConfigError
@@ -118,8 +118,8 @@ def _read_file(source: str) -> dict[str, Any] | None:
         problems += refuse_words_in_file(_words_of(body), source)
     if problems:
         raise ConfigError(problems)
-    # Read again as plain text: `on` is a word of ours, not a truth value.
-    as_typed = yaml.load(text, yaml.BaseLoader)  # noqa: S506 (strings only)
+    # The same once more as text: `on` is a word of ours, not a truth value.
+    as_typed = yaml.BaseLoader("").construct_document(require_plain(text, source))
     return {**body, "axes": as_typed["axes"]}
 
 

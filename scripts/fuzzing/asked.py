@@ -35,6 +35,8 @@ from paceline.sweep.spec import SweepSpec
 from paceline.workloads.base import find_workload
 
 GIB = 1 << 30
+# What is printed of a plan: mostly as JSON, for tables take longer to draw than to plan.
+WAYS = ((), ("--json",), ("--launch",), ("--launch", "--json"), ("--launch", "--json"))
 # What is planned under overrides, sweeps and targets: a model that is built in no time.
 RECIPE = """
 name: small
@@ -139,8 +141,7 @@ class Configs:
             if not key.path.startswith("model."):
                 set_key(tree, key.path, draw(key.type, rng))
         file = self.ground.change("run.yaml", change_yaml(tree, rng))
-        more = ["--launch"] if rng.random() < 0.2 else []
-        return planned("plan", str(file), *more)
+        return planned("plan", str(file), *rng.choice(WAYS))
 
 
 class Overrides:
@@ -154,7 +155,7 @@ class Overrides:
 
     def make(self, rng: random.Random) -> Case:
         words = [self._word(rng) for _ in range(rng.randint(1, 4))]
-        return planned("plan", self.recipe, "--", *words)
+        return planned("plan", self.recipe, *rng.choice(WAYS), "--", *words)
 
     def _word(self, rng: random.Random) -> str:
         key = rng.choice(self.keys)
@@ -257,7 +258,7 @@ class Hostfiles:
         file = self.ground.change("hosts", content)
         launcher = rng.choice(("mpi", "deepspeed", "torchrun", "slurm", "mpi", "deepspeed", "auto"))
         launch = [f"launch.launcher={launcher}", f"launch.hostfile={file}", "launch.nproc=2"]
-        return planned("plan", self.recipe, *launch, "--launch")
+        return planned("plan", self.recipe, *launch, *rng.choice(WAYS[2:]))
 
     def _line(self, rng: random.Random, number: int) -> str:
         slots = rng.choice((" slots=2",) * 9 + ("", " slots=0", " slots = 4", " slots=-1", "\t#x"))

@@ -155,6 +155,7 @@ class Checkpoints:
         run = RunDir(root / "run")
         run.root.mkdir()
         run.config.write_text(dump_config(load_job(recipe_in(self.ground), []).config))
+        torch.manual_seed(0)  # a case of a seed is the same in every process
         for step, num_ranks in ((1, 1), (2, 2)):
             self._save(run, step, num_ranks)
         self.ground.add_folder(root)

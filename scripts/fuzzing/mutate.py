@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 DIGITS = "7" * 5001
 # What stands for no value of JSON or YAML while a tree is dumped, and the text it becomes.
 RAW = {
@@ -103,7 +104,7 @@ def change_tree(tree: Tree, rng: random.Random) -> Tree:
 
 
 def to_yaml(tree: Tree) -> bytes:
-    return _with_raw(yaml.safe_dump(_plain(tree), sort_keys=False, allow_unicode=True))
+    return _with_raw(yaml.dump(_plain(tree), Dumper=Dumper, sort_keys=False, allow_unicode=True))
 
 
 def to_json(tree: Tree) -> bytes:

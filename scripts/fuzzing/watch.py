@@ -7,9 +7,11 @@ Python for it is ended, with its stack, by faulthandler.
 """
 
 import faulthandler
+import math
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +41,7 @@ class Watch:
         self.folder, self.limit_s = str(folder), limit_s
         self.canary = folder / "CANARY"
         self.is_on = False
+        self.armed_at = -math.inf
         self.runs: list[str] = []
         self.writes: list[str] = []
         sys.addaudithook(self._hear)
@@ -48,9 +51,7 @@ class Watch:
     def case(self) -> Iterator[None]:
         """Watch what happens inside; `Hang` is raised there when the time is over."""
         self.runs, self.writes = [], []
-        faulthandler.dump_traceback_later(
-            DEAF_FACTOR * self.limit_s, exit=True, file=sys.__stderr__
-        )
+        self._arm()
         signal.setitimer(signal.ITIMER_REAL, self.limit_s)
         self.is_on = True
         try:
@@ -58,10 +59,18 @@ class Watch:
         finally:
             self.is_on = False
             signal.setitimer(signal.ITIMER_REAL, 0)
-            faulthandler.cancel_dump_traceback_later()
             if self.canary.exists():
                 self.runs.append("the canary was touched")
                 self.canary.unlink()
+
+    def _arm(self) -> None:
+        """Let faulthandler end us when no case begins for long: not armed anew for each of them, as
+        that starts a thread."""
+        now = time.monotonic()
+        if now - self.armed_at > self.limit_s:
+            self.armed_at = now
+            wait_s = DEAF_FACTOR * self.limit_s
+            faulthandler.dump_traceback_later(wait_s, exit=True, file=sys.__stderr__)
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
         if self.is_on:

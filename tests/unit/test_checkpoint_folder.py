@@ -376,3 +376,11 @@ def test_a_state_nested_without_end_is_passed_over(folder: CheckpointFolder) -> 
     with alone():
         found = choose_checkpoint(folder, CPU, read_all)
     assert found is not None and found.kept.step == 1
+
+
+def test_a_file_of_fewer_than_no_bytes_is_damage(folder: CheckpointFolder) -> None:
+    files = folder.manifest(2).files
+    name = next(name for name in files if name.startswith("model"))
+    reseal(folder, 2, files={**files, name: files[name].model_copy(update={"head_bytes": -5})})
+    with pytest.raises(RestoreError, match="head_bytes"):
+        folder.manifest(2)

@@ -226,6 +226,7 @@ ROW = "1,2.5,0.1,1,0.5,8,,0,0,\n"
         (HEADER + f"{DIGITS},2.5,0.1,1,0.5,8,,0,0,\n", "column step"),
         (HEADER + "1e300,2.5,0.1,1,0.5,8,,0,0,\n", "column step"),
         (HEADER + "nan,2.5,0.1,1,0.5,8,,0,0,\n", "column step"),
+        (HEADER + "1,1e300,0.1,1,0.5,8,,0,0,\n", "column loss"),
         (HEADER + "1,=2+2,0.1,1,0.5,8,,0,0,\n", "column loss"),
         ("loss,lr\n1,2\n", "no column step"),
     ],
