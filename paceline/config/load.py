@@ -151,7 +151,7 @@ def _parse_yaml(text: str, place: str) -> DictConfig:
 def draft_tree(source: str | dict[str, Any], place: str) -> DictConfig:
     """Return a map that overrides can be applied to, from its text or its values."""
     try:
-        tree = OmegaConf.create(source)  # type: ignore[arg-type]
+        tree = OmegaConf.create(source)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(f"{place} is not valid YAML: {first}") from error

@@ -31,6 +31,8 @@ class Override:
 
 def parse_override(text: str) -> Override:
     """Read one override; `ValueError` says what is wrong with it."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how python takes other bytes
+        raise ValueError(f"override {text!r} is not text in UTF-8\nhint: type it in UTF-8")
     found = _SHAPE.fullmatch(text)
     if not found:
         raise ValueError(

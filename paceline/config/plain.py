@@ -1,4 +1,4 @@
-"""YAML from anybody into plain values: a file as text, and the same refusals for every reader of it.
+"""YAML from anybody into plain values: a file as text, and the same refusals for every reader.
 
 text = read_config_text(path)       a plain file, or a link to one, in UTF-8
 require_plain(text, place)          no tags, no aliases, no endless numbers, keys that are keys
@@ -119,7 +119,8 @@ def _require_events(text: str, place: str) -> None:
         tag = getattr(event, "tag", None)
         if tag is not None:
             raise ConfigError(
-                f"{line_of(event, place)} the YAML tag {tag}\nhint: plain values only; tags run code"
+                f"{line_of(event, place)} the YAML tag {tag}\n"
+                "hint: plain values only; tags run code"
             )
 
 
@@ -156,6 +157,7 @@ def _odd_node(node: yaml.Node, place: str) -> Iterator[str]:
 
 def line_of(node: yaml.Node | yaml.Event, place: str) -> str:
     """Return `run.yaml:3:`, where a file's line is known to a reader by its number."""
+    assert node.start_mark is not None, "it was parsed from a text"
     return f"{place}:{node.start_mark.line + 1}:"
 
 

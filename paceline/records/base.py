@@ -36,6 +36,8 @@ def load_map(
     try:
         raw = read_regular(path, MAX_BYTES)
         body = json.loads(raw, parse_float=number, parse_constant=number)
+        if b"\\ud" in raw.lower():  # half a character, perhaps, which no file can hold again
+            json.dumps(body, ensure_ascii=False).encode()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except DAMAGED as error:

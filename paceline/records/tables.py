@@ -235,9 +235,10 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
 
 def _require_measured(path: Path, name: str, values: NDArray[Any]) -> None:
     """Refuse numbers whose sums and squares are no numbers any more: no run measures such. What is
-    not finite was measured, and is said by whoever reads it."""
+    not finite was measured, and is said by whoever reads it; but a moment always is."""
     if values.dtype == np.float64:
-        odd = values[np.isfinite(values) & (np.abs(values) > MAX_MEASURED)]
+        is_odd = np.isfinite(values) & (np.abs(values) > MAX_MEASURED)
+        odd = values[is_odd | ~np.isfinite(values) if name == "time" else is_odd]
         if len(odd):
             raise damaged(path, f"column {name}", f"no run measures {odd[0]:g}")
 

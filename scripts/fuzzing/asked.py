@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from fuzzing.ground import Case, Content, Ground
 from fuzzing.mutate import (
     ODD_FILES,
@@ -21,10 +22,16 @@ from fuzzing.mutate import (
     to_json,
     to_yaml,
 )
-
 from paceline import cli
-from paceline.bench.expectations import Expectations, StoredArm, StoredPair, check_rows
-from paceline.bench.expectations import config_of, hardware_of, key_of
+from paceline.bench.expectations import (
+    Expectations,
+    StoredArm,
+    StoredPair,
+    check_rows,
+    config_of,
+    hardware_of,
+    key_of,
+)
 from paceline.bench.pairs import Pair, plan_pair
 from paceline.bench.records import ArmResult, PairResult
 from paceline.bench.target import load_targets, parse_target, parse_words
@@ -83,7 +90,8 @@ def draw(words: str, rng: random.Random) -> Any:
     if "|" in one:
         return rng.choice(one.split("|"))
     if one.startswith("whole number"):
-        return rng.choice((1, 2, 3, 4, 8, 16, rng.randint(0, 300)))
+        usual = (1, 2, 3, 4, 8, 16, rng.randint(0, 300))
+        return rng.choice(usual) if rng.random() < 0.97 else rng.choice((10**7, 2**31, 10**18))
     if one.startswith("number"):
         return rng.choice((0.5, 1.0, 1e-4, 30.0, round(rng.uniform(0, 2), 4)))
     if one.startswith("list of"):
@@ -168,7 +176,8 @@ class Overrides:
         text = value if isinstance(value, str) else json.dumps(value)
         word = f"{sign}{path}={text}"
         if rng.random() < 0.1:
-            word = change_bytes(word.encode(errors="replace"), rng).decode(errors="replace")
+            raw = change_bytes(word.encode(errors="surrogatepass"), rng)
+            word = raw.decode(errors="surrogateescape")
         # What nobody can type: the system ends a word at a zero byte.
         return word.replace("\0", "").replace("workload=", "workloads=")
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import xxhash
 import yaml
+
 from fuzzing.asked import paceline, recipe_in
 from fuzzing.ground import Case, Content, Ground
 from fuzzing.mutate import (
@@ -23,7 +25,6 @@ from fuzzing.mutate import (
     to_json,
     to_yaml,
 )
-
 from paceline.checkpoint.folder import MANIFEST, STATE, CheckpointFolder, seal, step_name
 from paceline.checkpoint.pieces import Piece
 from paceline.checkpoint.restore import choose_checkpoint
@@ -90,7 +91,7 @@ def change_table(raw: bytes, rng: random.Random) -> bytes:
 
 
 class RunDirs:
-    """Run and sweep directories: report, compare, list, resume, and a sweep that is judged again."""
+    """Run and sweep directories: report, compare, list, resume; a sweep that is judged again."""
 
     name, refusals = "runs", frozenset({2, 4, 9})
 
@@ -98,8 +99,10 @@ class RunDirs:
         outputs = ("summary.md", "report.html", "timeline.json")
         runs = ("ddp1", "ddp2", "pipeline")
         made = [f"{run}/{name}" for run in runs for name in outputs]
-        tables = ("per_run_metrics.csv", "timing_points.csv", "group_summary.csv", "skipped_runs.tsv",
-                  "ranked_groups.csv", "best_config.json", "best_overrides.txt", *outputs)  # fmt: skip
+        tables = (
+            "per_run_metrics.csv", "timing_points.csv", "group_summary.csv", "skipped_runs.tsv",
+            "ranked_groups.csv", "best_config.json", "best_overrides.txt", *outputs,
+        )  # fmt: skip
         self.ground = Ground(root, made=(*made, *(f"sweep/{name}" for name in tables)))
         self.ground.add_folder(RUNS)
         job = load_job("lm_tiny", [])
@@ -145,8 +148,8 @@ class RunDirs:
 
 
 class Checkpoints:
-    """Checkpoints of one rank and of two: listed, verified, converted, restored. Half of the changes
-    are sealed again, as somebody would who means it."""
+    """Checkpoints of one rank and of two: listed, verified, converted, restored. Half of the
+    changes are sealed again, as somebody would who means it."""
 
     name, refusals = "checkpoints", frozenset({1, 2, 4, 9})
 
@@ -224,8 +227,6 @@ class Checkpoints:
             found = sum_file(path).model_dump()
             head = min(int(body["files"][name]["head_bytes"]), found["num_bytes"])  # type: ignore[index]
             if head:
-                import xxhash
-
                 raw = path.read_bytes()[:head]
                 found |= {"head_bytes": head, "head_xxh3": xxhash.xxh3_64(raw).hexdigest()}
             body["files"][name] = found

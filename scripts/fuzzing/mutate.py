@@ -1,4 +1,4 @@
-"""Valid input into odd input: trees (structure and values), lines of text, bytes, kinds of files."""
+"""Valid input into odd input: trees (structure and values), lines, bytes, kinds of files."""
 
 import copy
 import json

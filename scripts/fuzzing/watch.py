@@ -1,9 +1,9 @@
 """Watches one case: does it end in time, and does it run, load or write what reading never may?
 
-Reading must not start a program, unpickle, or compile or import what lies in the folder of inputs. An
-audit hook sees that inside of this process, a canary file whatever else happens; files written
-outside of the folder are seen by the same hook. A hang is an alarm; code that does not come back to
-Python for it is ended, with its stack, by faulthandler.
+Reading must not start a program, unpickle, or compile or import what lies in the folder of inputs.
+An audit hook sees that inside of this process, a canary file whatever else happens; files that are
+written outside of the folder are seen by the same hook. A hang is an alarm; code that does not come
+back to Python for it is ended, with its stack, by faulthandler.
 """
 
 import faulthandler

@@ -1,5 +1,5 @@
-"""Input that is no input: one refusal with the place and a hint, exit 2 where it was asked, 4 where a
-run has left it; never a traceback, and no waiting for what is not a file."""
+"""Input that is no input: one refusal with the place and a hint, exit 2 where it was asked, 4 where
+a run has left it; never a traceback, and no waiting for what is not a file."""
 
 import os
 import signal
@@ -15,14 +15,17 @@ from paceline.config.plain import read_plain
 from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.job import job_schema, load_job, reload_job
 from paceline.machine.hosts import read_hostfile
+from paceline.plan.planner import make_plan
+from paceline.records import Env
 from paceline.records.heartbeats import Beat, iter_beats, last_beat
 from paceline.records.rundir import RunDir
-from paceline.records.tables import read_training
+from paceline.records.tables import read_telemetry, read_training
 from paceline.schedules.passes import read_passes
 from paceline.stats.figures import measure_run
 from paceline.sweep.folder import NEEDED, load_manifest, save_manifest
 from paceline.sweep.spec import read_spec
 from paceline.workloads.base import find_workload
+from tests.machines import MACHINE
 from tests.measured import make_run
 
 RECIPE = "name: x\nworkload: lm\n"
@@ -37,7 +40,7 @@ def no_waiting() -> Iterator[None]:
         pytest.fail("it hangs")
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(20)
+    signal.alarm(5)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -50,7 +53,7 @@ def refusal(act: Callable[[], object], kind: type[PacelineError]) -> str:
 
 
 def of_yaml(path: Path, text: str | bytes) -> str:
-    """Refuse it as a recipe, as a plain tree and as a run's own config; return the first refusal."""
+    """Refuse it as a recipe and as a run's own config; return what is said of the recipe."""
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     schema = job_schema(find_workload("lm", typed=False))
     refusal(lambda: load_config(path, schema), ConfigError)
@@ -104,6 +107,7 @@ def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path: Path) -> None:
         ("optim.schedule=[]", "optim.schedule=[] in override"),
         (f"launch.nproc=1{'0' * 400}", "is a number of 401 digits"),
         (f"train.steps={DIGITS}", "a number of 5001 digits"),
+        ("name=\udcff", "is not text in UTF-8"),
         ("launch.devices=[]", "launch.devices=[] in override"),
         ("launch.env={null: 1}", "launch.env={null: 1}"),
         ("model={1.5: 1}", "unknown key model.1.5 in override"),
@@ -238,6 +242,22 @@ def test_a_table_is_refused_with_its_column(tmp_path: Path, raw: str | bytes, sa
     assert says in said and "training.csv" in said and "hint: " in said
 
 
+def test_half_a_character_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "env.json"
+    body = MACHINE.to_json()
+    path.write_text(body.replace('"box"', '"b\\u00e9 \\ud83d\\ude00"'))
+    assert Env.load(path).host == "b\u00e9 \U0001f600"
+    path.write_text(body.replace('"box"', '"b\\uD800x"'))
+    assert "env.json is damaged" in refusal(lambda: Env.load(path), DataError)
+
+
+@pytest.mark.parametrize("moment", ["inf", "nan", "", "1e200"])
+def test_a_moment_is_a_moment(tmp_path: Path, moment: str) -> None:
+    path = tmp_path / "telemetry.csv"
+    path.write_text(f"time,source,rss_bytes\n1.5,rank0,100\n{moment},rank0,100\n")
+    assert "column time" in refusal(lambda: read_telemetry(path), DataError)
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, _link_out])
 def test_a_table_is_a_plain_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "training.csv")
@@ -291,3 +311,26 @@ def test_a_step_that_took_no_time_is_damage(tmp_path: Path, value: str) -> None:
     run.training.write_text("\n".join(lines) + "\n")
     said = refusal(lambda: measure_run(run), DataError)
     assert "training.csv" in said and "step 30" in said
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("launch.nproc=10000000", "launch.nproc=10000000"),
+        ("launch.nnodes=1000000000", "launch.nnodes=1000000000"),
+        ("model.num_layers=10000000", "model.num_layers=10000000"),
+        ("train.micro_batch_size=9000000000", "train.micro_batch_size=9000000000"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_numbers_that_nobody_could_wait_for_are_refused(
+    override: str, says: str, strategy: str
+) -> None:
+    words = ["launch.nproc=2", f"strategy.name={strategy}", override]
+    said = refusal(lambda: make_plan(load_job("lm_tiny", words), MACHINE), ConfigError)
+    assert says in said
+
+
+def test_the_parts_of_a_large_batch_are_found_at_once() -> None:
+    words = ["launch.nproc=2", "strategy.name=pipeline", "train.micro_batch_size=2147483647"]
+    assert make_plan(load_job("lm_tiny", words), MACHINE).problems()

@@ -24,7 +24,7 @@ BYTE_VOCABULARY = 257  # 256 bytes and the mark between documents
 class LMModel(Section):
     vocab_size: Positive = Field(320, description="Rows of the embedding; bytes need 257.")
     dim: Positive = Field(128, description="Width of the residual stream.")
-    num_layers: Positive = Field(4, description="Transformer blocks.")
+    num_layers: Annotated[int, Field(ge=1, le=1000)] = Field(4, description="Transformer blocks.")
     num_heads: Positive = Field(4, description="Query heads.")
     num_kv_heads: Positive = Field(4, description="Key and value heads; divides num_heads.")
     ffn_dim: Literal["auto"] | Positive = Field(
