@@ -6,7 +6,6 @@ what is missing reads as empty, what is unknown is left alone, and nothing is dr
 
 import csv
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import TextIOWrapper
@@ -19,17 +18,13 @@ from numpy.typing import NDArray
 
 from paceline.errors import DataError
 from paceline.records.base import damaged
+from paceline.records.cells import DTYPES, Kind, parse_chunk
 from paceline.records.files import open_regular, write_atomic
 from paceline.records.phases import STEP_PHASES, Phase
 
 Cell = str | float | None  # and so int and bool
 Row = TypeVar("Row")
-Kind = type[int] | type[float] | type[bool] | type[str]
 CHUNK_ROWS = 20_000
-MAX_INT = 2**53  # up to here a float tells whole numbers apart
-MAX_MEASURED = 1e100  # float32 ends at 3.4e38
-MAX_SAID = 120
-EMPTY = -1e308  # stands for an empty cell while numbers are parsed: no measurement gives it
 WRITTEN, FAILED = "ok", "failed"  # outcomes of a checkpoint
 
 
@@ -207,18 +202,15 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
     """Read the rows of a file; none where it is absent. A row that was cut off, because a run was
     killed inside its line, is not one."""
     values: dict[str, list[NDArray[Any]]] = {
-        name: [np.empty(0, _dtype(kind))] for name, kind in layout.columns.items()
+        name: [np.empty(0, DTYPES[kind])] for name, kind in layout.columns.items()
     }
     gaps: dict[str, list[NDArray[np.bool_]]] = {
         name: [np.empty(0, bool)] for name in layout.optional
     }
     try:
         for lines, header in _iter_lines(path, layout):
-            chunk = _parse_numbers(lines, header, layout) or _parse_cells(
-                path, lines, header, layout
-            )
+            chunk = parse_chunk(path, lines, header, layout.columns)
             for name, (found, is_empty) in chunk.items():
-                _require_measured(path, name, found)
                 values[name].append(found)
                 if name in gaps:
                     gaps[name].append(is_empty)
@@ -231,16 +223,6 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
         {name: np.concatenate(found) for name, found in values.items()},
         {name: np.concatenate(found) for name, found in gaps.items()},
     )
-
-
-def _require_measured(path: Path, name: str, values: NDArray[Any]) -> None:
-    """Refuse numbers whose sums and squares are no numbers any more: no run measures such. What is
-    not finite was measured, and is said by whoever reads it; but a moment always is."""
-    if values.dtype == np.float64:
-        is_odd = np.isfinite(values) & (np.abs(values) > MAX_MEASURED)
-        odd = values[is_odd | ~np.isfinite(values) if name == "time" else is_odd]
-        if len(odd):
-            raise damaged(path, f"column {name}", f"no run measures {odd[0]:g}")
 
 
 def _iter_lines(path: Path, layout: Layout[Any]) -> Iterator[tuple[list[str], list[str]]]:
@@ -260,69 +242,8 @@ def _iter_lines(path: Path, layout: Layout[Any]) -> Iterator[tuple[list[str], li
             yield lines, header
 
 
-Chunk = dict[str, tuple[NDArray[Any], NDArray[np.bool_]]]  # values, and which cells are empty
-
-
-def _parse_numbers(lines: Sequence[str], header: list[str], layout: Layout[Any]) -> Chunk | None:
-    """Parse rows that hold numbers and nothing else, ten times as fast as cell by cell; None where
-    they are not such."""
-    commas = len(header) - 1
-    if str in layout.columns.values() or any(line.count(",") != commas for line in lines):
-        return None
-    text = "," + "".join(lines).replace("\n", ",")
-    for _ in range(2):  # a gap may share its comma with the gap before it
-        text = text.replace(",,", f",{EMPTY!r},")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a cell that is no number ends it
-        try:
-            cells = np.fromstring(text[1:-1], sep=",")
-        except ValueError:
-            return None
-    if cells.size != len(lines) * len(header):
-        return None
-    found = dict(zip(header, cells.reshape(len(lines), len(header)).T, strict=True))
-    whole = [found[name] for name, kind in layout.columns.items() if kind is int and name in found]
-    if any((np.abs(column) > MAX_INT).any() or (column % 1).any() for column in whole):
-        return None  # nor are they numbers of that kind: cell by cell it is said which
-    absent = np.full(len(lines), EMPTY)
-    return {name: _typed(found.get(name, absent), kind) for name, kind in layout.columns.items()}
-
-
-def _typed(cells: NDArray[np.float64], kind: Kind) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    is_empty = cells == EMPTY
-    return np.where(is_empty, np.nan if kind is float else 0, cells).astype(_dtype(kind)), is_empty
-
-
-def _parse_cells(path: Path, lines: Sequence[str], header: list[str], layout: Layout[Any]) -> Chunk:
-    """Parse any rows. Cells behind the last column belong to none; a row with fewer is cut off."""
-    rows = [row for row in csv.reader(lines) if len(row) >= len(header)]
-    place = {name: header.index(name) for name in layout.columns if name in header}
-    chunk = {}
-    for name, kind in layout.columns.items():
-        cells = [row[place[name]] for row in rows] if name in place else [""] * len(rows)
-        is_empty = np.array([not cell for cell in cells], dtype=bool)
-        chunk[name] = (_parsed(path, name, kind, cells), is_empty)
-    return chunk
-
-
 def _plain(value: Any) -> Any:
     return value if isinstance(value, str) else value.item()
-
-
-def _dtype(kind: Kind) -> Any:
-    return {int: np.int64, float: np.float64, bool: np.bool_, str: np.object_}[kind]
-
-
-def _parsed(path: Path, name: str, kind: Kind, cells: Sequence[str]) -> NDArray[Any]:
-    if kind is str:
-        return np.array(cells, dtype=object)
-    if kind is bool:
-        return np.array([cell == "1" for cell in cells], dtype=bool)
-    empty = 0 if kind is int else np.nan
-    try:
-        return np.array([kind(cell) if cell else empty for cell in cells], dtype=_dtype(kind))
-    except (ValueError, OverflowError) as error:
-        raise damaged(path, f"column {name}", str(error)[:MAX_SAID]) from error
 
 
 class TableFile:
@@ -374,7 +295,13 @@ class TableFile:
 
 def _open_for(path: Path, wanted: list[str], kept: int | None) -> list[str]:
     """Make the file fit to be appended to; return its columns in their order."""
-    before = path.read_bytes().decode() if path.is_file() else ""
+    try:
+        with open_regular(path) as file:
+            before = file.read().decode("utf-8-sig")
+    except FileNotFoundError:
+        before = ""
+    except UnicodeDecodeError as error:
+        raise damaged(path, "it is not text in UTF-8", f"byte {error.start}") from error
     whole = before[: before.rfind("\n") + 1]
     first, *lines = whole.split("\n")[:-1] or [""]
     found = first.split(",") if first else []

@@ -19,7 +19,7 @@ from paceline.plan.planner import make_plan
 from paceline.records import Env
 from paceline.records.heartbeats import Beat, iter_beats, last_beat
 from paceline.records.rundir import RunDir
-from paceline.records.tables import read_telemetry, read_training
+from paceline.records.tables import TRAINING, TableFile, read_telemetry, read_training
 from paceline.schedules.passes import read_passes
 from paceline.stats.figures import measure_run
 from paceline.sweep.folder import NEEDED, load_manifest, save_manifest
@@ -40,7 +40,7 @@ def no_waiting() -> Iterator[None]:
         pytest.fail("it hangs")
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(5)
+    signal.alarm(40)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -262,6 +262,12 @@ def test_a_moment_is_a_moment(tmp_path: Path, moment: str) -> None:
 def test_a_table_is_a_plain_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "training.csv")
     refusal(lambda: read_training(tmp_path / "training.csv"), DataError)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, _link_out, _write(b"step\n\xff\n")])
+def test_no_row_is_written_behind_damage(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / "training.csv")
+    refusal(lambda: TableFile(tmp_path / "training.csv", TRAINING), DataError)
 
 
 def test_a_byte_order_mark_is_no_part_of_a_table(tmp_path: Path) -> None:
