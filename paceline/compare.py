@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from paceline.config.describe import differing
-from paceline.config.load import read_plain
+from paceline.config.plain import read_plain
 from paceline.errors import ConfigError, DataError, Outcome
 from paceline.records import Env, Part, Plan, Record, Result
 from paceline.records.rundir import RunDir

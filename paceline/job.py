@@ -4,7 +4,6 @@ job = load_job("lm_tiny", ["train.steps=50"])
 job = load_job("my_job.py:MyWorkload", [])
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from paceline.config.load import Draft, load_config, read_draft, validate
 from paceline.config.schema import RunConfig, run_schema
 from paceline.errors import ConfigError
 from paceline.machine.launchers import launch_section
+from paceline.records.base import load_map
 from paceline.records.files import fingerprint
 from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy, strategy_section
@@ -81,7 +81,7 @@ def reload_job(run: RunDir, workload: str) -> Job:
     this rank; what the directory's files name now is not asked."""
     kind = load_trusted(workload)
     job = Job(load_config(run.config, job_schema(kind)), kind())
-    job.workload.prepared = json.loads(run.data.read_text())
+    job.workload.prepared = load_map(run.data)
     return job
 
 

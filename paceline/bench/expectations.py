@@ -9,7 +9,9 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
 
 from paceline import __version__
 from paceline.bench.pairs import Pair
@@ -28,8 +30,8 @@ MAX_NAMED = 8
 
 class StoredArm(Part):
     config: dict[str, Any]
-    rates: list[float]
-    peak_bytes: list[int]
+    rates: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
+    peak_bytes: list[Annotated[int, Field(ge=1)]]
     fingerprints: Fingerprints
 
 
@@ -41,6 +43,12 @@ class StoredPair(Part):
     baseline: str
     steps: int
     arms: dict[str, StoredArm]
+
+    @model_validator(mode="after")
+    def _has_its_baseline(self) -> Self:
+        if self.baseline not in self.arms:
+            raise ValueError(f"its baseline {self.baseline} is none of its arms")
+        return self
 
 
 class Expectations(Record):

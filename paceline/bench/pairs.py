@@ -86,6 +86,8 @@ def _lacking(target: Target, device: Device) -> str:
     needs = target.needs
     if needs.device == "cuda" and device != "cuda":
         return f"{needs.because or 'it needs a GPU'}; ranks are on CPU here"
+    if device not in target.work:
+        return f"it has no work for ranks on {device}"
     if needs.compiler and shutil.which("c++") is None and shutil.which("g++") is None:
         return "torch.compile needs a C++ compiler, and there is no c++ or g++ here"
     return ""

@@ -4,17 +4,16 @@
 zero3 labs/train_distributed:fsdp train.seed=1 zero3:model.dim=256
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Annotated, Literal, Self
 
-import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from paceline.config.overrides import parse_override
+from paceline.config.plain import check_plain, parse_plain
 from paceline.config.schema import Positive, Section
 from paceline.errors import ConfigError
 from paceline.records.words import did_you_mean
@@ -107,10 +106,8 @@ def load_targets() -> dict[str, Target]:
 
 
 def parse_target(name: str, text: str) -> Target:
-    try:
-        return Target.model_validate_json(json.dumps({"name": name, **yaml.safe_load(text)}))
-    except (ValidationError, yaml.YAMLError, TypeError) as error:
-        raise ConfigError(f"target {name}: {error}") from error
+    place = f"target {name}"
+    return check_plain({"name": name, **parse_plain(text, place)}, Target, place)
 
 
 def find_names(word: str) -> list[str]:

@@ -24,12 +24,12 @@ from paceline.checkpoint.folder import BEST, LATEST, TEMPORARY, CheckpointFolder
 from paceline.checkpoint.pieces import EMA, moment_name
 from paceline.checkpoint.survey import checkpoints_of, list_steps, no_checkpoints, require_sound
 from paceline.checkpoint.tensors import TensorFiles, whole_pieces, write_whole
-from paceline.config.load import check_plain, read_plain
+from paceline.config.plain import check_plain, read_plain
 from paceline.config.schema import run_schema
-from paceline.errors import ConfigError, DataError, RestoreError, SaveError
+from paceline.errors import ConfigError, RestoreError, SaveError
 from paceline.records import Manifest
-from paceline.records.base import MAX_BYTES, Part
-from paceline.records.files import read_regular, sync_directory, write_atomic
+from paceline.records.base import Part, load_map
+from paceline.records.files import sync_directory, write_atomic
 from paceline.records.rundir import RunDir, slug
 from paceline.workloads.base import find_workload
 from paceline.workloads.hf.pretrained import load_layout, save_layout
@@ -177,13 +177,7 @@ def _transformers_model(run: RunDir, tree: dict[str, Any], say: Say) -> Any:
 
 def _prepared(run: RunDir) -> dict[str, Any]:
     """Read what the ranks were given: where the files of the model were found."""
-    try:
-        read = json.loads(read_regular(run.data, MAX_BYTES)) if run.data.exists() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{run.data} cannot be read: {error}") from error
-    if not isinstance(read, dict):
-        raise DataError(f"{run.data} is not a map of keys")
-    return read
+    return load_map(run.data) if run.data.exists() else {}
 
 
 def _require_unused(target: Path) -> None:

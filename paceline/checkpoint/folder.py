@@ -7,6 +7,7 @@ What is named `step_<n>` was complete when it got that name; `verify` says wheth
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ import xxhash
 from paceline.checkpoint.tensors import TYPES, sum_file, sum_head
 from paceline.config.schema import CheckpointConfig
 from paceline.errors import ClusterError, ConfigError, DataError, RestoreError
-from paceline.records import Kept, Manifest
+from paceline.records import Kept, Manifest, TensorEntry
 from paceline.records.files import read_regular, sync_directory, write_atomic
 from paceline.records.rundir import RunDir
 
@@ -56,11 +57,21 @@ def _named_by_tensors(manifest: Manifest) -> set[str]:
 
 def _impossible_tensors(manifest: Manifest) -> list[str]:
     tensors = (*manifest.model.items(), *manifest.optimizer.items())
-    return [
-        name
-        for name, entry in tensors
-        if entry.dtype not in TYPES or not all(0 <= size < MAX_DIM for size in entry.shape)
-    ]
+    return [name for name, entry in tensors if not _is_possible(entry, manifest)]
+
+
+def _is_possible(entry: TensorEntry, manifest: Manifest) -> bool:
+    """Tell whether a tensor can be what the manifest says: nothing of it is read, and no memory is
+    taken for it, before that is known."""
+    if entry.dtype not in TYPES or not all(0 <= size < MAX_DIM for size in entry.shape):
+        return False
+    num_rows = entry.shape[0] if entry.shape else 1
+    row_bytes = math.prod(entry.shape[1:]) * TYPES[entry.dtype].itemsize
+    # Parts may be fewer than the rows, which is said where they are read, but never more than fit.
+    return num_rows * row_bytes <= manifest.num_bytes and all(
+        0 <= part.row <= num_rows and 0 <= part.num_rows <= num_rows and 0 <= part.offset < MAX_DIM
+        for part in entry.parts
+    )
 
 
 @dataclass(frozen=True)

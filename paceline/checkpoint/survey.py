@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.checkpoint.folder import BEST, LATEST, CheckpointFolder
-from paceline.config.load import check_plain, read_plain
+from paceline.config.plain import check_plain, read_plain
 from paceline.config.schema import CheckpointConfig
 from paceline.errors import ConfigError, DataError, RestoreError
 from paceline.records import BestMetric, Kept, Manifest

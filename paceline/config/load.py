@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -25,18 +25,33 @@ from paceline.config.describe import (
     nearest_word,
     wants,
 )
-from paceline.config.overrides import Override, apply_override, parse_override, unknown_key
+from paceline.config.overrides import (
+    Override,
+    apply_override,
+    has_place,
+    parse_override,
+    unknown_key,
+)
+from paceline.config.plain import (
+    Config,
+    Loader,
+    check_plain,
+    iter_nodes,
+    line_of,
+    read_config_text,
+    read_plain,
+    require_plain,
+    shown,
+)
 from paceline.config.schema import SECRET_NAME, RunConfig, Section
 from paceline.config.typed_only import refuse_in_file
 from paceline.errors import ConfigError
 from paceline.records.words import did_you_mean
 
-MAX_BYTES = 1 << 20
-MAX_DEPTH = 20
 # Keys by which other tools import code that a YAML file names. Ours never does.
+INT_BITS = 63
+REFERENCE_HINT = "hint: ${train.seed} stands for the value of that key"
 IMPORTING_KEYS = frozenset({"_target_", "_component_", "_partial_", "_call_", "class_path"})
-# Safe ones, in C where PyYAML was built so: reading every run of a sweep costs ten times less.
-Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _ENV_REFERENCE = re.compile(r"oc\.env:\s*([^,}\s]+)")
 
@@ -78,7 +93,7 @@ def read_draft(source: str | None, overrides: Sequence[str]) -> Draft:
     if source is None:
         place, text = "the defaults", "{}"
     elif is_file:
-        place, text = source, _read_file(Path(source))
+        place, text = source, read_config_text(Path(source))
     else:
         place, text = f"recipe {source}", recipe_text(source)
     draft = Draft(place, _parse_yaml(text, place), [], is_ours=not is_file)
@@ -88,9 +103,6 @@ def read_draft(source: str | None, overrides: Sequence[str]) -> Draft:
         except ValueError as error:
             draft.problems.append(str(error))
     return draft
-
-
-Config = TypeVar("Config", bound=Section)
 
 
 def validate(draft: Draft, schema: type[Config]) -> Config:
@@ -108,8 +120,11 @@ def validate(draft: Draft, schema: type[Config]) -> Config:
     try:
         # As JSON: strict about numbers, yet a list may fill a tuple and text a path or an enum.
         config = schema.model_validate_json(json.dumps(_with_words(tree, schema)))
+        problems += _too_large(tree, draft)
     except ValidationError as error:
         problems += _explain(error, draft, schema)
+        # That a value is wrong is known, even where none of our words for it fits.
+        raise ConfigError(problems or f"{draft.place}: {error}") from error
     if problems:
         raise ConfigError(problems)
     return config
@@ -124,76 +139,42 @@ def dump_config(config: Section) -> str:
 
 def load_config(path: Path, schema: type[RunConfig]) -> RunConfig:
     """Read back what `dump_config` wrote; no interpolation, no overrides."""
-    return schema.model_validate_json(json.dumps(yaml.load(path.read_text(), Loader)))
-
-
-def read_plain(path: Path) -> dict[str, Any]:
-    """Read a run.yaml as it is, for those who need a part of it: nothing in it is imported, and
-    no reference in it is followed."""
-    text = _read_file(path)
-    _require_plain(text, str(path))
-    try:
-        # Through JSON: dates, and keys that are not words, have no place in a run's config.
-        tree: dict[str, Any] = json.loads(json.dumps(yaml.load(text, Loader) or {}))
-    except (yaml.YAMLError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} holds what no run's config does: {error}") from error
-    return tree
-
-
-def check_plain(tree: dict[str, Any], schema: type[Config], place: str) -> Config:
-    """Check a config, or a section of one, from what `read_plain` read."""
-    try:
-        return schema.model_validate_json(json.dumps(tree))
-    except ValidationError as error:
-        raise ConfigError(
-            [
-                f"{'.'.join(map(str, item['loc'])) or 'it'} in {place}: {item['msg']}"
-                for item in error.errors()
-            ]
-        ) from error
-
-
-def _read_file(path: Path) -> str:
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_BYTES >> 20} MiB: not a run's config")
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"cannot read {path}: {why}") from error
+    return check_plain(read_plain(path), schema, str(path))
 
 
 def _parse_yaml(text: str, place: str) -> DictConfig:
-    _require_plain(text, place)
+    require_plain(text, place)
+    require_references(text, place)
+    return draft_tree(text, place)
+
+
+def draft_tree(source: str | dict[str, Any], place: str) -> DictConfig:
+    """Return a map that overrides can be applied to, from its text or its values."""
     try:
-        tree = OmegaConf.create(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{place} is not valid YAML: {error}") from error
+        tree = OmegaConf.create(source)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise ConfigError(f"{place} is not valid YAML: {first}") from error
     assert isinstance(tree, DictConfig), "a map was read"
     return tree
 
 
-def _require_plain(text: str, place: str) -> None:
-    """Refuse all but safe YAML: a map, no tags, no aliases (they can blow up), bounded depth."""
-    try:
-        depth = 0
-        for event in yaml.parse(text, Loader):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if isinstance(event, yaml.AliasEvent):
-                raise ConfigError(f"{place} uses a YAML alias\nhint: write the value out")
-            if depth > MAX_DEPTH:
-                raise ConfigError(f"{place} is nested more than {MAX_DEPTH} levels deep")
-            tag = getattr(event, "tag", None)
-            if tag is not None:
-                raise ConfigError(
-                    f"{place} carries the YAML tag {tag}\nhint: plain values only; tags run code"
+def require_references(text: str, place: str) -> None:
+    """Refuse references that cannot be read, whatever they refer to, each with its line."""
+    if problems := list(_broken_references(text, place)):
+        raise ConfigError(problems)
+
+
+def _broken_references(text: str, place: str) -> Iterator[str]:
+    for node in iter_nodes(yaml.compose(text, Loader)) if "${" in text else ():
+        if isinstance(node, yaml.ScalarNode) and "${" in node.value:
+            try:
+                OmegaConf.create([node.value])
+            except OmegaConfBaseException:
+                yield (
+                    f"{line_of(node, place)} {shown(node.value)} is not a reference\n"
+                    f"{REFERENCE_HINT}"
                 )
-        root = yaml.compose(text, Loader)
-        if root is not None and not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{place} must be a map of keys")
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{place} is not valid YAML: {error}") from error
 
 
 def _forbidden(draft: Draft) -> Iterator[str]:
@@ -223,12 +204,24 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         yield path, tree
 
 
+def _too_large(tree: Any, draft: Draft) -> Iterator[str]:
+    """Yield numbers that no computer counts with; keys without an upper bound would take them."""
+    for path, value in _leaves(tree):
+        if isinstance(value, int) and value.bit_length() > INT_BITS:
+            yield (
+                f"{'.'.join(path)} in {_place(path, draft)} is a number of {len(str(abs(value)))}"
+                f" digits\nhint: whole numbers are below 2**{INT_BITS}"
+            )
+
+
 def _resolve(draft: Draft, problems: list[str]) -> Any:
     try:
         return OmegaConf.to_container(draft.tree, resolve=True)
     except OmegaConfBaseException as error:
         first = str(error).splitlines()[0]
-        problems.append(f"{error.full_key or 'a value'} in {draft.place}: {first}")
+        problems.append(
+            f"{error.full_key or 'a value'} in {draft.place}: {first}\n{REFERENCE_HINT}"
+        )
         return OmegaConf.to_container(draft.tree, resolve=False)
 
 
@@ -264,7 +257,7 @@ def _explain(error: ValidationError, draft: Draft, schema: type[BaseModel]) -> I
             what = says.get(item["type"], f"is {item['input']!r}: {item['msg']}")
             yield f"{key}[{inside[0]}].{inside[1]} in {place} {what}"
         elif item["type"] == "extra_forbidden":
-            if not _overridden(path, draft):  # an override's unknown key is reported already
+            if not _is_reported(path, draft, schema):
                 yield unknown_key(key, place, schema)
         elif item["type"] == "missing":
             yield f"{key} is required and {draft.place} does not set it"
@@ -273,7 +266,7 @@ def _explain(error: ValidationError, draft: Draft, schema: type[BaseModel]) -> I
         elif known is not None:
             close = nearest_word(known, item["input"])
             hint = f"\nhint: did you mean {close}?" if close else ""
-            yield f"{key}={item['input']} in {place}; it wants {wants(known)}{hint}"
+            yield f"{key}={shown(item['input'])} in {place}; it wants {wants(known)}{hint}"
         else:
             yield f"{key} in {place}: {item['msg']}"
 
@@ -288,6 +281,13 @@ def _real_path(loc: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str
     return path
 
 
+def _is_reported(path: tuple[str, ...], draft: Draft, schema: type[BaseModel]) -> bool:
+    """Tell whether the override that set an unknown key names it, and so was refused by itself:
+    one with a value that holds an unknown key was not."""
+    setting = [item for item in draft.overrides if item.path == path[: len(item.path)]]
+    return any(not has_place(schema, item.path) for item in setting)
+
+
 def _overridden(path: tuple[str, ...], draft: Draft) -> bool:
     return any(item.path == path[: len(item.path)] for item in draft.overrides)
 
@@ -295,5 +295,5 @@ def _overridden(path: tuple[str, ...], draft: Draft) -> bool:
 def _place(path: tuple[str, ...], draft: Draft) -> str:
     for item in reversed(draft.overrides):
         if item.path == path[: len(item.path)]:
-            return f"override '{item.text}'"
+            return f"override '{shown(item.text)}'"
     return draft.place

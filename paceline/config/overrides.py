@@ -10,6 +10,8 @@ from pydantic import BaseModel
 from yaml import YAMLError
 
 from paceline.config.describe import field_at, is_open_map, nearest_key
+from paceline.config.plain import require_plain, shown
+from paceline.errors import ConfigError
 
 _SHAPE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.\-]*)(?:=(?P<value>.*))?", re.DOTALL)
 
@@ -29,6 +31,8 @@ class Override:
 
 def parse_override(text: str) -> Override:
     """Read one override; `ValueError` says what is wrong with it."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how python takes other bytes
+        raise ValueError(f"override {text!r} is not text in UTF-8\nhint: type it in UTF-8")
     found = _SHAPE.fullmatch(text)
     if not found:
         raise ValueError(
@@ -49,7 +53,7 @@ def parse_override(text: str) -> Override:
 def apply_override(tree: DictConfig, override: Override, schema: type[BaseModel]) -> None:
     """Change `tree` in place; `ValueError` when the schema has no place for it."""
     field = field_at(schema, override.path)
-    if field is None and not _under_open_map(schema, override.path):
+    if not has_place(schema, override.path):
         raise ValueError(unknown_key(override.key, f"override '{override.text}'", schema))
     if override.action == "drop":
         _drop(tree, override)
@@ -65,6 +69,10 @@ def apply_override(tree: DictConfig, override: Override, schema: type[BaseModel]
         OmegaConf.update(tree, override.key, value, merge=False, force_add=True)
 
 
+def has_place(schema: type[BaseModel], path: tuple[str, ...]) -> bool:
+    return field_at(schema, path) is not None or _under_open_map(schema, path)
+
+
 def unknown_key(key: str, place: str, schema: type[BaseModel]) -> str:
     close = nearest_key(key, schema)
     hint = f"did you mean {close}?" if close else "`paceline recipes --keys RECIPE` lists every key"
@@ -75,10 +83,13 @@ def _parse_value(text: str, value: str) -> Any:
     if not value:
         return ""
     try:
+        require_plain(value, f"override '{shown(text)}'", is_map=False)
         tree = OmegaConf.from_dotlist([f"v={value}"])
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
     except (YAMLError, ValueError, OmegaConfBaseException) as error:
         first = str(error).splitlines()[0]
-        raise ValueError(f"the value of '{text}' cannot be read: {first}") from error
+        raise ValueError(f"the value of '{shown(text)}' cannot be read: {first}") from error
     # Interpolations are resolved later, when the whole tree is there.
     return OmegaConf.to_container(tree, resolve=False)["v"]  # type: ignore[index,call-overload]
 

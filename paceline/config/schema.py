@@ -48,7 +48,9 @@ class TrainConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         0, description="Seeds the weights, the data order and dropout."
     )
-    micro_batch_size: Positive = Field(8, description="Samples per forward pass on one rank.")
+    micro_batch_size: Annotated[int, Field(ge=1, lt=2**31)] = Field(
+        8, description="Samples per forward pass on one rank."
+    )
     grad_accum: Literal["auto"] | Positive = Field(
         "auto",
         description="Forward passes per optimizer step. auto: 1, or what global_batch_size needs.",
@@ -255,7 +257,7 @@ class LaunchConfig(Section):
     nnodes: Literal["auto"] | Positive = Field(
         "auto", description="Machines. auto: those of the hostfile or the allocation, else 1."
     )
-    devices: Literal["auto"] | list[Count] = Field(
+    devices: Literal["auto"] | Annotated[list[Count], Field(min_length=1)] = Field(
         "auto", description="GPUs by index, one per rank of a machine; one named twice is shared."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(

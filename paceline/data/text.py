@@ -15,15 +15,18 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from paceline.data.base import TextData
 from paceline.errors import DataError, DiskError
 from paceline.records import Part, Record
+from paceline.records.base import DAMAGED
 from paceline.records.files import FileLock, fingerprint, sync_directory
 
 DOCUMENT_END = 256
@@ -39,15 +42,17 @@ BINARY_SUFFIXES = frozenset(
     """.split()
 )
 LOOKED_AT_BYTES = 1 << 16
+MAX_SAID = 120
 MOST_BROKEN = 0.1  # share of characters that are not UTF-8; latin-1 has a few
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
-SPLITS = ("train", "val")
+Split = Literal["train", "val"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 class Shard(Part):
-    file: str
-    split: str
-    num_tokens: int
+    file: Annotated[str, Field(pattern=r"^[a-z]+_[0-9]+\.bin$")]  # beside its manifest
+    split: Split
+    num_tokens: Annotated[int, Field(ge=1, lt=1 << 60)]
     sha256: str
 
 
@@ -157,7 +162,8 @@ def _iter_files(root: Path, wanted: Collection[str]) -> Iterator[Path]:
             subfolders.clear()
             continue
         subfolders[:] = [n for n in subfolders if not n.startswith(".") and n != "site-packages"]
-        yield from (Path(folder, name) for name in names if Path(name).suffix in wanted)
+        found = (Path(folder, name) for name in names if Path(name).suffix in wanted)
+        yield from (path for path in found if path.is_file())  # to open a FIFO is to wait
 
 
 class PackedTokens:
@@ -201,9 +207,10 @@ def _jsonl_documents(path: Path, text_field: str) -> Iterator[bytes]:
                 continue
             try:
                 yield json.loads(line)[text_field].encode()
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except DAMAGED as error:
+                said = repr(error)[:MAX_SAID]
                 raise DataError(
-                    f"{path}:{number} is not a JSON row with text in '{text_field}': {error!r}\n"
+                    f"{path}:{number} is not a JSON row with text in '{text_field}': {said}\n"
                     "hint: data.text_field names the field"
                 ) from error
 
@@ -221,7 +228,7 @@ def _build(data: TextData, files: Sequence[Path], home: Path, say: Callable[[str
         for piece in _pieces(iter_documents(files, data.text_field)):
             tokens = np.frombuffer(piece, dtype=np.uint8).astype(DTYPE)
             # The first goes to train: a source of one piece is useless as validation only.
-            split = _split_of(piece, data.val_fraction) if num_documents else "train"
+            split: Split = _split_of(piece, data.val_fraction) if num_documents else "train"
             writers[split].add(tokens)
             counts[:DOCUMENT_END] += np.bincount(tokens, minlength=DOCUMENT_END)
             counts[DOCUMENT_END] += 1
@@ -252,7 +259,7 @@ def _pieces(documents: Iterator[bytes]) -> Iterator[bytes]:
 class _ShardWriter:
     """Appends documents of one split to shards of about SHARD_TOKENS tokens."""
 
-    def __init__(self, folder: Path, split: str) -> None:
+    def __init__(self, folder: Path, split: Split) -> None:
         self.folder, self.split = folder, split
         self.pending: list[NDArray[np.uint16]] = []
         self.num_pending = 0
@@ -290,7 +297,7 @@ def unigram_entropy(counts: NDArray[np.int64]) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def _split_of(document: bytes, val_fraction: float) -> str:
+def _split_of(document: bytes, val_fraction: float) -> Split:
     """Draw the split from the document's hash: the same document is always in the same one."""
     draw = int.from_bytes(hashlib.sha256(document).digest()[:8], "little") / 2**64
     return "val" if draw < val_fraction else "train"

@@ -5,8 +5,11 @@ import re
 import socket
 from pathlib import Path
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DataError
 from paceline.records import Part
+from paceline.records.files import read_text
+
+MAX_BYTES = 1 << 20
 
 # What a host may be called. Nothing here can be an option or a piece of shell.
 HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.\-]*[A-Za-z0-9])?")
@@ -27,10 +30,9 @@ def free_port() -> int:
 def read_hostfile(path: str) -> list[Host]:
     """Return the machines of a hostfile; all lines that name none are refused at once."""
     try:
-        lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"cannot read launch.hostfile={path}: {why}") from error
+        lines = read_text(Path(path), MAX_BYTES, follow=True).splitlines()
+    except DataError as error:
+        raise ConfigError(f"launch.hostfile: {error}") from error
     hosts: list[Host] = []
     problems: list[str] = []
     for number, raw in enumerate(lines, start=1):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from paceline.config.schema import LaunchConfig
 from paceline.config.typed_only import iter_typed_only
+from paceline.errors import ConfigError
 from paceline.machine.hosts import read_hostfile
 from paceline.machine.launchers import (
     DEFAULT,
@@ -23,6 +24,7 @@ READ_AT_START = {
     "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_PLACES",
     "OMP_PROC_BIND", "PYTHONHASHSEED", "PYTHONPATH", "TORCH_LOGS",
 }  # fmt: skip
+MAX_RANKS = 65536  # what is planned rank by rank must end
 
 
 def choose_crew(launch: LaunchConfig, env: Env, topology: Topology) -> Crew:
@@ -32,6 +34,12 @@ def choose_crew(launch: LaunchConfig, env: Env, topology: Topology) -> Crew:
         per_node = _ranks_per_node(launch, env, device)
         num_nodes = _count_nodes(launch, env)
         world_size = per_node * num_nodes
+        if world_size > MAX_RANKS:
+            raise ConfigError(
+                f"launch.nproc={per_node} with launch.nnodes={num_nodes} are {world_size} ranks;"
+                f" {MAX_RANKS} are the most that are planned\n"
+                "hint: launch.nproc counts the ranks of one machine, launch.nnodes the machines"
+            )
     else:
         per_node, num_nodes = topology.local_world_size, topology.num_nodes
         world_size = topology.world_size

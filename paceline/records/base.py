@@ -1,14 +1,17 @@
 """The base of every record: frozen, checked, a JSON file with a schema number."""
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from paceline.errors import DataError
 from paceline.records.files import read_regular, write_atomic
 
+MAX_SAID = 3
 MAX_BYTES = 256 << 20  # the manifest of a checkpoint with a million parts is smaller
 # What content that no record has may raise: too deep, too long a number, another shape.
 DAMAGED = (
@@ -23,6 +26,41 @@ class Part(BaseModel):
 
 
 Body = dict[str, Any]  # a record as its JSON says it
+
+
+def load_map(
+    path: Path, lacks: str = "no map of keys", number: Callable[[str], float] = float
+) -> Body:
+    """Read a file of JSON with a map of keys in it; `DataError` when it is absent, damaged or not a
+    plain file: `lacks` says what it should have been. `number` makes a float of its text."""
+    try:
+        raw = read_regular(path, MAX_BYTES)
+        body = json.loads(raw, parse_float=number, parse_constant=number)
+        if b"\\ud" in raw.lower():  # half a character, perhaps, which no file can hold again
+            json.dumps(body, ensure_ascii=False).encode()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except DAMAGED as error:
+        raise damaged(path, lacks, error) from error
+    if not isinstance(body, dict):
+        raise damaged(path, lacks, f"it is a {type(body).__name__}")
+    return body
+
+
+def damaged(path: Path, lacks: str, why: object) -> DataError:
+    """Return the error about a file that is there and is not what it should be."""
+    return DataError(
+        f"{path} is damaged: {lacks} ({why})\n"
+        "hint: bring back the file that the run wrote, or leave this run out"
+    )
+
+
+def _finite(text: str) -> float:
+    """Records have no other numbers: `to_json` writes none."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
 
 
 class Record(Part):
@@ -46,13 +84,11 @@ class Record(Part):
     def load(cls, path: Path) -> Self:
         """Read a record of this schema or an older one; `DataError` when it is absent, damaged, not
         a plain file, or newer than this Paceline."""
-        try:
-            body = json.loads(read_regular(path, MAX_BYTES))
-            found = int(body.pop("schema"))
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error
-        except DAMAGED as error:
-            raise DataError(f"{path} is damaged: no {cls.__name__} record ({error})") from error
+        lacks = f"no {cls.__name__} record"
+        body = load_map(path, lacks, number=_finite)
+        found = body.pop("schema", None)
+        if type(found) is not int:
+            raise damaged(path, lacks, "it has no schema number")
         later = range(found + 1, cls.SCHEMA + 1)
         if found > cls.SCHEMA or not all(hasattr(cls, f"update_to_{n}") for n in later):
             raise DataError(
@@ -63,5 +99,14 @@ class Record(Part):
             for number in later:
                 body = getattr(cls, f"update_to_{number}")(body)
             return cls.model_validate(body)
+        except ValidationError as error:
+            raise damaged(path, lacks, _in_short(error)) from error
         except DAMAGED as error:
-            raise DataError(f"{path} is damaged: no {cls.__name__} record ({error})") from error
+            raise damaged(path, lacks, repr(error)) from error
+
+
+def _in_short(error: ValidationError) -> str:
+    found = error.errors(include_input=False, include_url=False)
+    told = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in found[:MAX_SAID]]
+    more = f"; {len(found) - MAX_SAID} more" if len(found) > MAX_SAID else ""
+    return "; ".join(told) + more

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.metrics import TRAIN, VAL
+from paceline.records.cells import Kind
 
 Row = TypeVar("Row")
-Kind = type[int] | type[float] | type[bool] | type[str]
 CHUNK_ROWS = 20_000
 # The losses were there first, and keep their columns.
 LOSS_COLUMNS = {"train/loss": "loss", "val/loss": "val_loss"}

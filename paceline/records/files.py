@@ -10,7 +10,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 from paceline.errors import DataError
 
@@ -18,26 +18,49 @@ TORN = re.compile(r"\..+\.(json|yaml|md|html|csv|tsv|txt|secret)\.[a-z0-9_]{8}")
 TORN_S = 60.0
 
 
-def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Return what a plain file holds. A link, which may lead anywhere, and what is not a file at
-    all, such as a FIFO that nobody writes to, are a `DataError`, and so is more than `max_bytes`;
-    an absent one is an `OSError`."""
+def open_regular(path: Path, follow: bool = False) -> BinaryIO:
+    """Open a plain file. A link, which may lead anywhere, and what is not a file at all, such as a
+    FIFO that nobody writes to, are a `DataError`; an absent one is an `OSError`. `follow`: a person
+    named it, so it may be a link."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
     except OSError as error:
-        if path.is_symlink():
+        if path.is_symlink() and not follow:
             raise DataError(f"{path} is a link, and links are not read here") from error
         raise
-    facts = os.fstat(handle)
-    if not stat.S_ISREG(facts.st_mode):
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise DataError(f"{path} is not a plain file")
-    with open(handle, "rb") as file:
-        if facts.st_size > max_bytes:
+        raise DataError(f"{path} is not a plain file\nhint: bring back the file that was there")
+    return open(handle, "rb")
+
+
+def read_regular(path: Path, max_bytes: int, follow: bool = False) -> bytes:
+    """Return what a plain file holds; more than `max_bytes` is a `DataError` too."""
+    with open_regular(path, follow) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
             raise DataError(
-                f"{path} has {facts.st_size} bytes; no file of its kind has more than {max_bytes}"
+                f"{path} has {size} bytes; no file of its kind has more than {max_bytes}"
             )
         return file.read(max_bytes)
+
+
+def read_text(path: Path, max_bytes: int, follow: bool = False) -> str:
+    """Return the text of a plain file, without a byte order mark. All that can be wrong with it is
+    a `DataError` that names it."""
+    try:
+        return read_regular(path, max_bytes, follow).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path}:{line}: it is not text in UTF-8\n"
+            "hint: save it as UTF-8, or bring back the file that was there"
+        ) from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # a name with a zero byte
+        raise DataError(f"cannot read {str(path)!r}: {error}") from error
 
 
 def write_atomic(path: Path, content: str | bytes, mode: int = 0o644) -> None:

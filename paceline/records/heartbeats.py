@@ -1,15 +1,18 @@
 """heartbeat_rank<r>.jsonl: one list of keys for the rank that writes it and for who reads it."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, cast
 
+from paceline.errors import DataError
 from paceline.records.phases import Phase
 
 TAIL_BYTES = 4096
 LINE_BYTES = 128  # all lines are as long: one can be written over another
+MAX_SAID = 120
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,24 @@ class Beat:
 
     @classmethod
     def from_line(cls, line: str | bytes) -> Self:
-        """Read a line of any version: a key that is missing has its default."""
-        found: dict[str, Any] = json.loads(line)
-        return cls(**{f.name: found[f.name] for f in fields(cls) if f.name in found})
+        """Read a line of any version: a key that is missing has its default. `ValueError` where
+        it is not one that `to_line` wrote."""
+        try:
+            found = json.loads(line)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+        if not isinstance(found, dict):
+            raise ValueError("it is not a map of keys")
+        known = {f.name: found[f.name] for f in fields(cls) if f.name in found}
+        if odd := [name for name, value in known.items() if not _fits(value, getattr(cls, name))]:
+            raise ValueError(f"{odd[0]} has a value that it never has")
+        return cls(**known)
+
+
+def _fits(value: object, default: object) -> bool:
+    if isinstance(default, str):
+        return isinstance(value, str)
+    return type(value) in (int, float) and math.isfinite(cast("float", value))
 
 
 def last_beat(path: Path) -> Beat:
@@ -45,7 +63,19 @@ def last_beat(path: Path) -> Beat:
 
 
 def iter_beats(path: Path) -> Iterator[Beat]:
-    """Yield all whole lines; none where the file is absent."""
+    """Yield all whole lines; none where the file is absent. `DataError` names a damaged one."""
     if path.is_file():
-        with path.open() as file:
-            yield from (Beat.from_line(line) for line in file if line.endswith("\n"))
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):
+                    yield _whole_beat(path, number, line)
+
+
+def _whole_beat(path: Path, number: int, line: bytes) -> Beat:
+    try:
+        return Beat.from_line(line)
+    except ValueError as error:
+        raise DataError(
+            f"{path}:{number} is not a heartbeat: {str(error)[:MAX_SAID]}\n"
+            "hint: delete that line; it says only when the run started"
+        ) from error

@@ -1,6 +1,6 @@
 """Kept: what a checkpoint says of itself, in state.json and manifest.json."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -65,9 +65,9 @@ class Kept(Record):
 class FileSum(Part):
     """Of a file of tensors also the sum of its head: that and the parts' sums cover every byte."""
 
-    num_bytes: int
+    num_bytes: Annotated[int, Field(ge=0)]
     xxh3: str
-    head_bytes: int = 0
+    head_bytes: Annotated[int, Field(ge=0)] = 0
     head_xxh3: str = ""
 
 

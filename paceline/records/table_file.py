@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.records.base import damaged
 from paceline.records.columns import Layout
 from paceline.records.disk import Appender, Losses
-from paceline.records.files import write_atomic
+from paceline.records.files import open_regular, write_atomic
 from paceline.records.tables import Cell
 from paceline.records.words import text_cell
 
@@ -84,9 +85,9 @@ def _open_for(path: Path, wanted: list[str], kept: int | None) -> tuple[list[str
     place: the file may be long, and a full disk takes that, too."""
     if not path.is_file() or path.stat().st_size == 0:
         return wanted, True
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         first = file.readline()
-        found = first.decode().rstrip("\n").split(",")
+        found = _names(path, first)
         if not first.endswith(b"\n") or not set(wanted) <= set(found):
             return _rewrite(path, wanted, kept), False
         read = stays_until = len(first)
@@ -105,12 +106,19 @@ def _rewrite(path: Path, wanted: list[str], kept: int | None) -> list[str]:
     """Write the rows that stay anew, with empty cells in the columns that the file lacks."""
     before = path.read_bytes()
     first, *lines = before[: before.rfind(b"\n") + 1].split(b"\n")[:-1] or [b""]
-    found = first.decode().split(",") if first else []
+    found = _names(path, first) if first else []
     columns = found + [name for name in wanted if name not in found]
     padding = b"," * (len(columns) - len(found))
     stay = [line + padding for line in lines if kept is None or _step_of(line, found) <= kept]
     write_atomic(path, b"".join(line + b"\n" for line in (",".join(columns).encode(), *stay)))
     return columns
+
+
+def _names(path: Path, first: bytes) -> list[str]:
+    try:
+        return first.decode("utf-8-sig").rstrip("\n").split(",")
+    except UnicodeDecodeError as error:
+        raise damaged(path, "it is not text in UTF-8", f"byte {error.start}") from error
 
 
 def _step_of(line: bytes, columns: Sequence[str]) -> int:

@@ -7,9 +7,9 @@ job are columns of training.csv too: train/NAME and val/NAME, behind the others.
 """
 
 import csv
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from paceline.errors import DataError
 from paceline.metrics import TRAIN, VAL
-from paceline.records.columns import Kind, Layout, Row, Table
+from paceline.records.base import damaged
+from paceline.records.cells import DTYPES, parse_chunk
+from paceline.records.columns import Layout, Row, Table
+from paceline.records.files import open_regular
 from paceline.records.phases import STEP_PHASES, Phase
-from paceline.records.words import from_cell
 
 Cell = str | float | None  # and so int and bool
 CHUNK_LETTERS = 2**21
-EMPTY = -1e308  # stands for an empty cell while numbers are parsed: no measurement gives it
 WRITTEN, FAILED = "ok", "failed"  # outcomes of a checkpoint
 
 
@@ -146,17 +147,22 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
     killed inside its line, is not one."""
     layout = layout.of_file(read_header(path))
     values: dict[str, list[NDArray[Any]]] = {
-        name: [np.empty(0, _dtype(kind))] for name, kind in layout.columns.items()
+        name: [np.empty(0, DTYPES[kind])] for name, kind in layout.columns.items()
     }
     gaps: dict[str, list[NDArray[np.bool_]]] = {
         name: [np.empty(0, bool)] for name in layout.optional
     }
-    for lines, header in _iter_lines(path, layout):
-        chunk = _parse_numbers(lines, header, layout) or _parse_cells(path, lines, header, layout)
-        for name, (found, is_empty) in chunk.items():
-            values[name].append(found)
-            if name in gaps:
-                gaps[name].append(is_empty)
+    try:
+        for lines, header in _iter_lines(path, layout):
+            chunk = parse_chunk(path, lines, header, layout.columns)
+            for name, (found, is_empty) in chunk.items():
+                values[name].append(found)
+                if name in gaps:
+                    gaps[name].append(is_empty)
+    except UnicodeDecodeError as error:
+        raise damaged(path, "it is not text in UTF-8", f"byte {error.start} of a part") from error
+    except csv.Error as error:  # a cell without an end
+        raise damaged(path, "it is not a table", error) from error
     return Table(
         layout,
         {name: np.concatenate(found) for name, found in values.items()},
@@ -166,85 +172,29 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
 
 def read_header(path: Path) -> list[str]:
     """Return the columns of a file; none where it is absent or has no whole line."""
-    if not path.is_file():
+    try:
+        with TextIOWrapper(open_regular(path), "utf-8-sig", "replace", newline="") as file:
+            first = file.readline()
+        return next(csv.reader([first]), []) if first.endswith("\n") else []
+    except (OSError, csv.Error):
         return []
-    with path.open(newline="") as file:
-        first = file.readline()
-    return next(csv.reader([first]), []) if first.endswith("\n") else []
 
 
 def _iter_lines(path: Path, layout: Layout[Any]) -> Iterator[tuple[list[str], list[str]]]:
     """Yield some whole lines at a time, and the header: never all of the text at once."""
-    if not path.is_file():
+    try:
+        opened = open_regular(path)
+    except FileNotFoundError:
         return
-    with path.open(newline="") as file:
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    with TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
         first = file.readline()
         header = next(csv.reader([first] if first.endswith("\n") else []), [])
         if header and "step" in layout.columns and "step" not in header:
-            raise DataError(f"{path} is not one of our tables: it has no column step")
+            raise damaged(path, "it is not one of our tables", "it has no column step")
         rest = ""
         while block := file.read(CHUNK_LETTERS):  # in blocks: line by line takes twice as long
             *lines, rest = (rest + block).split("\n")
             if lines:
                 yield lines, header
-
-
-Chunk = dict[str, tuple[NDArray[Any], NDArray[np.bool_]]]  # values, and which cells are empty
-
-
-def _parse_numbers(lines: Sequence[str], header: list[str], layout: Layout[Any]) -> Chunk | None:
-    """Parse rows that hold numbers and nothing else, ten times as fast as cell by cell; None where
-    they are not such."""
-    if str in layout.columns.values():
-        return None
-    text = "\n".join([*lines, ""])
-    if ",," in text or ",\n" in text:
-        for _ in range(2):  # a gap may share its comma with the gap before it
-            text = text.replace(",,", f",{EMPTY!r},")
-        lines = text.replace(",\n", f",{EMPTY!r}\n").split("\n")[:-1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # lines without a cell
-        try:
-            cells = np.loadtxt(lines, delimiter=",", comments=None, ndmin=2)
-        except ValueError:
-            return None
-    if cells.shape != (len(lines), len(header)):
-        return None
-    found = dict(zip(header, np.ascontiguousarray(cells.T), strict=True))
-    absent = np.full(len(lines), EMPTY)
-    return {name: _typed(found.get(name, absent), kind) for name, kind in layout.columns.items()}
-
-
-def _typed(cells: NDArray[np.float64], kind: Kind) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    is_empty = cells == EMPTY
-    if not is_empty.any():
-        return cells.astype(_dtype(kind)), is_empty
-    return np.where(is_empty, np.nan if kind is float else 0, cells).astype(_dtype(kind)), is_empty
-
-
-def _parse_cells(path: Path, lines: Sequence[str], header: list[str], layout: Layout[Any]) -> Chunk:
-    """Parse any rows. Cells behind the last column belong to none; a row with fewer is cut off."""
-    rows = [row for row in csv.reader(lines) if len(row) >= len(header)]
-    place = {name: header.index(name) for name in layout.columns if name in header}
-    chunk = {}
-    for name, kind in layout.columns.items():
-        cells = [row[place[name]] for row in rows] if name in place else [""] * len(rows)
-        is_empty = np.array([not cell for cell in cells], dtype=bool)
-        chunk[name] = (_parsed(path, name, kind, cells), is_empty)
-    return chunk
-
-
-def _dtype(kind: Kind) -> Any:
-    return {int: np.int64, float: np.float64, bool: np.bool_, str: np.object_}[kind]
-
-
-def _parsed(path: Path, name: str, kind: Kind, cells: Sequence[str]) -> NDArray[Any]:
-    if kind is str:
-        return np.array([from_cell(cell) for cell in cells], dtype=object)
-    if kind is bool:
-        return np.array([cell == "1" for cell in cells], dtype=bool)
-    empty = 0 if kind is int else np.nan
-    try:
-        return np.array([kind(cell) if cell else empty for cell in cells], dtype=_dtype(kind))
-    except ValueError as error:
-        raise DataError(f"{path} is damaged: column {name}: {error}") from error

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.config.plain import read_config_text
 from paceline.metrics import TRAIN, VAL
 from paceline.records import Audit, Env, Plan, Result, Window
 from paceline.records.columns import Table
@@ -68,7 +69,7 @@ def read_story(run: RunDir) -> Story:
         training=read_training(run.training),
         phases_s=_phases(run, plan.world_size, result.window if result else None),
         telemetry={rank: read_telemetry(run.telemetry_of(rank)) for rank in range(plan.world_size)},
-        config=run.config.read_text(),
+        config=read_config_text(run.config),
         measured=load_measured(run, plan),
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.load import read_plain
+from paceline.config.plain import read_plain
 from paceline.launch.archive import finish_attempt, list_attempts, measure_ettr, summarise
 from paceline.launch.ending import Ending, Verdicts, completed_steps, stop_notes
 from paceline.machine.datasheets import choose_arithmetic

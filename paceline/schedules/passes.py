@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.records.files import write_atomic
+from paceline.errors import DataError
+from paceline.records.base import DAMAGED, MAX_BYTES
+from paceline.records.files import read_text, write_atomic
 from paceline.schedules.actions import Action, Kind
 
 
@@ -45,8 +47,9 @@ def write_passes(path: Path, passes: Iterable[Pass]) -> None:
 def read_passes(path: Path) -> list[Pass]:
     """Read the passes; empty where the file is absent or damaged: a report can do without."""
     try:
-        return [_unpacked(json.loads(line)) for line in path.read_text().splitlines()]
-    except (OSError, ValueError, TypeError, KeyError):
+        lines = read_text(path, MAX_BYTES).splitlines()
+        return [_unpacked(json.loads(line)) for line in lines]
+    except (DataError, *DAMAGED):
         return []
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config.load import read_plain
+from paceline.config.plain import read_plain
 from paceline.errors import ConfigError, DataError
 from paceline.records import PipelineFacts, Plan
 from paceline.records.rundir import RunDir

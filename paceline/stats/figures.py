@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.config.load import read_plain
+from paceline.config.plain import number_at, read_plain
 from paceline.metrics import VAL, Goal
 from paceline.records import Attempt, BestMetric, Plan, Result, Window
+from paceline.records.base import damaged
 from paceline.records.columns import Table
 from paceline.records.heartbeats import iter_beats
 from paceline.records.rundir import RunDir
@@ -125,6 +126,7 @@ def best_of(rows: Table[TrainingRow], goal: Goal) -> BestMetric | None:
 def measure_run(run: RunDir) -> RunFigures | None:
     """Return the figures of a run; None where no step was taken after the warm-up."""
     every_row = read_training(run.training)
+    _require_measured(run, every_row)
     first_step, started_at = _last_attempt(run)
     rows = every_row.since(first_step)
     step_s = rows.column("step_s")
@@ -136,7 +138,7 @@ def measure_run(run: RunDir) -> RunFigures | None:
     kept_s = steady.column("step_s")
     spread = measure_spread(kept_s)
     steps = read_steps(run.steps(0)).since(first_step)
-    points = list_points(steps, int(read_plain(run.config)["train"]["log_every"]))
+    points = list_points(steps, number_at(read_plain(run.config), "train", "log_every", run.config))
     whole, tail = summarise_points(points), summarise_points(points[-TAIL_POINTS:])
     samples_per_s, tokens_per_s = _rates(steady)
     p50, p90 = np.quantile(kept_s, [0.5, 0.9]).tolist()
@@ -164,6 +166,16 @@ def measure_run(run: RunDir) -> RunFigures | None:
         courses=_courses(every_row),
         startup_s=_startup_s(run, steps, started_at),
     )
+
+
+def _require_measured(run: RunDir, rows: Table[TrainingRow]) -> None:
+    """Refuse rows that no run writes: every step takes some time and some samples."""
+    wanted = {name: rows.column(name) for name in ("step_s", "samples_per_s")}
+    for name, values in wanted.items():
+        odd = np.flatnonzero(~(np.isfinite(values) & (values > 0)))
+        if len(odd):
+            row = rows[int(odd[0])]
+            raise damaged(run.training, f"step {row.step}", f"{name} is {values[odd[0]]:g}")
 
 
 def _last_attempt(run: RunDir) -> tuple[int, float | None]:

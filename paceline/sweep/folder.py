@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from paceline.errors import DataError, Outcome
-from paceline.records.files import write_atomic
+from paceline.records.base import MAX_BYTES
+from paceline.records.files import read_text, write_atomic
 from paceline.records.rundir import RunDir, slug
 from paceline.records.swept import SweptPhase
 from paceline.records.words import from_cell, text_cell
@@ -75,9 +76,9 @@ def save_manifest(path: Path, rows: list[Row]) -> None:
 def load_manifest(path: Path) -> list[Row]:
     """Read the rows of this version or another; what a row does not say is `n/a`. Raise
     `DataError` when the file is not one that `save_manifest` wrote."""
-    if not path.is_file():
+    if not path.exists():
         return []
-    head, *lines = path.read_text().splitlines() or [""]
+    head, *lines = read_text(path, MAX_BYTES).splitlines() or [""]
     rows = [[from_cell(cell) for cell in line.split("\t")] for line in lines]
     columns = head.split("\t")
     if not set(NEEDED) <= set(columns) or any(len(row) != len(columns) for row in rows):
@@ -86,7 +87,14 @@ def load_manifest(path: Path) -> list[Row]:
             "hint: give --out another directory; the runs in this one stay as they are"
         )
     absent = dict.fromkeys(COLUMNS, NOT_THERE)
-    return [absent | dict(zip(columns, row, strict=True)) for row in rows]
+    found = [absent | dict(zip(columns, row, strict=True)) for row in rows]
+    for number, row in enumerate(found, start=2):
+        if not (row["repeat"].isascii() and row["repeat"].isdigit() and len(row["repeat"]) < 9):
+            raise DataError(
+                f"{path}:{number}: repeat is {row['repeat']!r}, not the number of a run\n"
+                "hint: delete that line; the same command runs it again"
+            )
+    return found
 
 
 def rows_of(phase: SweptPhase, rows: Iterable[Row]) -> list[Row]:

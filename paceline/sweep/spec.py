@@ -6,17 +6,18 @@
 A YAML file is a sweep, not a recipe, when it has `axes`.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from omegaconf import OmegaConf
 from pydantic import Field, field_validator
 
-from paceline.config.load import Draft, read_plain, validate
+from paceline.config.load import Draft, draft_tree, require_references, validate
 from paceline.config.overrides import parse_override
+from paceline.config.plain import parse_plain, read_config_text, require_plain
 from paceline.config.schema import Positive, Section
 from paceline.config.typed_only import refuse_words_in_file
 from paceline.errors import ConfigError
@@ -28,6 +29,7 @@ PREFIX = "sweep."
 Share = Annotated[float, Field(gt=0, lt=1)]
 Values = Annotated[list[str | int | float | bool | list[Any]], Field(min_length=1)]
 MAX_NAMED = 20
+MAX_CELLS = 10_000
 
 
 class SweepSpec(Section):
@@ -81,7 +83,7 @@ def read_spec(
     body["axes"] = {**body["axes"], **_read_axes(axes, problems)}
     own = [word for word in words if word.lstrip("+").startswith(PREFIX)]
     body["overrides"] = [*body["overrides"], *(word for word in words if word not in own)]
-    draft = Draft(f"sweep {source}", OmegaConf.create(body), [], problems)
+    draft = Draft(f"sweep {source}", draft_tree(body, f"sweep {source}"), [], problems)
     for word in own:
         try:
             draft.overrides.append(parse_override(word.lstrip("+").removeprefix(PREFIX)))
@@ -98,7 +100,9 @@ def _read_file(source: str) -> dict[str, Any] | None:
     """Return the words of a sweep's file; None where `source` is a recipe."""
     if not source.endswith((".yaml", ".yml")):
         return None
-    body = {"overrides": [], **read_plain(Path(source))}
+    text = read_config_text(Path(source))
+    body = {"overrides": [], **parse_plain(text, source)}
+    require_references(text, source)
     if "recipe" not in body and "axes" not in body:
         return None
     recipe, axes = str(body.get("recipe", "")), body.get("axes")
@@ -123,8 +127,8 @@ def _read_file(source: str) -> dict[str, Any] | None:
         problems += refuse_words_in_file(_words_of(body), source)
     if problems:
         raise ConfigError(problems)
-    # Read again as plain text: `on` is a word of ours, not a truth value.
-    as_typed = yaml.load(Path(source).read_text(), yaml.BaseLoader)  # noqa: S506 (strings only)
+    # The same once more as text: `on` is a word of ours, not a truth value.
+    as_typed = yaml.BaseLoader("").construct_document(require_plain(text, source))
     return {**body, "axes": as_typed["axes"]}
 
 
@@ -132,7 +136,8 @@ def _words_of(body: dict[str, Any]) -> list[str]:
     """Return every override that a sweep's file holds: of all cells, of its axes, of its extras."""
     extras = body.get("extras") or {}
     more = extras.values() if isinstance(extras, dict) else []
-    words = [*body["overrides"], *(word for listed in more if listed for word in listed)]
+    listed = [words for words in more if isinstance(words, list)]  # others are refused later
+    words = [*body["overrides"], *(word for words in listed for word in words)]
     for key, values in body["axes"].items():
         values = values if isinstance(values, list) else [values]
         words += [f"{key}={shown_value(value)}" for value in values]
@@ -186,6 +191,11 @@ def _require_sensible(spec: SweepSpec) -> None:
         problems.append("train.steps is what --steps sets\nhint: --steps N")
     if "train.epochs" in set_already | set(spec.axes):
         problems.append("train.epochs: the runs of a sweep are as long as --steps says")
+    if (num_cells := math.prod(map(len, spec.axes.values()))) > MAX_CELLS:
+        problems.append(
+            f"the axes make {num_cells} cells; {MAX_CELLS} are the most that are planned\n"
+            "hint: drop values, or sweep over some of the axes first"
+        )
     if not spec.axes:
         problems.append("a sweep needs an axis\nhint: --axis train.micro_batch_size=4,8")
     if problems:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from paceline.config.schema import DataConfig, Section
 from paceline.data.base import Dataset
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DataError
 from paceline.metrics import LOSS
 from paceline.records import Finding
 from paceline.records.files import fingerprint
@@ -48,6 +48,17 @@ REGISTRY = {
     "uneven": "paceline.workloads.uneven:Uneven",
 }
 GROUP = "paceline.workloads"
+
+
+def prepared_path(prepared: Mapping[str, Any], name: str) -> Path:
+    """Return a path that `prepare` has found, as data.json has it."""
+    place = prepared.get(name)
+    if not isinstance(place, str):
+        raise DataError(
+            f"data.json of the run has no path in {name!r}: {place!r}\n"
+            "hint: it is written anew by a run that is started or resumed"
+        )
+    return Path(place)
 
 
 class Workload:

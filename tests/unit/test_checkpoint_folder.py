@@ -192,11 +192,20 @@ def test_b10_a_manifest_that_is_no_plain_file_is_refused_at_once(folder: Checkpo
     assert folder.pointer(LATEST) is None
 
 
-@pytest.mark.parametrize("change", [{"dtype": "."}, {"shape": [-1, 3]}, {"shape": [10**30]}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "."}, {"shape": [-1, 3]}, {"shape": [10**30]}, {"shape": [2**40, 2**40]},
+        {"shape": [4, 3, 0, 2**62]}, {"shape": [2**33]}, {"parts": {"row": -1}},
+        {"parts": {"offset": -8}}, {"parts": {"num_rows": -4}}, {"parts": {"num_rows": 2**62}},
+    ],
+)  # fmt: skip
 def test_b10_a_tensor_that_cannot_be_is_refused(
     folder: CheckpointFolder, change: dict[str, object]
 ) -> None:
     model = folder.manifest(2).model
+    if isinstance(parts := change.get("parts"), dict):
+        change = {"parts": [model["weight"].parts[0].model_copy(update=parts)]}
     reseal(folder, 2, model={**model, "weight": model["weight"].model_copy(update=change)})
     with pytest.raises(RestoreError, match="'weight' has a shape or type that no tensor has"):
         folder.manifest(2)
@@ -367,3 +376,11 @@ def test_a_state_nested_without_end_is_passed_over(folder: CheckpointFolder) -> 
     with alone():
         found = choose_checkpoint(folder, CPU, read_all)
     assert found is not None and found.kept.step == 1
+
+
+def test_a_file_of_fewer_than_no_bytes_is_damage(folder: CheckpointFolder) -> None:
+    files = folder.manifest(2).files
+    name = next(name for name in files if name.startswith("model"))
+    reseal(folder, 2, files={**files, name: files[name].model_copy(update={"head_bytes": -5})})
+    with pytest.raises(RestoreError, match="head_bytes"):
+        folder.manifest(2)

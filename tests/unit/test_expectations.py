@@ -14,7 +14,7 @@ from paceline.bench.records import BenchReport
 from paceline.bench.runner import BenchSettings, PairRunner, Ran, run_bench
 from paceline.bench.target import parse_words
 from paceline.bench.words import headline, rows_of
-from paceline.errors import ConfigError, LaunchError, Outcome
+from paceline.errors import ConfigError, DataError, LaunchError, Outcome
 from paceline.machine.facts import probe
 from paceline.records.swept import SweepRecord
 from tests.machines import machine
@@ -250,3 +250,29 @@ def test_saving_keeps_the_other_pairs_and_saves_no_failure(
 def test_keys_name_the_hardware() -> None:
     assert key_of(machine(8)) == "8x_nvidia_h200" and key_of(machine(1)) == "nvidia_h200"
     assert key_of(machine()) == "cpu_16_a_cpu"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rates": []}, {"rates": [0.0, 1.0]}, {"rates": [-1.0]}, {"peak_bytes": [0]}, {"rates": None}],
+)
+def test_expectations_that_no_run_gave_are_damaged(
+    bench: Callable[..., BenchReport], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    bench({}, save=tmp_path)
+    file = next(tmp_path.glob("expectations_*.json"))
+    body = json.loads(file.read_text())
+    body["pairs"]["fused_adamw"]["arms"]["many"] |= change
+    file.write_text(json.dumps(body))
+    with pytest.raises(DataError, match="expectations_.*is damaged"):
+        bench({}, check=tmp_path)
+
+
+def test_expectations_name_a_baseline_that_they_have(
+    bench: Callable[..., BenchReport], tmp_path: Path
+) -> None:
+    bench({}, save=tmp_path)
+    file = next(tmp_path.glob("expectations_*.json"))
+    file.write_text(file.read_text().replace('"baseline": "many"', '"baseline": "other"'))
+    with pytest.raises(DataError, match="its baseline other is none of its arms"):
+        bench({}, check=tmp_path)

@@ -1,6 +1,7 @@
 """Text to token shards: nothing lost, documents apart, train and validation apart."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -184,3 +185,37 @@ def test_old_encodings_pass(tmp_path: Path) -> None:
         "Ein Käse für Jörg und viele Wörter mehr. ".encode("latin-1") * 20
     )
     prepare_tokens(data(tmp_path / "old.txt", tmp_path), quiet)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"file": "../../train_00000.bin"}, {"file": "/etc/hostname"}, {"file": ""}, {"split": "x"},
+        {"num_tokens": -1}, {"num_tokens": 0}, {"num_tokens": 10**30}, {"sha256": None},
+    ],
+)  # fmt: skip
+def test_a_manifest_of_shards_that_cannot_be_is_damaged(
+    corpus: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
+    home, _ = prepare_tokens(data(corpus, tmp_path), quiet)
+    body = json.loads((home / "manifest.json").read_text())
+    body["shards"][0] |= change
+    (home / "manifest.json").write_text(json.dumps(body))
+    for read in (
+        lambda: prepare_tokens(data(corpus, tmp_path), quiet),
+        lambda: open_tokens(home, 32, "train"),
+    ):
+        with pytest.raises(DataError, match="manifest"):
+            read()
+
+
+def test_what_is_not_a_file_is_no_text(tmp_path: Path) -> None:
+    """A FIFO in a folder of texts: to open it would be to wait without end."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a text")
+    os.mkfifo(folder / "b.txt")
+    assert list_files(data(folder, tmp_path)) == [folder / "a.txt"]
+    (folder / "c.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(DataError, match="c.jsonl:1 is not a JSON row"):
+        prepare_tokens(data(folder, tmp_path), quiet)

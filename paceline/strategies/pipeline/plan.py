@@ -1,9 +1,10 @@
 """A pipeline on paper: its keys, which rank holds which blocks, in how many parts a batch goes
 through them."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -25,6 +26,7 @@ from paceline.strategies.ddp import Buckets
 from paceline.strategies.shape import ModelShape
 from paceline.strategies.zero import Gathering
 
+MAX_MICROBATCHES = 10_000  # every action of every one of them is drawn
 MICROBATCHES_A_RANK = 4  # 1f1b then idles for less than a fifth of a step
 if TYPE_CHECKING:
     ScheduleName = str
@@ -40,7 +42,7 @@ class PipelineSettings(Buckets, Gathering):
     stages_per_rank: Literal["auto"] | Positive = Field(
         "auto", description="Stages on each rank. auto: the fewest of the schedule."
     )
-    microbatches: Literal["auto"] | Positive = Field(
+    microbatches: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_MICROBATCHES)] = Field(
         "auto",
         description="Parts of train.micro_batch_size that go through the stages one by one. auto:"
         " four for each rank, or what divides and the schedule takes.",
@@ -109,14 +111,17 @@ def count_microbatches(config: RunConfig, num_ranks: int) -> int:
     if asked != "auto":
         return asked
     micro, enough = config.train.micro_batch_size, MICROBATCHES_A_RANK * num_ranks
-    fitting = [
-        m
-        for m in range(1, micro + 1)
-        if not micro % m and takes_microbatches(schedule, num_ranks, m)
-    ]
+    parts = [m for m in _divisors(micro) if m <= MAX_MICROBATCHES]
+    fitting = [m for m in parts if takes_microbatches(schedule, num_ranks, m)]
     if not fitting:
         return next_microbatches(schedule, num_ranks, enough)
     return next((m for m in fitting if m >= enough), fitting[-1])
+
+
+def _divisors(number: int) -> list[int]:
+    """Return all numbers that divide it, the smallest first. Each below its root has a partner."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _read(config: RunConfig, world: int) -> Asked:
@@ -175,7 +180,7 @@ def _shape_problems(asked: Asked, config: RunConfig, world: int) -> Iterator[Fin
     ranks = _nearest(asked, _fitting(asked, world)) // asked.distinct
     ranks = nearest_ranks(asked.schedule, max(1, ranks))
     micro, parts = config.train.micro_batch_size, asked.num_microbatches
-    whole = [m for m in range(1, micro + 1) if micro % m == 0]
+    whole = _divisors(micro)
     fitting = [m for m in whole if takes_microbatches(asked.schedule, ranks, m)]
     closest = min(fitting, key=lambda m: (abs(m - parts), -m), default=None)
     for found in check_shape(asked.schedule, ranks, parts, asked.stages_per_rank):

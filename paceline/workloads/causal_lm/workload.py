@@ -15,7 +15,7 @@ from pydantic import Field
 from paceline.config.schema import Section
 from paceline.data.base import Dataset
 from paceline.records import Finding
-from paceline.workloads.base import Split
+from paceline.workloads.base import Split, prepared_path
 from paceline.workloads.lm.workload import BYTE_VOCABULARY, LanguageModel
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class CausalLM(LanguageModel):
         from paceline.workloads.hf.pretrained import load_module
 
         if self.prepared.get("hf_weights") == "load":
-            load_module(model, name, module, Path(self.prepared["hf_folder"]))
+            load_module(model, name, module, prepared_path(self.prepared, "hf_folder"))
         else:
             init_module(model, name, module)
 
@@ -166,6 +166,6 @@ class CausalLM(LanguageModel):
         from paceline.workloads.hf.pretrained import find_folder
 
         if "hf_weights" in self.prepared:
-            place = self.prepared.get("hf_folder")
-            return None if place is None else Path(place)
+            is_named = self.prepared.get("hf_folder") is not None
+            return prepared_path(self.prepared, "hf_folder") if is_named else None
         return find_folder(name)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError, DataError, SaveError
+from paceline.records.base import DAMAGED
 from paceline.workloads.hf.model import build_config, init_module, require_extra
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -83,7 +84,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     try:
         read = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, *DAMAGED) as error:
         raise DataError(f"cannot read {path}: {error}") from error
     if not isinstance(read, dict):
         raise DataError(f"{path} is not a map of keys")
@@ -118,7 +119,7 @@ def list_tensors(folder: Path) -> dict[str, Path]:
     try:
         names = json.loads(index.read_text())["weight_map"]
         return {tensor: folder / Path(file).name for tensor, file in names.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *DAMAGED) as error:
         raise DataError(f"cannot read {index}: {error!r}") from error
 
 

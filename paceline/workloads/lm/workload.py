@@ -6,7 +6,6 @@ torch is imported where it is used, so that `paceline recipes` can read the sche
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -15,7 +14,7 @@ from paceline.config.schema import Positive, Section
 from paceline.data.base import Dataset, TextData
 from paceline.metrics import LOSS, bits_per_byte, perplexity
 from paceline.records import Finding
-from paceline.workloads.base import Split, Workload
+from paceline.workloads.base import Split, Workload, prepared_path
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,7 +25,7 @@ BYTE_VOCABULARY = 257  # 256 bytes and the mark between documents
 class LMModel(Section):
     vocab_size: Positive = Field(320, description="Rows of the embedding; bytes need 257.")
     dim: Positive = Field(128, description="Width of the residual stream.")
-    num_layers: Positive = Field(4, description="Transformer blocks.")
+    num_layers: Annotated[int, Field(ge=1, le=1000)] = Field(4, description="Transformer blocks.")
     num_heads: Positive = Field(4, description="Query heads.")
     num_kv_heads: Positive = Field(4, description="Key and value heads; divides num_heads.")
     ffn_dim: Literal["auto"] | Positive = Field(
@@ -91,7 +90,7 @@ class LanguageModel(Workload):
                 config.model.vocab_size,
                 config.train.seed,
             )
-        return open_tokens(Path(self.prepared["shards"]), config.data.seq_len, split)
+        return open_tokens(prepared_path(self.prepared, "shards"), config.data.seq_len, split)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
         tokens_BT1 = batch["tokens"]  # T + 1 tokens: inputs are the first T, targets the last T
