@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline import Workload
 from paceline.config.load import dump_config
-from paceline.config.schema import Positive, Section
+from paceline.config.section import Positive, Section
 from paceline.data.cursor import Order
 from paceline.job import Job, load_job
 from paceline.machine.facts import probe

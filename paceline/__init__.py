@@ -7,7 +7,8 @@ Start at `paceline/run/flow.py`: it calls the stages in order, and each stage is
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.config.schema import DataConfig, Section
+    from paceline.config.schema import DataConfig
+    from paceline.config.section import Section
     from paceline.metrics import Items
     from paceline.workloads.base import Workload
 
@@ -18,7 +19,7 @@ _HOMES = {
     "Workload": "paceline.workloads.base",
     "DataConfig": "paceline.config.schema",
     "Items": "paceline.metrics",
-    "Section": "paceline.config.schema",
+    "Section": "paceline.config.section",
 }
 
 

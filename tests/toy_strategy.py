@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import Field
 
-from paceline.config.schema import Positive, RunConfig, StrategyConfig
+from paceline.config.schema import RunConfig, StrategyConfig
+from paceline.config.section import Positive
 from paceline.records import Exchange, StateBytes
 from paceline.strategies.base import Engine, EngineParts, Share, Strategy
 from paceline.strategies.ddp import replica_bytes

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from paceline.config.overrides import parse_override
 from paceline.config.plain import check_plain, parse_plain
-from paceline.config.schema import Positive, Section
+from paceline.config.section import Positive, Section
 from paceline.errors import ConfigError
 from paceline.records.words import did_you_mean
 

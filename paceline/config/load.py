@@ -43,7 +43,8 @@ from paceline.config.plain import (
     require_plain,
     shown,
 )
-from paceline.config.schema import SECRET_NAME, RunConfig, Section
+from paceline.config.schema import SECRET_NAME, RunConfig
+from paceline.config.section import Section
 from paceline.config.typed_only import refuse_in_file
 from paceline.errors import ConfigError
 from paceline.records.words import did_you_mean

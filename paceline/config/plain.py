@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from paceline.config.schema import Section
+from paceline.config.section import Section
 from paceline.errors import ConfigError, DataError
 from paceline.records.files import read_text
 

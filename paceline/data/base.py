@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
-from paceline.config.schema import DataConfig, Positive
+from paceline.config.schema import DataConfig
+from paceline.config.section import Positive
 
 
 class Dataset(Protocol):

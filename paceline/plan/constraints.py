@@ -5,7 +5,9 @@ into a queue."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.config.schema import OptimConfig, RunConfig, Section
+from paceline.config.schema import RunConfig
+from paceline.config.section import Section
+from paceline.config.training import OptimConfig
 from paceline.machine.launchers import foreign_keys, is_allocated
 from paceline.plan.crew import count_ranks
 from paceline.records import Env, Finding, Plan

@@ -16,7 +16,8 @@ from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.tensors import TensorFiles
 from paceline.config.describe import differing
 from paceline.config.load import load_config, read_draft, validate
-from paceline.config.schema import DEFAULT_STEPS, RunConfig
+from paceline.config.schema import RunConfig
+from paceline.config.training import DEFAULT_STEPS
 from paceline.errors import ConfigError, RestoreError
 from paceline.job import Job, job_schema
 from paceline.plan.planner import sketch_model

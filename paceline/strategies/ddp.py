@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.config.schema import Positive, RunConfig, StrategyConfig
+from paceline.config.schema import RunConfig, StrategyConfig
+from paceline.config.section import Positive
 from paceline.records import Crew, Exchange, Finding, Plan, StateBytes
 from paceline.strategies.base import Case, Engine, EngineParts, Share, Strategy, Unread
 from paceline.strategies.optimizers import ema_bytes, optimizer_bytes

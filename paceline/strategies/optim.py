@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.config.schema import OptimConfig, RunConfig, ScheduleConfig
+from paceline.config.schema import RunConfig
+from paceline.config.training import OptimConfig, ScheduleConfig
 from paceline.errors import ConfigError
 from paceline.strategies.base import EngineParts
 from paceline.strategies.blocks import find_hidden

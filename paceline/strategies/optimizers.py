@@ -11,7 +11,8 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, Generic, Protocol, TypeVar
 
-from paceline.config.schema import OptimConfig, RunConfig
+from paceline.config.schema import RunConfig
+from paceline.config.training import OptimConfig
 from paceline.records import Choice, Finding
 from paceline.records.words import count
 from paceline.strategies.base import Strategy

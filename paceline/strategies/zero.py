@@ -12,7 +12,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.config.schema import Count, OptimConfig, Positive, RunConfig, StrategyConfig
+from paceline.config.schema import RunConfig, StrategyConfig
+from paceline.config.section import Count, Positive
+from paceline.config.training import OptimConfig
 from paceline.records import Crew, Exchange, Finding, Plan, StateBytes
 from paceline.strategies.base import (
     Case,

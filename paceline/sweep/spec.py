@@ -18,7 +18,7 @@ from pydantic import Field, field_validator
 from paceline.config.load import Draft, draft_tree, require_references, validate
 from paceline.config.overrides import parse_override
 from paceline.config.plain import parse_plain, read_config_text, require_plain
-from paceline.config.schema import Positive, Section
+from paceline.config.section import Positive, Section
 from paceline.config.typed_only import refuse_words_in_file
 from paceline.errors import ConfigError
 from paceline.records.swept import Metric, SweptCell

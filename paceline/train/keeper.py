@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.checkpoint.saver import Saver
-from paceline.config.schema import CheckpointConfig, TrainConfig
+from paceline.config.schema import CheckpointConfig
+from paceline.config.training import TrainConfig
 from paceline.data.rng import capture_rng
 from paceline.errors import ConfigError, Outcome
 from paceline.metrics import Goal

@@ -24,7 +24,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from paceline.config.schema import DataConfig, Section
+from paceline.config.schema import DataConfig
+from paceline.config.section import Section
 from paceline.data.base import Dataset
 from paceline.errors import ConfigError, DataError
 from paceline.metrics import LOSS

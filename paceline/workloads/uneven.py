@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from paceline.config.schema import DataConfig, Positive
+from paceline.config.schema import DataConfig
+from paceline.config.section import Positive
 from paceline.data.base import Dataset
 from paceline.workloads.base import Split
 from paceline.workloads.lm.workload import LanguageModel, LMModel

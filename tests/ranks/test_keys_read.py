@@ -10,7 +10,7 @@ import pytest
 
 from paceline.config.describe import iter_keys
 from paceline.config.load import recipe_names
-from paceline.config.schema import Section
+from paceline.config.section import Section
 from paceline.job import load_job
 from paceline.launch import find_launcher
 from paceline.machine.facts import probe

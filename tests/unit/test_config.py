@@ -133,7 +133,8 @@ def test_the_name_of_a_variable_may_not_be_computed(tmp_path: Path) -> None:
 def test_a_users_section_may_hold_tuples_and_paths(tmp_path: Path) -> None:
     from pydantic import Field
 
-    from paceline.config.schema import DataConfig, Section
+    from paceline.config.schema import DataConfig
+    from paceline.config.section import Section
 
     class Mine(Section):
         sizes: tuple[int, ...] = Field((1, 2), description="sizes")
@@ -150,7 +151,8 @@ def test_a_users_section_may_hold_tuples_and_paths(tmp_path: Path) -> None:
 def test_plus_adds_to_an_open_map() -> None:
     from pydantic import Field
 
-    from paceline.config.schema import DataConfig, Section
+    from paceline.config.schema import DataConfig
+    from paceline.config.section import Section
 
     class Mine(Section):
         extra: dict[str, int] = Field({}, description="anything")

@@ -22,10 +22,10 @@ from paceline.records.disk import LOG_BYTES, Appender, LogStream, Loss, Losses, 
 from paceline.records.files import write_atomic
 from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.rundir import RunDir
+from paceline.records.table_file import TableFile
 from paceline.records.tables import (
     STEPS,
     TRAINING,
-    TableFile,
     read_checkpoints,
     read_steps,
     read_training,

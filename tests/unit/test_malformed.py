@@ -19,7 +19,8 @@ from paceline.plan.planner import make_plan
 from paceline.records import Env
 from paceline.records.heartbeats import Beat, iter_beats, last_beat
 from paceline.records.rundir import RunDir
-from paceline.records.tables import TRAINING, TableFile, read_telemetry, read_training
+from paceline.records.table_file import TableFile
+from paceline.records.tables import TRAINING, read_telemetry, read_training
 from paceline.schedules.passes import read_passes
 from paceline.stats.figures import measure_run
 from paceline.sweep.folder import NEEDED, load_manifest, save_manifest

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.config.schema import TrainConfig
+from paceline.config.training import TrainConfig
 from paceline.errors import ConfigError, DataError, JobError
 from paceline.job import load_job
 from paceline.metrics import Goal, Items, accuracy, bits_per_byte, perplexity

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.config.schema import OptimConfig, ScheduleConfig
+from paceline.config.training import OptimConfig, ScheduleConfig
 from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.plan.planner import make_plan

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from paceline.config.schema import Positive, RunConfig
+from paceline.config.schema import RunConfig
+from paceline.config.section import Positive
 from paceline.records import Finding, PipelinePlan, StagePlan
 from paceline.schedules.orders import place_stages
 from paceline.schedules.requirements import (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from paceline.config.schema import Section
+from paceline.config.section import Section
 from paceline.data.base import Dataset
 from paceline.records import Finding
 from paceline.workloads.base import Split, prepared_path

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from paceline.config.schema import Positive, Section
+from paceline.config.section import Positive, Section
 from paceline.data.base import Dataset, TextData
 from paceline.metrics import LOSS, bits_per_byte, perplexity
 from paceline.records import Finding

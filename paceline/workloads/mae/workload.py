@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from paceline.config.schema import DataConfig, Positive, Section
+from paceline.config.schema import DataConfig
+from paceline.config.section import Positive, Section
 from paceline.data.base import Dataset
 from paceline.records import Finding
 from paceline.workloads.base import Split, Workload
