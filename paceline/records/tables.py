@@ -145,10 +145,11 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
             values[name].append(found)
             if name in gaps:
                 gaps[name].append(is_empty)
+    # Column by column: the chunks of one are let go before the next is put together.
     return Table(
         layout,
-        {name: np.concatenate(found) for name, found in values.items()},
-        {name: np.concatenate(found) for name, found in gaps.items()},
+        {name: np.concatenate(values.pop(name)) for name in list(values)},
+        {name: np.concatenate(gaps.pop(name)) for name in list(gaps)},
     )
 
 
