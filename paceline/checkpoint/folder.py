@@ -158,11 +158,11 @@ class CheckpointFolder:
             if path.is_symlink() or not path.is_file():
                 return f"{path.parent.name}/{name} is missing"
             size = path.stat().st_size
+            if size != wanted.num_bytes:  # before the head: that is as long as a manifest says
+                return f"{path.parent.name}/{name} has {size} bytes, and had {wanted.num_bytes}"
             head = sum_head(path, wanted.head_bytes) if wanted.head_bytes else wanted.head_xxh3
         except OSError as error:
             return f"{path.parent.name}/{name} cannot be read: {error.strerror}"
-        if size != wanted.num_bytes:
-            return f"{path.parent.name}/{name} has {size} bytes, and had {wanted.num_bytes}"
         if head != wanted.head_xxh3:
             return f"{path.parent.name}/{name} has changed: its header is damaged"
         return ""

@@ -1,8 +1,8 @@
 """Kept: what a checkpoint says of itself, in state.json and manifest.json."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.records.base import Body, Part, Record
 
@@ -69,6 +69,12 @@ class FileSum(Part):
     xxh3: str
     head_bytes: Annotated[int, Field(ge=0)] = 0
     head_xxh3: str = ""
+
+    @model_validator(mode="after")
+    def _head_is_part_of_it(self) -> Self:
+        if self.head_bytes > self.num_bytes:
+            raise ValueError(f"head_bytes {self.head_bytes} of a file of {self.num_bytes}")
+        return self
 
 
 class TensorRows(Part):

@@ -83,16 +83,22 @@ def _open_for(path: Path, wanted: list[str], kept: int | None) -> tuple[list[str
     """Make the file fit to be appended to; return its columns in their order, and whether it is
     empty still. Rows that go stand at its end, unless somebody has edited it, and are cut off in
     place: the file may be long, and a full disk takes that, too."""
-    if not path.is_file() or path.stat().st_size == 0:
+    try:
+        opened = open_regular(path)
+    except FileNotFoundError:
         return wanted, True
-    with open_regular(path) as file:
+    with opened as file:
         first = file.readline()
+        if not first:
+            return wanted, True
         found = _names(path, first)
         if not first.endswith(b"\n") or not set(wanted) <= set(found):
             return _rewrite(path, wanted, kept), False
         read = stays_until = len(first)
         for line in file:
             read += len(line)
+            if not line.isascii():
+                _names(path, line)  # or damage, behind which nothing is written
             if line.endswith(b"\n") and (kept is None or _step_of(line, found) <= kept):
                 if stays_until < read - len(line):
                     return _rewrite(path, wanted, kept), False
@@ -105,6 +111,7 @@ def _open_for(path: Path, wanted: list[str], kept: int | None) -> tuple[list[str
 def _rewrite(path: Path, wanted: list[str], kept: int | None) -> list[str]:
     """Write the rows that stay anew, with empty cells in the columns that the file lacks."""
     before = path.read_bytes()
+    _names(path, before)
     first, *lines = before[: before.rfind(b"\n") + 1].split(b"\n")[:-1] or [b""]
     found = _names(path, first) if first else []
     columns = found + [name for name in wanted if name not in found]

@@ -163,10 +163,11 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
         raise damaged(path, "it is not text in UTF-8", f"byte {error.start} of a part") from error
     except csv.Error as error:  # a cell without an end
         raise damaged(path, "it is not a table", error) from error
+    # Column by column: the chunks of one are let go before the next is put together.
     return Table(
         layout,
-        {name: np.concatenate(found) for name, found in values.items()},
-        {name: np.concatenate(found) for name, found in gaps.items()},
+        {name: np.concatenate(values.pop(name)) for name in list(values)},
+        {name: np.concatenate(gaps.pop(name)) for name in list(gaps)},
     )
 
 

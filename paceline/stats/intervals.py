@@ -5,6 +5,7 @@ with the value has one size. docs/statistics.md tells the method and what was me
 """
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from scipy import optimize, special
 # came out equal to the last digit are luck or a coarse clock, not certainty.
 SMALLEST_NOISE = 0.001
 TABLE_ROWS = (*range(1, 21), 24, 30, 40, 60, 120)  # degrees of freedom
+MAX_LOG = math.log(sys.float_info.max)
 
 
 class Interval(NamedTuple):
@@ -55,8 +57,10 @@ class Sample:
 
 
 def around(mean: float, reach: float) -> Interval:
-    """Turn a mean and a reach on the log scale into an interval of values."""
-    return Interval(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
+    """Turn a mean and a reach on the log scale into an interval of values. A few runs that lie far
+    apart may reach beyond any float: then it ends at the last."""
+    value, low, high = (math.exp(min(at, MAX_LOG)) for at in (mean, mean - reach, mean + reach))
+    return Interval(value, low, high)
 
 
 def measure_samples(groups: Sequence[Sequence[float]]) -> list[Sample]:

@@ -67,15 +67,18 @@ class PointSummary:
 
 def list_points(rows: Table[StepRow], log_every: int) -> TimingPoints:
     """Return a point for every step that `log_every` divides."""
-    phases_ms = 1000 * np.nan_to_num([rows.column(phase.column) for phase in TIMED]).T
-    table = np.column_stack([phases_ms, phases_ms.sum(axis=1)])
+    # One row per phase and one for all together: a window is then a stretch of memory.
+    table = np.empty((len(TIMED) + 1, len(rows)))
+    for place, phase in enumerate(TIMED):
+        table[place] = 1000 * np.nan_to_num(rows.column(phase.column))
+    table[-1] = table[:-1].sum(axis=0)
     steps = rows.column("step")
     ends = np.flatnonzero(steps % log_every == 0) + 1
     # Windows at the start are shorter, so each has its own median; full ones go by many at once.
     early, later = ends[ends < WINDOW], ends[ends >= WINDOW]
-    parts = [np.empty((0, table.shape[1])), *(np.median(table[:n], axis=0)[None] for n in early)]
+    parts = [np.empty((0, len(table))), *(np.median(table[:, :n], axis=1)[None] for n in early)]
     for some in np.array_split(later, len(later) // CHUNK + 1):
-        parts.append(np.median(table[some[:, None] + np.arange(-WINDOW, 0)], axis=1))
+        parts.append(np.median(table[:, some[:, None] + np.arange(-WINDOW, 0)], axis=2).T)
     return TimingPoints(steps[ends - 1], np.concatenate(parts))
 
 

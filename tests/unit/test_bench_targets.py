@@ -154,3 +154,9 @@ loss: {cpu: 1.0e-3, because: none needed}
 """
     with pytest.raises(ConfigError, match="b sets train.micro_batch_size=16, which is not decl"):
         parse_target("unfair", text)
+
+
+def test_a_target_without_work_for_this_device_is_skipped() -> None:
+    target = load_targets()["fused_adamw"]
+    only = target.model_copy(update={"work": {"cuda": target.work["cuda"]}})
+    assert plan_pair(only, env(0)).skipped == "it has no work for ranks on cpu"

@@ -378,9 +378,11 @@ def test_a_state_nested_without_end_is_passed_over(folder: CheckpointFolder) -> 
     assert found is not None and found.kept.step == 1
 
 
-def test_a_file_of_fewer_than_no_bytes_is_damage(folder: CheckpointFolder) -> None:
+@pytest.mark.parametrize("head_bytes", [-5, 10**6, 2**70])
+def test_a_head_is_a_part_of_its_file(folder: CheckpointFolder, head_bytes: int) -> None:
     files = folder.manifest(2).files
     name = next(name for name in files if name.startswith("model"))
-    reseal(folder, 2, files={**files, name: files[name].model_copy(update={"head_bytes": -5})})
+    other = files[name].model_copy(update={"head_bytes": head_bytes})
+    reseal(folder, 2, files={**files, name: other})
     with pytest.raises(RestoreError, match="head_bytes"):
         folder.manifest(2)

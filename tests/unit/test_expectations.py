@@ -254,8 +254,11 @@ def test_keys_name_the_hardware() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"rates": []}, {"rates": [0.0, 1.0]}, {"rates": [-1.0]}, {"peak_bytes": [0]}, {"rates": None}],
-)
+    [
+        {"rates": []}, {"rates": [0.0, 1.0]}, {"rates": [-1.0]}, {"rates": None},
+        {"peak_bytes": [0]},
+    ],
+)  # fmt: skip
 def test_expectations_that_no_run_gave_are_damaged(
     bench: Callable[..., BenchReport], tmp_path: Path, change: dict[str, Any]
 ) -> None:
@@ -276,3 +279,16 @@ def test_expectations_name_a_baseline_that_they_have(
     file.write_text(file.read_text().replace('"baseline": "many"', '"baseline": "other"'))
     with pytest.raises(DataError, match="its baseline other is none of its arms"):
         bench({}, check=tmp_path)
+
+
+@pytest.mark.parametrize("rates", [[1e-9, 1e9], [1e-30, 1e30]])
+def test_the_wildest_noise_has_an_interval(
+    bench: Callable[..., BenchReport], tmp_path: Path, rates: list[float]
+) -> None:
+    bench({}, save=tmp_path)
+    file = next(tmp_path.glob("expectations_*.json"))
+    body = json.loads(file.read_text())
+    body["pairs"]["fused_adamw"]["arms"]["many"]["rates"] = rates
+    file.write_text(json.dumps(body))
+    report = bench({}, check=tmp_path)
+    assert report.exit_code == 0 and len(report.gate) > 0, "nothing is shown to be worse"
