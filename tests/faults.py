@@ -7,6 +7,8 @@ STOP = "tests/cli/test_keep_stop.py"
 RESTART = "tests/cli/test_keep_restart.py"
 DISK = "tests/cli/test_keep_disk.py"
 MEMBERS = "tests/cli/test_keep_members.py"
+FULL = "tests/cli/test_disk.py"
+MORE = "tests/cli/test_more_faults.py"
 DAMAGED = f"{DISK}::test_a_damaged_checkpoint_is_named_and_the_one_before_is_used"
 
 
@@ -229,6 +231,77 @@ LIST = [
     Fault(
         "F46f", "commands and options in a hostfile", "refused with their line",
         "tests/unit/test_launch.py::test_f46f_a_hostfile_holds_names_and_nothing_else",
+    ),
+    # Disks and files that are lost elsewhere
+    Fault(
+        "", "the run's disk is full, then has room again", "rows wait for it, none is missing",
+        f"{FULL}::test_space_that_comes_back_is_used_and_nothing_is_missing",
+    ),
+    Fault(
+        "", "it stays full, checkpoint.on_error=continue", "trains on; says what is not written",
+        f"{FULL}::test_a_disk_that_stays_full_costs_files_and_not_the_run",
+    ),
+    Fault(
+        "", "it stays full, and a checkpoint is due", "ends as a failed checkpoint does",
+        f"{FULL}::test_a_checkpoint_that_must_be_written_ends_the_run_as_such",
+    ),
+    Fault(
+        "", "the file system becomes read-only", "trains on; says what is not written",
+        f"{FULL}::test_a_disk_that_becomes_read_only_costs_files_and_not_the_run",
+    ),
+    Fault(
+        "", "the run directory is deleted", "said; it is not made anew",
+        f"{FULL}::test_a_run_directory_that_is_gone_ends_the_run_and_stays_gone",
+    ),
+    Fault(
+        "", "no room for a run, a report or tokens", "plain errors",
+        f"{FULL}::test_no_room_to_begin_with",
+    ),
+    Fault(
+        "", "no room in TMPDIR", "a plain error",
+        f"{FULL}::test_no_room_for_temporary_files_and_for_what_is_said",
+    ),
+    # The machine plays tricks
+    Fault(
+        "", "the clock is set by five hours, both ways", "no deadline, duration or blame changes",
+        f"{MORE}::test_a_clock_that_is_set_by_hours_ends_nothing",
+    ),
+    Fault(
+        "", "SIGSTOP of one of many ranks on 2 cores", "that one is named",
+        f"{MORE}::test_of_many_ranks_the_one_that_was_stopped_is_named",
+    ),
+    Fault(
+        "", "two runs at one fixed port", "the second is refused on all its ranks",
+        f"{MORE}::test_two_runs_on_one_fixed_port",
+    ),
+    Fault(
+        "", "escape sequences in names and exceptions", "shown, never acted upon",
+        f"{MORE}::test_escapes_in_names_and_exceptions_reach_no_screen_and_no_page",
+    ),
+    Fault(
+        "", "a text cell that a spreadsheet would compute", "a quote stands before it",
+        "tests/unit/test_strange_text.py::test_a_text_is_never_a_formula_and_a_number_stays_one",
+    ),
+    Fault(
+        "", "three converts of one checkpoint at once", "one writes it, the others say so",
+        "tests/cli/test_checkpoints.py::"
+        "test_of_three_converts_at_once_one_wins_and_the_others_say_so",
+    ),
+    Fault(
+        "", "SIGKILL of a loader before step 1", "named; another attempt where one is allowed",
+        f"{MORE}::test_a_loader_that_is_killed_at_its_start",
+    ),
+    Fault(
+        "", "a resume of a run that is live on another host", "refused with process and host",
+        f"{MORE}::test_a_run_that_is_live_on_another_machine_is_not_resumed",
+    ),
+    Fault(
+        "", "a killed supervisor's temporary folders", "swept by the next run, and no others",
+        "tests/unit/test_leftovers.py::test_folders_of_dead_supervisors_are_swept_and_no_others",
+    ),
+    Fault(
+        "", "a stranger on the network gives orders", "refused and reported with the address",
+        "tests/schedulers/test_strangers.py::test_b2_a_stranger_on_the_network_is_not_obeyed",
     ),
 ]  # fmt: skip
 
