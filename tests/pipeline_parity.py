@@ -25,6 +25,10 @@ def slow(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def nightly(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 def pipeline(schedule: str, ranks: int = 2, dp: int = 1, accum: int = 1) -> list[str]:
     """`ranks` in all, as `dp` pipelines; the batch of a step is always the same."""
     stages = ranks // dp * (2 if schedule in TWO_A_RANK else 1)

@@ -69,14 +69,22 @@ def main() -> None:
     # A request for stacks must not kill a process that has none to show yet, or no more.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     leave_at_once()
-    if sys.stderr is not None and not sys.stderr.isatty():  # a full disk must not end a run
-        number = sys.stderr.fileno()
-        file = Appender(Path("stderr"), hold=LOG_BYTES, handle=number)
-        sys.stderr = LogStream.open_text(file, number)
+    _guard_stderr()
     try:
         _run()
     finally:
         _flush_stdout()
+
+
+def _guard_stderr() -> None:
+    """Let a full disk, to which stderr may go, end no run."""
+    try:
+        number = sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):  # there is none, or it is no file
+        return
+    if not os.isatty(number):
+        file = Appender(Path("stderr"), hold=LOG_BYTES, handle=number)
+        sys.stderr = LogStream.open_text(file, number)
 
 
 def _run() -> None:

@@ -24,7 +24,7 @@ def test_list_says_what_differs_and_what_can_run_here(tmp_path: Path) -> None:
     assert "here     runs" in shown and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_pair_its_files_its_gate_and_compare(tmp_path: Path) -> None:
     words = ("bench", "run", "labs/train_distributed:zero3", *SMALL, "--steps", "10")
@@ -78,7 +78,7 @@ def test_a_run_that_dies_fails_the_pair(tmp_path: Path) -> None:
         (["bench", "run", "ddp", "--check-expectations", "x"], 2, "nothing is stored for this"),
         (["bench", "rum"], 2, "run"),
         (["compare", "nowhere", "here"], 4, "nowhere is not a run directory"),
-        (["compare", "x", "y", "--metric", "speed"], 2, "there is no metric speed"),
+        (["compare", "x", "y", "--metric", "speed"], 2, "'speed' is not a metric"),
     ],
 )
 def test_mistakes_are_one_clear_message(

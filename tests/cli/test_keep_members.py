@@ -34,7 +34,7 @@ def attempts(bench: Bench) -> list[dict[str, Any]]:
 # Each starts five processes that load torch: one of each launcher in CI, the others at night.
 DEATHS = [
     pytest.param(0, TORCHRUN, "launch.launcher=auto", id="0-under-torchrun"),
-    pytest.param(1, PYTHON, "launch.launcher=mpi", marks=needs_mpi, id="1-mpi"),
+    pytest.param(1, PYTHON, "launch.launcher=mpi", marks=[needs_mpi, nightly], id="1-mpi"),
     pytest.param(0, PYTHON, "launch.launcher=torchrun", marks=nightly, id="0-torchrun"),
     pytest.param(1, PYTHON, "launch.launcher=torchrun", marks=nightly, id="1-torchrun"),
     pytest.param(1, TORCHRUN, "launch.launcher=auto", marks=nightly, id="1-under-torchrun"),

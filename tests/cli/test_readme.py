@@ -69,7 +69,7 @@ def test_the_other_commands_run_as_written(tmp_path: Path) -> None:
             assert ran.code == 0, f"{command}\n{ran.err}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_the_demo_learns(tmp_path: Path) -> None:
     ran = paceline("demo", "--json", cwd=tmp_path, cold=True)

@@ -204,7 +204,7 @@ def test_moving_the_job_during_the_run_does_not_lose_it(tmp_path: Path) -> None:
     assert ran.code == 0 and result["outcome"] == "ok", ran.err
 
 
-@pytest.mark.slow  # torch waits 10 s for loaders that do not leave
+@pytest.mark.nightly  # torch waits 10 s for loaders that do not leave
 def test_a_loader_that_hangs_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
     job = LINE.replace("{trouble}", "pass").replace(
         "def __getitem__(self, index): return",

@@ -50,7 +50,7 @@ SEE = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_2_has_the_environment_of_run_2_and_signals_are_as_before(tmp_path: Path) -> None:
     write_line_job(tmp_path, SEE)
     (tmp_path / "sweep.py").write_text(PROGRAM)

@@ -147,7 +147,7 @@ def count_exchanges(settings: dict[str, list[str]], group: RunDir, place: RankId
 @pytest.mark.parametrize(
     ("scope", "graphs"),
     [
-        pytest.param("auto", 1, marks=pytest.mark.slow),
+        pytest.param("auto", 1, marks=pytest.mark.nightly),
         pytest.param("blocks", 2, marks=pytest.mark.nightly),
     ],
 )

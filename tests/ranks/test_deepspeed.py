@@ -85,7 +85,7 @@ def test_two_ranks_equal_one(
         assert_same(reference, ends, name)
 
 
-@slow
+@nightly
 def test_a_nan_on_one_rank_leaves_every_rank_untouched(job: str, tmp_path: Path) -> None:
     """Two microbatches a step, one of them bad on rank 1; with a skip allowed the run goes on."""
     from paceline.data.cursor import Order, StepSlice
@@ -149,7 +149,7 @@ def test_the_run_ends_as_nan(pairs: list[tuple[str, int]], job: str, tmp_path: P
 @pytest.mark.parametrize(
     "modes",
     [
-        pytest.param(["bf16", "fp16", "bf16", "fp16"], id="some", marks=slow),
+        pytest.param(["bf16", "fp16", "bf16", "fp16"], id="some", marks=nightly),
         pytest.param(["fp16", "bf16", "fp16", "bf16"], id="rest", marks=nightly),
     ],
 )

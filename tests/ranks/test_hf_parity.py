@@ -95,7 +95,7 @@ def test_two_ranks_equal_one(job: str, reference: RankEnds, saved: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "job", [pytest.param("mae", marks=nightly), pytest.param("llama, loaded", marks=slow)]
+    "job", [pytest.param("mae", marks=nightly), pytest.param("llama, loaded", marks=nightly)]
 )
 def test_four_ranks_equal_one(job: str, reference: RankEnds, saved: Path, tmp_path: Path) -> None:
     """Two copies, each cut in two."""

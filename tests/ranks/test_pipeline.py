@@ -8,7 +8,7 @@ import torch
 
 from paceline.errors import ConfigError
 from tests.harness import RankEnds, run_each, run_here
-from tests.pipeline_parity import ONE, SGD, assert_same, pipeline, slow
+from tests.pipeline_parity import ONE, SGD, assert_same, nightly, pipeline, slow
 
 LM = [
     *SGD, "data.source=synthetic", "data.synthetic_samples=256", "data.seq_len=16", "model.dim=32",
@@ -27,7 +27,7 @@ def test_every_step_is_clipped(untied: RankEnds) -> None:
     assert min(row.grad_norm for row in untied.rows) > 0.4
 
 
-@pytest.mark.parametrize("inner", [slow("ddp"), slow("zero2"), slow("zero3")])
+@pytest.mark.parametrize("inner", [nightly("ddp"), nightly("zero2"), slow("zero3")])
 def test_two_pipelines_of_two_ranks(inner: str, untied: RankEnds, tmp_path: Path) -> None:
     more = [*UNTIED, f"strategy.inner={inner}"]
     cases = {s: [*more, *pipeline(s, ranks=4, dp=2)] for s in ("1f1b", "zbv", "dualpipe")}
@@ -114,7 +114,7 @@ def test_an_incomplete_batch_is_evaluated(tmp_path: Path, corpus: Path) -> None:
         assert_same(reference, ends, name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_half_precision_computes_nearly_the_same(untied: RankEnds, tmp_path: Path) -> None:
     cases = {
         f"{s}, {mode}, {inner}": [

@@ -74,6 +74,7 @@ def same(run: Path, losses_expected: list[float]) -> None:
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
+@nightly
 def test_under_torchrun(expected: dict[int, list[float]], tmp_path: Path) -> None:
     argv = [*TORCHRUN, "--nproc-per-node", "2", "-m", "paceline", "train", *JOB, "--out", "run"]
     run(argv, tmp_path)
@@ -226,6 +227,7 @@ def batch(cluster: SlurmCluster, folder: Path, *overrides: str) -> Path:
     return folder / "job.sh"
 
 
+@nightly
 @needs_slurm
 def test_the_batch_script_trains_on_its_two_nodes(
     expected: dict[int, list[float]], cluster: SlurmCluster, tmp_path: Path
@@ -371,7 +373,7 @@ def test_check_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
 
 
 STARTERS = [
-    ("torchrun", signal.SIGKILL),
+    pytest.param("torchrun", signal.SIGKILL, marks=nightly),
     pytest.param("mpi", signal.SIGINT, marks=[needs_mpi, nightly]),
     pytest.param("deepspeed", signal.SIGKILL, marks=[needs_deepspeed, nightly]),
     pytest.param("torchrun", signal.SIGINT, marks=nightly),
