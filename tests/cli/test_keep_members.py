@@ -92,7 +92,7 @@ def test_a_member_whose_supervisor_is_killed_is_not_waited_for(bench: Bench) -> 
 @pytest.mark.parametrize(
     ("number", "code", "launcher"),
     [
-        (signal.SIGTERM, 75, "launch.launcher=torchrun"),
+        pytest.param(signal.SIGTERM, 75, "launch.launcher=torchrun", marks=nightly),
         pytest.param(signal.SIGINT, 130, "launch.launcher=torchrun", marks=nightly),
         pytest.param(signal.SIGTERM, 75, "launch.launcher=mpi", marks=[needs_mpi, nightly]),
         pytest.param(signal.SIGINT, 130, "launch.launcher=mpi", marks=[needs_mpi, nightly]),

@@ -73,7 +73,7 @@ REST = {
     "cases",
     [
         pytest.param(QUICK, id="quick"),
-        pytest.param(OTHERS, id="others", marks=slow),
+        pytest.param(OTHERS, id="others", marks=nightly),
         pytest.param(REST, id="rest", marks=nightly),
     ],
 )

@@ -138,7 +138,7 @@ PLAIN, HYBRIDS = ("ddp", "zero1", "zero2", "zero3"), ("zero2_hybrid", "zero3_hyb
     ("names", "ranks"),
     [
         pytest.param(PLAIN, 2, marks=pytest.mark.slow),
-        pytest.param(HYBRIDS, 4, marks=pytest.mark.slow),
+        pytest.param(HYBRIDS, 4, marks=pytest.mark.nightly),
         pytest.param(PLAIN, 4, marks=pytest.mark.nightly),
     ],
 )
@@ -150,7 +150,7 @@ def test_every_strategy_is_proven(names: tuple[str, ...], ranks: int, tmp_path: 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "ranks",
-    [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)],
+    [pytest.param(2, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)],
 )
 def test_every_stage_of_deepspeed_is_proven(ranks: int, tmp_path: Path) -> None:
     report = verify(["deepspeed"], [f"launch.nproc={ranks}"], tmp_path / "v")

@@ -111,7 +111,7 @@ def make_trap(folder: Path) -> Path:
 
 
 @needs_namespaces
-@pytest.mark.parametrize("how", ["blind", "listing"])
+@pytest.mark.parametrize("how", [pytest.param("blind", marks=pytest.mark.nightly), "listing"])
 def test_b2_a_stranger_on_the_network_is_not_obeyed(
     how: str, networks: tuple[str, str], tmp_path: Path
 ) -> None:
