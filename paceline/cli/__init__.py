@@ -27,7 +27,6 @@ from paceline.cli import (
 )
 from paceline.errors import DiskError, Outcome, PacelineError
 from paceline.machine.process import leave_at_once
-from paceline.records.disk import LOG_BYTES, Appender, LogStream
 
 app = typer.Typer(
     name="paceline",
@@ -82,7 +81,9 @@ def _guard_stderr() -> None:
         number = sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):  # there is none, or it is no file
         return
-    if not os.isatty(number):
+    if not os.isatty(number) and "--help" not in sys.argv:  # which answers at once
+        from paceline.records.disk import LOG_BYTES, Appender, LogStream
+
         file = Appender(Path("stderr"), hold=LOG_BYTES, handle=number)
         sys.stderr = LogStream.open_text(file, number)
 

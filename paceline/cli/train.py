@@ -14,7 +14,6 @@ import typer
 
 from paceline.cli.arguments import SOURCE, JsonFlag, OutOption, Overrides
 from paceline.errors import ConfigError, StopAsked
-from paceline.machine.fork_server import start_early
 from paceline.machine.process import ignore_stop_signals, signal_handlers
 
 if TYPE_CHECKING:
@@ -70,6 +69,8 @@ def finish(source: str, overrides: list[str], out: Path | None, as_json: bool) -
     def run(talk: ConsoleTalk, rendezvous: Rendezvous | None) -> Result:
         job = load_job(source, overrides)
         talk.say("checking the machine and planning")
+        from paceline.machine.fork_server import start_early
+
         start_early(job.config.launch.launcher)
         from paceline.run.flow import run_job  # imports torch: only once the config is right
 
@@ -91,6 +92,8 @@ def go_on(
         raise ConfigError("--resume continues in the run's own directory; it takes no --out")
 
     def run(talk: ConsoleTalk, rendezvous: Rendezvous | None) -> Result:
+        from paceline.machine.fork_server import start_early
+
         start_early()
         from paceline.run.flow import resume_job
         from paceline.run.resume import load_resumption
