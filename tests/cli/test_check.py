@@ -36,6 +36,7 @@ def test_a_fit_machine_is_exit_0_with_every_part_in_it(checked: tuple[Ran, Path]
     assert {rate["what"] for rate in report["ranks"][0]["rates"]} == {"matmul", "copy"}
 
 
+@pytest.mark.slow
 def test_lint_is_part_of_it(checked: tuple[Ran, Path]) -> None:
     findings = json.loads(checked[0].out)["findings"]
     (found,) = [finding for finding in findings if finding["where"] == "NCCL_TIMEOUT"]

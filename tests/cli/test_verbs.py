@@ -126,6 +126,7 @@ def test_a_refusal_is_data_too(tmp_path: Path) -> None:
     assert refusal["exit_code"] == ran.code == 2 and len(refusal["problems"]) == 2
 
 
+@pytest.mark.slow
 def test_ranks_do_not_start_ranks(tmp_path: Path) -> None:
     ran = paceline(
         "train", "lm_tiny", "data.source=synthetic", "launch.launcher=local", cwd=tmp_path,

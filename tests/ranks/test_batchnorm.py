@@ -63,6 +63,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{file}:Job"
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_where_statistics_are_shared(job: str, tmp_path: Path) -> None:
     reference = run_here(tmp_path / "one", job, [*SETTINGS, "train.micro_batch_size=8"])
     cases = {

@@ -72,7 +72,7 @@ REST = {
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(QUICK, id="quick"),
+        pytest.param(QUICK, id="quick", marks=slow),
         pytest.param(OTHERS, id="others", marks=nightly),
         pytest.param(REST, id="rest", marks=nightly),
     ],

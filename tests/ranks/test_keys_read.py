@@ -96,6 +96,7 @@ def test_the_proxy_sees_reads_and_only_reads(reads: set[tuple[str, str]]) -> Non
     assert reads == {("Extra", "unused")}
 
 
+@pytest.mark.slow
 def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, corpus: Path) -> None:
     text = [
         f"data.cache_dir={tmp_path / 'cache'}",

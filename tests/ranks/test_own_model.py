@@ -78,6 +78,7 @@ def reference(job: str, tmp_path_factory: pytest.TempPathFactory) -> RankEnds:
     return run_here(folder, job, [*SETTINGS, "train.micro_batch_size=8"])
 
 
+@pytest.mark.slow
 def test_items_and_methods_of_the_model_are_there_on_two_ranks(
     job: str, reference: RankEnds, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def test_tied_weights_cannot_be_sharded(tmp_path: Path) -> None:
         run_each(tmp_path, "lm_tiny", {"sharded": sharded})
 
 
+@pytest.mark.slow
 def test_an_incomplete_batch_is_evaluated(tmp_path: Path, corpus: Path) -> None:
     """11 samples are one batch of 8 and one of 3; training goes on after it, with its own sizes."""
     text = [

@@ -193,6 +193,7 @@ def test_all_start_again_though_the_peer_is_busy(trouble: str, bench: Bench) -> 
     assert "rank 0 is killed: rank 1 has failed" in bench.run.launcher_log.read_text()
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_is_a_failure_like_others(bench: Bench) -> None:
     limits = ["launch.progress_s=1", "launch.max_restarts=1"]
     end = bench.go(fail_at_first, *limits, FAILS="1", TROUBLE="freeze")
@@ -258,6 +259,7 @@ def test_the_total_deadline_is_for_all_attempts(bench: Bench) -> None:
     assert time.monotonic() - started_at < 15
 
 
+@pytest.mark.slow
 def test_f17_a_rank_that_never_comes_back_is_bounded(bench: Bench) -> None:
     limits = ["launch.start_s=6", "launch.max_restarts=1"]  # time to fail in the first
     end = bench.go(hang_in_the_second, *limits)

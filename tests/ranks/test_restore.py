@@ -31,6 +31,7 @@ def choose(root: Path, run: RunDir, place: RankId) -> None:
     assert bool(found.damages) == (place.rank == 1)
 
 
+@pytest.mark.slow
 def test_damage_that_one_rank_has_met_counts_for_all(tmp_path: Path) -> None:
     saver = build_saver(tmp_path / "checkpoints")
     save(saver, 1)

@@ -24,6 +24,8 @@ from paceline.verify.trials import expected_bytes
 from tests.proofs import CPU, assert_proven, verify
 from tests.skips import needs_deepspeed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def proven(tmp_path_factory: pytest.TempPathFactory) -> Path:
