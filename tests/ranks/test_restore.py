@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from paceline.checkpoint.folder import CheckpointFolder
