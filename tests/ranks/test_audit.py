@@ -39,6 +39,7 @@ def test_what_was_decided_is_what_is_held_against(
     """A policy that is not applied: each part of it shows."""
     from paceline.train import worker
 
+    torch.backends.cuda.enable_flash_sdp(True)  # whatever the run before has left
     monkeypatch.setattr(worker, "apply_policy", lambda plan: None)
     asked = ["attention.impl=math", "precision.matmul=medium"]
     found = audit_of(tmp_path / "run", asked)
