@@ -101,6 +101,7 @@ START_KILLER = """def build_data(self, config, split):
         return"""
 
 
+@pytest.mark.serial  # beside others it once found its loaders too late, and waited for them
 @pytest.mark.parametrize(("max_restarts", "code"), [(0, 4), (1, 0)])
 def test_a_loader_that_is_killed_at_its_start(max_restarts: int, code: int, bench: Bench) -> None:
     job = KILLER + LINE.replace("{trouble}", "pass")
