@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 
 from paceline.checkpoint.folder import CheckpointFolder
-from paceline.checkpoint.pieces import Piece, Section
+from paceline.checkpoint.pieces import Piece, Section, named_tensors
 from paceline.checkpoint.saver import Saver, Writer
 from paceline.config.load import dump_config
 from paceline.config.schema import CheckpointConfig
 from paceline.job import load_job
 from paceline.records import BestMetric, DataPosition, Kept
 from paceline.records.rundir import RunDir
-from paceline.strategies.stored import named_tensors
 from paceline.strategies.weights import fill_weights
 
 CPU = torch.device("cpu")

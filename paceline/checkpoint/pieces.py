@@ -5,13 +5,16 @@ any strategy on any number of ranks can read what any other has written.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from paceline.errors import ConfigError
 
 Section = Literal["model", "optimizer"]
 SECTIONS: tuple[Section, ...] = ("model", "optimizer")
+MAX_NAMED = 8
 EMA = "ema"  # the average of a weight, beside exp_avg and the like
 
 
@@ -77,3 +80,33 @@ def own_pieces(pieces: Iterable[Piece], rank: int, first_holder_only: bool) -> l
             if writer == rank:
                 own.append(piece)
     return own
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers by their first name: tied ones once."""
+    seen: set[int] = set()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield name, value
+
+
+def require_same_shapes(source: Source, held: dict[str, tuple[int, ...]]) -> None:
+    """Refuse a checkpoint of another model, and say where the two differ."""
+    kept = source.shapes("model")
+    differences = [f"{name}: not in the checkpoint" for name in held.keys() - kept.keys()]
+    differences += [f"{name}: not in the model" for name in kept.keys() - held.keys()]
+    differences += [
+        f"{name}: {list(kept[name])} in the checkpoint, {list(held[name])} in the model"
+        for name in held.keys() & kept.keys()
+        if kept[name] != held[name]
+    ]
+    if differences:
+        shown = "\n".join(f"  {line}" for line in sorted(differences)[:MAX_NAMED])
+        more = (
+            f"\n  and {len(differences) - MAX_NAMED} more" if len(differences) > MAX_NAMED else ""
+        )
+        raise ConfigError(
+            f"the checkpoint is of another model; {len(differences)} tensors differ:\n{shown}{more}"
+            "\nhint: resume with the model's own settings, or start a new run"
+        )

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from paceline.checkpoint.folder import CheckpointFolder
+from paceline.checkpoint.pieces import named_tensors, require_same_shapes
 from paceline.checkpoint.tensors import TensorFiles
 from paceline.config.describe import differing
 from paceline.config.load import load_config, read_draft, validate
@@ -25,7 +26,6 @@ from paceline.records import LaunchPlan, Plan
 from paceline.records.rundir import RunDir
 from paceline.strategies import lossy_keys
 from paceline.strategies.optim import learning_rate
-from paceline.strategies.stored import named_tensors, require_same_shapes
 from paceline.trust import strangers
 from paceline.workloads.base import (
     Approve,

@@ -16,8 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.pieces import Piece, Section, Source, moment_name, own_pieces
-from paceline.strategies.stored import named_tensors, piece_of, require_same_shapes
+from paceline.checkpoint.pieces import (
+    Piece,
+    Section,
+    Source,
+    moment_name,
+    named_tensors,
+    own_pieces,
+    require_same_shapes,
+)
+from paceline.strategies.stored import piece_of
 
 
 class Span(NamedTuple):

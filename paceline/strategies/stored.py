@@ -12,13 +12,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from paceline.checkpoint.pieces import EMA, Piece, Section, Source, moment_name
+from paceline.checkpoint.pieces import (
+    EMA,
+    MAX_NAMED,
+    Piece,
+    Section,
+    Source,
+    moment_name,
+    named_tensors,
+    require_same_shapes,
+)
 from paceline.errors import ConfigError
 from paceline.strategies.gather import cut_like, first_row
 from paceline.strategies.precision import LossScale
 
 LOG = logging.getLogger("paceline")
-MAX_NAMED = 8
 NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 SCALER = ":loss_scale"  # no parameter has this name
 GROUP = ":group"  # nor this
@@ -29,15 +37,6 @@ NUMBERS: dict[str, tuple[type, torch.dtype]] = {
     "float": (float, torch.float64),
 }
 Slots = Mapping[str, Collection[str]]  # what an optimizer keeps, by the parameter's name
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers by their first name: tied ones once."""
-    seen: set[int] = set()
-    for name, value in module.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
-            yield name, value
 
 
 def module_pieces(module: nn.Module) -> list[Piece]:
@@ -154,27 +153,6 @@ def slots_of(source: Source) -> dict[str, list[str]]:
         if slot != EMA:  # kept beside it, and no part of the optimizer
             found[parameter].append(slot)
     return found
-
-
-def require_same_shapes(source: Source, held: dict[str, tuple[int, ...]]) -> None:
-    """Refuse a checkpoint of another model, and say where the two differ."""
-    kept = source.shapes("model")
-    differences = [f"{name}: not in the checkpoint" for name in held.keys() - kept.keys()]
-    differences += [f"{name}: not in the model" for name in kept.keys() - held.keys()]
-    differences += [
-        f"{name}: {list(kept[name])} in the checkpoint, {list(held[name])} in the model"
-        for name in held.keys() & kept.keys()
-        if kept[name] != held[name]
-    ]
-    if differences:
-        shown = "\n".join(f"  {line}" for line in sorted(differences)[:MAX_NAMED])
-        more = (
-            f"\n  and {len(differences) - MAX_NAMED} more" if len(differences) > MAX_NAMED else ""
-        )
-        raise ConfigError(
-            f"the checkpoint is of another model; {len(differences)} tensors differ:\n{shown}{more}"
-            "\nhint: resume with the model's own settings, or start a new run"
-        )
 
 
 def scale_pieces(scale: LossScale) -> list[Piece]:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.checkpoint.pieces import named_tensors
 from paceline.strategies.gather import locals_of
 from paceline.strategies.pipeline.stage import Sent, Stage
-from paceline.strategies.stored import named_tensors
 
 MIB = 2**20
 
