@@ -15,7 +15,7 @@ LAYERS = [
     ["errors", "metrics"],
     ["records"],
     ["config", "trust"],
-    ["stats", "schedules", "machine", "data"],
+    ["stats", "schedules", "machine", "data", "prepare"],
     ["report", "workloads"],
     ["checkpoint"],
     ["strategies"],
