@@ -198,7 +198,7 @@ def draw_values(xs: NDArray[Any], ys: NDArray[np.float64], line: Series) -> Seri
 def ticks(low: float, high: float, wanted: int = 5, whole: bool = False) -> list[float]:
     """Return about `wanted` round values inside [low, high]; only whole numbers if `whole`."""
     span = high - low
-    if not span > 0:
+    if not 0 < span < math.inf:  # the difference of two finite numbers may be too large for a float
         return [low]
     raw = span / wanted
     magnitude = 10 ** math.floor(math.log10(raw))

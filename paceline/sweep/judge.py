@@ -272,10 +272,12 @@ class _Judge:
         return (rows[0]["global_batch"] if rows else "", *model)
 
     def _curve(self, name: str) -> list[float]:
-        """Return the loss of a cell over time: the mean over its runs of each part but the
-        first."""
+        """Return the loss of a cell over time: the mean over its runs of each part but the first;
+        nothing where a run has too few steps to be cut like the others."""
         curves = [_parts(self.figures[row["run_dir"]].losses) for row in self._of(name)]
-        return [fmean(part) for part in zip(*curves, strict=True)] if curves else []
+        if len({len(curve) for curve in curves}) != 1:
+            return []
+        return [fmean(part) for part in zip(*curves, strict=True)]
 
     def _find_baseline(self) -> str | None:
         """Return the name of the baseline in this phase."""
@@ -294,7 +296,10 @@ def _parts(losses: Sequence[float]) -> list[float]:
 
 
 def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the largest relative distance between two curves; NaN if either has one."""
+    """Return the largest relative distance between two curves; NaN if either has one, or has fewer
+    parts than the other: what cannot be compared is not found equal."""
+    if len(ours) != len(theirs):
+        return math.nan
     gaps = [
         abs(a - b) / abs(b) if b else abs(a - b) for a, b in zip(ours, theirs, strict=True)
     ]  # fmt: skip

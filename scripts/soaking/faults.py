@@ -116,7 +116,7 @@ def damage(program: Program, draw: random.Random) -> str:
     told = "".join(log.read_text()[at:] for log, at in zip(logs, before, strict=True))
     if f"step_{newest}/{file}" not in told:
         raise SoakError(f"nobody was told that step_{newest}/{file} was damaged: {told}")
-    if f"goes on from the checkpoint of step {newest}" in told or "goes on from" not in told:
+    if f"resumes from the checkpoint of step {newest}" in told or "resumes from" not in told:
         raise SoakError(f"the damaged step_{newest} was used, or no other one: {told}")
     return f"step_{newest}/{file}, {how.__name__}"
 

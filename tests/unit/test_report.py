@@ -307,3 +307,4 @@ def test_bars_of_many_ranks_are_the_slowest_and_the_fastest() -> None:
 def test_ticks_are_round() -> None:
     assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
     assert ticks(3, 3) == [3]
+    assert ticks(-1.7e308, 1.7e308) == [-1.7e308], "the span is too large for a float"

@@ -182,6 +182,14 @@ def test_a_loss_that_is_not_a_number_departs() -> None:
     assert list(judged.flagged) == ["broken"] and judged.winner == "a"
 
 
+@pytest.mark.parametrize("short", [1, 2], ids=["one of two runs", "both runs"])
+def test_a_run_whose_losses_are_cut_short_departs(short: int) -> None:
+    """As in a training.csv that somebody has damaged."""
+    cut = [figures(300.0, FALLING[:2] if n < short else FALLING) for n in range(2)]
+    judged = Sweep().add("a", around(100.0)).add("b", cut).judge()
+    assert list(judged.flagged) == ["b"]
+
+
 def test_short_runs_are_not_flagged_for_being_short() -> None:
     sweep = Sweep().add("a", around(100, losses=(5.0, 4.0, 3.0)))
     assert sweep.add("b", around(100, losses=(5.0, 4.0, 3.0))).judge().flagged == {}
