@@ -280,7 +280,7 @@ def _go_back(engine: Any, batches: Any) -> Any:
 
 
 @slow
-@pytest.mark.parametrize("mode", ["fp32", "fp16"])
+@pytest.mark.parametrize("mode", [pytest.param("fp32", marks=nightly), "fp16"])
 def test_state_survives_a_round_trip(mode: str, tmp_path: Path) -> None:
     cases = {name: [*case, f"precision.mode={mode}"] for name, case in STAGES.items()}
     for name, ranks in build_ranks(tmp_path, cases, _go_back).items():

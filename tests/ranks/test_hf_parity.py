@@ -64,7 +64,12 @@ def save_llama(folder: Path, config: dict[str, int]) -> Path:
     return folder
 
 
-JOBS = ["mae", "llama", "llama, tied", "llama, loaded"]
+JOBS = [
+    "mae",
+    pytest.param("llama", marks=nightly),
+    "llama, tied",
+    pytest.param("llama, loaded", marks=nightly),
+]
 _REFERENCES: dict[str, RankEnds] = {}
 
 

@@ -84,7 +84,7 @@ def test_tied_weights_are_summed_wherever_they_are_read(tmp_path: Path) -> None:
         assert_same(reference, ends, name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tied_weights_of_two_pipelines(tmp_path: Path) -> None:
     reference = run_here(tmp_path / "one", "lm_tiny", [*LM, "model.tied=true", *ONE])
     cases = {

@@ -103,7 +103,7 @@ def of_kind(kind: str, schedule: str = "1f1b") -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("is_tied", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_llama_of_transformers(is_tied: bool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     keys = {**LLAMA, "tie_word_embeddings": str(is_tied).lower()}

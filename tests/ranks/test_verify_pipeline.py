@@ -30,7 +30,7 @@ def test_a_schedule_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         verify(["pipeline_2f2b"], ["launch.nproc=2"], tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_schedule_can_be_set(tmp_path: Path) -> None:
     settings = ["launch.nproc=2", "strategy.schedule=zbv"]
     report = verify(["pipeline"], settings, tmp_path / "run")
