@@ -153,8 +153,8 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
         name: [np.empty(0, bool)] for name in layout.optional
     }
     try:
-        for lines, header in _iter_lines(path, layout):
-            chunk = parse_chunk(path, lines, header, layout.columns)
+        for text, header in _iter_text(path, layout):
+            chunk = parse_chunk(path, text, header, layout.columns)
             for name, (found, is_empty) in chunk.items():
                 values[name].append(found)
                 if name in gaps:
@@ -181,7 +181,7 @@ def read_header(path: Path) -> list[str]:
         return []
 
 
-def _iter_lines(path: Path, layout: Layout[Any]) -> Iterator[tuple[list[str], list[str]]]:
+def _iter_text(path: Path, layout: Layout[Any]) -> Iterator[tuple[str, list[str]]]:
     """Yield some whole lines at a time, and the header: never all of the text at once."""
     try:
         opened = open_regular(path)
@@ -196,6 +196,6 @@ def _iter_lines(path: Path, layout: Layout[Any]) -> Iterator[tuple[list[str], li
             raise damaged(path, "it is not one of our tables", "it has no column step")
         rest = ""
         while block := file.read(CHUNK_LETTERS):  # in blocks: line by line takes twice as long
-            *lines, rest = (rest + block).split("\n")
-            if lines:
-                yield lines, header
+            whole, _, rest = (rest + block).rpartition("\n")
+            if whole:
+                yield whole, header

@@ -78,7 +78,7 @@ class RunFigures:
     tail_points_used: int
     points: Sequence[TimingPoint]
     tail_loss: float | None  # mean over the last fifth of the steps, at least five
-    losses: tuple[float, ...]  # of all steps of the run
+    losses: Sequence[float] | NDArray[np.float64]  # of all steps of the run
     startup_s: float | None  # from the start of the attempt to its first step, where known
     courses: Mapping[str, Course] = field(default_factory=dict)  # of the job's metrics, by name
 
@@ -162,7 +162,7 @@ def measure_run(run: RunDir) -> RunFigures | None:
         tail_points_used=tail.num_points if tail else 0,
         points=points,
         tail_loss=_tail_loss(every_row),
-        losses=tuple(every_row.column("loss").tolist()),
+        losses=every_row.column("loss"),
         courses=_courses(every_row),
         startup_s=_startup_s(run, steps, started_at),
     )

@@ -7,7 +7,7 @@ steps is outside. The tail is the last 20 points. docs/statistics.md says when t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from paceline.records.phases import WORK_PHASES, Phase
 from paceline.records.tables import StepRow
 
 WINDOW, TAIL_POINTS = 100, 20
-CHUNK = 1000  # windows whose medians are taken at once
+CHUNK = 10_000  # windows whose medians are taken at once
 # What the columns of timing_points.csv call a phase; one without a short name keeps its own.
 SHORT = {
     Phase.DATA: "data_wait", Phase.FORWARD: "fwd", Phase.BACKWARD: "bwd", Phase.OPTIMIZER: "step",
@@ -67,19 +67,28 @@ class PointSummary:
 
 def list_points(rows: Table[StepRow], log_every: int) -> TimingPoints:
     """Return a point for every step that `log_every` divides."""
-    # One row per phase and one for all together: a window is then a stretch of memory.
-    table = np.empty((len(TIMED) + 1, len(rows)))
-    for place, phase in enumerate(TIMED):
-        table[place] = 1000 * np.nan_to_num(rows.column(phase.column))
-    table[-1] = table[:-1].sum(axis=0)
     steps = rows.column("step")
     ends = np.flatnonzero(steps % log_every == 0) + 1
+    medians = np.empty((len(ends), len(TIMED) + 1))
+    whole = np.zeros(len(rows))
+    for place, phase in enumerate(TIMED):
+        times_ms = 1000 * np.nan_to_num(rows.column(phase.column))
+        medians[:, place] = _running_medians(times_ms, ends)
+        whole += times_ms
+    medians[:, -1] = _running_medians(whole, ends)
+    return TimingPoints(steps[ends - 1], medians)
+
+
+def _running_medians(values: NDArray[np.float64], ends: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the median of the last WINDOW values before each end."""
+    if not values.any():  # a phase that this run does not have
+        return np.zeros(len(ends))
     # Windows at the start are shorter, so each has its own median; full ones go by many at once.
     early, later = ends[ends < WINDOW], ends[ends >= WINDOW]
-    parts = [np.empty((0, len(table))), *(np.median(table[:, :n], axis=1)[None] for n in early)]
+    parts = [np.array([np.median(values[:end]) for end in early])]
     for some in np.array_split(later, len(later) // CHUNK + 1):
-        parts.append(np.median(table[:, some[:, None] + np.arange(-WINDOW, 0)], axis=2).T)
-    return TimingPoints(steps[ends - 1], np.concatenate(parts))
+        parts.append(np.median(values[some[:, None] + np.arange(-WINDOW, 0)], axis=1))
+    return np.concatenate(parts)
 
 
 def summarise_points(points: TimingPoints) -> PointSummary | None:

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.errors import DataError
 from paceline.records import Result
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
@@ -288,11 +291,11 @@ class _Judge:
         )
 
 
-def _parts(losses: Sequence[float]) -> list[float]:
+def _parts(losses: Sequence[float] | NDArray[np.float64]) -> list[float]:
     """Cut a loss curve into NUM_PARTS and return the mean of each but the first."""
     edges = [round(len(losses) * n / NUM_PARTS) for n in range(NUM_PARTS + 1)]
     parts = [losses[a:b] for a, b in zip(edges[1:], edges[2:], strict=False)]
-    return [fmean(part) for part in parts if part]
+    return [float(np.mean(part)) for part in parts if len(part)]
 
 
 def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:

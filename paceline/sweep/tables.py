@@ -84,7 +84,7 @@ def _run_numbers(row: Row, figures: RunFigures) -> dict[str, Value]:
         "standard_error": figures.standard_error,
         "startup_s": figures.startup_s,
         "tail_loss": figures.tail_loss,
-        "final_loss": figures.losses[-1] if figures.losses else None,
+        "final_loss": float(figures.losses[-1]) if len(figures.losses) else None,
     }
 
 

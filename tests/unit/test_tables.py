@@ -12,6 +12,7 @@ import pytest
 
 from paceline.errors import DataError
 from paceline.launch.deadlines import _order
+from paceline.records import cells
 from paceline.records.heartbeats import Beat, iter_beats, last_beat
 from paceline.records.phases import STEP_PHASES, Phase
 from paceline.records.table_file import TableFile
@@ -234,3 +235,29 @@ def test_long_tables_take_little_memory(path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 80 * 1024
+
+
+@pytest.mark.parametrize("few", [0, 2**20], ids=["by pyarrow", "cell by cell"])
+def test_large_tables_read_as_small_ones_do(
+    few: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Empty cells, what is not a number, a row with a cell too few, a column that is absent."""
+    monkeypatch.setattr(cells, "FEW_LETTERS", few)
+    path = tmp_path / "training.csv"
+    path.write_text(
+        "step,loss,lr,grad_norm,step_s,samples_per_s,skipped,warmup,val_loss,train/parts,new\n"
+        "1,2.5,1e-3,nan,0.1,8,0,1,,0.25,7\n"
+        "2,inf,1e-3,-1.5,0.1,8,1,0,1.5,,\n"
+        "\n"
+    )
+    first, second = read_training(path)
+    assert (first.step, first.loss, first.skipped, first.warmup) == (1, 2.5, False, True)
+    assert math.isnan(first.grad_norm) and first.val_loss is None and first.tokens_per_s is None
+    assert (second.loss, second.grad_norm, second.val_loss) == (math.inf, -1.5, 1.5)
+    assert (first.metrics, second.metrics) == ({"train/parts": 0.25}, {})
+    with path.open("a") as file:
+        file.write("3,1,1\n4,1,1e-3,1,0.1,8,0,0,,,\n5,1")
+    assert [row.step for row in read_training(path)] == [1, 2, 4], "rows that were cut off are none"
+    path.write_text(path.read_text().replace("\n4,", "\n4.5,"))
+    with pytest.raises(DataError, match="column step"):
+        read_training(path)
