@@ -10,7 +10,7 @@ from paceline.bench.pairs import Pair, PlannedArm
 from paceline.bench.records import ArmResult, PairResult, Range
 from paceline.records import Fingerprints, Result
 from paceline.records.rundir import RunDir
-from paceline.stats.figures import RunFigures, measure_run
+from paceline.stats.figures import Losses, RunFigures, measure_run
 from paceline.stats.standings import Group, Standings, compare_groups
 from paceline.sweep.folder import SUCCESS, Row, SweepDir
 
@@ -166,10 +166,10 @@ def _agree(arm: ArmResult, runs: ArmRuns, baseline: ArmRuns, tolerance: float) -
     return arm.model_copy(update={"loss_difference": shown, "status": "failed", "because": because})
 
 
-def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+def loss_difference(losses: Losses, expected: Losses) -> float:
     """Return the relative difference at the worst step; infinite where steps are missing or a
     loss is not finite."""
-    if len(losses) != len(expected) or not expected:
+    if len(losses) != len(expected) or not len(expected):
         return math.inf
     worst = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, expected, strict=True)]
     return max(worst) if all(map(math.isfinite, worst)) else math.inf

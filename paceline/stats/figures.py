@@ -23,6 +23,7 @@ from paceline.stats.timing_points import (
     summarise_points,
 )
 
+Losses = Sequence[float] | NDArray[np.float64]
 METRICS = ("samples_per_s", "tokens_per_s", "tail_mean_iter_p50_ms")
 LOWER_IS_BETTER = {"tail_mean_iter_p50_ms"}
 
@@ -78,7 +79,7 @@ class RunFigures:
     tail_points_used: int
     points: Sequence[TimingPoint]
     tail_loss: float | None  # mean over the last fifth of the steps, at least five
-    losses: Sequence[float] | NDArray[np.float64]  # of all steps of the run
+    losses: Losses  # of all steps of the run
     startup_s: float | None  # from the start of the attempt to its first step, where known
     courses: Mapping[str, Course] = field(default_factory=dict)  # of the job's metrics, by name
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.errors import DataError
 from paceline.records import Result
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
-from paceline.stats.figures import RunFigures, is_speed, lower_is_better, measure_run
+from paceline.stats.figures import Losses, RunFigures, is_speed, lower_is_better, measure_run
 from paceline.stats.intervals import Interval
 from paceline.stats.standings import Group, Standing, Standings, compare_groups
 from paceline.sweep.folder import NOT_THERE, STOPPED, SUCCESS, Row, SweepDir, rows_of
@@ -291,7 +290,7 @@ class _Judge:
         )
 
 
-def _parts(losses: Sequence[float] | NDArray[np.float64]) -> list[float]:
+def _parts(losses: Losses) -> list[float]:
     """Cut a loss curve into NUM_PARTS and return the mean of each but the first."""
     edges = [round(len(losses) * n / NUM_PARTS) for n in range(NUM_PARTS + 1)]
     parts = [losses[a:b] for a, b in zip(edges[1:], edges[2:], strict=False)]

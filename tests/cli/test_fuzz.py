@@ -96,7 +96,7 @@ def test_what_no_case_may_do_is_noticed_and_kept(tmp_path: Path) -> None:
 
 
 def run_fuzz(count: int, seed: int, timeout_s: float) -> str:
-    words = [sys.executable, FUZZ, "--count", str(count), "--seed", str(seed)]
+    words = [sys.executable, FUZZ, "--count", str(count), "--seed", str(seed), "--jobs", "2"]
     done = subprocess.run(
         words, env=environment(), capture_output=True, text=True, timeout=timeout_s
     )
