@@ -25,7 +25,7 @@ from paceline.cli import (
     train,
     verify,
 )
-from paceline.errors import DiskError, Outcome, PacelineError
+from paceline.errors import ConfigError, DiskError, Outcome, PacelineError
 from paceline.machine.process import leave_at_once
 
 app = typer.Typer(
@@ -103,16 +103,29 @@ def _run() -> None:
         sys.stderr.close()  # the reader of stdout left, as `head` does
         sys.exit(0)
     except Exception as error:
-        if isinstance(error, OSError) and DiskError.is_meant(error):
+        if (known := _known(error)) is not None:
             from paceline.cli.talk import print_problems
 
-            print_problems(DiskError.of(error))
-            sys.exit(DiskError.outcome.exit_code)
+            print_problems(known)
+            sys.exit(known.exit_code)
         from paceline.records.words import visible
 
         print(visible(traceback.format_exc()), end="", file=sys.stderr)
         print("this is a bug in Paceline: please report it with the lines above", file=sys.stderr)
         sys.exit(Outcome.CRASHED.exit_code)
+
+
+def _known(error: Exception) -> PacelineError | None:
+    """Return what a person should know of an error that is not a bug of ours: of a disk that takes
+    nothing, or a file that this user may not touch. None of all others."""
+    if isinstance(error, PermissionError):
+        what = error.filename if isinstance(error.filename, str) else "a file"
+        return ConfigError(
+            f"{what}: {error.strerror}\nhint: run as a user who may, or choose another place"
+        )
+    if isinstance(error, OSError) and DiskError.is_meant(error):
+        return DiskError.of(error)
+    return None
 
 
 def _flush_stdout() -> None:

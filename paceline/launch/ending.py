@@ -243,5 +243,5 @@ def _message(verdict: RankVerdict | None, end: RankEnd | None) -> str:
 def _host(run: RunDir, rank: int) -> str:
     try:
         return LaunchPlan.load(run.launch).ranks[rank].host
-    except DataError:  # its directory may be gone
+    except (DataError, IndexError):  # its directory may be gone, or the file of another run
         return "a host that launch.json would name"
