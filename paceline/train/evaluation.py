@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.data.base import Dataset
+from paceline.data.buckets import cut_by_length, length_of
+from paceline.data.collate import collate
 from paceline.data.cursor import Indices
-from paceline.data.loader import collate, eval_ids, to_device
+from paceline.data.loader import deal_batches, to_device
 from paceline.errors import ConfigError
 from paceline.job import Job
 from paceline.metrics import VAL, Items
@@ -26,7 +28,7 @@ from paceline.records.phases import Phase
 from paceline.strategies.base import Engine
 from paceline.strategies.clock import Clock
 from paceline.train.readback import on_device
-from paceline.workloads.base import Workload
+from paceline.workloads.base import Workload, own_collate
 from paceline.workloads.returns import Pair, join_rows, read_numbers
 
 LOG = logging.getLogger("paceline")
@@ -42,15 +44,16 @@ class Evaluation:
         train = job.config.train
         self.every, self.num_steps = train.eval_every, plan.steps
         self.workload, self.data, self.device = job.workload, data, device
+        self.collate = own_collate(job.workload)
         if data is not None:
             wanted = train.eval_samples
             num_samples = len(data) if wanted == "all" else min(wanted, len(data))
-            self.batches = eval_ids(num_samples, plan.batch.micro, plan.batch.dp, dp_rank)
+            self.batches = deal_batches(_cut(job, data, num_samples), plan.batch.dp, dp_rank)
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, is_last: bool = False) -> bool:
         if self.data is None or self.every == "off":
             return False
-        return step % self.every == 0 or step == self.num_steps
+        return is_last or step % self.every == 0 or step == self.num_steps
 
     def run(
         self, engine: Engine, clock: Clock, is_cut: Callable[[], bool]
@@ -62,7 +65,8 @@ class Evaluation:
         for ids in self.batches:
             clock.enter(Phase.EVAL)  # for each batch: a long evaluation is not a stall
             # A rank without samples still runs a forward pass: others may wait for it inside one.
-            batch = collate(self.data, ids if len(ids) else np.zeros(1, dtype=np.int64))
+            some = ids if len(ids) else np.zeros(1, dtype=np.int64)
+            batch = collate(self.data, some, self.collate)
             found = engine.measure(to_device(batch, self.device))
             if len(ids):
                 tally.add(ids, found)
@@ -82,6 +86,16 @@ class Evaluation:
             dist.broadcast_object_list(told, src=0)
         assert told[0] is not None
         return told[0]
+
+
+def _cut(job: Job, data: Dataset, num_samples: int) -> list[Indices]:
+    """Cut the first samples into batches as those of training are: by number, or by length."""
+    settings = job.config.data
+    tell, ids = length_of(data), np.arange(num_samples, dtype=np.int64)
+    if settings.batch_length != "off" and settings.batch_by == "length" and tell is not None:
+        return cut_by_length(tell(ids), settings.batch_length)
+    micro = job.config.train.micro_batch_size
+    return [ids[first : first + micro] for first in range(0, num_samples, micro)]
 
 
 class Share(NamedTuple):
@@ -175,4 +189,4 @@ def _on_host(values: Any) -> Any:
 
 
 def _ends(ids: Indices) -> tuple[int, int]:
-    return int(ids[0]), int(ids[-1])
+    return int(ids.min()), int(ids.max())

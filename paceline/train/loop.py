@@ -90,15 +90,16 @@ def _train(parts: LoopParts) -> LoopEnd:
 
         clock.enter(Phase.OTHER)
         judge.remember(step, batch.sample_ids)
-        ledger.record(step, lr, totals, info, batch.units)
+        ledger.record(step, lr, totals, info, batch)
         ledger.note_samples(step, batch.sample_ids)
         end = judge.verdict(step, ledger.vetoes(through=step - LATENESS))
         if end is not None:
             break
         ledger.settle(step)
-        if parts.evaluation.due(step):
+        why_over = parts.feed.why_over()
+        if parts.evaluation.due(step, is_last=bool(why_over)):
             _evaluate(parts, step)
-        wish = keeper.wish(step)
+        wish = keeper.wish(step, is_over=bool(why_over))
         if wish.reason:
             # The step ends here, once the device has done it; its row is written; and only then can
             # a checkpoint say "after it".
@@ -126,14 +127,15 @@ def _before(parts: LoopParts) -> LoopEnd | None:
         return LoopEnd(parts.keeper.wish(last).stop or Outcome.PREEMPTED, last)
     if parts.start.evaluation_is_due:
         _evaluate(parts, last)
-    if parts.keeper.best.why_over:
+    if parts.keeper.best.why_over or (last < parts.plan.steps and parts.feed.why_over()):
         return _end(parts, Outcome.OK, last)
     return None
 
 
 def _end(parts: LoopParts, outcome: Outcome, step: int) -> LoopEnd:
     is_early = outcome is Outcome.OK and step < parts.plan.steps
-    return LoopEnd(outcome, step, why_early=parts.keeper.best.why_over if is_early else "")
+    why = parts.keeper.best.why_over or (is_early and parts.feed.why_over()) or ""
+    return LoopEnd(outcome, step, why_early=why if is_early else "")
 
 
 def _evaluate(parts: LoopParts, step: int) -> None:
