@@ -24,6 +24,7 @@ from paceline.errors import ConfigError, DataError
 from paceline.job import Job
 from paceline.records import Plan, StreamPlaces
 from paceline.records.files import fingerprint
+from paceline.records.words import count
 from paceline.workloads.base import own_collate
 from paceline.workloads.returns import Pair
 
@@ -102,6 +103,17 @@ class Feed:
         all_places = {which: place for part in heard for which, place in part.items()}
         return StreamPlaces(places=[all_places[which] for which in sorted(all_places)])
 
+    def notes(self) -> list[str]:
+        """Return what a person should know of a stream: how it was read, and how it resumes."""
+        if not isinstance(self.source, StreamSource):
+            return []
+        how = StreamPlaces(places=[tuple(place) for place in self.places]).how
+        read = self.source.plan
+        shards = count(len(read.shards.names), "shard")
+        by = "by samples" if read.by_sample and read.num_readers > 1 else "by shards"
+        readers = count(read.num_readers, "reader")
+        return [f"the data is a stream: {shards}, shared {by} among {readers}; it resumes {how}"]
+
     def why_over(self) -> str:
         """Say why there is no further step: a stream that does not repeat has come to its end on
         some rank. Empty where there is one. A collective, for a stream that can end."""
@@ -123,9 +135,9 @@ class Feed:
             " samples for a whole microbatch (data.stream_repeat=false)"
         )
 
-    def _load(self, count: int) -> None:
-        """Load microbatches ahead, as many as a step may take of what is left."""
-        while len(self._ahead) < count:
+    def _load(self, wanted: int) -> None:
+        """Load microbatches ahead, until there are so many."""
+        while len(self._ahead) < wanted:
             self._ahead.append(next(self.microbatches))
 
     def _units_in_step(self, loaded: list[Microbatch], num_samples: int) -> float | Tensor:

@@ -191,7 +191,7 @@ def count_flops(job: Job, plan: Plan, feed: Feed, device: torch.device) -> tuple
     plan, or a count on the first batch, which comes through the loader's time limit."""
     if plan.flops_per_sample.value is not None:
         return plan.flops_per_sample.value, plan.flops_per_sample.because
-    if plan.batch.counts == "batches":
+    if job.config.data.num_buckets is not None:
         return None, "not counted: batches of samples of unequal length differ in it"
     batch = feed.peek().batch
     # To load a batch may draw random numbers, as it would in its step; to count must not.

@@ -105,6 +105,7 @@ class RankRun:
                     settle_rng(found, self.job, self.plan, self.place.rank, self.device)
                     self._use_first_batch(parts)
                     end = self.take_steps(parts)
+                    self.notes += parts.feed.notes()
                 self.notes += parts.keeper.parts.saver.notes
         except BaseException as error:
             with suppress(Exception):  # the error is what counts

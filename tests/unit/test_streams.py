@@ -129,17 +129,15 @@ def test_the_order_is_that_of_the_readers_whoever_reads(kind: str, buffer: int) 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("buffer", [0, 7])
-@pytest.mark.parametrize("stop", [1, 9])
-def test_a_run_goes_on_where_it_stopped_on_other_ranks(kind: str, buffer: int, stop: int) -> None:
-    make = KINDS[kind]
+def test_a_run_goes_on_where_it_stopped_on_other_ranks(kind: str, buffer: int) -> None:
+    make, stop = KINDS[kind], 9
     whole = read(make(), buffer=buffer)
     places = [Place()] * READERS
     for rank in range(2):
         for item in take(start(make(), 2, rank, buffer=buffer), 2 * stop):
             places[item.reader] = item.place
     has_state = any(place.state is not None for place in places)
-    if stop > 1:  # at the beginning there is none
-        assert has_state == (kind in ("stateful", "datasets"))
+    assert has_state == (kind in ("stateful", "datasets"))
     rest = read(make(), 4, steps=STEPS - stop, places=places, first=stop, buffer=buffer)
     assert rest == whole[4 * stop :]
 
@@ -175,6 +173,8 @@ def test_the_shard_that_hangs_is_named(workers: int) -> None:
     says = rf"{shard} \(reader 0 of 4\).*gave nothing for 0.25 s|0.25 s over {shard} \(reader 0"
     with pytest.raises(LoaderError, match=says):
         take(microbatches, 5)
+    for worker in microbatches._workers:
+        worker.kill()  # torch would wait for it
     microbatches.close()
 
 
