@@ -100,6 +100,16 @@ class Failing(Padded):
 class Wide(Padded):
     def build_data(self, config, split): return Ragged()
 
+class Narrow(Padded):
+    def build_model(self, config): return nn.Sequential(nn.Embedding(20, 8), nn.Linear(7, 20))
+    def build_data(self, config, split): return [{"tokens": torch.ones(5).long()}] * 64
+
+class Empty(Padded):
+    def build_data(self, config, split): return []
+
+class Neither(Padded):
+    def build_data(self, config, split): return 3
+
 class Ragged:
     def __len__(self): return 64
     def __getitem__(self, index):

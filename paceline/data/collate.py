@@ -66,7 +66,7 @@ def _require_equal_keys(samples: list[Any]) -> None:
     if isinstance(first, dict):
         for number, sample in enumerate(samples):
             if not isinstance(sample, dict) or sample.keys() != first.keys():
-                raise BadSample(number, f"{_form(sample)}, and the first one {_form(first)}")
+                raise BadSample(number, f"{form_of(sample)}, and the first one {form_of(first)}")
 
 
 def _blamed(
@@ -80,14 +80,14 @@ def _blamed(
             f"{names[error.number]} has {error.what} of its batch ({names[0]})\nhint: {UNLIKE}"
         )
     alone = [number for number, sample in enumerate(samples) if _fails(rule, sample)]
-    odd = next((n for n, s in enumerate(samples) if _form(s) != _form(samples[0])), None)
+    odd = next((n for n, s in enumerate(samples) if form_of(s) != form_of(samples[0])), None)
     if alone and len(alone) < len(samples):
         culprits = _list([names[number] for number in alone])
         return DataError(f"{_name(rule)} failed on {culprits}: {_told(error)}")
     if odd is not None:
         return DataError(
-            f"{_name(rule)} failed: {_told(error)}\n{names[odd]} has {_form(samples[odd])}, and"
-            f" {names[0]} {_form(samples[0])}\nhint: {UNEQUAL}"
+            f"{_name(rule)} failed: {_told(error)}\n{names[odd]} has {form_of(samples[odd])}, and"
+            f" {names[0]} {form_of(samples[0])}\nhint: {UNEQUAL}"
         )
     return DataError(f"{_name(rule)} failed on {_list(names)}: {_told(error)}")
 
@@ -100,12 +100,12 @@ def _fails(rule: Collate, sample: Any) -> bool:
     return False
 
 
-def _form(sample: Any) -> str:
+def form_of(sample: Any) -> str:
     """Describe a sample by its keys and shapes."""
     if isinstance(sample, Mapping):
-        return "{" + ", ".join(f"{key}: {_form(value)}" for key, value in sample.items()) + "}"
+        return "{" + ", ".join(f"{key}: {form_of(value)}" for key, value in sample.items()) + "}"
     if isinstance(sample, tuple | list) and sample and not isinstance(sample[0], int | float):
-        return "(" + ", ".join(_form(value) for value in sample) + ")"
+        return "(" + ", ".join(form_of(value) for value in sample) + ")"
     shape = getattr(sample, "shape", None)
     if shape is not None:
         return f"shape {list(shape)}"

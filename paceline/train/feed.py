@@ -22,13 +22,13 @@ from paceline.data.loader import (
 from paceline.data.streams import Place, StreamPlan, StreamSource, find_shards, is_stream
 from paceline.errors import ConfigError, DataError
 from paceline.job import Job
+from paceline.metrics import PADDING
 from paceline.records import Plan, StreamPlaces
 from paceline.records.files import fingerprint
 from paceline.records.words import count
 from paceline.workloads.base import own_collate
 from paceline.workloads.returns import Pair
 
-PADDING = "padding"  # a column of training.csv: the share of what was computed that was filled up
 OF_STREAMS = ("stream_readers", "stream_buffer", "stream_repeat")
 
 

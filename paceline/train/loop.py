@@ -23,6 +23,7 @@ from paceline.train.feed import Feed
 from paceline.train.hooks import Hooks
 from paceline.train.keeper import Keeper
 from paceline.train.metrics import Ledger
+from paceline.train.verdict import require_fitting
 
 LATENESS = 1  # steps after which the host must know how a step went
 
@@ -83,7 +84,11 @@ def _train(parts: LoopParts) -> LoopEnd:
         clock.begin(step)
         parts.auditor.begin(step)
         batch = parts.feed.next()
-        totals = engine.forward_backward(batch.batches, batch.scale, clock)
+        try:
+            totals = engine.forward_backward(batch.batches, batch.scale, clock)
+        except (RuntimeError, ValueError, IndexError) as error:
+            require_fitting(error, batch.batches, batch.sample_ids)
+            raise
         lr = parts.rate(step)
         info = engine.step(lr, clock)
         parts.auditor.end(step)

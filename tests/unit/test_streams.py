@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -85,23 +85,26 @@ def keep(samples: list[Any]) -> list[Any]:
     return [sample["x"] if isinstance(sample, dict) else sample for sample in samples]
 
 
-def start(
-    data: Any,
-    dp: int = 1,
-    rank: int = 0,
-    *,
-    workers: int = 0,
-    places: list[Place] | None = None,
-    first: int = 0,
-    timeout_s: float = 30,
-    **more: Any,
-) -> Microbatches:
-    plan = StreamPlan(find_shards(data), READERS, seed=5, **more)
-    own = StepSlice(MICRO, 4 // dp, dp, rank, first * 4 * MICRO)
-    source = StreamSource(
-        data, plan, own, Rules(Units(), 1, keep), places or [Place()] * READERS
-    )
-    return Microbatches(source, STEPS * 4 // dp, LoaderPlan(workers, 2, timeout_s, False))
+class How(NamedTuple):
+    """How it is read, and from where on."""
+
+    workers: int = 0
+    places: tuple[Place, ...] = (Place(),) * READERS
+    first: int = 0
+    timeout_s: float = 30
+    buffer: int = 0
+    repeats: bool = True
+
+
+PLAIN = How()
+
+
+def start(data: Any, dp: int = 1, rank: int = 0, how: How = PLAIN) -> Microbatches:
+    plan = StreamPlan(find_shards(data), READERS, 5, how.buffer, how.repeats)
+    own = StepSlice(MICRO, 4 // dp, dp, rank, how.first * 4 * MICRO)
+    source = StreamSource(data, plan, own, Rules(Units(), 1, keep), how.places)
+    loader = LoaderPlan(how.workers, 2, how.timeout_s, pin_memory=False)
+    return Microbatches(source, STEPS * 4 // dp, loader)
 
 
 def take(microbatches: Microbatches, count: int) -> list[Microbatch]:
@@ -110,48 +113,48 @@ def take(microbatches: Microbatches, count: int) -> list[Microbatch]:
     return found
 
 
-def read(data: Any, dp: int = 1, steps: int = STEPS, **more: Any) -> list[list[int]]:
+def read(data: Any, dp: int = 1, steps: int = STEPS, how: How = PLAIN) -> list[list[int]]:
     """Each microbatch of the run, by its number over all ranks."""
-    by_rank = [take(start(data, dp, rank, **more), steps * 4 // dp) for rank in range(dp)]
+    by_rank = [take(start(data, dp, rank, how), steps * 4 // dp) for rank in range(dp)]
     return [item.batch for row in zip(*by_rank, strict=True) for item in row]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("buffer", [0, 7])
 def test_the_order_is_that_of_the_readers_whoever_reads(kind: str, buffer: int) -> None:
-    make = KINDS[kind]
-    whole = read(make(), buffer=buffer)
+    make, how = KINDS[kind], How(buffer=buffer)
+    whole = read(make(), how=how)
     assert len(whole) == STEPS * 4 and all(len(batch) == MICRO for batch in whole)
-    assert read(make(), 2, buffer=buffer) == whole
-    assert read(make(), 4, buffer=buffer) == whole
-    assert read(make(), 1, steps=5, workers=2, buffer=buffer) == whole[:20], "loader processes"
+    assert read(make(), 2, how=how) == read(make(), 4, how=how) == whole
+    assert read(make(), 1, 5, how._replace(workers=2)) == whole[:20], "loader processes"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("buffer", [0, 7])
 def test_a_run_goes_on_where_it_stopped_on_other_ranks(kind: str, buffer: int) -> None:
-    make, stop = KINDS[kind], 9
-    whole = read(make(), buffer=buffer)
+    make, stop, how = KINDS[kind], 9, How(buffer=buffer)
+    whole = read(make(), how=how)
     places = [Place()] * READERS
     for rank in range(2):
-        for item in take(start(make(), 2, rank, buffer=buffer), 2 * stop):
+        for item in take(start(make(), 2, rank, how), 2 * stop):
             places[item.reader] = item.place
     has_state = any(place.state is not None for place in places)
     assert has_state == (kind in ("stateful", "datasets"))
-    rest = read(make(), 4, steps=STEPS - stop, places=places, first=stop, buffer=buffer)
+    rest = read(make(), 4, STEPS - stop, how._replace(places=tuple(places), first=stop))
     assert rest == whole[4 * stop :]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_repeating_each_sample_comes_once_and_a_reader_ends(kind: str) -> None:
-    found = take(start(KINDS[kind](), repeats=False), STEPS * 4)
+    how = How(repeats=False)
+    found = take(start(KINDS[kind](), how=how), STEPS * 4)
     seen = [n for item in found for n in item.batch or ()]
     assert len(seen) == len(set(seen)) > 0
     ended = [item for item in found if item.batch is None]
     assert all(len(item.sample_ids) == (0 if item.batch is None else MICRO) for item in found)
     assert {item.reader for item in ended} == set(range(READERS))
-    places = [next(item.place for item in ended if item.reader == n) for n in range(READERS)]
-    again = take(start(KINDS[kind](), repeats=False, places=places), 4)
+    left = tuple(next(i.place for i in ended if i.reader == n) for n in range(READERS))
+    again = take(start(KINDS[kind](), how=how._replace(places=left)), 4)
     assert [item.batch for item in again] == [None] * 4, "an end stays one"
 
 
@@ -167,7 +170,7 @@ class Hanging(Sharded):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_shard_that_hangs_is_named(workers: int) -> None:
     """The limit is for each read: three of 0.1 s are within a limit of 0.25 s."""
-    microbatches = start(Hanging(), workers=workers, timeout_s=0.25)
+    microbatches = start(Hanging(), how=How(workers, timeout_s=0.25))
     plan = microbatches.source.plan  # type: ignore[attr-defined]
     shard = plan.shards.names[plan.shards_of(0, 0)[0]]
     says = rf"{shard} \(reader 0 of 4\).*gave nothing for 0.25 s|0.25 s over {shard} \(reader 0"
@@ -189,7 +192,9 @@ class Broken(Sharded):
 
 
 def test_what_fails_is_named_by_its_shard_and_sample() -> None:
-    with pytest.raises(DataError, match=r"part-4 failed at sample 0: OSError|part-2 failed at samp"):
+    with pytest.raises(
+        DataError, match=r"part-4 failed at sample 0: OSError|part-2 failed at samp"
+    ):
         read(Broken())
     with pytest.raises(DataError, match=r"reader \d of 4 found no sample in part-"):
         empty = Sharded()
@@ -210,7 +215,7 @@ def test_what_fails_is_named_by_its_shard_and_sample() -> None:
 def test_a_shard_that_has_become_shorter_is_noticed() -> None:
     says = r"part-\d ends after \d+ samples, and the checkpoint was made after 50"
     with pytest.raises(DataError, match=says):
-        read(Sharded(), places=[Place(0, 0, 50)] * READERS)
+        read(Sharded(), how=How(places=(Place(0, 0, 50),) * READERS))
 
 
 class Odd(Stateful):
