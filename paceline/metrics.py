@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 TRAIN, VAL = "train/", "val/"
 LOSS = "loss"
+PADDING = "padding"  # the share of a step that only fills samples up; known where data has lengths
 NAME = re.compile(r"[A-Za-z_][\w.@-]*(/[\w.@-]+)*")  # no comma, colon or space: columns and keys
 # A metric called so gets better as it rises; to take the least of it would be a silent mistake.
 RISING = re.compile(r"acc|accuracy|auc|auroc|bleu|dice|f1|iou|map|precision|psnr|r2|recall|rouge")

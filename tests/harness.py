@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.checkpoint.pieces import Piece, Section, moment_name
 from paceline.config.load import dump_config
-from paceline.data.loader import collate
+from paceline.data.collate import collate
 from paceline.job import Job, load_job
 from paceline.machine.facts import probe
 from paceline.machine.group import claim_device, join_group

@@ -122,6 +122,8 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
         talk.say(f"finished {result.steps} steps, loss {loss}{_val(result)}")
         if result.why_early:
             talk.say(f"ended early: {result.why_early}")
+        if result.padding is not None:
+            talk.say(f"padding: {result.padding:.1%} of what was computed")
         if result.metrics:
             last = ", ".join(f"{name} {number(v)}" for name, v in result.metrics.items())
             talk.say(f"last metrics: {last}" + (f"; best {result.best}" if result.best else ""))

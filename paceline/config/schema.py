@@ -8,11 +8,12 @@ import re
 from functools import cache
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, create_model, field_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from paceline.config.section import Count, Positive, Seconds, Section
 from paceline.config.training import OptimConfig, TrainConfig
 
+DEFAULT_BUCKETS = 16
 SECRET_NAME = re.compile(
     r"token|secret|passw|pwd|credential|private|(?:^|_)(?:api|access)?(?:key|psk|auth)(?:_|$)|apikey",
     re.IGNORECASE,
@@ -127,8 +128,56 @@ class DataConfig(Section):
     )
     prefetch: Positive = Field(2, description="Microbatches each loader process keeps ready.")
     timeout_s: Seconds = Field(
-        120.0, description="Longest wait for a microbatch from a loader process."
+        120.0,
+        description="Longest wait for a microbatch from a loader process; in a stream, for a"
+        " sample.",
     )
+    batch_by: Literal["samples", "length"] = Field(
+        "samples",
+        description="What fills a microbatch: train.micro_batch_size samples, or as many as"
+        " data.batch_length holds.",
+    )
+    batch_length: Literal["off"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        "off",
+        description="batch_by=length: the longest sample of a microbatch times their number is at"
+        " most this, in the unit of the data set's lengths: tokens, seconds.",
+    )
+    buckets: Literal["auto", "off"] | Positive = Field(
+        "auto",
+        description="Groups of samples of like length; a microbatch is of one group. auto: 16 with"
+        " batch_by=length, else off.",
+    )
+    stream_readers: Literal["auto"] | Positive = Field(
+        "auto",
+        description="Streams: how many parts are read side by side. Their order depends on it, not"
+        " on ranks. auto: one for each loader process of each rank.",
+    )
+    stream_buffer: Count = Field(
+        0, description="Streams: how many samples a reader reads ahead and shuffles."
+    )
+    stream_repeat: bool = Field(
+        True,
+        description="Streams: begin again at the end; false: the run ends there, on all ranks"
+        " after the same step.",
+    )
+
+    @model_validator(mode="after")
+    def _length_is_known(self) -> Self:
+        if self.batch_by == "length" and self.batch_length == "off":
+            raise ValueError(
+                "batch_by is length, and batch_length does not say how long a microbatch may be\n"
+                "hint: set data.batch_length, in the unit of the data set's lengths"
+            )
+        return self
+
+    @property
+    def num_buckets(self) -> int | None:
+        """Groups of like length; None where microbatches are made without regard to length."""
+        if self.buckets == "auto":
+            return DEFAULT_BUCKETS if self.batch_by == "length" else None
+        if self.buckets == "off":
+            return 1 if self.batch_by == "length" else None
+        return self.buckets
 
 
 class CheckpointConfig(Section):

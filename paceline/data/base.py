@@ -1,8 +1,9 @@
-"""The data seam: samples by index, who counts what a batch holds, and the keys for text.
+"""The data seam: samples by index or in turn, who counts what a batch holds, and the keys for text.
 
 No torch is imported, so that a config is read quickly.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
@@ -12,12 +13,32 @@ from paceline.config.section import Positive
 
 
 class Dataset(Protocol):
-    """Gives samples by index. `batch(indices)`, if there is one, builds a whole batch at once from
-    a numpy array of indices."""
+    """Gives samples by index. It may have beside it:
+
+    `batch(indices)`        builds a whole batch at once, from a numpy array of indices
+    `collate_fn(samples)`   or `collate`: makes a batch of samples, where the workload does not
+    `lengths`               one number for each sample, or `length(index)`: for data.batch_by=length
+                            and data.buckets, and to report how much is padding
+    `fingerprint`           changes when the data does: a checkpoint is not resumed on other data
+    """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Any: ...
+
+
+class Shards(Protocol):
+    """A stream in parts. `shards` names them; `open` returns what gives the samples of one in turn.
+    Where that has `state_dict` and `load_state_dict` too, a run is resumed by them."""
+
+    shards: Sequence[Any]
+
+    def open(self, shard: Any) -> Iterable[Any]: ...
+
+
+# Samples that come in turn: an IterableDataset of torch or of Hugging Face, or anything that can be
+# iterated; and shards of them.
+Stream = Iterable[Any] | Shards
 
 
 class CountsUnits(Protocol):

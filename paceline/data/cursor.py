@@ -6,12 +6,14 @@ ten million costs the same as position zero and nothing depends on ranks or load
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
 ROUNDS = 4
+BLOCK = 128  # microbatches whose sample ids are computed together: the hash costs more than the sum
 _MASK = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
@@ -55,6 +57,55 @@ class StepSlice:
         step, a = divmod(microbatch, self.grad_accum)
         first = self.start + step * self.global_size + (a * self.dp + self.dp_rank) * self.micro
         return np.arange(first, first + self.micro, dtype=np.int64)
+
+
+class Picks(Protocol):
+    """Which samples are in which microbatch of one rank; microbatches are counted from where this
+    attempt begins."""
+
+    seed: int
+    epoch_size: int  # positions in an epoch
+
+    def sample_ids(self, microbatch: int) -> Indices: ...
+
+    def place(self, microbatch: int) -> int:
+        """Return a number that is this microbatch's own in the whole run, on any rank."""
+        ...
+
+    def samples_in_step(self, step: int) -> int:
+        """Return the samples of all ranks in the step, counted from 0."""
+        ...
+
+    def of(self, step_slice: StepSlice) -> "Picks":
+        """Return what another rank, or another start, takes of the same sequence."""
+        ...
+
+
+class EvenPicks:
+    """Microbatches of `micro` samples each, in the run's order."""
+
+    def __init__(self, order: Order, step_slice: StepSlice) -> None:
+        self.order, self.step_slice = order, step_slice
+        self.seed, self.epoch_size = order.seed, order.num_samples
+        self._block, self._block_ids = -1, np.empty((0, 0), dtype=np.int64)
+
+    def sample_ids(self, microbatch: int) -> Indices:
+        block, row = divmod(microbatch, BLOCK)
+        if block != self._block:
+            first = block * BLOCK
+            positions = [self.step_slice.positions(n) for n in range(first, first + BLOCK)]
+            self._block, self._block_ids = block, self.order.at(np.stack(positions))
+        ids: Indices = self._block_ids[row]
+        return ids
+
+    def place(self, microbatch: int) -> int:
+        return int(self.step_slice.positions(microbatch)[0])
+
+    def samples_in_step(self, step: int) -> int:
+        return self.step_slice.global_size
+
+    def of(self, step_slice: StepSlice) -> "EvenPicks":
+        return EvenPicks(self.order, step_slice)
 
 
 def _permute(offsets: Indices, epochs: Indices, size: int, seed: int) -> Indices:

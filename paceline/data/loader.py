@@ -4,34 +4,42 @@ A loader's state is one number, the next microbatch: to resume is to start count
 """
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from paceline.data.base import CountsUnits, Dataset
-from paceline.data.cursor import Indices, Order, StepSlice
+from paceline.data.buckets import length_of, padding
+from paceline.data.collate import Collate, collate
+from paceline.data.cursor import Indices, Picks
 from paceline.data.rng import seed_rng
-from paceline.errors import DataError, LoaderError
+from paceline.errors import LoaderError
 from paceline.machine.process import die_with_parent
 
 MAX_NAMED = 8
 KILLED = "the kernel kills loaders when memory runs out: fewer data.num_workers, less prefetch"
-BLOCK = 128  # microbatches whose sample ids are computed together: the hash costs more than the sum
+SILENT = "look at these samples; data.timeout_s sets the limit"
+TIMED_OUT = "DataLoader timed out"  # as torch says it
 
 
 class Microbatch(NamedTuple):
-    """One forward pass's worth of samples; `units` is what the workload counts in them."""
+    """One forward pass's worth of samples; `units` is what the workload counts in them, `padding`
+    what is known of their lengths: how much is filled up, and how much there is then. `reader` and
+    `place` say which part of a stream it is from, and where that stands after it."""
 
     batch: Any
     sample_ids: Indices
     units: int
+    padding: tuple[float, float] | None = None
+    reader: int = 0
+    place: Any = None
 
 
 @dataclass(frozen=True)
@@ -44,84 +52,83 @@ class LoaderPlan:
     pin_memory: bool
 
 
-class MicrobatchSource(TorchDataset[Microbatch]):
-    """Microbatch n of this rank, for any n, built from the samples its positions name."""
+@dataclass(frozen=True)
+class Rules:
+    """What the workload says of batches: how samples become one, and how many units it holds."""
 
-    def __init__(
-        self,
-        data: Dataset,
-        order: Order,
-        step_slice: StepSlice,
-        workload: CountsUnits,
-        units_per_sample: int | None,
-    ) -> None:
-        self.data, self.order, self.step_slice = data, order, step_slice
-        self.workload, self.units_per_sample = workload, units_per_sample
-        self._block, self._block_ids = -1, np.empty((0, 0), dtype=np.int64)
+    workload: CountsUnits
+    units_per_sample: int | None
+    collate: Collate | None = None
+
+    def units(self, batch: Any, num_samples: int) -> int:
+        if self.units_per_sample is not None:
+            return num_samples * self.units_per_sample
+        return int(self.workload.units(batch))
+
+
+class Source(Protocol):
+    """Microbatch n of this rank, for any n or, of a stream, for one n after the other."""
+
+    def __getitem__(self, index: int) -> Microbatch: ...
+
+    def items(self, total: int, timeout_s: float) -> Iterator[Microbatch]:
+        """Yield them in this process: of a stream, with a time limit for each read."""
+        ...
+
+    def samples_in_step(self, step: int) -> int:
+        """Return the samples of all ranks in a step, counted from where this attempt begins."""
+        ...
+
+    def owed(self, index: int) -> str:
+        """Say what a loader is reading that owes this microbatch."""
+        ...
+
+    def progress(self, index: int) -> int:
+        """Return a number that changes while the loader that owes this microbatch reads."""
+        ...
+
+
+class MicrobatchSource(TorchDataset[Microbatch]):
+    """Microbatch n of this rank, for any n, built from the samples that `picks` names."""
+
+    def __init__(self, data: Dataset, picks: Picks, rules: Rules) -> None:
+        self.data, self.picks, self.rules = data, picks, rules
+        self.length_of = length_of(data)
 
     def __getitem__(self, index: int) -> Microbatch:
-        sample_ids = self.sample_ids(index)
+        sample_ids = self.picks.sample_ids(index)
         if get_worker_info() is not None:
             # By its place alone: what a data set draws does not depend on which loader it is in,
             # nor on when the run was stopped and resumed. Without loaders it draws from the rank's
             # own generators, which checkpoints keep.
-            seed_rng(self.order.seed, int(self.step_slice.positions(index)[0]))
-        batch = collate(self.data, sample_ids)
-        units = (
-            len(sample_ids) * self.units_per_sample
-            if self.units_per_sample is not None
-            else int(self.workload.units(batch))
-        )
-        return Microbatch(batch, sample_ids, units)
+            seed_rng(self.picks.seed, self.picks.place(index))
+        batch = collate(self.data, sample_ids, self.rules.collate)
+        filled = None if self.length_of is None else padding(self.length_of(sample_ids))
+        return Microbatch(batch, sample_ids, self.rules.units(batch, len(sample_ids)), filled)
 
-    def sample_ids(self, index: int) -> Indices:
-        block, row = divmod(index, BLOCK)
-        if block != self._block:
-            first = block * BLOCK
-            positions = [self.step_slice.positions(n) for n in range(first, first + BLOCK)]
-            self._block, self._block_ids = block, self.order.at(np.stack(positions))
-        ids: Indices = self._block_ids[row]
-        return ids
+    def items(self, total: int, timeout_s: float) -> Iterator[Microbatch]:
+        return map(self.__getitem__, range(total))
 
+    def samples_in_step(self, step: int) -> int:
+        return self.picks.samples_in_step(step)
 
-def collate(data: Dataset, sample_ids: Indices) -> Any:
-    """Build a batch: by the data set's own `batch`, or by torch's default rules for stacking."""
-    whole = getattr(data, "batch", None)
-    try:
-        if whole is not None:
-            return whole(sample_ids)
-        return default_collate([_sample(data, index) for index in sample_ids.tolist()])
-    except DataError:
-        raise
-    except Exception as error:
-        raise _data_error(f"samples {sample_ids.tolist()}", error) from error
+    def owed(self, index: int) -> str:
+        ids = self.picks.sample_ids(index).tolist()
+        shown = ", ".join(map(str, ids[:MAX_NAMED])) + (", ..." if len(ids) > MAX_NAMED else "")
+        return f"samples {shown} (indices {min(ids)} to {max(ids)})"
 
-
-def _sample(data: Dataset, index: int) -> Any:
-    try:
-        return data[index]
-    except Exception as error:
-        raise _data_error(f"sample {index}", error) from error
-
-
-def _data_error(what: str, error: Exception) -> DataError:
-    hint = ""
-    if "stack expects each tensor to be equal size" in str(error):
-        hint = (
-            "\nhint: samples of different shapes need a rule: give the data set a method"
-            " batch(self, indices), which pads them and returns a whole batch"
-        )
-    return DataError(f"the data set failed on {what}: {type(error).__name__}: {error}{hint}")
+    def progress(self, index: int) -> int:
+        return 0
 
 
 class Microbatches:
     """`total` microbatches in order; loader processes keep `prefetch` of them ready each."""
 
-    def __init__(self, source: MicrobatchSource, total: int, plan: LoaderPlan) -> None:
+    def __init__(self, source: Source, total: int, plan: LoaderPlan) -> None:
         self.source, self.plan = source, plan
         self._next = 0  # the microbatch that is owed
         self._workers: list[Any] = []
-        self._items: Iterator[Microbatch] = map(source.__getitem__, range(total))
+        self._items = source.items(total, plan.timeout_s) if not plan.num_workers else iter(())
         if plan.num_workers:
             self._items = _started(_loader(source, total, plan))
             self._workers = list(getattr(self._items, "_workers", []))
@@ -130,9 +137,13 @@ class Microbatches:
                 raise self.fault(RuntimeError("DataLoader worker died at its start"))
 
     def __next__(self) -> Microbatch:
+        before = self.source.progress(self._next)
         try:
             item = next(self._items)
         except RuntimeError as error:
+            now = self.source.progress(self._next)
+            if TIMED_OUT in str(error) and now != before:
+                return next(self)  # slow, but it reads: the limit is for each read
             raise self.fault(error) from error
         self._next += 1
         return item
@@ -140,23 +151,20 @@ class Microbatches:
     def fault(self, error: RuntimeError) -> Exception:
         """Say in our words how a loader died or fell silent, with the samples it owes; return any
         other error as it is. It may surface anywhere: torch raises it in a handler of SIGCHLD."""
-        if "DataLoader" not in str(error) or not self._workers:
+        is_late = TIMED_OUT in str(error)
+        if "DataLoader" not in str(error) or not (self._workers or is_late):
             return error
+        silent = f"gave nothing for {self.plan.timeout_s:g} s"
+        if not self._workers:
+            return LoaderError(f"reading {self.source.owed(self._next)} {silent}\nhint: {SILENT}")
         dead = [w for w in self._workers if not w.is_alive()]
         number = self._workers.index(dead[0]) if dead else self._next % len(self._workers)
         worker = self._workers[number]
         owed = next(n for n in count(self._next) if n % len(self._workers) == number)
-        ids = self.source.sample_ids(owed).tolist()
-        shown = ", ".join(map(str, ids[:MAX_NAMED])) + (", ..." if len(ids) > MAX_NAMED else "")
-        what = (
-            f"died ({_exit_reason(worker.exitcode)})"
-            if dead
-            else f"gave nothing for {self.plan.timeout_s:g} s"
-        )
-        hint = KILLED if dead else "look at these samples; data.timeout_s sets the limit"
+        what = f"died ({_exit_reason(worker.exitcode)})" if dead else silent
         return LoaderError(
             f"loader process {number} of {len(self._workers)} (process {worker.pid}) {what} over"
-            f" samples {shown} (indices {min(ids)} to {max(ids)})\nhint: {hint}"
+            f" {self.source.owed(owed)}\nhint: {KILLED if dead else SILENT}"
         )
 
     def close(self) -> None:
@@ -181,9 +189,9 @@ def _exit_reason(code: int | None) -> str:
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
 
-def _loader(source: MicrobatchSource, total: int, plan: LoaderPlan) -> DataLoader[Microbatch]:
+def _loader(source: Source, total: int, plan: LoaderPlan) -> DataLoader[Microbatch]:
     return DataLoader(
-        source,
+        source,  # type: ignore[arg-type]
         batch_size=None,  # an item is a whole microbatch already
         sampler=range(total),
         num_workers=plan.num_workers,
@@ -214,15 +222,15 @@ def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
     return batch
 
 
-def eval_ids(num_samples: int, micro: int, dp: int, dp_rank: int) -> list[Indices]:
-    """Return the validation samples of one rank, in batches; over all ranks each sample comes once.
+def deal_batches(batches: Sequence[Indices], dp: int, dp_rank: int) -> list[Indices]:
+    """Return one rank's batches of validation samples; over all ranks each comes once.
 
     Every rank gets the same number of batches, so that collectives inside a forward pass match; a
     rank that has run out gets an empty one.
     """
-    num_batches = -(-num_samples // (micro * dp))
-    firsts = [(n * dp + dp_rank) * micro for n in range(num_batches)]
-    return [np.arange(first, min(first + micro, num_samples), dtype=np.int64) for first in firsts]
+    own = list(batches[dp_rank::dp])
+    missing = -(-len(batches) // dp) - len(own)
+    return own + [np.empty(0, dtype=np.int64)] * missing
 
 
 def _quiet_worker(_: int) -> None:

@@ -42,7 +42,34 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             what="without the fused kernel the host waits for the device before each update, to"
             " know whether the gradient is finite",
         )
+    if config.data.num_buckets is not None:
+        yield from _length_problems(config, plan)
     yield from check_idle_settings(config, plan)
+
+
+def _length_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Yield what cannot work where batches differ in shape from step to step."""
+    by_length = config.data.batch_by == "length"
+    where = "data.batch_by" if by_length else "data.buckets"
+    if plan.pipeline is not None:
+        yield Finding(
+            severity="error",
+            where=where,
+            what=f"a pipeline cuts each batch into {plan.pipeline.num_microbatches} equal parts,"
+            " and these batches differ in how many samples they have",
+            hint="use data.batch_by=samples with data.buckets=off, or another strategy",
+        )
+    graphs = plan.compile.value in ("reduce-overhead", "max-autotune")
+    if plan.compile.value != "off" and (config.train.compile_dynamic == "off" or graphs):
+        each = "a graph is recorded" if graphs else "the model is compiled"
+        hint = "train.compile_dynamic=on compiles once for all shapes"
+        yield Finding(
+            severity="error",
+            where="train.compile" if graphs else "train.compile_dynamic",
+            what=f"{each} for each shape of a batch, and with {where} they differ from step to"
+            " step",
+            hint=f"train.compile=default with {hint}" if graphs else hint,
+        )
 
 
 def _schedule_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
@@ -117,7 +144,8 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
     return (
         *_strategy_rules(config, plan),
         *_launch_rules(plan),
-        Idle("data", ("prefetch", "timeout_s"), no_workers, plan.loader_workers.because),
+        Idle("data", ("prefetch",), no_workers, plan.loader_workers.because),
+        *_batch_rules(config),
         Idle("precision", ("loss_scale",), not_fp16, f"precision is {plan.precision.value}"),
         Idle(
             "train",
@@ -145,6 +173,14 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
             optim.schedule.name != "wsd",
             f"optim.schedule.name is {optim.schedule.name}",
         ),
+    )
+
+
+def _batch_rules(config: RunConfig) -> tuple[Idle, ...]:
+    by_length = config.data.batch_by == "length"
+    return (
+        Idle("data", ("batch_length",), not by_length, "data.batch_by is samples"),
+        Idle("train", ("micro_batch_size",), by_length, "data.batch_length fills a microbatch"),
     )
 
 

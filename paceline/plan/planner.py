@@ -7,11 +7,13 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from paceline.config.schema import RunConfig
+from paceline.data.buckets import open_picks
+from paceline.data.streams import is_stream
 from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.job import Job
 from paceline.machine.datasheets import choose_arithmetic, choose_peak
@@ -130,7 +132,7 @@ def count_steps(job: Job, plan: Plan) -> Plan:
     """Return the plan with the steps that its epochs take: as many whole steps as there are."""
     asked, size = f"train.epochs={plan.epochs:g}", plan.batch.global_size
     try:
-        data = job.workload.build_data(job.config, "train")
+        data: Any = job.workload.build_data(job.config, "train")
     except PacelineError:
         raise
     except Exception as error:
@@ -138,13 +140,17 @@ def count_steps(job: Job, plan: Plan) -> Plan:
             f"{asked} needs the length of the training data, and build_data failed:"
             f" {type(error).__name__}: {error}"
         ) from error
-    if data is None or not hasattr(data, "__len__"):
-        raise ConfigError(f"{asked}: the training data has no length\nhint: set train.steps")
+    if data is None or is_stream(data) or not hasattr(data, "__len__"):
+        raise ConfigError(
+            f"{asked}: the training data has no length\n"
+            "hint: set train.steps; with data.stream_repeat=false the run ends with the stream"
+        )
     assert plan.epochs is not None
-    steps = int(plan.epochs * len(data)) // size
+    found = open_picks(job.config, plan.batch, data).epoch_size if len(data) else 0
+    steps = int(plan.epochs * found) // size
     if steps < 1:
         raise DataError(
-            f"{asked} of {len(data)} samples is less than one step, which takes {size}\n"
+            f"{asked} of {found} {plan.batch.counts} is less than one step, which takes {size}\n"
             "hint: more epochs, or a smaller train.micro_batch_size or train.grad_accum"
         )
     return plan.model_copy(update={"steps": steps})
@@ -207,15 +213,26 @@ def _share(
 def split_batch(config: RunConfig, dp: int) -> tuple[BatchSplit, list[Finding]]:
     """Split the global batch: micro x accumulation x dp. What does not divide is a problem with
     a hint."""
-    train = config.train
-    micro, asked = train.micro_batch_size, train.global_batch_size
+    train, by_length = config.train, config.data.batch_by == "length"
+    micro, asked = _micro(config), train.global_batch_size
     accum = 1 if train.grad_accum == "auto" else train.grad_accum
     problems = []
     if asked != "auto":
         accum, problem = _accumulation(config, asked, dp)
         problems = [problem] if problem else []
-    split = BatchSplit(micro=micro, grad_accum=accum, dp=dp, global_size=micro * accum * dp)
+    split = BatchSplit(
+        micro=micro,
+        grad_accum=accum,
+        dp=dp,
+        global_size=micro * accum * dp,
+        counts="batches" if by_length else "samples",
+    )
     return split, problems
+
+
+def _micro(config: RunConfig) -> int:
+    """Return the samples of a microbatch; 1 where it is a batch that is filled by length."""
+    return 1 if config.data.batch_by == "length" else config.train.micro_batch_size
 
 
 def sketch_model(workload: Workload, config: RunConfig) -> torch.nn.Module:
@@ -255,13 +272,14 @@ def _build_for_real(workload: Workload, config: RunConfig) -> torch.nn.Module:
 
 def _accumulation(config: RunConfig, asked: int, dp: int) -> tuple[int, Finding | None]:
     """Return the forward passes per step that make up a global batch, or the problem with it."""
-    micro, wanted = config.train.micro_batch_size, config.train.grad_accum
+    micro, wanted = _micro(config), config.train.grad_accum
     where = "train.global_batch_size"
+    noun = "batches" if config.data.batch_by == "length" else "samples"
     if asked < dp:
         return 1, Finding(
             severity="error",
             where=where,
-            what=f"{asked} samples cannot be shared by {dp} ranks: some would have none",
+            what=f"{asked} {noun} cannot be shared by {dp} ranks: some would have none",
             hint=f"set it to a multiple of {dp}, or launch.nproc to {asked} or fewer",
         )
     if asked % (micro * dp):

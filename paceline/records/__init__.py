@@ -33,6 +33,7 @@ from paceline.records.kept import (
     FileSum,
     Kept,
     Manifest,
+    StreamPlaces,
     TensorEntry,
     TensorRows,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "Choice",
     "Crew",
     "DataPosition",
+    "StreamPlaces",
     "Device",
     "Env",
     "Exchange",

@@ -51,12 +51,14 @@ class Finding(Part):
 
 
 class BatchSplit(Part):
-    """global_size = micro x grad_accum x dp, in samples per optimizer step."""
+    """global_size = micro x grad_accum x dp: samples per optimizer step, or batches of samples
+    where those are filled by length (data.batch_by)."""
 
     micro: int
     grad_accum: int
     dp: int
     global_size: int
+    counts: Literal["samples", "batches"] = "samples"
 
 
 class ModelSize(Part):

@@ -1,10 +1,26 @@
 """Kept: what a checkpoint says of itself, in state.json and manifest.json."""
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from paceline.records.base import Body, Part, Record
+
+
+class StreamPlaces(Part):
+    """Where each reader of a stream stands (data/streams.py:Place)."""
+
+    places: list[tuple[int, int, int, int, Any]] = Field(
+        description="Of each reader: epoch, which of its shards, samples of it, of a block that was"
+        " read ahead, and the source's own state."
+    )
+
+    @property
+    def how(self) -> str:
+        """How it is resumed, in words."""
+        if any(state is not None for *_, state in self.places):
+            return "by the state of its source"
+        return "by counting: samples of a shard that were taken are read again and skipped"
 
 
 class DataPosition(Part):
@@ -18,6 +34,7 @@ class DataPosition(Part):
     start_index: int = Field(description="Where in the epoch's order the last step began.")
     end_index: int = Field(description="Where it ended: the next sample's place.")
     fingerprint: str
+    stream: StreamPlaces | None = Field(None, description="Of data that comes in turn only.")
 
 
 class BestMetric(Part):

@@ -312,6 +312,11 @@ class Result(Record):
     precision: str
     fingerprints: Fingerprints
     data_facts: dict[str, float]
+    padding: float | None = Field(
+        None,
+        description="Share of what was computed that only filled samples up to the longest of their"
+        " batch, mean of all steps; None where the data has no lengths.",
+    )
     skipped_steps: int
     bad_step: int | None
     bad_sample_ids: list[int]

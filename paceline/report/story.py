@@ -104,6 +104,9 @@ def further(story: Story) -> list[Figure]:
         beside = f"training waited {duration(kept.stall_s)} for them"
         beside = f"{last if kept.last_step is not None else ''}{beside}"
         figures.append(Figure("checkpoints", f"{kept.num_written}{failed}", beside=beside))
+    if result.padding is not None:
+        what = "of what was computed: samples filled up to the longest of their batch"
+        figures.append(Figure("padding", f"{result.padding:.1%}", beside=what))
     if result.why_early:
         ended = f"after step {result.steps} of {story.plan.steps}"
         figures.append(Figure("ended early", ended, beside=result.why_early))

@@ -12,7 +12,7 @@ from paceline.launch.ending import Ending, Verdicts, completed_steps, stop_notes
 from paceline.machine.datasheets import choose_arithmetic
 from paceline.machine.facts import hardware_fingerprint
 from paceline.machine.measures import load_matmul_tflops
-from paceline.metrics import Goal
+from paceline.metrics import PADDING, TRAIN, Goal
 from paceline.records import (
     Attempt,
     Audit,
@@ -118,10 +118,12 @@ def _how_it_ended(run: RunDir, ending: Ending, rows: Table[TrainingRow]) -> dict
 def _what_was_learned(run: RunDir, rows: Table[TrainingRow], verdicts: Verdicts) -> dict[str, Any]:
     bad_step, bad_ids = _bad_samples(verdicts)
     metrics = _last_metrics(rows)[0]
+    has_padding = metrics.pop(f"{TRAIN}{PADDING}", None) is not None
     return {
         "final_loss": _final_loss(rows),
         "val_loss": metrics.pop("val/loss", None),
         "metrics": metrics,
+        "padding": float(rows.metric(f"{TRAIN}{PADDING}")[1].mean()) if has_padding else None,
         "best": _best(run, rows),
         "why_early": next((v.why_early for v in verdicts.values() if v.why_early), ""),
         "skipped_steps": int(rows.column("skipped").sum()),

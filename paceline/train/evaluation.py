@@ -16,17 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.data.base import Dataset
+from paceline.data.buckets import cut_by_length, length_of
+from paceline.data.collate import collate
 from paceline.data.cursor import Indices
-from paceline.data.loader import collate, eval_ids, to_device
-from paceline.errors import ConfigError
+from paceline.data.loader import deal_batches, to_device
+from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.job import Job
-from paceline.metrics import VAL, Items
+from paceline.metrics import VAL, Goal, Items
 from paceline.records import Plan
 from paceline.records.phases import Phase
 from paceline.strategies.base import Engine
 from paceline.strategies.clock import Clock
 from paceline.train.readback import on_device
-from paceline.workloads.base import Workload
+from paceline.workloads.base import Workload, own_collate
 from paceline.workloads.returns import Pair, join_rows, read_numbers
 
 LOG = logging.getLogger("paceline")
@@ -42,15 +44,17 @@ class Evaluation:
         train = job.config.train
         self.every, self.num_steps = train.eval_every, plan.steps
         self.workload, self.data, self.device = job.workload, data, device
+        self.collate = own_collate(job.workload)
+        self.deciding = Goal.of_best(train.best).name
         if data is not None:
             wanted = train.eval_samples
             num_samples = len(data) if wanted == "all" else min(wanted, len(data))
-            self.batches = eval_ids(num_samples, plan.batch.micro, plan.batch.dp, dp_rank)
+            self.batches = deal_batches(_cut(job, data, num_samples), plan.batch.dp, dp_rank)
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, is_last: bool = False) -> bool:
         if self.data is None or self.every == "off":
             return False
-        return step % self.every == 0 or step == self.num_steps
+        return is_last or step % self.every == 0 or step == self.num_steps
 
     def run(
         self, engine: Engine, clock: Clock, is_cut: Callable[[], bool]
@@ -62,7 +66,8 @@ class Evaluation:
         for ids in self.batches:
             clock.enter(Phase.EVAL)  # for each batch: a long evaluation is not a stall
             # A rank without samples still runs a forward pass: others may wait for it inside one.
-            batch = collate(self.data, ids if len(ids) else np.zeros(1, dtype=np.int64))
+            some = ids if len(ids) else np.zeros(1, dtype=np.int64)
+            batch = collate(self.data, some, self.collate)
             found = engine.measure(to_device(batch, self.device))
             if len(ids):
                 tally.add(ids, found)
@@ -77,11 +82,30 @@ class Evaluation:
         heard: list[Any] | None = [own] * world if rank == 0 else None
         if world > 1:
             dist.gather_object(own, heard, dst=0)
-        told = [conclude(self.workload, heard)] if heard is not None else [None]
+        told: list[Any] = [self._judge(heard) if heard is not None else None]
         if world > 1:
             dist.broadcast_object_list(told, src=0)
-        assert told[0] is not None
-        return told[0]
+        if isinstance(told[0], PacelineError):
+            raise told[0]
+        found: dict[str, float] = told[0]
+        return found
+
+    def _judge(self, shares: "list[Share]") -> dict[str, float] | PacelineError:
+        """Return the numbers, or what all ranks must end with: nobody may wait for rank 0."""
+        try:
+            return conclude(self.workload, shares, self.deciding)
+        except PacelineError as error:
+            return error
+
+
+def _cut(job: Job, data: Dataset, num_samples: int) -> list[Indices]:
+    """Cut the first samples into batches as those of training are: by number, or by length."""
+    settings = job.config.data
+    tell, ids = length_of(data), np.arange(num_samples, dtype=np.int64)
+    if settings.batch_length != "off" and settings.batch_by == "length" and tell is not None:
+        return cut_by_length(tell(ids), settings.batch_length)
+    micro = job.config.train.micro_batch_size
+    return [ids[first : first + micro] for first in range(0, num_samples, micro)]
 
 
 class Share(NamedTuple):
@@ -120,14 +144,22 @@ class Tally:
         return Share(sums, self.items)
 
 
-def conclude(workload: Workload, shares: list[Share]) -> dict[str, float]:
-    """Return all numbers of an evaluation by whole name, from what every rank found."""
+def conclude(workload: Workload, shares: list[Share], deciding: str = "") -> dict[str, float]:
+    """Return all numbers of an evaluation by whole name, from what every rank found. The one that
+    is `deciding` which checkpoint is best must be a number wherever anything was counted."""
     found: dict[str, Any] = {}
     for name in sorted({name for share in shares for name in share.sums}):
         rows = [row for share in shares for row in share.sums.get(name, ())]
         found[name] = _mean(rows)
-        if not math.isfinite(found[name]):
-            LOG.warning("%s%s is not finite: %s", VAL, name, _blame(name, shares))
+        if math.isfinite(found[name]):
+            continue
+        told = f"{VAL}{name} is not finite: {_blame(name, shares)}"
+        LOG.warning("%s", told)
+        if f"{VAL}{name}" == deciding and _bad_rows(name, shares):
+            raise DataError(
+                f"{told}; it decides which checkpoint is the best\n"
+                "hint: look at these samples, or let train.best name another metric"
+            )
     for name in sorted({name for share in shares for name in share.items}):
         found[name] = _in_order([part for share in shares for part in share.items.get(name, ())])
     numbers = {name: value for name, value in found.items() if isinstance(value, float)}
@@ -145,14 +177,18 @@ def _mean(rows: list[tuple[int, int, float, float]]) -> float:
 
 def _blame(name: str, shares: list[Share]) -> str:
     """Say whose samples gave a sum that is not finite."""
-    bad = [
+    bad = _bad_rows(name, shares)
+    more = f" and {len(bad) - MAX_NAMED} more batches" if len(bad) > MAX_NAMED else ""
+    return "; ".join(bad[:MAX_NAMED]) + more if bad else "nothing was counted"
+
+
+def _bad_rows(name: str, shares: list[Share]) -> list[str]:
+    return [
         f"rank {rank}, samples {first} to {last}"
         for rank, share in enumerate(shares)
         for first, last, *pair in share.sums.get(name, ())
         if not all(map(math.isfinite, pair))
     ]
-    more = f" and {len(bad) - MAX_NAMED} more batches" if len(bad) > MAX_NAMED else ""
-    return "; ".join(bad[:MAX_NAMED]) + more if bad else "nothing was counted"
 
 
 def _in_order(parts: list[tuple[Indices, Any]]) -> Any:
@@ -175,4 +211,4 @@ def _on_host(values: Any) -> Any:
 
 
 def _ends(ids: Indices) -> tuple[int, int]:
-    return int(ids[0]), int(ids[-1])
+    return int(ids.min()), int(ids.max())

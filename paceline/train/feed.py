@@ -1,45 +1,62 @@
 """What one optimizer step consumes: this rank's microbatches on the device, and the loss scale."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.data.base import Dataset
-from paceline.data.cursor import Indices, Order, StepSlice
+from paceline.data.buckets import BucketPicks, open_picks
+from paceline.data.cursor import Indices, Picks, StepSlice
 from paceline.data.loader import (
     LoaderPlan,
     Microbatch,
     Microbatches,
     MicrobatchSource,
+    Rules,
+    Source,
     to_device,
 )
+from paceline.data.streams import Place, StreamPlan, StreamSource, find_shards, is_stream
 from paceline.errors import ConfigError, DataError
 from paceline.job import Job
-from paceline.records import Plan
+from paceline.metrics import PADDING
+from paceline.records import Plan, StreamPlaces
+from paceline.records.files import fingerprint
+from paceline.records.words import count
+from paceline.workloads.base import own_collate
+from paceline.workloads.returns import Pair
+
+OF_STREAMS = ("stream_readers", "stream_buffer", "stream_repeat")
 
 
 class StepBatch(NamedTuple):
-    """`scale` = dp degree / units in the global step: the loss normalisation of every strategy."""
+    """`scale` = dp degree / units in the global step: the loss normalisation of every strategy.
+    `num_samples` are those of all ranks; `sums` is what is known of this rank's batches beside the
+    loss, by name."""
 
     batches: list[Any]
     units: float | Tensor
     scale: float | Tensor
     sample_ids: list[Indices]
+    num_samples: int
+    sums: Mapping[str, Pair] = {}
 
 
 class Feed:
     """Turns microbatches into step batches, one after the other."""
 
-    def __init__(self, microbatches: Microbatches, plan: Plan, device: torch.device) -> None:
+    def __init__(
+        self, microbatches: Microbatches, source: Source, plan: Plan, device: torch.device
+    ) -> None:
         self.microbatches, self.plan, self.device = microbatches, plan, device
+        self.source = source
         self._ahead: list[Microbatch] = []
-        self.fixed_units = (
-            plan.batch.global_size * plan.units_per_sample
-            if plan.units_per_sample is not None
-            else None
-        )
+        self._num_steps = 0  # handed out so far
+        self._why_over: str | None = None
+        self.places = list(source.places) if isinstance(source, StreamSource) else []
 
     def close(self) -> None:
         self.microbatches.close()
@@ -50,14 +67,17 @@ class Feed:
 
     def peek(self) -> Microbatch:
         """Return the next microbatch, which `next` will hand out all the same."""
-        self._ahead = self._ahead or [next(self.microbatches)]
+        self._load(1)
         return self._ahead[0]
 
     def next(self) -> StepBatch:
-        missing = self.plan.batch.grad_accum - len(self._ahead)
-        loaded = self._ahead + [next(self.microbatches) for _ in range(missing)]
-        self._ahead = []
-        units = self._units_in_step(loaded)
+        self._load(self.plan.batch.grad_accum)
+        loaded, self._ahead, self._why_over = self._ahead, [], None
+        num_samples = self.source.samples_in_step(self._num_steps)
+        self._num_steps += 1
+        for item in loaded if self.places else ():
+            self.places[item.reader] = item.place
+        units = self._units_in_step(loaded, num_samples)
         batches = [item.batch for item in loaded]
         if self.device.type != "cpu":
             batches = [to_device(batch, self.device) for batch in batches]
@@ -66,12 +86,64 @@ class Feed:
             units,
             self.plan.batch.dp / units,
             [item.sample_ids for item in loaded],
+            num_samples,
+            _padding_of(loaded),
         )
 
-    def _units_in_step(self, loaded: list[Microbatch]) -> float | Tensor:
+    def tell_places(self) -> StreamPlaces | None:
+        """Return where the readers of all ranks stand after the last step; None where the data is
+        no stream. A collective, for a stream."""
+        if not isinstance(self.source, StreamSource):
+            return None
+        dp, rank = self.plan.batch.dp, self.plan.dp_rank(dist.get_rank())
+        own = {which: tuple(place) for which, place in enumerate(self.places) if which % dp == rank}
+        heard: list[Any] = [own] * dist.get_world_size()
+        if dist.get_world_size() > 1:
+            dist.all_gather_object(heard, own)
+        all_places = {which: place for part in heard for which, place in part.items()}
+        return StreamPlaces(places=[all_places[which] for which in sorted(all_places)])
+
+    def notes(self) -> list[str]:
+        """Return what a person should know of a stream: how it was read, and how it resumes."""
+        if not isinstance(self.source, StreamSource):
+            return []
+        how = StreamPlaces(places=[tuple(place) for place in self.places]).how
+        read = self.source.plan
+        shards = count(len(read.shards.names), "shard")
+        by = "by samples" if read.by_sample and read.num_readers > 1 else "by shards"
+        readers = count(read.num_readers, "reader")
+        return [f"the data is a stream: {shards}, shared {by} among {readers}; it resumes {how}"]
+
+    def why_over(self) -> str:
+        """Say why there is no further step: a stream that does not repeat has come to its end on
+        some rank. Empty where there is one. A collective, for a stream that can end."""
+        if not isinstance(self.source, StreamSource) or self.source.plan.repeats:
+            return ""
+        if self._why_over is None:
+            self._why_over = self._ask_all(self.source)
+        return self._why_over
+
+    def _ask_all(self, source: StreamSource) -> str:
+        self._load(self.plan.batch.grad_accum)
+        ended = [item.reader for item in self._ahead if not len(item.sample_ids)]
+        first = torch.tensor(min(ended, default=source.plan.num_readers), device=self.device)
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+        if int(first) == source.plan.num_readers:
+            return ""
+        return (
+            f"the stream has ended: reader {int(first)} of {source.plan.num_readers} has no more"
+            " samples for a whole microbatch (data.stream_repeat=false)"
+        )
+
+    def _load(self, wanted: int) -> None:
+        """Load microbatches ahead, until there are so many."""
+        while len(self._ahead) < wanted:
+            self._ahead.append(next(self.microbatches))
+
+    def _units_in_step(self, loaded: list[Microbatch], num_samples: int) -> float | Tensor:
         """Return the units over all ranks; a collective only where samples differ in size."""
-        if self.fixed_units is not None:
-            return self.fixed_units
+        if self.plan.units_per_sample is not None:
+            return num_samples * self.plan.units_per_sample
         local = float(sum(item.units for item in loaded))
         on_gpu = self.device.type == "cuda"
         units = torch.tensor(local, dtype=torch.float64, pin_memory=on_gpu)
@@ -82,45 +154,129 @@ class Feed:
         return units * self.plan.batch.dp / self.plan.world_size
 
 
-def require_data(data: Dataset | None, plan: Plan) -> Dataset:
-    """Return the training data; refuse what cannot be read by index or fills no step."""
+def _padding_of(loaded: list[Microbatch]) -> Mapping[str, Pair]:
+    if loaded[0].padding is None:
+        return {}
+    known = [item.padding for item in loaded if item.padding is not None]
+    return {PADDING: (sum(filled for filled, _ in known), sum(whole for _, whole in known))}
+
+
+@dataclass(frozen=True)
+class TrainData:
+    """The training data: by index, with the order in which it is taken, or a stream."""
+
+    data: Any
+    picks: Picks | None  # None: a stream
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.data) if self.picks is not None else 0
+
+    @property
+    def epoch_size(self) -> int:
+        """Positions in an epoch; 0 where nobody knows."""
+        return self.picks.epoch_size if self.picks is not None else 0
+
+    @property
+    def fingerprint(self) -> str:
+        """The data's own; of a stream without one, that of its shards' names."""
+        own = getattr(self.data, "fingerprint", None)
+        if own is None and self.picks is None and hasattr(self.data, "shards"):
+            own = f"shards-{fingerprint(*map(str, self.data.shards))}"
+        own = "n/a" if own is None else str(own)
+        return f"{own}, {self.picks.fingerprint}" if isinstance(self.picks, BucketPicks) else own
+
+
+def open_data(job: Job, plan: Plan) -> TrainData:
+    """Return the training data; refuse what cannot be read or fills no step."""
+    data: Any = job.workload.build_data(job.config, "train")
+    size, settings = plan.batch.global_size, job.config.data
+    if data is not None and is_stream(data):
+        if settings.num_buckets is not None:
+            raise ConfigError(
+                f"data.batch_by={settings.batch_by}, data.buckets={settings.buckets}: the data is a"
+                f" stream ({type(data).__name__}), whose lengths nobody knows before it is read\n"
+                "hint: return samples by index: __len__ and __getitem__, with `lengths`"
+            )
+        return TrainData(data, None)
     if data is not None and not hasattr(data, "__len__"):
         raise DataError(
-            f"build_data returned a {type(data).__name__}, which has no length\n"
-            "hint: return samples by index: __len__ and __getitem__"
+            f"build_data returned a {type(data).__name__}, which has no length and is no stream\n"
+            "hint: return samples by index, with __len__ and __getitem__, or what can be iterated"
         )
-    ignored = [name for name in ("collate_fn", "collate") if hasattr(data, name)]
-    if ignored and not hasattr(data, "batch"):
-        raise ConfigError(
-            f"{type(data).__name__}.{ignored[0]} is a method that nothing calls\n"
-            "hint: write batch(self, indices), which returns a whole batch: return"
-            f" self.{ignored[0]}([self[int(i)] for i in indices])"
-        )
-    found = len(data) if data is not None else 0
-    if data is None or found < plan.batch.global_size:
+    has_samples = data is not None and len(data) > 0
+    picks = open_picks(job.config, plan.batch, data) if has_samples else None
+    found = picks.epoch_size if picks is not None else 0
+    if picks is None or found < size:
         raise DataError(
-            f"the training data has {found} samples, and one step takes {plan.batch.global_size}\n"
+            f"the training data has {found} {plan.batch.counts}, and one step takes {size}\n"
             "hint: give it more data, or a smaller train.micro_batch_size or train.grad_accum"
         )
-    return data
+    return TrainData(data, picks)
+
+
+def idle_stream_keys(job: Job, data: TrainData) -> list[str]:
+    """Return a note for each key of streams that was set, where the data is none."""
+    settings = job.config.data
+    defaults = {key: type(settings).model_fields[key].default for key in OF_STREAMS}
+    changed = [key for key, default in defaults.items() if getattr(settings, key) != default]
+    if data.picks is None:
+        return []
+    return [f"data.{key} is set but has no effect: the data is no stream" for key in changed]
 
 
 def open_source(
-    job: Job, plan: Plan, data: Dataset, rank: int, start_position: int
-) -> MicrobatchSource:
-    """Return this rank's microbatches, by number from `start_position` on."""
-    batch, seed = plan.batch, job.config.train.seed
-    own = StepSlice(batch.micro, batch.grad_accum, batch.dp, plan.dp_rank(rank), start_position)
-    return MicrobatchSource(data, Order(len(data), seed), own, job.workload, plan.units_per_sample)
+    job: Job,
+    plan: Plan,
+    data: TrainData,
+    rank: int,
+    start: int = 0,
+    places: StreamPlaces | None = None,
+) -> Source:
+    """Return this rank's microbatches, by number from position `start` on; `places` are those of a
+    stream that is resumed."""
+    rules = Rules(job.workload, plan.units_per_sample, own_collate(job.workload))
+    batch, settings = plan.batch, job.config.data
+    own = StepSlice(batch.micro, batch.grad_accum, batch.dp, plan.dp_rank(rank), start)
+    if data.picks is not None:
+        return MicrobatchSource(data.data, data.picks.of(own), rules)
+    stream = StreamPlan(
+        find_shards(data.data),
+        _count_readers(job, plan, places),
+        job.config.train.seed,
+        settings.stream_buffer,
+        settings.stream_repeat,
+    )
+    known = places.places if places is not None else [Place()] * stream.num_readers
+    return StreamSource(data.data, stream, own, rules, [Place(*place) for place in known])
 
 
-def build_feed(
-    job: Job, plan: Plan, source: MicrobatchSource, first_step: int, device: torch.device
-) -> Feed:
+def _count_readers(job: Job, plan: Plan, places: StreamPlaces | None) -> int:
+    """Return how many readers share the stream: as asked, or as the checkpoint says; else one for
+    each loader process of each rank."""
+    asked, dp = job.config.data.stream_readers, plan.batch.dp
+    kept = None if places is None else len(places.places)
+    number = kept or (dp * max(1, plan.loader_workers.value) if asked == "auto" else asked)
+    if number % dp or (asked != "auto" and asked != number):
+        made = f"the checkpoint was made with {kept} readers, and " if kept else ""
+        raise ConfigError(
+            f"data.stream_readers: {made}{number if asked == 'auto' else asked} readers of the"
+            f" stream cannot be shared by {dp} ranks without another order of samples\n"
+            f"hint: resume on a number of ranks that divides {number}; a new run may set"
+            " data.stream_readers to a number that all the ranks you may have divide"
+        )
+    return number
+
+
+def build_feed(job: Job, plan: Plan, source: Source, first_step: int, device: torch.device) -> Feed:
     """Start the loader processes; they load what the steps from `first_step` on take."""
     settings, on_gpu = job.config.data, device.type == "cuda"
-    loader = LoaderPlan(
-        plan.loader_workers.value, settings.prefetch, settings.timeout_s, pin_memory=on_gpu
-    )
+    workers = plan.loader_workers.value
+    if isinstance(source, StreamSource):
+        # Each has readers to itself, equally many: the largest number of them that divides evenly.
+        own = source.plan.num_readers // plan.batch.dp
+        workers = next(n for n in range(min(workers, own), -1, -1) if n == 0 or own % n == 0)
+    loader = LoaderPlan(workers, settings.prefetch, settings.timeout_s, pin_memory=on_gpu)
     num_steps = max(0, plan.steps - first_step + 1)
-    return Feed(Microbatches(source, num_steps * plan.batch.grad_accum, loader), plan, device)
+    microbatches = Microbatches(source, num_steps * plan.batch.grad_accum, loader)
+    return Feed(microbatches, source, plan, device)

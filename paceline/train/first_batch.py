@@ -57,22 +57,26 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True)
 class FirstBatch:
-    """The first microbatch, on its device, and what it takes to compute its loss."""
+    """The first microbatch, on its device, how many samples it has, and what it takes to compute
+    its loss."""
 
     engine: Engine
     workload: Workload
     plan: Plan
     device: torch.device
     batch: Any
+    size: int
 
     def require_summed_loss(self) -> None:
         """Refuse a loss that is a mean over the batch; leave no trace otherwise. A collective."""
-        size = self.plan.batch.micro
-        if not can_cut(self.batch, size):
+        size = self.size
+        # Ranks may have batches of different sizes, and all must do the same here.
+        num_others = self._sum(torch.tensor([0.0 if can_cut(self.batch, size) else 1.0]))
+        if any(num_others):
             return
         with _traceless(self.engine, self.device) as rewind:
             # A quarter and the rest, then halves: a chance likeness would not come twice.
-            for first in dict.fromkeys((max(1, size // 4), size // 2)):
+            for first in (max(1, size // 4), size // 2):
                 compared = self._compare(first, rewind)
                 if compared is None or not compared.is_mean:
                     return
@@ -88,7 +92,7 @@ class FirstBatch:
     def _compare(self, first: int, rewind: Callable[[], None]) -> Compared | None:
         """Compare the batch with two parts of it, cut after the first samples; return None, on
         every rank, where nothing can be told."""
-        size = self.plan.batch.micro
+        size = self.size
         parts, samples = self._cut(first), [first, size - first]
         units = self._units(parts, samples)
         if units is None:
@@ -147,14 +151,17 @@ class FirstBatch:
 def is_worth_asking(workload: Workload, plan: Plan) -> bool:
     """Say whether to check the loss: not for one sample, which is its own mean, nor for a workload
     that we ship and test."""
-    return plan.batch.micro > 1 and not type(workload).__module__.startswith(OURS)
+    many = plan.batch.micro > 1 or plan.batch.counts == "batches"
+    return many and not type(workload).__module__.startswith(OURS)
 
 
 def can_cut(batch: Any, size: int) -> bool:
     """Say whether all of it is tensors with one row for each of `size` samples."""
     leaves = tree_flatten(batch)[0]
-    return bool(leaves) and all(
-        torch.is_tensor(leaf) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves
+    return (
+        size > 1
+        and bool(leaves)
+        and all(torch.is_tensor(leaf) and leaf.dim() > 0 and len(leaf) == size for leaf in leaves)
     )
 
 
@@ -184,6 +191,8 @@ def count_flops(job: Job, plan: Plan, feed: Feed, device: torch.device) -> tuple
     plan, or a count on the first batch, which comes through the loader's time limit."""
     if plan.flops_per_sample.value is not None:
         return plan.flops_per_sample.value, plan.flops_per_sample.because
+    if job.config.data.num_buckets is not None:
+        return None, "not counted: batches of samples of unequal length differ in it"
     batch = feed.peek().batch
     # To load a batch may draw random numbers, as it would in its step; to count must not.
     drawn = capture_rng(device)

@@ -12,11 +12,12 @@ from paceline.checkpoint.tensors import TensorFiles
 from paceline.data.rng import restore_rng, seed_rng
 from paceline.errors import DataError
 from paceline.job import Job
-from paceline.records import Attempt, BestMetric, DataPosition, Kept, Plan
+from paceline.records import Attempt, BestMetric, DataPosition, Kept, Plan, StreamPlaces
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy
 from paceline.strategies.optim import rate_of
+from paceline.train.feed import TrainData
 from paceline.train.loop import Start
 from paceline.train.metrics import cut_absent_ranks
 
@@ -33,12 +34,14 @@ def load_attempt(run: RunDir) -> Attempt:
 class History:
     """The step, the position in the data and the best loss: of a new run, or of a checkpoint."""
 
-    def __init__(
-        self, job: Job, plan: Plan, attempt: Attempt, num_samples: int, data_fingerprint: str
-    ) -> None:
+    def __init__(self, job: Job, plan: Plan, attempt: Attempt, data: TrainData) -> None:
         self.job, self.plan, self.attempt = job, plan, attempt
-        self.num_samples, self.data_fingerprint = num_samples, data_fingerprint
+        self.num_samples, self.data_fingerprint = data.num_samples, data.fingerprint
+        self.epoch_size = data.epoch_size
         self.start, self.start_position = Start(), 0
+        self.stream: StreamPlaces | None = None
+        # Where the readers of a stream stand: the feed will say, once there is one.
+        self.tell_places: Callable[[], StreamPlaces | None] = lambda: None
         self.best: BestMetric | None = None
         self.num_worse = 0
 
@@ -71,6 +74,9 @@ class History:
         notes += [f"{damage}; step_{step} was used instead" for damage in found.damages]
         notes += find_strategy(self.plan.strategy.value).lost_on_resume(self.job.config)
         LOG.info("resumes from the checkpoint of step %d", step)
+        if self.stream is not None:
+            notes.append(f"the stream was resumed {self.stream.how}")
+            LOG.info("the stream is resumed %s", self.stream.how)
         if rank == 0:
             known = {"first_step": step + 1, "notes": notes}
             run.lost.keep(run.attempt, self.attempt.model_copy(update=known).to_json())
@@ -90,7 +96,7 @@ class History:
         """Take over the step, the position in the data and the best loss of a checkpoint."""
         self._require_same_data(kept.data)
         self.start = Start(kept.step + 1, kept.num_skips, kept.evaluation_is_due)
-        self.start_position = kept.data.position
+        self.start_position, self.stream = kept.data.position, kept.data.stream
         self.best, self.num_worse = kept.best, kept.num_worse
 
     def _require_same_data(self, data: DataPosition) -> None:
@@ -132,7 +138,10 @@ class History:
     def _position_after(self, step: int) -> DataPosition:
         size = self.plan.batch.global_size
         position = self.start_position + (step - self.start.first_step + 1) * size
-        epoch, index = divmod(position, self.num_samples)
+        stream = self.tell_places()
+        epoch, index = divmod(position, self.epoch_size) if self.epoch_size else (0, position)
+        if stream is not None:
+            epoch = min(place[0] for place in stream.places)
         return DataPosition(
             position=position,
             num_samples=self.num_samples,
@@ -142,6 +151,7 @@ class History:
             start_index=max(0, index - size),
             end_index=index,
             fingerprint=self.data_fingerprint,
+            stream=stream,
         )
 
 

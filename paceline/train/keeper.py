@@ -137,8 +137,8 @@ class Keeper:
         if metrics is not None:
             self.best.note(step, metrics)
 
-    def wish(self, step: int) -> Wish:
-        """Return what all ranks do after this step."""
+    def wish(self, step: int, is_over: bool = False) -> Wish:
+        """Return what all ranks do after this step; `is_over`: there is no data for another."""
         self._reserve()
         self._tell()
         # Each rank raises what it was asked, `look` gives all of them the largest. All that follows
@@ -152,7 +152,7 @@ class Keeper:
         if stop is not None:
             # A preempted job has seconds: spend them on this save, not on reading old ones back.
             self.parts.saver.hurry()
-        elif self.best.why_over:
+        elif is_over or self.best.why_over:
             stop = Outcome.OK
         # On a GPU an answer is one step old. So the step after a checkpoint still hears the request
         # that this checkpoint has answered, and must not save again for it.

@@ -23,6 +23,7 @@ from paceline.train.feed import Feed
 from paceline.train.hooks import Hooks
 from paceline.train.keeper import Keeper
 from paceline.train.metrics import Ledger
+from paceline.train.verdict import require_fitting
 
 LATENESS = 1  # steps after which the host must know how a step went
 
@@ -83,22 +84,27 @@ def _train(parts: LoopParts) -> LoopEnd:
         clock.begin(step)
         parts.auditor.begin(step)
         batch = parts.feed.next()
-        totals = engine.forward_backward(batch.batches, batch.scale, clock)
+        try:
+            totals = engine.forward_backward(batch.batches, batch.scale, clock)
+        except (RuntimeError, ValueError, IndexError) as error:
+            require_fitting(error, batch.batches, batch.sample_ids)
+            raise
         lr = parts.rate(step)
         info = engine.step(lr, clock)
         parts.auditor.end(step)
 
         clock.enter(Phase.OTHER)
         judge.remember(step, batch.sample_ids)
-        ledger.record(step, lr, totals, info, batch.units)
+        ledger.record(step, lr, totals, info, batch)
         ledger.note_samples(step, batch.sample_ids)
         end = judge.verdict(step, ledger.vetoes(through=step - LATENESS))
         if end is not None:
             break
         ledger.settle(step)
-        if parts.evaluation.due(step):
+        why_over = parts.feed.why_over()
+        if parts.evaluation.due(step, is_last=bool(why_over)):
             _evaluate(parts, step)
-        wish = keeper.wish(step)
+        wish = keeper.wish(step, is_over=bool(why_over))
         if wish.reason:
             # The step ends here, once the device has done it; its row is written; and only then can
             # a checkpoint say "after it".
@@ -126,14 +132,15 @@ def _before(parts: LoopParts) -> LoopEnd | None:
         return LoopEnd(parts.keeper.wish(last).stop or Outcome.PREEMPTED, last)
     if parts.start.evaluation_is_due:
         _evaluate(parts, last)
-    if parts.keeper.best.why_over:
+    if parts.keeper.best.why_over or (last < parts.plan.steps and parts.feed.why_over()):
         return _end(parts, Outcome.OK, last)
     return None
 
 
 def _end(parts: LoopParts, outcome: Outcome, step: int) -> LoopEnd:
     is_early = outcome is Outcome.OK and step < parts.plan.steps
-    return LoopEnd(outcome, step, why_early=parts.keeper.best.why_over if is_early else "")
+    why = parts.keeper.best.why_over or (is_early and parts.feed.why_over()) or ""
+    return LoopEnd(outcome, step, why_early=why if is_early else "")
 
 
 def _evaluate(parts: LoopParts, step: int) -> None:

@@ -28,6 +28,7 @@ from paceline.records.tables import SAMPLES, STEPS, TRAINING, Cell
 from paceline.strategies.base import StepInfo, Totals
 from paceline.strategies.clock import Clock, StepTimes
 from paceline.strategies.precision import OVERFLOWED
+from paceline.train.feed import StepBatch
 from paceline.train.hooks import Hook
 from paceline.train.readback import Readback, on_device
 
@@ -51,6 +52,7 @@ class _Row:
     """One step while its numbers come in from device, clock and other ranks."""
 
     lr: float
+    num_samples: int
     own_loss: float | None = None
     loss: float | None = None
     count: float = 0.0
@@ -109,11 +111,13 @@ class Ledger:
             self._samples = TableFile(files.samples, SAMPLES, kept, files.lost)
 
     def record(
-        self, step: int, lr: float, totals: Totals, info: StepInfo, units: float | Tensor
+        self, step: int, lr: float, totals: Totals, info: StepInfo, batch: StepBatch
     ) -> None:
-        """Take in a step. `units` is what its loss was divided by, over all ranks."""
-        self._rows[step] = _Row(lr)
-        self._window.append((step, totals, units))
+        """Take in a step, and the batch that it took."""
+        self._rows[step] = _Row(lr, batch.num_samples)
+        if batch.sums:
+            totals = totals._replace(extras={**batch.sums, **totals.extras})
+        self._window.append((step, totals, batch.units))
         self._scalars.push(step, (totals.loss_sum, info.grad_norm, info.skipped))
 
     def vetoes(self, through: int) -> list[tuple[int, bool]]:
@@ -298,7 +302,7 @@ class Ledger:
             "lr": row.lr,
             "grad_norm": row.grad_norm,
             "step_s": step_s,
-            "samples_per_s": self.plan.batch.global_size / step_s,
+            "samples_per_s": row.num_samples / step_s,
             "tokens_per_s": row.count / step_s if self.plan.unit == "tokens" else None,
             "skipped": row.skipped,
             "warmup": step <= self.last_warmup,

@@ -4,12 +4,14 @@ import re
 import resource
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from paceline.errors import DiskError, Outcome, PacelineError
+from paceline.data.collate import form_of
+from paceline.errors import DataError, DiskError, Outcome, PacelineError
 from paceline.records import RankError, RankVerdict
 from paceline.records.disk import save_last
 from paceline.records.heartbeats import Beat
@@ -19,6 +21,31 @@ Tell = Callable[[RankVerdict | Beat], None]  # a rank's way to its supervisor th
 
 # How gloo and NCCL say that a collective waited longer than the group's timeout.
 TIMED_OUT = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective operation timeout")
+
+
+# How torch and the usual layers say that a tensor has not the shape, or the ids, that they take.
+MISFIT = re.compile(
+    r"shapes? cannot be multiplied|size of tensor a|Sizes of tensors must match|shape '.*' is"
+    r" invalid|index out of range in self|[Ee]xpected .*(?:channels|dimension|size|shape)"
+    r"|[Tt]arget .* is out of bounds"
+)
+MAX_NAMED = 8
+
+
+def require_fitting(error: Exception, batches: Sequence[Any], ids: Sequence[Any]) -> None:
+    """Raise a DataError that names samples and shapes, where an error of the loss says that its
+    batch does not fit."""
+    if isinstance(error, PacelineError) or not MISFIT.search(str(error)):
+        return
+    samples = [int(index) for part in ids for index in part]
+    named = ", ".join(map(str, samples[:MAX_NAMED]))
+    more = f" and {len(samples) - MAX_NAMED} more" if len(samples) > MAX_NAMED else ""
+    forms = " and ".join(dict.fromkeys(form_of(batch) for batch in batches))
+    raise DataError(
+        f"the loss failed on samples {named}{more}, in batches of {forms}:"
+        f" {type(error).__name__}: {error}\n"
+        "hint: compare with the shapes and ids that the model takes"
+    ).with_traceback(error.__traceback__) from error
 
 
 def explain(error: BaseException, is_built: bool = True) -> RankError:

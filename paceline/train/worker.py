@@ -19,7 +19,8 @@ from paceline.checkpoint.saver import Saver, Writer
 from paceline.checkpoint.tensors import TensorFiles
 from paceline.data.base import Dataset
 from paceline.data.loader import to_device
-from paceline.errors import DataError, Outcome
+from paceline.data.streams import is_stream
+from paceline.errors import ConfigError, DataError, Outcome
 from paceline.job import Job
 from paceline.machine.group import StoreAddress, claim_device, join_group
 from paceline.machine.topology import RankId
@@ -38,7 +39,14 @@ from paceline.strategies.optim import rate_of
 from paceline.train.audit import Auditor
 from paceline.train.control import ControlFiles, Requests
 from paceline.train.evaluation import Evaluation
-from paceline.train.feed import Feed, build_feed, open_source, require_data
+from paceline.train.feed import (
+    Feed,
+    TrainData,
+    build_feed,
+    idle_stream_keys,
+    open_data,
+    open_source,
+)
 from paceline.train.first_batch import FirstBatch, count_flops, is_worth_asking
 from paceline.train.heartbeat import ActionMark, Heartbeat, StepMark, Telemetry, Ticker
 from paceline.train.history import History, load_attempt, settle_rng
@@ -97,6 +105,7 @@ class RankRun:
                     settle_rng(found, self.job, self.plan, self.place.rank, self.device)
                     self._use_first_batch(parts)
                     end = self.take_steps(parts)
+                    self.notes += parts.feed.notes()
                 self.notes += parts.keeper.parts.saver.notes
         except BaseException as error:
             with suppress(Exception):  # the error is what counts
@@ -143,16 +152,13 @@ class RankRun:
         The engine and the data's fingerprint are set on `self` at once: where a later part
         cannot be built, the verdict still has them.
         """
-        data = self._build_data()
+        data = open_data(self.job, self.plan)
+        self.data_fingerprint = data.fingerprint
+        self.notes += idle_stream_keys(self.job, data)
         self.engine = engine = self.build_engine()
-        history = History(self.job, self.plan, self.attempt, len(data), self.data_fingerprint)
+        history = History(self.job, self.plan, self.attempt, data)
         found = self._restore(engine, history, data)
         return self._wire(engine, history, data), found
-
-    def _build_data(self) -> Dataset:
-        data = require_data(self.job.workload.build_data(self.job.config, "train"), self.plan)
-        self.data_fingerprint = str(getattr(data, "fingerprint", "n/a"))
-        return data
 
     def build_engine(self) -> Engine:
         """Apply the plan's settings of torch, then build: kernels are chosen under them."""
@@ -162,9 +168,9 @@ class RankRun:
         parts = EngineParts(config, plan, self.job.workload, self.device)
         return find_strategy(plan.strategy.value).build(parts)
 
-    def _restore(self, engine: Engine, history: History, data: Dataset) -> Found | None:
+    def _restore(self, engine: Engine, history: History, data: TrainData) -> Found | None:
         """Resume engine and history from a checkpoint, where this attempt is to resume."""
-        source = open_source(self.job, self.plan, data, self.place.rank, start_position=0)
+        source = open_source(self.job, self.plan, data, self.place.rank)
         has_rehearsed = False
 
         def load(state: TensorFiles) -> None:
@@ -176,14 +182,16 @@ class RankRun:
 
         return history.restore(self.run, self.place.rank, self.device, load, self.notes)
 
-    def _wire(self, engine: Engine, history: History, data: Dataset) -> LoopParts:
+    def _wire(self, engine: Engine, history: History, data: TrainData) -> LoopParts:
         """Build the parts around the engine; `history` says where they begin."""
         config, plan, place, device = self.job.config, self.plan, self.place, self.device
         val = self._build_validation()
-        source = open_source(self.job, plan, data, place.rank, history.start_position)
+        source = open_source(
+            self.job, plan, data, place.rank, history.start_position, history.stream
+        )
         audit = self.run.audit if place.rank == 0 else None
         hooks, files = self.hooks, self._files(history)
-        return LoopParts(
+        parts = LoopParts(
             config=config,
             plan=plan,
             engine=engine,
@@ -198,14 +206,22 @@ class RankRun:
             # Last: from here on loaders live, and may die.
             feed=build_feed(self.job, plan, source, history.start.first_step, device),
         )
+        history.tell_places = parts.feed.tell_places
+        return parts
 
     def _build_validation(self) -> Dataset | None:
         config = self.job.config
         if config.train.eval_every == "off":
             return None
-        val = self.job.workload.build_data(config, "val")
+        val: Any = self.job.workload.build_data(config, "val")
         if val is None:
             self.notes.append("train.eval_every is set, but this workload has no validation data")
+        elif is_stream(val):
+            raise ConfigError(
+                f"the validation data is a stream ({type(val).__name__}): its samples must be known"
+                " by index, so that each is counted once whatever the ranks\n"
+                "hint: return a list of samples: list(itertools.islice(stream, 1000))"
+            )
         elif not len(val):
             raise DataError(
                 "train.eval_every is set, and build_data returned validation data without a sample"
@@ -263,8 +279,10 @@ class RankRun:
         if plan.pipeline is not None:
             self.notes.append("whether the loss is a sum is not checked in a pipeline")
             return
-        batch = to_device(parts.feed.peek().batch, device)
-        FirstBatch(parts.engine, job.workload, plan, device, batch).require_summed_loss()
+        first = parts.feed.peek()
+        batch = to_device(first.batch, device)
+        size = len(first.sample_ids)
+        FirstBatch(parts.engine, job.workload, plan, device, batch, size).require_summed_loss()
 
     def _verdict(self, outcome: Outcome, step: int, **more: Any) -> RankVerdict:
         active, reserved = peak_memory(self.device)

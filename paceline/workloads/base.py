@@ -3,6 +3,7 @@
 class MyWorkload(Workload):
     def build_model(self, config): ...               an nn.Module
     def build_data(self, config, split): ...         a Dataset; None where there is no such split
+    def collate(self, samples): ...                  a batch, where samples differ in size
     def loss(self, model, batch): ...                (sum of the losses, how many were summed)
     def evaluate(self, model, batch): ...            if there is more to measure than the loss
     def metrics(self, found): ...                    from that to numbers, once for all samples
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from paceline.config.schema import DataConfig
 from paceline.config.section import Section
-from paceline.data.base import Dataset
+from paceline.data.base import Dataset, Stream
 from paceline.errors import ConfigError, DataError
 from paceline.metrics import LOSS
 from paceline.records import Finding
@@ -96,9 +97,17 @@ class Workload:
         it."""
         return None
 
-    def build_data(self, config: Any, split: Split) -> Dataset | None:
-        """Return the samples of a split, by index; None when this workload has no such split."""
+    def build_data(self, config: Any, split: Split) -> Dataset | Stream | None:
+        """Return the samples of a split, by index; None when this workload has no such split.
+        Training data may be a stream: what can be iterated, or has `shards` and `open(shard)`."""
         raise ConfigError(f"{type(self).__name__} must define build_data(self, config, split)")
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Return a batch of these samples, as by `paceline.data.pad`. By default the data set's
+        own `batch(indices)` or `collate_fn(samples)` does, else torch's rules for stacking."""
+        from torch.utils.data import default_collate
+
+        return default_collate(samples)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
         """Return the loss *summed* over the batch's units, and how many units that is. A third
@@ -168,6 +177,12 @@ class Workload:
     def problems(self, config: Any) -> Sequence[Finding]:
         """Return what is wrong with this config for this workload, known before launch."""
         return ()
+
+
+def own_collate(workload: Workload) -> Callable[[list[Any]], Any] | None:
+    """Return the workload's rule to make a batch, where it has one."""
+    is_own = type(workload).collate is not Workload.collate
+    return workload.collate if is_own else None
 
 
 def find_workload(name: str, typed: bool) -> type[Workload]:

@@ -26,7 +26,7 @@ VALIDATION = (
     ' build_data(self, config, split) where split is "val", and train.eval_every says when'
 )
 DATA = "return a data set from build_data(self, config, split)"
-COLLATE = "give the data set a method batch(self, indices), which returns a whole batch"
+COLLATE = "write collate(self, samples), which returns a batch: paceline.data.pad(samples) pads"
 METRICS = (
     "write evaluate(self, model, batch), which returns (sum, count) or paceline.Items by name, and"
     " metrics(self, found), which makes numbers of all Items"
@@ -49,7 +49,6 @@ FOREIGN = {
     "build_lr_scheduler": SCHEDULE,
     "build_optimizers": OPTIMIZER,
     "build_scheduler": SCHEDULE,
-    "collate": COLLATE,
     "collate_fn": COLLATE,
     "compute_loss": LOSS,
     "compute_metrics": METRICS,

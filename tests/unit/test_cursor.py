@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.data.cursor import Order, StepSlice
-from paceline.data.loader import eval_ids
+from paceline.data.loader import deal_batches
 
 
 @given(size=st.integers(1, 300), seed=st.integers(0, 2**31), epoch=st.integers(0, 5))
@@ -49,7 +49,8 @@ def test_a_far_position_costs_what_the_first_does() -> None:
 def test_validation_sees_each_sample_once_in_equal_numbers_of_batches(
     samples: int, micro: int, dp: int
 ) -> None:
-    by_rank = [eval_ids(samples, micro, dp, rank) for rank in range(dp)]
+    cut = np.split(np.arange(samples), range(micro, samples, micro))
+    by_rank = [deal_batches(cut, dp, rank) for rank in range(dp)]
     assert len({len(batches) for batches in by_rank}) == 1
     seen = [int(i) for batches in by_rank for ids in batches for i in ids]
     assert sorted(seen) == list(range(samples))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data._utils import signal_handling
 
-from paceline.data.cursor import Order, StepSlice
-from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource
+from paceline.data.cursor import EvenPicks, Order, StepSlice
+from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource, Rules
 from paceline.errors import LoaderError
 
 MICRO, STEPS = 4, 6
@@ -32,7 +32,8 @@ class OneUnit:
 
 def start(num_workers: int, first_step: int = 0) -> Microbatches:
     places = StepSlice(MICRO, 1, 1, 0, start=first_step * MICRO)
-    source = MicrobatchSource(Drawing(), Order(100, 3), places, OneUnit(), 1)
+    picks = EvenPicks(Order(100, 3), places)
+    source = MicrobatchSource(Drawing(), picks, Rules(OneUnit(), 1))
     plan = LoaderPlan(num_workers, prefetch=2, timeout_s=60, pin_memory=False)
     return Microbatches(source, STEPS - first_step, plan)
 

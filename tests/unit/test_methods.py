@@ -2,19 +2,14 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
-from paceline.data.loader import collate
-from paceline.errors import ConfigError, DataError
+from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.records import Finding
 from paceline.run.flow import require_feasible
-from paceline.train.feed import require_data
 from paceline.workloads.base import REGISTRY, find_workload
 from paceline.workloads.methods import FOREIGN, SEAM, check_methods
 
@@ -57,7 +52,7 @@ def test_our_own_have_none() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("collate_fn", "batch(self, indices)"),
+        ("collate_fn", "collate(self, samples)"),
         ("configure_optimizers", "optim.name"),
         ("build_optimizers", "build_optimizer(self, model, config)"),
         ("lr_scheduler_step", "learning_rate(self, step, config)"),
@@ -95,34 +90,3 @@ def test_it_stands_in_the_plan(tmp_path: Path) -> None:
     plan = make_plan(load_job(f"{tmp_path / 'job.py'}:Job", ["launch.device=cpu"]), probe())
     with pytest.raises(ConfigError, match=r"Job\.collate_fn: is a method of other frameworks"):
         require_feasible(plan)
-
-
-class Ragged:
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.ones(1 + index)
-
-
-class Collated(Ragged):
-    def collate_fn(self, items: list[Tensor]) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence(items, batch_first=True)
-
-
-class Batched(Collated):
-    def batch(self, indices: np.ndarray) -> Tensor:  # type: ignore[type-arg]
-        return self.collate_fn([self[int(i)] for i in indices])
-
-
-def test_samples_of_different_shapes_are_told_what_they_need() -> None:
-    with pytest.raises(DataError, match=r"hint: .* a method batch\(self, indices\)"):
-        collate(Ragged(), np.arange(3))
-
-
-def test_a_data_set_that_would_be_collated_otherwise_is_refused() -> None:
-    plan = make_plan(load_job("lm_tiny", ["launch.device=cpu"]), probe())
-    with pytest.raises(ConfigError, match="Collated.collate_fn is a method that nothing calls"):
-        require_data(Collated(), plan)
-    data = require_data(Batched(), plan)
-    assert collate(data, np.arange(3)).shape == (3, 3), "as the hint says"

@@ -1,0 +1,130 @@
+"""From samples to a batch: by the job's rule or torch's, and who is to blame where that fails."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from paceline.data.base import Dataset
+from paceline.data.cursor import Indices
+from paceline.data.padding import BadSample
+from paceline.errors import DataError
+
+Collate = Callable[[list[Any]], Any]
+MAX_NAMED = 8
+UNLIKE = "give all samples the same keys, and shapes that differ in their first dimension at most"
+UNEQUAL = (
+    "samples of different shapes need a rule: write collate(self, samples) in the workload;"
+    " paceline.data.pad(samples) pads them to the longest"
+)
+
+
+def collate(data: Dataset, sample_ids: Indices, own: Collate | None = None) -> Any:
+    """Build a batch of these samples: by `own`, the workload's rule, else by the data set's."""
+    whole = getattr(data, "batch", None)
+    if own is None and whole is not None and not _is_of_datasets(data):
+        try:
+            return whole(sample_ids)
+        except DataError:
+            raise
+        except Exception as error:
+            named = _list([str(index) for index in sample_ids])
+            raise DataError(f"{_name(whole)} failed on samples {named}: {_told(error)}") from error
+    samples = [_sample(data, index) for index in sample_ids.tolist()]
+    return join(samples, own or rule_of(data), lambda n: f"sample {sample_ids[n]}")
+
+
+def rule_of(data: Any) -> Collate | None:
+    """Return the data set's own rule to make a batch of samples, if it has one."""
+    rule: Collate | None = getattr(data, "collate_fn", None) or getattr(data, "collate", None)
+    return rule
+
+
+def join(samples: list[Any], rule: Collate | None, name: Callable[[int], str]) -> Any:
+    """Make a batch of samples; `name` says in an error which sample the n-th one is."""
+    try:
+        if rule is not None:
+            return rule(samples)
+        _require_equal_keys(samples)
+        return default_collate(samples)
+    except DataError:
+        raise
+    except Exception as error:
+        raise _blamed(samples, rule or default_collate, name, error) from error
+
+
+def _sample(data: Dataset, index: int) -> Any:
+    try:
+        return data[index]
+    except Exception as error:
+        raise DataError(f"the data set failed on sample {index}: {_told(error)}") from error
+
+
+def _require_equal_keys(samples: list[Any]) -> None:
+    """torch takes the first sample's keys: what others have beside them would be dropped."""
+    first = samples[0]
+    if isinstance(first, dict):
+        for number, sample in enumerate(samples):
+            if not isinstance(sample, dict) or sample.keys() != first.keys():
+                raise BadSample(number, f"{form_of(sample)}, and the first one {form_of(first)}")
+
+
+def _blamed(
+    samples: list[Any], rule: Collate, name: Callable[[int], str], error: Exception
+) -> DataError:
+    """Say which sample it was: the one that the error names, those which fail alone too, or one
+    that is not like the first; else name all of them."""
+    names = [name(number) for number in range(len(samples))]
+    if isinstance(error, BadSample):
+        return DataError(
+            f"{names[error.number]} has {error.what} of its batch ({names[0]})\nhint: {UNLIKE}"
+        )
+    alone = [number for number, sample in enumerate(samples) if _fails(rule, sample)]
+    odd = next((n for n, s in enumerate(samples) if form_of(s) != form_of(samples[0])), None)
+    if alone and len(alone) < len(samples):
+        culprits = _list([names[number] for number in alone])
+        return DataError(f"{_name(rule)} failed on {culprits}: {_told(error)}")
+    if odd is not None:
+        return DataError(
+            f"{_name(rule)} failed: {_told(error)}\n{names[odd]} has {form_of(samples[odd])}, and"
+            f" {names[0]} {form_of(samples[0])}\nhint: {UNEQUAL}"
+        )
+    return DataError(f"{_name(rule)} failed on {_list(names)}: {_told(error)}")
+
+
+def _fails(rule: Collate, sample: Any) -> bool:
+    try:
+        rule([sample])
+    except Exception:
+        return True
+    return False
+
+
+def form_of(sample: Any) -> str:
+    """Describe a sample by its keys and shapes."""
+    if isinstance(sample, Mapping):
+        return "{" + ", ".join(f"{key}: {form_of(value)}" for key, value in sample.items()) + "}"
+    if isinstance(sample, tuple | list) and sample and not isinstance(sample[0], int | float):
+        return "(" + ", ".join(form_of(value) for value in sample) + ")"
+    shape = getattr(sample, "shape", None)
+    if shape is not None:
+        return f"shape {list(shape)}"
+    return f"{len(sample)} numbers" if isinstance(sample, list) else f"a {type(sample).__name__}"
+
+
+def _is_of_datasets(data: Any) -> bool:
+    """Hugging Face's data sets have a `batch` that means something else."""
+    return type(data).__module__.startswith("datasets.")
+
+
+def _name(rule: Any) -> str:
+    return str(getattr(rule, "__qualname__", None) or type(rule).__name__)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
