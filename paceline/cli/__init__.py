@@ -19,6 +19,7 @@ from paceline.cli import (
     compare,
     demo,
     plan,
+    prepare,
     recipes,
     report,
     sweep,
@@ -48,6 +49,7 @@ app.command()(compare.compare)
 app.command()(report.report)
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")
+app.add_typer(prepare.app, name="prepare")
 
 
 @app.callback(invoke_without_command=True)

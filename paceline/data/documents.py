@@ -1,7 +1,7 @@
 """Where text comes from: files, folders, JSONL, tables and the hub, as documents in a fixed order.
 
-    source = find_source(data)                             which files, of which split, which revision
-    for document in iter_documents(source, "text", ...)    each a piece of text in UTF-8
+    source = find_source(data)                     which files, of which split, which revision
+    iter_documents(source.files, "text", False)    each a piece of text in UTF-8, with its split
 
 A file of text is a document, and so is a row of JSONL, parquet or arrow. No code that comes with a
 data set is run: tables are read by their columns.
@@ -275,7 +275,7 @@ def _table_rows(path: Path, text_field: str) -> Iterator[bytes]:
                         f" {repr(text)[:MAX_SAID]}\nhint: data.text_field names the column"
                     )
                 yield text.encode(errors="replace")
-    except (arrow.ArrowException, *DAMAGED) as error:
+    except (arrow.ArrowException, OSError, *DAMAGED) as error:
         raise DataError(f"{path} cannot be read after row {number}: {error}") from error
 
 

@@ -34,7 +34,8 @@ class HubSet:
         """Return it at the commit that its revision names now."""
         if PINNED.fullmatch(self.revision):
             return self
-        info = _ask(str(self), lambda hub: hub.HfApi().dataset_info(self.name, self.revision))
+        at = {"revision": self.revision}
+        info = _ask(str(self), lambda hub: hub.HfApi().dataset_info(self.name, **at))
         return replace(self, revision=str(info.sha))
 
     def list_files(self) -> list[str]:

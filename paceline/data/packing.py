@@ -1,8 +1,8 @@
-"""Token shards as samples of T + 1 tokens, by index: packed, packed with documents apart, or padded.
+"""Token shards as samples of T + 1 tokens, by index: packed, with documents apart, or padded.
 
-    {"tokens": (B, T + 1)}                                   packed
-    {"tokens": (B, T + 1), "positions": (B, T + 1)}          and documents apart: 0 begins a document
-    {"tokens": (B, T + 1), "lengths": (B,)}                  padded: so many tokens of a row are real
+    {"tokens": (B, T + 1)}                             packed
+    {"tokens": (B, T + 1), "positions": (B, T + 1)}    documents apart: 0 begins one
+    {"tokens": (B, T + 1), "lengths": (B,)}            padded: so many tokens of a row are real
 
 `split_rows` makes inputs and targets of any of them: the one place where targets are shifted.
 """

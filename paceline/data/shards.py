@@ -9,9 +9,10 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,7 +96,8 @@ def write_shards(
         shutil.rmtree(wreck, ignore_errors=True)
     aside = Path(tempfile.mkdtemp(dir=home.parent, prefix=f".{home.name}."))
     try:
-        chosen = _Chosen(documents, origin.val_fraction)
+        seen = Chosen()
+        chosen = choose_splits(documents, origin.val_fraction, seen)
         writers = {split: _ShardWriter(aside, split) for split in SPLITS}
         counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
         for (split, num_bytes), tokens in encode_documents(chosen, tokenizer, workers):
@@ -103,7 +105,7 @@ def write_shards(
             counts += np.bincount(tokens, minlength=len(counts))
         manifest = Manifest(
             **origin.model_dump(exclude={"val_fraction"}),
-            num_documents=chosen.num_documents,
+            num_documents=seen.num_documents,
             num_tokens=int(counts.sum()),
             unigram_entropy=unigram_entropy(counts),
             shards=[shard for writer in writers.values() for shard in writer.close()],
@@ -112,7 +114,7 @@ def write_shards(
             vocab_size=tokenizer.vocab_size,
             end_id=tokenizer.end_id,
             dtype=tokenizer.dtype.str,
-            num_repeated=chosen.num_repeated,
+            num_repeated=seen.num_repeated,
         )
         if not tokenizer.is_bytes:
             (aside / FILE).write_text(tokenizer.definition)
@@ -125,28 +127,32 @@ def write_shards(
     return manifest
 
 
-class _Chosen:
-    """Documents with their split and size. One that the source has for validation is left out of
-    training wherever it comes again."""
+@dataclass
+class Chosen:
+    """How many documents `choose_splits` has seen."""
 
-    def __init__(self, documents: Iterable[Document], val_fraction: float) -> None:
-        self.documents, self.val_fraction = documents, val_fraction
-        self.num_documents = self.num_repeated = 0
-        self._kept_apart: set[bytes] = set()
+    num_documents: int = 0
+    num_repeated: int = 0
 
-    def __iter__(self) -> Any:
-        for text, given in self.documents:
-            digest = hashlib.sha256(text).digest()
-            # The first goes to train: a source of one piece is useless as validation only.
-            drawn = split_of(digest, self.val_fraction) if self.num_documents else "train"
-            split = given or drawn
-            if given == "val":  # these come first
-                self._kept_apart.add(digest[:16])
-            elif given == "train" and digest[:16] in self._kept_apart:
-                self.num_repeated += 1
-                continue
-            self.num_documents += 1
-            yield text, (split, len(text))
+
+def choose_splits(
+    documents: Iterable[Document], val_fraction: float, seen: Chosen | None = None
+) -> Iterator[tuple[bytes, tuple[Split, int]]]:
+    """Yield documents with their split and size. One that the source has for validation is left out
+    of training wherever it comes again."""
+    seen = seen or Chosen()
+    kept_apart: set[bytes] = set()
+    for text, given in documents:
+        digest = hashlib.sha256(text).digest()
+        if given == "val":  # these come first
+            kept_apart.add(digest[:16])
+        elif given == "train" and digest[:16] in kept_apart:
+            seen.num_repeated += 1
+            continue
+        # The first goes to train: a source of one piece is useless as validation only.
+        drawn = split_of(digest, val_fraction) if seen.num_documents else "train"
+        seen.num_documents += 1
+        yield text, (given or drawn, len(text))
 
 
 def split_of(digest: bytes, val_fraction: float) -> Split:

@@ -7,14 +7,16 @@ By default a token is a byte, and 256 stands behind each document. A document be
 validation by the hash of its content, so neither changes when files are added or the order differs.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.data.base import TextData
 from paceline.data.documents import Source, find_source, iter_documents
 from paceline.data.hub import parse_hub
-from paceline.data.packing import PackedTokens, PaddedDocuments
 from paceline.data.shards import (
     MANIFEST,
     Manifest,
@@ -26,6 +28,9 @@ from paceline.data.shards import (
 from paceline.data.tokenizer import BYTES, Tokenizer
 from paceline.errors import ConfigError, DataError, DiskError
 from paceline.records.files import FileLock, fingerprint
+
+if TYPE_CHECKING:
+    from paceline.data.packing import PackedTokens, PaddedDocuments
 
 
 def find_prepared(data: TextData) -> Path | None:
@@ -65,7 +70,7 @@ def build_tokens(
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         # Two processes never build the same shards.
-        with FileLock(home.with_name(f"{home.name}.lock")):
+        with FileLock(home.with_name(f"{home.name}.lock")) as lock:
             if not (home / MANIFEST).is_file():
                 _announce(source, tokenizer, say)
                 manifest = write_shards(
@@ -81,6 +86,7 @@ def build_tokens(
                     workers or len(os.sched_getaffinity(0)),
                 )
                 _tell(manifest, say)
+            lock.path.unlink(missing_ok=True)  # whoever waits for it finds the manifest
     except OSError as error:
         told = f"cannot keep token shards in {home.parent}: {error}"
         if DiskError.is_meant(error):
@@ -109,6 +115,8 @@ def _tell(manifest: Manifest, say: Callable[[str], None]) -> None:
 
 def open_tokens(home: Path, data: TextData, split: str) -> PackedTokens | PaddedDocuments | None:
     """Return the prepared samples of a split; None when it holds less than one."""
+    from paceline.data.packing import PackedTokens, PaddedDocuments  # and with it torch
+
     manifest = Manifest.load(home / MANIFEST)
     parts = [map_shard(home, manifest, s) for s in manifest.shards if s.split == split]
     name, end_id = manifest.fingerprint, manifest.end_id
@@ -136,7 +144,7 @@ def require_same_tokenizer(manifest: Manifest, home: Path, asked: Tokenizer) -> 
 def made_from(data: TextData, source: Source, tokenizer: Tokenizer) -> str:
     """Return a name that changes when a file, or how it is read, changes."""
     how = f"{Manifest.SCHEMA}:{data.text_field}:{data.val_fraction!r}"
-    tokens = () if tokenizer.is_bytes else (tokenizer.sha256,)
+    tokens = () if tokenizer.is_bytes else (tokenizer.sha256, str(tokenizer.end_id))
     return fingerprint(how, *tokens, *source.state)
 
 

@@ -1,8 +1,8 @@
 """From text to token ids: bytes, or any tokenizer of `tokenizers` or `transformers`.
 
-    tokenizer = find_tokenizer("bytes")                   257 ids: a byte each, and the document's end
-    tokenizer = find_tokenizer("gpt2/tokenizer.json")     or the folder that holds it, or ORG/NAME
-    for split, tokens in encode_documents(documents, tokenizer, workers): ...
+    find_tokenizer("bytes")                  257 ids: the bytes, and the end of a document
+    find_tokenizer("gpt2/tokenizer.json")    or the folder that holds it, or ORG/NAME
+    encode_documents(documents, tokenizer, workers)
 
 A tokenizer is data, its own JSON: nothing is unpickled, and no code that comes with it is run.
 """
@@ -66,8 +66,7 @@ class Tokenizer:
             return "bytes"
         body = json.loads(self.definition)
         kept = {k: v for k, v in body.items() if k not in ("version", "truncation", "padding")}
-        text = json.dumps([kept, self.end_id], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
     @property
     def dtype(self) -> np.dtype[Any]:

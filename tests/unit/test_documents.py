@@ -1,4 +1,4 @@
-"""Documents in one sample: no token of another changes an output, none is predicted across an end."""
+"""Documents in a sample: no token of another changes an output, no loss crosses an end."""
 
 from pathlib import Path
 from typing import Any

@@ -20,7 +20,7 @@ def build_causal_lm(config: Any, impl: str) -> nn.Module:
 
 
 # Architectures that keep documents apart when they are given positions which restart, and no mask:
-# transformers reads the documents from the positions. Each is proven by tests/unit/test_documents.py;
+# transformers reads the documents from the positions. tests/unit/test_documents.py proves each;
 # some others see the document before (opt, falcon), and are refused.
 KEEPS_DOCUMENTS_APART = (
     "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "mixtral",

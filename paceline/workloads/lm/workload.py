@@ -143,7 +143,7 @@ class LanguageModel(Workload):
         return describe_shards(shards, manifest)
 
     def tokenizer(self, config: Any) -> Tokenizer | None:
-        """Return the tokenizer that `data.tokenizer` asks for; None where prepared shards decide."""
+        """Return the tokenizer that is asked for; None where prepared shards decide."""
         from paceline.data.text import find_prepared
         from paceline.data.tokenizer import find_tokenizer
 
