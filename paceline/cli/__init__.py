@@ -17,6 +17,7 @@ from paceline.cli import (
     check,
     checkpoints,
     compare,
+    data,
     demo,
     plan,
     prepare,
@@ -50,6 +51,7 @@ app.command()(report.report)
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(prepare.app, name="prepare")
+app.add_typer(data.app, name="data")
 
 
 @app.callback(invoke_without_command=True)

@@ -290,7 +290,7 @@ def test_causal_lm_takes_the_tokenizer_of_its_model(bpe: Tokenizer, tmp_path: Pa
     job.workload.prepared = facts
     data = job.workload.build_data(job.config, "train")
     assert data is not None and decode(bpe, data[0]["tokens"].tolist()).startswith("Story")
-    few = rows(tmp_path / "few.jsonl", TEXTS[:40])
+    few = rows(tmp_path / "few.jsonl", [text[::-1] for text in TEXTS])
     other = _prepare(text_data(tmp_path, few), tmp_path / "other")
     job = load_job("causal_lm", [*asked, f"data.source={other}"])
     assert Manifest.load(other / MANIFEST).tokenizer_sha256 != bpe.sha256
