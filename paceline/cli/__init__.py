@@ -17,8 +17,10 @@ from paceline.cli import (
     check,
     checkpoints,
     compare,
+    data,
     demo,
     plan,
+    prepare,
     recipes,
     report,
     sweep,
@@ -48,6 +50,8 @@ app.command()(compare.compare)
 app.command()(report.report)
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")
+app.add_typer(prepare.app, name="prepare")
+app.add_typer(data.app, name="data")
 
 
 @app.callback(invoke_without_command=True)

@@ -52,16 +52,36 @@ class TextData(DataConfig):
 
     source: str = Field(
         "stdlib",
-        description="synthetic, stdlib (Python's own sources), or a file or folder of text or"
-        " JSONL.",
+        description="synthetic, stdlib (Python's own sources), a file or folder of text, JSONL,"
+        " parquet or arrow (`save_to_disk`), a folder of `paceline prepare text`, or a data set of"
+        " the hub: ORG/NAME, hf://datasets/ORG/NAME@REVISION/FOLDER.",
+    )
+    tokenizer: str = Field(
+        "auto",
+        description="bytes, a tokenizer.json, a folder that holds a tokenizer, or ORG/NAME on the"
+        " hub. auto: that of the prepared shards or of the model's folder, else bytes.",
     )
     seq_len: Positive = Field(256, description="Tokens per sample.")
     max_files: Literal["all"] | Positive = Field(
         "all", description="Read only this many files of the source."
     )
-    text_field: str = Field("text", description="The field of a JSONL row that holds the text.")
+    text_field: str = Field(
+        "text", description="The field of a JSONL row, or the column of a table, with the text."
+    )
+    pack: Literal["packed", "padded"] = Field(
+        "packed",
+        description="packed: documents follow each other, and a sample begins anywhere. padded: a"
+        " sample is a document, or a piece of one that is longer, filled up to seq_len.",
+    )
+    document_mask: bool = Field(
+        False,
+        description="Tokens of a packed sample attend only to their own document; positions"
+        " restart with it, and no loss crosses its end.",
+    )
     val_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.02, description="Share of the documents kept apart for validation."
+        0.02,
+        description="Share of the documents kept apart for validation; unread where parquet or"
+        " arrow files have a validation split of their own.",
     )
     cache_dir: str = Field(
         "~/.cache/paceline", description="Where token shards are kept between runs."
@@ -69,3 +89,13 @@ class TextData(DataConfig):
     synthetic_samples: Positive = Field(
         1_000_000, description="Length of the synthetic data set, in samples."
     )
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Say whether samples hold several documents that do not see each other."""
+        return self.document_mask and self.pack == "packed" and self.source != "synthetic"
+
+    @property
+    def is_uneven(self) -> bool:
+        """Say whether samples differ in how many tokens have a loss."""
+        return self.keeps_apart or (self.pack == "padded" and self.source != "synthetic")

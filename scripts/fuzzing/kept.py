@@ -329,7 +329,7 @@ class DataManifests:
     def _as_run(self) -> object:
         os.utime(self.ground.root / "source.jsonl", (1, 1))
         home, _ = prepare_tokens(self.config, lambda text: None)
-        found = [open_tokens(home, 16, split) for split in ("train", "val")]
+        found = [open_tokens(home, self.config, split) for split in ("train", "val")]
         return [data.batch([0, len(data) - 1]) for data in found if data is not None]
 
     def _anew(self, cache: Path) -> object:

@@ -183,19 +183,16 @@ FAULTS = (
         "seed_rng(self.order.seed, index)", "tests/unit/test_loader.py",
     ),
     Fault(
-        "targets-are-the-inputs", "paceline/workloads/lm/workload.py",
+        "targets-are-the-inputs", "paceline/data/packing.py",
         "targets_BT = tokens_BT1[:, 1:].long()", "targets_BT = tokens_BT1[:, :-1].long()",
         "tests/unit/test_lm.py::test_targets_are_shifted_once",
     ),
     Fault(
-        "documents-run-into-each-other", "paceline/data/text.py",
-        "self.pending += [tokens, np.array([DOCUMENT_END], dtype=DTYPE)]\n"
-        "        self.num_pending += len(tokens) + 1",
-        "self.pending += [tokens]\n        self.num_pending += len(tokens)",
-        "tests/unit/test_text.py",
+        "documents-run-into-each-other", "paceline/data/tokenizer.py",
+        "tokens[-1] = BYTE_END", "tokens[-1] = 10", "tests/unit/test_text.py",
     ),
     Fault(
-        "validation-gets-the-share-of-training", "paceline/data/text.py",
+        "validation-gets-the-share-of-training", "paceline/data/shards.py",
         'return "val" if draw < val_fraction else "train"',
         'return "train" if draw < val_fraction else "val"', "tests/unit/test_text.py",
     ),

@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from paceline.data.packing import split_rows
 from paceline.errors import ConfigError, DataError
 from paceline.job import load_job
 from paceline.run.flow import require_feasible
@@ -80,7 +81,7 @@ def test_labels_are_shifted_once(name: str) -> None:
     that are shifted already, another one."""
     model, rows = build(config_of(name)), tokens()
     with torch.no_grad():
-        ours = loss_sum(model, rows).item() / (2 * 16)
+        ours = loss_sum(model, split_rows({"tokens": rows})).item() / (2 * 16)
         theirs = model(input_ids=rows, labels=rows).loss.item()
         twice = model(input_ids=rows[:, :-1], labels=rows[:, 1:]).loss.item()
     assert ours == pytest.approx(theirs, rel=1e-5)
@@ -266,7 +267,7 @@ def test_flops_agree_with_torch(name: str) -> None:
     model = build(config)
     # The counter sees attention only where it is spelt out as products, over the full square.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        loss_sum(model, tokens(1, T + 1)).backward()
+        loss_sum(model, split_rows({"tokens": tokens(1, T + 1)})).backward()
     whole = flops_per_token(config, T, causal=False)
     assert whole is not None and whole * T == counter.get_total_flops()
 

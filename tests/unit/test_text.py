@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 from paceline.data.base import TextData
-from paceline.data.text import (
-    DOCUMENT_END,
-    list_files,
-    open_tokens,
-    prepare_tokens,
-    unigram_entropy,
-)
+from paceline.data.documents import list_files
+from paceline.data.shards import unigram_entropy
+from paceline.data.text import open_tokens, prepare_tokens
+from paceline.data.tokenizer import BYTE_END
 from paceline.errors import DataError
 
 
@@ -28,7 +25,7 @@ def quiet(text: str) -> None:
 
 
 def documents(tokens: np.ndarray) -> list[bytes]:
-    ends = np.flatnonzero(tokens == DOCUMENT_END)
+    ends = np.flatnonzero(tokens == BYTE_END)
     starts = [0, *(ends[:-1] + 1)]
     return [tokens[a:b].astype(np.uint8).tobytes() for a, b in zip(starts, ends, strict=True)]
 
@@ -36,7 +33,7 @@ def documents(tokens: np.ndarray) -> list[bytes]:
 def test_every_document_comes_back_and_belongs_to_one_split(corpus: Path, tmp_path: Path) -> None:
     settings = data(corpus, tmp_path, val_fraction=0.3)
     home, manifest = prepare_tokens(settings, quiet)
-    train, val = (open_tokens(home, 32, split) for split in ("train", "val"))
+    train, val = (open_tokens(home, settings, split) for split in ("train", "val"))
     assert train is not None and val is not None
     found = [documents(np.concatenate(split.parts)) for split in (train, val)]
     assert found[0] and found[1] and not set(found[0]) & set(found[1])
@@ -48,7 +45,7 @@ def test_every_document_comes_back_and_belongs_to_one_split(corpus: Path, tmp_pa
 def test_samples_overlap_by_the_token_to_predict(corpus: Path, tmp_path: Path) -> None:
     settings = data(corpus, tmp_path)
     home, _ = prepare_tokens(settings, quiet)
-    train = open_tokens(home, 32, "train")
+    train = open_tokens(home, settings, "train")
     assert train is not None
     stream = np.concatenate(train.parts)
     for index in (0, 1, len(train) - 1):
@@ -84,8 +81,8 @@ def test_shards_are_made_once_and_again_when_a_file_changes(corpus: Path, tmp_pa
 
 def test_max_files_and_the_standard_library(tmp_path: Path) -> None:
     files = list_files(data("stdlib", tmp_path, max_files=5))
-    assert len(files) == 5 and all(path.suffix == ".py" for path in files)
-    every = list_files(data("stdlib", tmp_path))
+    assert len(files) == 5 and all(file.path.suffix == ".py" for file in files)
+    every = [file.path for file in list_files(data("stdlib", tmp_path))]
     assert not any("site-packages" in path.parts for path in every)
     assert sum(path.stat().st_size for path in every) > 5_000_000
 
@@ -97,7 +94,7 @@ def test_a_damaged_shard_is_refused(corpus: Path, tmp_path: Path) -> None:
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-2])
     with pytest.raises(DataError, match="its manifest says"):
-        open_tokens(home, 32, "train")
+        open_tokens(home, settings, "train")
     shard.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     with pytest.raises(DataError, match="not what its manifest says"):
         prepare_tokens(settings, quiet)
@@ -109,8 +106,9 @@ def test_validation_gets_its_fraction_and_keeps_it_when_rows_are_added(tmp_path:
     for number in (400, 500):
         lines = [json.dumps({"text": f"row {n}"}) + "\n" for n in reversed(range(number))]
         file.write_text("".join(lines))
-        home, _ = prepare_tokens(data(file, tmp_path, val_fraction=0.1, seq_len=4), quiet)
-        val = open_tokens(home, 4, "val")
+        settings = data(file, tmp_path, val_fraction=0.1, seq_len=4)
+        home, _ = prepare_tokens(settings, quiet)
+        val = open_tokens(home, settings, "val")
         assert val is not None
         found.append(set(documents(np.concatenate(val.parts))))
     assert 16 < len(found[0]) < 64 and found[0] <= found[1]
@@ -119,8 +117,9 @@ def test_validation_gets_its_fraction_and_keeps_it_when_rows_are_added(tmp_path:
 def test_one_large_file_has_a_validation_part(tmp_path: Path) -> None:
     file = tmp_path / "large.txt"
     file.write_text("".join(f"line {number} of many\n" for number in range(500_000)))
-    home, _ = prepare_tokens(data(file, tmp_path, val_fraction=0.3), quiet)
-    assert open_tokens(home, 32, "train") and open_tokens(home, 32, "val")
+    settings = data(file, tmp_path, val_fraction=0.3)
+    home, _ = prepare_tokens(settings, quiet)
+    assert open_tokens(home, settings, "train") and open_tokens(home, settings, "val")
 
 
 def test_our_own_run_records_are_no_text(corpus: Path, tmp_path: Path) -> None:
@@ -203,7 +202,7 @@ def test_a_manifest_of_shards_that_cannot_be_is_damaged(
     (home / "manifest.json").write_text(json.dumps(body))
     for read in (
         lambda: prepare_tokens(data(corpus, tmp_path), quiet),
-        lambda: open_tokens(home, 32, "train"),
+        lambda: open_tokens(home, data(corpus, tmp_path), "train"),
     ):
         with pytest.raises(DataError, match="manifest"):
             read()
@@ -215,7 +214,7 @@ def test_what_is_not_a_file_is_no_text(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "a.txt").write_text("a text")
     os.mkfifo(folder / "b.txt")
-    assert list_files(data(folder, tmp_path)) == [folder / "a.txt"]
+    assert list_files(data(folder, tmp_path)) == [(folder / "a.txt", None)]
     (folder / "c.jsonl").write_text("[" * 100_000 + "\n")
     with pytest.raises(DataError, match="c.jsonl:1 is not a JSON row"):
         prepare_tokens(data(folder, tmp_path), quiet)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.data.packing import Rows
 from paceline.records import Finding
 from paceline.workloads.hf.model import WHERE, build_from_config
 
@@ -18,12 +19,22 @@ def build_causal_lm(config: Any, impl: str) -> nn.Module:
     return build_from_config("AutoModelForCausalLM", config, impl)
 
 
-def loss_sum(model: nn.Module, tokens_BT1: Tensor) -> Tensor:
-    """Return the cross entropy summed over tokens. The targets are shifted here and nowhere else:
-    the model is given no labels, which it would shift by itself."""
-    targets_BT = tokens_BT1[:, 1:].long()
-    logits_BTV = model(input_ids=tokens_BT1[:, :-1].long(), use_cache=False).logits
-    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum")
+# Architectures that keep documents apart when they are given positions which restart, and no mask:
+# transformers reads the documents from the positions. tests/unit/test_documents.py proves each;
+# some others see the document before (opt, falcon), and are refused.
+KEEPS_DOCUMENTS_APART = (
+    "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "mixtral",
+    "olmo2", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2",
+)  # fmt: skip
+
+
+def loss_sum(model: nn.Module, rows: Rows) -> Tensor:
+    """Return the cross entropy summed over tokens. The model is given no labels, which it would
+    shift by itself: `split_rows` has shifted them."""
+    apart = {} if rows.positions_BT is None else {"position_ids": rows.positions_BT}
+    logits_BTV = model(input_ids=rows.inputs_BT, use_cache=False, **apart).logits
+    targets = rows.targets_BT.flatten()
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets, reduction="sum")
 
 
 def head_width(config: Any) -> int | None:
@@ -70,9 +81,9 @@ def _matrix_numel(model: nn.Module) -> int | None:
     return None if hidden else total
 
 
-def check_shape(config: Any, seq_len: int, num_tokens: int) -> Iterator[Finding]:
-    """Check that this model can be trained on samples of `seq_len` of `num_tokens` kinds of
-    tokens."""
+def check_shape(config: Any, seq_len: int, has_mask: bool) -> Iterator[Finding]:
+    """Check that this model can be trained on samples of `seq_len`, with documents apart if it
+    `has_mask`."""
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", True) is False:
         yield Finding(
             severity="error",
@@ -88,10 +99,11 @@ def check_shape(config: Any, seq_len: int, num_tokens: int) -> Iterator[Finding]
             what=f"{seq_len} tokens are more than the model's {longest} positions",
             hint=f"set it to {longest} or less, or {WHERE}.max_position_embeddings to {seq_len}",
         )
-    if config.vocab_size < num_tokens:
+    if has_mask and config.model_type not in KEEPS_DOCUMENTS_APART:
         yield Finding(
             severity="error",
-            where=f"{WHERE}.vocab_size",
-            what=f"{config.vocab_size} rows cannot hold byte tokens, which need {num_tokens}",
-            hint=f"set it to {num_tokens} or more",
+            where="data.document_mask",
+            what=f"{config.model_type} is not known to keep packed documents apart; known are"
+            f" {', '.join(KEEPS_DOCUMENTS_APART)}",
+            hint="set data.document_mask=false, or data.pack=padded",
         )

@@ -16,10 +16,12 @@ from paceline.config.section import Section
 from paceline.data.base import Dataset
 from paceline.records import Finding
 from paceline.workloads.base import Split, prepared_path
-from paceline.workloads.lm.workload import BYTE_VOCABULARY, LanguageModel
+from paceline.workloads.lm.workload import LanguageModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from paceline.data.tokenizer import Tokenizer
 
 
 class CausalLMModel(Section):
@@ -75,11 +77,12 @@ class CausalLM(LanguageModel):
         vocab_size = self._hf_config(config).vocab_size
         return SyntheticTokens(data.synthetic_samples, data.seq_len, vocab_size, config.train.seed)
 
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int | Tensor]:
+        from paceline.data.packing import split_rows
         from paceline.workloads.causal_lm.model import loss_sum
 
-        tokens_BT1 = batch["tokens"]
-        return loss_sum(model, tokens_BT1), tokens_BT1[:, 1:].numel()
+        rows = split_rows(batch)
+        return loss_sum(model, rows), rows.num_targets
 
     def flops(self, config: Any) -> float | None:  # type: ignore[override]
         from paceline.workloads.causal_lm.model import flops_per_token
@@ -108,14 +111,31 @@ class CausalLM(LanguageModel):
         from paceline.workloads.causal_lm.model import check_shape
         from paceline.workloads.hf.model import check_keys
 
-        known, settings = self._hf_config(config), config.model
-        num_tokens = 0 if config.data.source == "synthetic" else BYTE_VOCABULARY
+        known, settings, data = self._hf_config(config), config.model, config.data
         return (
             *check_keys(settings.hf_config, type(known)),
-            *check_shape(known, config.data.seq_len, num_tokens),
+            *check_shape(known, data.seq_len, data.keeps_apart),
+            *super().problems(config),
             *self._weight_problems(settings),
             *self._fit_problems(config),
         )
+
+    def tokenizer(self, config: Any) -> Tokenizer | None:
+        """Return the tokenizer that is asked for. auto: that of the model's folder, if it has one;
+        weights that are loaded know no other, so prepared shards must agree with it."""
+        from paceline.data.text import find_prepared
+        from paceline.data.tokenizer import FILES, find_tokenizer
+        from paceline.workloads.hf.pretrained import find_files
+
+        settings, data = config.model, config.data
+        if data.tokenizer != "auto" or self._folder(settings.hf) is None:
+            return super().tokenizer(config)
+        found = find_tokenizer("auto", find_files(settings.hf, FILES))
+        is_free = found.is_bytes or settings.weights == "random"
+        return super().tokenizer(config) if is_free and find_prepared(data) is not None else found
+
+    def vocabulary(self, config: Any) -> tuple[int, str]:
+        return self._hf_config(config).vocab_size, "model.hf_config.vocab_size"
 
     def _weight_problems(self, settings: CausalLMModel) -> Sequence[Finding]:
         if settings.weights != "load" or self._folder(settings.hf) is not None:

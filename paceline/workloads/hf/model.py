@@ -3,7 +3,6 @@
 transformers is an extra and takes seconds to import: it is imported where it is used.
 """
 
-import importlib
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.data.extras import require_extra as import_extra
 from paceline.errors import ConfigError
 from paceline.records import Finding
 from paceline.records.words import did_you_mean
@@ -30,13 +30,7 @@ DECIDED = {
 
 def require_extra(name: str = "transformers") -> Any:
     """Import and return a module of the extra `hf`."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"this workload needs {name.partition('.')[0]}, which cannot be imported: {error}\n"
-            "hint: pip install 'paceline[hf]'"
-        ) from error
+    return import_extra(name, "hf")
 
 
 def attention_name(impl: str) -> str:

@@ -44,6 +44,12 @@ def find_folder(name: str) -> Path | None:
     return _download(name, ("config.json",))
 
 
+def find_files(name: str, patterns: tuple[str, ...]) -> Path:
+    """Return the folder that holds these of a model's files, as far as it has them."""
+    folder = Path(name).expanduser()
+    return folder.resolve() if folder.is_dir() else _download(name, patterns)
+
+
 @cache
 def _download(name: str, patterns: tuple[str, ...]) -> Path:
     """Return the folder of a model on the hub, from the local cache where the files are in it."""

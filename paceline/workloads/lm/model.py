@@ -19,39 +19,59 @@ from paceline.workloads.lm.workload import LMModel
 INIT_STD = 0.02
 
 
-def attend(impl: str, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
+def attend(impl: str, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: Any = None) -> Tensor:
     """Compute causal attention, (B, H, T, E). `impl` is eager, flex, or any name that SDPA
-    serves."""
+    serves; `mask` is what `keep_apart` returned for it."""
     if impl == "eager":
-        return _spelt_out(q_BHTE, k_BKSE, v_BKSE)
+        return _spelt_out(q_BHTE, k_BKSE, v_BKSE, mask)
     is_grouped = q_BHTE.shape[1] != k_BKSE.shape[1]
     if impl == "flex":
-        return _flex(q_BHTE, k_BKSE, v_BKSE, is_grouped)
+        return _flex(q_BHTE, k_BKSE, v_BKSE, is_grouped, mask)
     if impl == "efficient" and is_grouped:  # the one kernel that does not know groups
         num_groups = q_BHTE.shape[1] // k_BKSE.shape[1]
         k_BKSE, v_BKSE = (x.repeat_interleave(num_groups, dim=1) for x in (k_BKSE, v_BKSE))
         is_grouped = False
     return F.scaled_dot_product_attention(
-        q_BHTE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=is_grouped
+        q_BHTE, k_BKSE, v_BKSE, mask, is_causal=mask is None, enable_gqa=is_grouped
     )
 
 
-def _spelt_out(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
+def keep_apart(impl: str, positions_BT: Tensor) -> Any:
+    """Return the mask of attention that is causal and stays inside documents, whose tokens are
+    counted from 0: (B, 1, T, T), True where a query may see a key; for flex a block mask."""
+    T = positions_BT.shape[1]
+    document_BT = (positions_BT == 0).cumsum(dim=1)
+    if impl == "flex":
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (document_BT[b, query] == document_BT[b, key])
+
+        return create_block_mask(
+            sees, len(positions_BT), None, T, T, device=str(positions_BT.device)
+        )
+    is_past_TT = torch.ones(T, T, dtype=torch.bool, device=positions_BT.device).tril()
+    is_same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+    return (is_same_BTT & is_past_TT)[:, None]
+
+
+def _spelt_out(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: Tensor | None) -> Tensor:
     """Attend by two products and a softmax, in fp32 where it would overflow."""
     H, K = q_BHTE.shape[1], k_BKSE.shape[1]
     T, S, E = q_BHTE.shape[2], k_BKSE.shape[2], q_BHTE.shape[3]
     k_BHSE = k_BKSE.repeat_interleave(H // K, dim=1)
     v_BHSE = v_BKSE.repeat_interleave(H // K, dim=1)
     scores_BHTS = (q_BHTE @ k_BHSE.transpose(-2, -1)).float() * E**-0.5
-    is_past_TS = torch.ones(T, S, dtype=torch.bool, device=q_BHTE.device).tril()
-    weights_BHTS = scores_BHTS.masked_fill(~is_past_TS, float("-inf")).softmax(dim=-1)
+    if mask is None:
+        mask = torch.ones(T, S, dtype=torch.bool, device=q_BHTE.device).tril()
+    weights_BHTS = scores_BHTS.masked_fill(~mask, float("-inf")).softmax(dim=-1)
     return weights_BHTS.to(v_BHSE.dtype) @ v_BHSE
 
 
-def _flex(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, is_grouped: bool) -> Tensor:
+def _flex(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, is_grouped: bool, mask: Any) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention  # with it comes the compiler
 
-    mask = _causal_mask(q_BHTE.shape[2], q_BHTE.device)
+    mask = mask or _causal_mask(q_BHTE.shape[2], q_BHTE.device)
     kernel = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
     return kernel(q_BHTE, k_BKSE, v_BKSE, block_mask=mask, enable_gqa=is_grouped)
 
@@ -97,14 +117,14 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.dim, config.dim + 2 * kv_dim, bias=False)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x_BTD: Tensor, rope_TE: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope_TE: tuple[Tensor, Tensor], mask: Any = None) -> Tensor:
         B, T, D = x_BTD.shape
         H, K, E = self.num_heads, self.num_kv_heads, self.head_dim
         q, k, v = self.qkv(x_BTD).split([H * E, K * E, K * E], dim=-1)
         q_BHTE = rotate(q.view(B, T, H, E).transpose(1, 2), rope_TE)
         k_BKTE = rotate(k.view(B, T, K, E).transpose(1, 2), rope_TE)
         v_BKTE = v.view(B, T, K, E).transpose(1, 2)
-        y_BHTE = attend(self.impl, q_BHTE, k_BKTE, v_BKTE)
+        y_BHTE = attend(self.impl, q_BHTE, k_BKTE, v_BKTE, mask)
         return self.out(y_BHTE.transpose(1, 2).reshape(B, T, D))
 
 
@@ -127,8 +147,8 @@ class Block(nn.Module):
         self.ffn_norm = Norm(config.dim)
         self.ffn = SwiGLU(config)
 
-    def forward(self, x_BTD: Tensor, rope_TE: tuple[Tensor, Tensor]) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_TE)
+    def forward(self, x_BTD: Tensor, rope_TE: tuple[Tensor, Tensor], mask: Any = None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_TE, mask)
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
 
@@ -152,14 +172,15 @@ class Tail(nn.Module):
 
 
 class LM(nn.Module):
-    """Token ids (B, T) to logits (B, T, V); with the targets, to the loss summed over tokens."""
+    """Token ids (B, T) to logits (B, T, V); with the targets, to the loss summed over tokens. With
+    the tokens' positions in their documents, documents do not see each other."""
 
     rope_cos: Tensor
     rope_sin: Tensor
 
     def __init__(self, config: LMModel, seq_len: int, impl: str = "sdpa") -> None:
         super().__init__()
-        self.config, self.seq_len = config, seq_len
+        self.config, self.seq_len, self.impl = config, seq_len, impl
         self.tail_reads = ("embedding",) if config.tied else ()
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, impl) for _ in range(config.num_layers))
@@ -167,15 +188,24 @@ class LM(nn.Module):
         for name, table in zip(("rope_cos", "rope_sin"), self._rope_tables(), strict=True):
             self.register_buffer(name, table, persistent=False)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        T = tokens_BT.shape[1]
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
+    ) -> Tensor:
+        T, mask = tokens_BT.shape[1], None
         rope_TE = (self.rope_cos[:T], self.rope_sin[:T])
+        if positions_BT is not None:
+            mask = keep_apart(self.impl, positions_BT)
+            # (B, 1, T, E), the same for all heads
+            rope_TE = (self.rope_cos[positions_BT][:, None], self.rope_sin[positions_BT][:, None])
         x_BTD = self.embedding(tokens_BT)
         if torch.is_autocast_enabled(x_BTD.device.type):
             # The residual stream too: in fp32 it would double what every norm and sum moves.
             x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
         for block in self.blocks:
-            x_BTD = block(x_BTD, rope_TE)
+            x_BTD = block(x_BTD, rope_TE, mask)
         return self.tail(x_BTD, self.embedding.weight, targets_BT)
 
     @torch.no_grad()

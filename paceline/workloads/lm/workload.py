@@ -5,13 +5,15 @@ torch is imported where it is used, so that `paceline recipes` can read the sche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from paceline.config.section import Positive, Section
 from paceline.data.base import Dataset, TextData
+from paceline.errors import ConfigError, DataError
 from paceline.metrics import LOSS, bits_per_byte, perplexity
 from paceline.records import Finding
 from paceline.workloads.base import Split, Workload, prepared_path
@@ -19,7 +21,8 @@ from paceline.workloads.base import Split, Workload, prepared_path
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-BYTE_VOCABULARY = 257  # 256 bytes and the mark between documents
+    from paceline.data.shards import Manifest
+    from paceline.data.tokenizer import Tokenizer
 
 
 class LMModel(Section):
@@ -90,23 +93,31 @@ class LanguageModel(Workload):
                 config.model.vocab_size,
                 config.train.seed,
             )
-        return open_tokens(prepared_path(self.prepared, "shards"), config.data.seq_len, split)
+        return open_tokens(prepared_path(self.prepared, "shards"), config.data, split)
 
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-        tokens_BT1 = batch["tokens"]  # T + 1 tokens: inputs are the first T, targets the last T
-        targets_BT = tokens_BT1[:, 1:].long()
-        return model(tokens_BT1[:, :-1].long(), targets_BT), targets_BT.numel()
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int | Tensor]:
+        from paceline.data.packing import split_rows
+
+        rows = split_rows(batch)
+        apart = () if rows.positions_BT is None else (rows.positions_BT,)
+        return model(rows.inputs_BT, rows.targets_BT, *apart), rows.num_targets
 
     def metrics(self, found: Mapping[str, Any]) -> dict[str, float]:
         if LOSS not in found:  # a subclass may evaluate something else
             return {}
         numbers = {"perplexity": perplexity(found[LOSS])}
-        if "shards" in self.prepared:  # its tokens are bytes of text
-            numbers["bits_per_byte"] = bits_per_byte(found[LOSS])
+        length = self.prepared.get("bytes_per_token")
+        if isinstance(length, int | float) and length > 0:
+            numbers["bits_per_byte"] = bits_per_byte(found[LOSS], length)
         return numbers
 
-    def units_per_sample(self, config: Any) -> int:
-        return int(config.data.seq_len)
+    def units_per_sample(self, config: Any) -> int | None:
+        return None if config.data.is_uneven else int(config.data.seq_len)
+
+    def units(self, batch: dict[str, Tensor]) -> int:
+        from paceline.data.packing import count_targets
+
+        return count_targets(batch)
 
     def flops(self, config: Any) -> float:
         from paceline.workloads.lm.model import flops_per_token
@@ -115,22 +126,114 @@ class LanguageModel(Workload):
         return flops_per_token(config.model, seq_len) * seq_len
 
     def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, Any]:
-        from paceline.data.text import prepare_tokens
+        from paceline.data.text import find_prepared, prepare_tokens, require_same_tokenizer
+        from paceline.data.tokenizer import BYTES
 
         if config.data.source == "synthetic":
             return {}
-        shards, manifest = prepare_tokens(config.data, say)
-        return {"shards": str(shards), "unigram_entropy": manifest.unigram_entropy}
+        asked = self.tokenizer(config)
+        shards, manifest = prepare_tokens(config.data, say, asked or BYTES)
+        if asked is not None and find_prepared(config.data) is not None:
+            require_same_tokenizer(manifest, shards, asked)
+        problem = check_vocabulary(
+            manifest.tokenizer, manifest.vocab_size, *self.vocabulary(config)
+        )
+        if problem is not None:
+            raise ConfigError(str(problem))
+        return describe_shards(shards, manifest)
+
+    def tokenizer(self, config: Any) -> Tokenizer | None:
+        """Return the tokenizer that is asked for; None where prepared shards decide."""
+        from paceline.data.text import find_prepared
+        from paceline.data.tokenizer import find_tokenizer
+
+        asked = config.data.tokenizer
+        if asked == "auto" and find_prepared(config.data) is not None:
+            return None
+        return find_tokenizer(asked)
+
+    def vocabulary(self, config: Any) -> tuple[int, str]:
+        """Return how many kinds of tokens the model has, and the key that says so."""
+        return config.model.vocab_size, "model.vocab_size"
 
     def problems(self, config: Any) -> Sequence[Finding]:
-        vocab_size = config.model.vocab_size
-        if config.data.source == "synthetic" or vocab_size >= BYTE_VOCABULARY:
+        return (*check_data(config), *self.tokenizer_problems(config))
+
+    def tokenizer_problems(self, config: Any) -> Sequence[Finding]:
+        """Look at a tokenizer that lies here; one of the hub is looked at when it is here."""
+        from paceline.data.shards import MANIFEST, Manifest
+        from paceline.data.text import find_prepared
+        from paceline.data.tokenizer import is_local
+
+        data, prepared = config.data, find_prepared(config.data)
+        if data.source == "synthetic" or not is_local(data.tokenizer):
             return ()
-        return (
-            Finding(
-                severity="error",
-                where="model.vocab_size",
-                what=f"{vocab_size} rows cannot hold byte tokens, which need {BYTE_VOCABULARY}",
-                hint=f"set model.vocab_size={BYTE_VOCABULARY} or more",
-            ),
+        try:
+            found = self.tokenizer(config)
+            if found is None:
+                assert prepared is not None, "shards decide"
+                manifest = Manifest.load(prepared / MANIFEST)
+                name, size = manifest.tokenizer, manifest.vocab_size
+            else:
+                name, size = found.name, found.vocab_size
+        except DataError as error:
+            what, _, hint = str(error).partition("\nhint: ")
+            return (
+                Finding(
+                    severity="error", where="data.tokenizer", what=what, hint=hint, cause="data"
+                ),
+            )
+        problem = check_vocabulary(name, size, *self.vocabulary(config))
+        return () if problem is None else (problem,)
+
+
+def describe_shards(shards: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return what goes into data.json: where tokens are, and what they were made of."""
+    length = 1.0 if manifest.is_bytes else manifest.bytes_per_token("val")
+    kind = "unigram_entropy" if manifest.is_bytes else "token_unigram_entropy"
+    return {
+        "shards": str(shards),
+        kind: manifest.unigram_entropy,
+        "source": manifest.source,
+        "tokenizer": str(manifest.tokenizer_file(shards) or "bytes"),
+        "tokenizer_sha256": manifest.tokenizer_sha256,
+        **({"revision": manifest.revision} if manifest.revision else {}),
+        **({"bytes_per_token": length} if length else {}),
+    }
+
+
+def check_vocabulary(name: str, size: int, num_rows: int, where: str) -> Finding | None:
+    """Check that the model has a row for each token of the tokenizer."""
+    if num_rows >= size:
+        return None
+    what = "byte tokens, which need" if name == "bytes" else f"the ids of {name}, which need"
+    return Finding(
+        severity="error",
+        where=where,
+        what=f"{num_rows} rows cannot hold {what} {size}",
+        hint=f"set {where}={size} or more, or choose another data.tokenizer",
+    )
+
+
+def check_data(config: Any) -> Iterator[Finding]:
+    """Yield keys for documents that cannot be met, or have no effect."""
+    data, impl = config.data, config.attention.impl
+    if data.keeps_apart and impl == "flash":
+        yield Finding(
+            severity="error",
+            where="attention.impl",
+            what="flash was asked for, and its kernel takes no data.document_mask",
+            hint="set attention.impl=sdpa, or flex on GPUs",
         )
+    fixed = type(data).model_fields
+    idle = {"tokenizer", "pack", "document_mask"} if data.source == "synthetic" else set()
+    because = {key: "data.source is synthetic" for key in idle}
+    if data.pack == "padded" and not idle:
+        because["document_mask"] = "a padded sample holds one document"
+    for key, why in because.items():
+        if getattr(data, key) != fixed[key].default:
+            yield Finding(
+                severity="warning",
+                where=f"data.{key}",
+                what=f"is set but has no effect: {why}",
+            )
