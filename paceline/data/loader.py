@@ -60,13 +60,13 @@ class MicrobatchSource(TorchDataset[Microbatch]):
         self._block, self._block_ids = -1, np.empty((0, 0), dtype=np.int64)
 
     def __getitem__(self, index: int) -> Microbatch:
-        sample_ids = self.sample_ids(index)
+        sample_ids, place = self.sample_ids(index), int(self.step_slice.positions(index)[0])
         if get_worker_info() is not None:
             # By its place alone: what a data set draws does not depend on which loader it is in,
             # nor on when the run was stopped and resumed. Without loaders it draws from the rank's
             # own generators, which checkpoints keep.
-            seed_rng(self.order.seed, int(self.step_slice.positions(index)[0]))
-        batch = collate(self.data, sample_ids)
+            seed_rng(self.order.seed, place)
+        batch = collate(at_positions(self.data, sample_ids, place), sample_ids)
         units = (
             len(sample_ids) * self.units_per_sample
             if self.units_per_sample is not None
@@ -82,6 +82,27 @@ class MicrobatchSource(TorchDataset[Microbatch]):
             self._block, self._block_ids = block, self.order.at(np.stack(positions))
         ids: Indices = self._block_ids[row]
         return ids
+
+
+def at_positions(data: Dataset, sample_ids: Indices, first: int) -> Dataset:
+    """Return the data set as it is for these samples, which stand at positions `first`, `first + 1`
+    and so on of the run. One that draws random numbers may have `at(index, position)`: what it
+    draws then depends on the position alone, not on ranks, loaders or microbatches."""
+    return _Placed(data, sample_ids, first) if hasattr(data, "at") else data
+
+
+class _Placed:
+    def __init__(self, data: Any, sample_ids: Indices, first: int) -> None:
+        self.data, self.positions = data, dict[int, list[int]]()
+        for position, index in enumerate(sample_ids.tolist(), first):
+            self.positions.setdefault(index, []).append(position)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        left = self.positions[index]  # several where an epoch ends inside a microbatch
+        return self.data.at(index, left.pop(0) if len(left) > 1 else left[0])
 
 
 def collate(data: Dataset, sample_ids: Indices) -> Any:
@@ -100,6 +121,8 @@ def collate(data: Dataset, sample_ids: Indices) -> Any:
 def _sample(data: Dataset, index: int) -> Any:
     try:
         return data[index]
+    except DataError:
+        raise
     except Exception as error:
         raise _data_error(f"sample {index}", error) from error
 
@@ -134,6 +157,8 @@ class Microbatches:
             item = next(self._items)
         except RuntimeError as error:
             raise self.fault(error) from error
+        except DataError as error:
+            raise _in_own_words(error) from error
         self._next += 1
         return item
 
@@ -165,6 +190,13 @@ class Microbatches:
         self._items = iter(())
         if shut_down is not None:
             shut_down()
+
+
+def _in_own_words(error: DataError) -> DataError:
+    """Return what was said in a loader process, without the traceback that torch puts around it."""
+    name = f"{type(error).__module__}.{type(error).__name__}: "
+    said = str(error).rpartition(name)[2].strip()
+    return type(error)(said)
 
 
 def _started(loader: DataLoader[Microbatch]) -> Iterator[Microbatch]:
