@@ -21,6 +21,8 @@ from paceline.workloads.lm.workload import BYTE_VOCABULARY, LanguageModel
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from paceline.workloads.generation import Request
+
 
 class CausalLMModel(Section):
     """The `model` section of causal_lm; its `data` section is the language model's."""
@@ -80,6 +82,11 @@ class CausalLM(LanguageModel):
 
         tokens_BT1 = batch["tokens"]
         return loss_sum(model, tokens_BT1), tokens_BT1[:, 1:].numel()
+
+    def generate(self, model: nn.Module, request: Request) -> list[list[int]]:
+        from paceline.workloads.causal_lm.model import generate
+
+        return generate(model, request)
 
     def flops(self, config: Any) -> float | None:  # type: ignore[override]
         from paceline.workloads.causal_lm.model import flops_per_token

@@ -19,6 +19,8 @@ from paceline.workloads.base import Split, Workload, prepared_path
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from paceline.workloads.generation import Request
+
 BYTE_VOCABULARY = 257  # 256 bytes and the mark between documents
 
 
@@ -104,6 +106,11 @@ class LanguageModel(Workload):
         if "shards" in self.prepared:  # its tokens are bytes of text
             numbers["bits_per_byte"] = bits_per_byte(found[LOSS])
         return numbers
+
+    def generate(self, model: nn.Module, request: Request) -> list[list[int]]:
+        from paceline.workloads.lm.model import generate
+
+        return generate(model, request)  # type: ignore[arg-type]
 
     def units_per_sample(self, config: Any) -> int:
         return int(config.data.seq_len)
