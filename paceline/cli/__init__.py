@@ -18,6 +18,7 @@ from paceline.cli import (
     checkpoints,
     compare,
     demo,
+    generate,
     plan,
     recipes,
     report,
@@ -46,6 +47,7 @@ app.command()(verify.verify)
 app.command()(sweep.sweep)
 app.command()(compare.compare)
 app.command()(report.report)
+app.command()(generate.generate)
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")
 
