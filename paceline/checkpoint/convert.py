@@ -58,7 +58,7 @@ def convert(run: RunDir, which: str, out: Path | None, say: Say, ema: bool = Fal
     model = _transformers_model(run, tree, say)
     manifest = require_sound(folder, step, say)
     if ema:
-        manifest = _with_averages(manifest)
+        manifest = _require_averages(manifest)
     source = TensorFiles(folder.path(step), manifest)
     with _appearing(target) as temporary:
         if model is None:
@@ -80,19 +80,25 @@ def convert(run: RunDir, which: str, out: Path | None, say: Say, ema: bool = Fal
     )
 
 
-def _with_averages(manifest: Manifest) -> Manifest:
-    """Let each weight be read where its average is; what is not trained has none, and stays."""
+def with_averages(manifest: Manifest) -> Manifest | None:
+    """Let each weight be read where its average is; what is not trained has none, and stays. None
+    where the checkpoint has no averages."""
     averages = {
         name: manifest.optimizer[moment_name(name, EMA)]
         for name in manifest.model
         if moment_name(name, EMA) in manifest.optimizer
     }
-    if not averages:
+    return manifest.model_copy(update={"model": manifest.model | averages}) if averages else None
+
+
+def _require_averages(manifest: Manifest) -> Manifest:
+    averaged = with_averages(manifest)
+    if averaged is None:
         raise ConfigError(
             f"the checkpoint of step {manifest.step} has no average of the weights\n"
             "hint: optim.ema=0.999 keeps one; without --ema the weights themselves are written"
         )
-    return manifest.model_copy(update={"model": manifest.model | averages})
+    return averaged
 
 
 def choose_step(folder: CheckpointFolder, which: str) -> int:

@@ -19,6 +19,7 @@ from paceline.cli import (
     compare,
     data,
     demo,
+    generate,
     plan,
     prepare,
     recipes,
@@ -48,6 +49,7 @@ app.command()(verify.verify)
 app.command()(sweep.sweep)
 app.command()(compare.compare)
 app.command()(report.report)
+app.command()(generate.generate)
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(prepare.app, name="prepare")

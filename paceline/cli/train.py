@@ -98,7 +98,7 @@ def go_on(
         from paceline.run.flow import resume_job
         from paceline.run.resume import load_resumption
 
-        approve = partial(_approve, talk, trust_code)
+        approve = partial(approve_code, talk, trust_code)
         resumption = load_resumption(resume, overrides, allow_change, approve)
         talk.say("checking the machine and planning")
         return resume_job(resumption, talk, rendezvous)
@@ -106,7 +106,7 @@ def go_on(
     _to_the_end(run, as_json)
 
 
-def _approve(talk: ConsoleTalk, trust_code: bool, files: Sequence[Code]) -> bool:
+def approve_code(talk: ConsoleTalk, trust_code: bool, files: Sequence[Code]) -> bool:
     """Name files that nobody has typed here, and ask once, where there is somebody to ask."""
     is_asked = sys.stdin.isatty() and sys.stderr.isatty()
     if trust_code or is_asked:

@@ -43,6 +43,12 @@ class TrainConfig(Section):
     eval_ema: bool = Field(
         False, description="Evaluate with the average of the weights that optim.ema keeps."
     )
+    sample_prompts: list[str] = Field(
+        [],
+        description="Texts that a language model continues at every evaluation; what it writes is"
+        " in samples.jsonl and in the report.",
+    )
+    sample_tokens: Positive = Field(64, description="Tokens that it adds to each of them.")
     deterministic: bool = Field(
         False,
         description="Only kernels whose results are the same bits every time; an operation that has"

@@ -22,6 +22,7 @@ from paceline.records.files import fingerprint
 
 Lengths = NDArray[np.float64]
 CANDIDATES = 256  # lengths at which a bucket may end
+PLACES = 20  # bits of a place: samples of a batch count on from it
 SEED_APART = 2**32  # each bucket has an order of its own; seeds of runs are below 2**31
 
 
@@ -155,7 +156,7 @@ class BucketPicks:
 
     def place(self, microbatch: int) -> int:
         dealt, at = self._find(microbatch)
-        return int(dealt.numbers[at])
+        return int(dealt.numbers[at]) << PLACES
 
     def samples_in_step(self, step: int) -> int:
         return int(self._deal(step).num_samples.sum())

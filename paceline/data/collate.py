@@ -19,8 +19,14 @@ UNEQUAL = (
 )
 
 
-def collate(data: Dataset, sample_ids: Indices, own: Collate | None = None) -> Any:
-    """Build a batch of these samples: by `own`, the workload's rule, else by the data set's."""
+def collate(
+    data: Dataset, sample_ids: Indices, own: Collate | None = None, place: int | None = None
+) -> Any:
+    """Build a batch of these samples: by `own`, the workload's rule, else by the data set's.
+
+    A data set that draws random numbers may have `at(index, position)`: the samples stand at
+    positions `place`, `place + 1` and so on of the run, so what it draws depends on neither ranks,
+    nor loaders, nor microbatches. In validation there is no place."""
     whole = getattr(data, "batch", None)
     if own is None and whole is not None and not _is_of_datasets(data):
         try:
@@ -30,7 +36,8 @@ def collate(data: Dataset, sample_ids: Indices, own: Collate | None = None) -> A
         except Exception as error:
             named = _list([str(index) for index in sample_ids])
             raise DataError(f"{_name(whole)} failed on samples {named}: {_told(error)}") from error
-    samples = [_sample(data, index) for index in sample_ids.tolist()]
+    ids = sample_ids.tolist()
+    samples = [_sample(data, ids[n], None if place is None else place + n) for n in range(len(ids))]
     return join(samples, own or rule_of(data), lambda n: f"sample {sample_ids[n]}")
 
 
@@ -53,9 +60,15 @@ def join(samples: list[Any], rule: Collate | None, name: Callable[[int], str]) -
         raise _blamed(samples, rule or default_collate, name, error) from error
 
 
-def _sample(data: Dataset, index: int) -> Any:
+def _sample(data: Any, index: int, position: int | None) -> Any:
     try:
-        return data[index]
+        return (
+            data.at(index, position)
+            if position is not None and hasattr(data, "at")
+            else data[index]
+        )
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f"the data set failed on sample {index}: {_told(error)}") from error
 

@@ -69,7 +69,8 @@ class Picks(Protocol):
     def sample_ids(self, microbatch: int) -> Indices: ...
 
     def place(self, microbatch: int) -> int:
-        """Return a number that is this microbatch's own in the whole run, on any rank."""
+        """Return a number that is this microbatch's own in the whole run, on any rank; its samples
+        count on from there."""
         ...
 
     def samples_in_step(self, step: int) -> int:

@@ -96,13 +96,13 @@ class MicrobatchSource(TorchDataset[Microbatch]):
         self.length_of = length_of(data)
 
     def __getitem__(self, index: int) -> Microbatch:
-        sample_ids = self.picks.sample_ids(index)
+        sample_ids, place = self.picks.sample_ids(index), self.picks.place(index)
         if get_worker_info() is not None:
             # By its place alone: what a data set draws does not depend on which loader it is in,
             # nor on when the run was stopped and resumed. Without loaders it draws from the rank's
             # own generators, which checkpoints keep.
-            seed_rng(self.picks.seed, self.picks.place(index))
-        batch = collate(self.data, sample_ids, self.rules.collate)
+            seed_rng(self.picks.seed, place)
+        batch = collate(self.data, sample_ids, self.rules.collate, place)
         filled = None if self.length_of is None else padding(self.length_of(sample_ids))
         return Microbatch(batch, sample_ids, self.rules.units(batch, len(sample_ids)), filled)
 
@@ -145,6 +145,8 @@ class Microbatches:
             if TIMED_OUT in str(error) and now != before:
                 return next(self)  # slow, but it reads: the limit is for each read
             raise self.fault(error) from error
+        except DataError as error:
+            raise _in_own_words(error) from error
         self._next += 1
         return item
 
@@ -173,6 +175,13 @@ class Microbatches:
         self._items = iter(())
         if shut_down is not None:
             shut_down()
+
+
+def _in_own_words(error: DataError) -> DataError:
+    """Return what was said in a loader process, without the traceback that torch puts around it."""
+    name = f"{type(error).__module__}.{type(error).__name__}: "
+    said = str(error).rpartition(name)[2].strip()
+    return type(error)(said)
 
 
 def _started(loader: DataLoader[Microbatch]) -> Iterator[Microbatch]:

@@ -15,6 +15,7 @@ from paceline.records.words import size
 from paceline.strategies import find_strategy, most_sharding
 from paceline.strategies.base import Strategy
 from paceline.strategies.optimizers import KINDS
+from paceline.workloads.base import Workload
 
 
 def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
@@ -221,6 +222,33 @@ def _section(config: RunConfig, path: str) -> Section:
     for part in path.split("."):
         section = getattr(section, part)
     return section
+
+
+def check_samples(config: RunConfig, workload: Workload, is_pipeline: bool) -> Iterator[Finding]:
+    """Refuse `train.sample_prompts` where nobody can continue them."""
+    train, where = config.train, "train.sample_prompts"
+    if not train.sample_prompts:
+        if train.sample_tokens != type(train).model_fields["sample_tokens"].default:
+            what = "is set but has no effect: there is no train.sample_prompts"
+            yield Finding(severity="warning", where="train.sample_tokens", what=what)
+        return
+    if type(workload).generate is Workload.generate:
+        yield Finding(
+            severity="error",
+            where=where,
+            what=f"{type(workload).__name__} generates no text",
+            hint="take it out; lm and causal_lm do, and a workload with a method generate",
+        )
+    elif is_pipeline:
+        yield Finding(
+            severity="error",
+            where=where,
+            what="a pipeline runs a batch through the model once, and text takes many passes",
+            hint="take it out, and use paceline generate on the run's checkpoints",
+        )
+    elif train.eval_every == "off":
+        what = "is set but has no effect: train.eval_every is off"
+        yield Finding(severity="warning", where=where, what=what)
 
 
 def check_host_memory(

@@ -277,6 +277,11 @@ class RunDir:
     def samples(self, rank: int) -> Path:
         return self.rank(rank) / "samples.csv"
 
+    @property
+    def texts(self) -> Path:
+        """What the model wrote at evaluations."""
+        return self.root / "samples.jsonl"
+
     def heartbeat(self, rank: int) -> Path:
         return self.root / f"heartbeat_rank{rank}.jsonl"
 

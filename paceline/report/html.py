@@ -35,9 +35,9 @@ from paceline.report.plots import (
     smooth,
     stacked_bars,
 )
-from paceline.report.story import Story, asked, basis, further, headline, started
+from paceline.report.story import Story, asked, basis, further, headline, last_samples, started
 
-MAX_SAMPLE_IDS = 64
+MAX_SAMPLE_IDS, MAX_SAMPLES = 64, 40
 MAX_MINIS = 8  # small charts side by side; more ranks than these are drawn as a band
 
 
@@ -57,6 +57,8 @@ def render_html(story: Story, others: Mapping[str, Table[TrainingRow]] | None = 
         started=started(story),
         charts=_charts(story),
         pipeline=pipeline,
+        samples=last_samples(story),
+        earlier=[s for s in story.samples if s not in last_samples(story)][-MAX_SAMPLES:],
         style=Markup(style),
         version=__version__,
         max_ids=MAX_SAMPLE_IDS,

@@ -5,7 +5,7 @@ import json
 from paceline.records import Env, Git
 from paceline.records.words import duration, plain, shown, size, table, visible
 from paceline.report.pipeline import describe_source, explain_idle, rank_table
-from paceline.report.story import Story, basis, further, headline
+from paceline.report.story import Story, basis, further, headline, last_samples
 
 
 def render_markdown(story: Story) -> str:
@@ -33,6 +33,7 @@ def render_markdown(story: Story) -> str:
         "## Where a step's time goes (median; warm-up left out if there is more)",
         _phases(story),
         *_pipeline(story),
+        *_samples(story),
         "## Machine",
         _machine(story),
     ]
@@ -130,6 +131,14 @@ def _pipeline(story: Story) -> list[str]:
         " ".join(plain(sentence) for sentence in explain_idle(facts)),
         table(shown.columns, shown.rows),
     ]
+
+
+def _samples(story: Story) -> list[str]:
+    found = last_samples(story)
+    if not found:
+        return []
+    rows = [(sample.prompt, sample.text) for sample in found]
+    return [f"## Samples of step {found[0].step}", table(("prompt", "the model's"), rows)]
 
 
 def _machine(story: Story) -> str:

@@ -19,6 +19,7 @@ from paceline.records.tables import (
     read_telemetry,
     read_training,
 )
+from paceline.records.texts import Sample, read_samples
 from paceline.records.words import count, duration, elapsed, flop_rate, number, size
 from paceline.schedules.measured import Measured, load_measured
 
@@ -41,6 +42,7 @@ class Story:
     telemetry: dict[int, Table[TelemetryRow]]  # by rank
     config: str
     measured: Measured | None = None
+    samples: tuple[Sample, ...] = ()  # texts that the model wrote, by step
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ def read_story(run: RunDir) -> Story:
         telemetry={rank: read_telemetry(run.telemetry_of(rank)) for rank in range(plan.world_size)},
         config=read_config_text(run.config),
         measured=load_measured(run, plan),
+        samples=tuple(read_samples(run.texts)),
     )
 
 
@@ -117,6 +120,12 @@ def further(story: Story) -> list[Figure]:
         why = "their gradients were not finite, or fp16 looked for its scale"
         figures.append(Figure("steps without an update", str(result.skipped_steps), beside=why))
     return figures
+
+
+def last_samples(story: Story) -> list[Sample]:
+    """Return what the model wrote at the last evaluation."""
+    last = max((sample.step for sample in story.samples), default=0)
+    return [sample for sample in story.samples if sample.step == last]
 
 
 def basis(story: Story) -> str:

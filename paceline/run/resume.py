@@ -39,6 +39,7 @@ from paceline.workloads.base import (
 FREE = ("name", "launch.", "observe.", "audit.", "checkpoint.", "strategy.")
 FREE_KEYS = (
     "data.num_workers", "data.prefetch", "data.timeout_s", "train.log_every", "train.stop_after",
+    "train.sample_prompts", "train.sample_tokens",
 )  # fmt: skip
 BATCH = ("train.micro_batch_size", "train.grad_accum", "train.global_batch_size")
 STEPS, EPOCHS = "train.steps", "train.epochs"

@@ -14,6 +14,7 @@ from paceline.metrics import Items
 from paceline.strategies.base import EngineParts
 from paceline.strategies.precision import compute_context
 from paceline.workloads.base import Workload
+from paceline.workloads.generation import Request
 from paceline.workloads.returns import Pair, read_loss, read_measured, without_graph
 
 
@@ -29,7 +30,10 @@ class Objective(nn.Module):
 
 
 def ask_workload(workload: Workload, model: nn.Module, batch: Any, evaluates: bool) -> Any:
-    """Return what the workload's `evaluate` says of a batch, or its `loss`."""
+    """Return what the workload's `evaluate` says of a batch, or its `loss`; of a request for text
+    what it generates, a row of ids per prompt."""
+    if isinstance(batch, Request):
+        return {"texts": Items(workload.generate(model, batch))}
     if evaluates:
         return workload.evaluate(model, batch)
     return without_graph(workload.loss(model, batch))

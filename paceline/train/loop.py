@@ -50,6 +50,7 @@ class LoopParts:
     keeper: Keeper
     rate: Callable[[int], float]  # the learning rate of a step
     hooks: Hooks = Hooks()
+    samples: tuple[Callable[[int], None], ...] = ()  # write texts, where some are asked for
     start: Start = Start()
 
 
@@ -146,6 +147,8 @@ def _end(parts: LoopParts, outcome: Outcome, step: int) -> LoopEnd:
 def _evaluate(parts: LoopParts, step: int) -> None:
     with parts.engine.averaged():
         found = parts.evaluation.run(parts.engine, parts.clock, parts.keeper.is_stopping)
+        for write in parts.samples if found is not None else ():
+            write(step)
     parts.keeper.note_evaluation(step, found)
     if found is None:
         return

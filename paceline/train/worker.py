@@ -54,6 +54,7 @@ from paceline.train.hooks import find_hooks
 from paceline.train.keeper import Best, Keeper, KeeperParts
 from paceline.train.loop import LoopEnd, LoopParts, train
 from paceline.train.metrics import Ledger, LedgerFiles
+from paceline.train.samples import build_samples
 from paceline.train.verdict import Tell, explain, outcome_of, peak_memory, save_verdict
 
 # `attention.impl` to the only kernel that SDPA may then take.
@@ -202,6 +203,7 @@ class RankRun:
             keeper=self._keeper(engine, history),
             rate=lambda step: rate_of(step, plan.steps, config, self.job.workload),
             hooks=hooks,
+            samples=build_samples(self.job, engine, self.clock, self.run),
             start=history.start,
             # Last: from here on loaders live, and may die.
             feed=build_feed(self.job, plan, source, history.start.first_step, device),

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from paceline.workloads.generation import Request
+
 Split = Literal["train", "val"]
 # Asked about files that a run directory names and nobody has typed here: True where they may run.
 Approve = Callable[[Sequence[Code]], bool]
@@ -139,6 +141,14 @@ class Workload:
         all ranks: for a pair the mean; for Items those of all samples, each once and in order.
         Called on rank 0 alone: no collective may be in it."""
         return {}
+
+    def generate(self, model: nn.Module, request: Request) -> list[list[int]]:
+        """Continue prompts, which are ids, and return the new ids of each. The model is in eval
+        mode, without gradients."""
+        raise ConfigError(
+            f"{type(self).__name__} generates no text\n"
+            "hint: lm and causal_lm do, and so does a workload with generate(self, model, request)"
+        )
 
     def on_step(self, step: int, record: Mapping[str, Any]) -> None:
         """Told of each step, with its row of training.csv: once the row is whole, which is up to

@@ -24,7 +24,7 @@ LAYERS = [
     ["train"],
     ["launch"],
     ["run"],
-    ["check", "verify", "sweep"],
+    ["check", "verify", "sweep", "generate"],
     ["bench", "compare"],
     ["cli"],
     ["__main__"],

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from paceline.data.packing import Rows
 from paceline.records import Finding
-from paceline.workloads.hf.model import WHERE, build_from_config
+from paceline.workloads.generation import Request, Writing
+from paceline.workloads.hf.model import WHERE, build_from_config, require_extra
 
 # Keys that say a model is not a plain decoder: experts, compressed attention, state spaces.
 NOT_PLAIN = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")
@@ -35,6 +36,43 @@ def loss_sum(model: nn.Module, rows: Rows) -> Tensor:
     logits_BTV = model(input_ids=rows.inputs_BT, use_cache=False, **apart).logits
     targets = rows.targets_BT.flatten()
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets, reduction="sum")
+
+
+@torch.no_grad()
+def generate(model: Any, request: Request) -> list[list[int]]:
+    """Continue the prompts by transformers' own `generate`, with the model's own cache. Tokens are
+    chosen by us, as for any other model: it only sees the one that was."""
+    library, device = require_extra(), next(model.parameters()).device
+    request.require_ids(model.config.vocab_size)
+    writing, length = Writing(request), max(map(len, request.prompts))
+
+    def choose(input_ids: Tensor, scores_BV: Tensor) -> Tensor:
+        chosen_B = writing.take(scores_BV)
+        return torch.full_like(scores_BV, -torch.inf).scatter(1, chosen_B[:, None], 0.0)
+
+    def has_ended(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.tensor(writing.ended, device=input_ids.device)
+
+    pads = [length - len(ids) for ids in request.prompts]
+    rows = [[0] * pad + list(ids) for pad, ids in zip(pads, request.prompts, strict=True)]
+    masks = [[0] * pad + [1] * (length - pad) for pad in pads]
+    asked = library.GenerationConfig(
+        max_new_tokens=request.room(getattr(model.config, "max_position_embeddings", None)),
+        do_sample=False,
+        use_cache=request.use_cache,
+    )
+    kept, model.generation_config = model.generation_config, asked  # else its own fill the gaps
+    try:
+        model.generate(
+            input_ids=torch.tensor(rows, device=device),
+            attention_mask=torch.tensor(masks, device=device),
+            generation_config=asked,
+            logits_processor=[choose],
+            stopping_criteria=[has_ended],
+        )
+    finally:
+        model.generation_config = kept
+    return writing.rows
 
 
 def head_width(config: Any) -> int | None:

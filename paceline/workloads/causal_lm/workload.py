@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from paceline.data.tokenizer import Tokenizer
+    from paceline.workloads.generation import Request
 
 
 class CausalLMModel(Section):
@@ -83,6 +84,11 @@ class CausalLM(LanguageModel):
 
         rows = split_rows(batch)
         return loss_sum(model, rows), rows.num_targets
+
+    def generate(self, model: nn.Module, request: Request) -> list[list[int]]:
+        from paceline.workloads.causal_lm.model import generate
+
+        return generate(model, request)
 
     def flops(self, config: Any) -> float | None:  # type: ignore[override]
         from paceline.workloads.causal_lm.model import flops_per_token

@@ -7,6 +7,7 @@ Shape letters: B batch, T tokens, S keys, D model width, H query heads, K key/va
 width, F width inside SwiGLU, V vocabulary.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.workloads.generation import Request, Writing
 from paceline.workloads.lm.workload import LMModel
 
 INIT_STD = 0.02
@@ -21,7 +23,10 @@ INIT_STD = 0.02
 
 def attend(impl: str, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: Any = None) -> Tensor:
     """Compute causal attention, (B, H, T, E). `impl` is eager, flex, or any name that SDPA
-    serves; `mask` is what `keep_apart` returned for it."""
+    serves; `mask` is what `keep_apart` returned for it, or a layer's `Seen`, where tokens before
+    these are known."""
+    if isinstance(mask, Seen):
+        return mask.attend(q_BHTE, k_BKSE, v_BKSE)
     if impl == "eager":
         return _spelt_out(q_BHTE, k_BKSE, v_BKSE, mask)
     is_grouped = q_BHTE.shape[1] != k_BKSE.shape[1]
@@ -92,6 +97,62 @@ def _causal_mask(num_tokens: int, device: torch.device) -> Any:
         return query >= key
 
     return create_block_mask(is_past, None, None, num_tokens, num_tokens, device=str(device))
+
+
+class Past:
+    """Keys and values of the tokens so far, of all layers: a new token then costs one position.
+
+    Rows of unequal length end together. Before a row's first token are `pads_B` places that it does
+    not see; its positions count from there.
+    """
+
+    def __init__(self, num_layers: int, pads_B: Tensor, num_places: int) -> None:
+        self.pads_B, self.num_places, self.num_seen = pads_B, num_places, 0
+        self.has_pads = bool(pads_B.any())
+        self.layers = [Seen(self) for _ in range(num_layers)]
+        self.mask: Tensor | None = None
+
+    def begin(self, T: int) -> Tensor:
+        """Make room for T more tokens; return their positions (B, T)."""
+        first, S = self.num_seen, self.num_seen + T
+        self.num_seen = S
+        query_T = torch.arange(first, S, device=self.pads_B.device)
+        if T > 1 or self.has_pads:
+            key_S = torch.arange(S, device=self.pads_B.device)
+            is_past_TS = key_S <= query_T[:, None]
+            # A place before the first token sees itself: a softmax over nothing would be NaN.
+            is_own_TS = key_S == query_T[:, None]
+            is_real_BTS = (key_S >= self.pads_B[:, None, None]) | is_own_TS
+            self.mask = (is_past_TS & is_real_BTS)[:, None]
+        else:
+            self.mask = None  # the newest token sees all
+        return (query_T - self.pads_B[:, None]).clamp(min=0)
+
+
+class Seen:
+    """One layer's part of a `Past`."""
+
+    def __init__(self, past: Past) -> None:
+        self.past = past
+        self.keys_BKSE = self.values_BKSE = torch.empty(0)
+
+    def attend(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:
+        """Attend from the new tokens to all that are seen, and keep the new ones."""
+        B, K, T, E = k_BKTE.shape
+        if not self.keys_BKSE.numel():
+            self.keys_BKSE, self.values_BKSE = (
+                x.new_empty(B, K, self.past.num_places, E) for x in (k_BKTE, v_BKTE)
+            )
+        S = self.past.num_seen
+        self.keys_BKSE[:, :, S - T : S] = k_BKTE
+        self.values_BKSE[:, :, S - T : S] = v_BKTE
+        return F.scaled_dot_product_attention(
+            q_BHTE,
+            self.keys_BKSE[:, :, :S],
+            self.values_BKSE[:, :, :S],
+            self.past.mask,
+            enable_gqa=q_BHTE.shape[1] != K,
+        )
 
 
 class Norm(nn.RMSNorm):
@@ -173,7 +234,8 @@ class Tail(nn.Module):
 
 class LM(nn.Module):
     """Token ids (B, T) to logits (B, T, V); with the targets, to the loss summed over tokens. With
-    the tokens' positions in their documents, documents do not see each other."""
+    the tokens' positions in their documents, documents do not see each other. With a past the
+    tokens stand behind it, and only the last one's logits are computed (B, 1, V)."""
 
     rope_cos: Tensor
     rope_sin: Tensor
@@ -193,19 +255,26 @@ class LM(nn.Module):
         tokens_BT: Tensor,
         targets_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
+        past: Past | None = None,
     ) -> Tensor:
-        T, mask = tokens_BT.shape[1], None
+        T = tokens_BT.shape[1]
         rope_TE = (self.rope_cos[:T], self.rope_sin[:T])
+        masks: Sequence[Any] = [None] * len(self.blocks)
+        if past is not None:
+            positions_BT, masks = past.begin(T), past.layers
+        elif positions_BT is not None:
+            masks = [keep_apart(self.impl, positions_BT)] * len(self.blocks)
         if positions_BT is not None:
-            mask = keep_apart(self.impl, positions_BT)
             # (B, 1, T, E), the same for all heads
             rope_TE = (self.rope_cos[positions_BT][:, None], self.rope_sin[positions_BT][:, None])
         x_BTD = self.embedding(tokens_BT)
         if torch.is_autocast_enabled(x_BTD.device.type):
             # The residual stream too: in fp32 it would double what every norm and sum moves.
             x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
-        for block in self.blocks:
+        for block, mask in zip(self.blocks, masks, strict=True):
             x_BTD = block(x_BTD, rope_TE, mask)
+        if past is not None:
+            x_BTD = x_BTD[:, -1:]
         return self.tail(x_BTD, self.embedding.weight, targets_BT)
 
     @torch.no_grad()
@@ -230,6 +299,29 @@ class LM(nn.Module):
         angle_TE = torch.outer(torch.arange(self.seq_len, dtype=torch.float32), frequency)
         angle_TE = torch.cat((angle_TE, angle_TE), dim=-1)
         return angle_TE.cos(), angle_TE.sin()
+
+
+@torch.no_grad()
+def generate(model: LM, request: Request) -> list[list[int]]:
+    """Continue the prompts; return the new ids of each. Without the cache all is computed again for
+    every token."""
+    request.require_ids(model.config.vocab_size)
+    writing, device = Writing(request), model.rope_cos.device
+    length = max(map(len, request.prompts))
+    room = request.room(model.seq_len)
+    pads_B = torch.tensor([length - len(ids) for ids in request.prompts], device=device)
+    rows = [[0] * (length - len(ids)) + list(ids) for ids in request.prompts]
+    all_BT = new_BT = torch.tensor(rows, device=device)
+    past = Past(len(model.blocks), pads_B, length + room)
+    for _ in range(room):
+        ids_B = writing.take(model(new_BT, past=past)[:, -1])
+        if writing.is_over:
+            break
+        new_BT = ids_B[:, None]
+        if not request.use_cache:
+            all_BT = new_BT = torch.cat((all_BT, new_BT), dim=1)
+            past = Past(len(model.blocks), pads_B, length + room)
+    return writing.rows
 
 
 def rotate(x_BHTE: Tensor, rope_TE: tuple[Tensor, Tensor]) -> Tensor:

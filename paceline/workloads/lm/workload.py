@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from paceline.data.shards import Manifest
     from paceline.data.tokenizer import Tokenizer
+    from paceline.workloads.generation import Request
+
+BYTE_VOCABULARY = 257  # 256 bytes and the mark between documents
 
 
 class LMModel(Section):
@@ -118,6 +121,11 @@ class LanguageModel(Workload):
         from paceline.data.packing import count_targets
 
         return count_targets(batch)
+
+    def generate(self, model: nn.Module, request: Request) -> list[list[int]]:
+        from paceline.workloads.lm.model import generate
+
+        return generate(model, request)  # type: ignore[arg-type]
 
     def flops(self, config: Any) -> float:
         from paceline.workloads.lm.model import flops_per_token

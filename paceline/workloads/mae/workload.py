@@ -1,11 +1,12 @@
-"""The masked-autoencoder workload: a ViT-MAE of transformers on random images.
+"""The masked-autoencoder workload: a ViT-MAE of transformers on images, or on random ones.
 
 paceline train mae_tiny strategy.name=zero3 launch.nproc=2
+paceline train mae_tiny data.path_train=DIR train.eval_every=50
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -13,11 +14,16 @@ from pydantic import Field
 from paceline.config.schema import DataConfig
 from paceline.config.section import Positive, Section
 from paceline.data.base import Dataset
+from paceline.data.images import MODES, SYNTHETIC, ImageData, Images, prepare_images
 from paceline.records import Finding
 from paceline.workloads.base import Split, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+IMAGE_KEYS = ImageData.model_fields.keys() - DataConfig.model_fields.keys()
+MASKS = 1  # the random numbers of masks are others than those of crops
 
 
 class MAEModel(Section):
@@ -28,12 +34,35 @@ class MAEModel(Section):
     )
 
 
-class MAEData(DataConfig):
+class MAEData(ImageData):
     """Its `data` section."""
 
     synthetic_samples: Positive = Field(
         256_000, description="Length of the data set of random images, in samples."
     )
+
+
+class MaskedImages:
+    """Images, each with an order of its patches: the first of them are seen, the others masked.
+    It is drawn as the crop is: from the seed and the position in the run."""
+
+    def __init__(self, images: Images, num_patches: int) -> None:
+        self.images, self.num_patches = images, num_patches
+        self.fingerprint = f"{images.fingerprint}-{num_patches}"
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.at(index, index)
+
+    def at(self, index: int, position: int) -> dict[str, Any]:
+        import numpy as np
+        import torch
+
+        draws = np.random.default_rng((self.images.seed, position, MASKS))
+        order = torch.from_numpy(draws.permutation(self.num_patches))
+        return {"pixels": self.images.at(index, position)["pixels"], "order": order}
 
 
 class MaskedAutoencoder(Workload):
@@ -70,9 +99,16 @@ class MaskedAutoencoder(Workload):
         from paceline.data.synthetic import RandomImages
         from paceline.workloads.mae.model import mae_config, num_patches
 
+        known, data = mae_config(config.model.hf_config), config.data
+        if data.path_train != SYNTHETIC:
+            if split == "val" and data.path_eval == "auto" and data.val_fraction == 0:
+                return None
+            images = Images(
+                data, split, known.image_size, known.num_channels, config.train.seed, self.prepared
+            )
+            return MaskedImages(images, num_patches(known))
         if split == "val":
             return None
-        known = mae_config(config.model.hf_config)
         shape = (known.num_channels, known.image_size, known.image_size)
         return RandomImages(
             config.data.synthetic_samples, shape, num_patches(known), config.train.seed
@@ -96,7 +132,31 @@ class MaskedAutoencoder(Workload):
 
         return block_positions(mae_config(config.model.hf_config))
 
-    def problems(self, config: Any) -> Sequence[Finding]:
-        from paceline.workloads.mae.model import check_mae
+    def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, Any]:
+        return prepare_images(config.data, say)
 
-        return tuple(check_mae(config.model.hf_config))
+    def problems(self, config: Any) -> Sequence[Finding]:
+        from paceline.workloads.mae.model import check_mae, mae_config
+
+        known = mae_config(config.model.hf_config)
+        return (
+            *check_mae(config.model.hf_config),
+            *_image_problems(config.data, known.num_channels),
+        )
+
+
+def _image_problems(data: MAEData, channels: int) -> Iterator[Finding]:
+    if data.path_train == SYNTHETIC:
+        for key in sorted(data.model_dump(exclude_defaults=True).keys() & IMAGE_KEYS):
+            what = "images are random: it has no effect"
+            yield Finding(
+                severity="warning", where=f"data.{key}", what=what, hint="data.path_train"
+            )
+        return
+    if channels not in MODES:
+        what = f"{channels} channels; images are read as grey (1) or RGB (3)"
+        yield Finding(severity="error", where="model.hf_config.num_channels", what=what)
+    for key, given in (("mean", data.mean), ("std", data.std)):
+        if given and len(given) != channels:
+            what = f"{len(given)} numbers for {channels} channels"
+            yield Finding(severity="error", where=f"data.{key}", what=what, hint="one per channel")

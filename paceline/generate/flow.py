@@ -1,0 +1,208 @@
+"""From a run directory or a model's folder to text.
+
+    author = open_author(path, which, say, approve)      weights in memory, and how text is spelt
+    texts = write(author, prompts, sampling, told)
+
+    RUN_DIR    its best checkpoint, else the newest; the average of the weights where it is kept
+    MODEL      a folder of transformers: config.json, model.safetensors, tokenizer.json
+
+Only safetensors and JSON are read. The workload of a run runs if it may be resumed here: its file
+was typed on this machine, or `approve` says yes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.convert import choose_step, with_averages
+from paceline.checkpoint.folder import BEST, LATEST, CheckpointFolder
+from paceline.checkpoint.survey import require_sound
+from paceline.checkpoint.tensors import TensorFiles
+from paceline.errors import ConfigError, DataError, RestoreError
+from paceline.job import Job, reload_job
+from paceline.plan.policy import effective_config
+from paceline.records import LaunchPlan, Plan
+from paceline.records.base import Part, load_map
+from paceline.records.rundir import RunDir
+from paceline.strategies.precision import compute_context
+from paceline.strategies.stored import load_module
+from paceline.strategies.weights import fill_weights
+from paceline.workloads.base import Approve, Workload, require_trusted
+from paceline.workloads.generation import (
+    Codec,
+    Request,
+    Sampling,
+    Stream,
+    codec_of,
+    open_codec,
+)
+
+Say = Callable[[str], None]
+Told = Callable[[int, str], None]  # a prompt's number, and the next piece of its text
+
+
+class Written(Part):
+    """One prompt and what follows it. `ended`: the model has ended the document itself."""
+
+    prompt: str
+    text: str
+    num_tokens: int
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Author:
+    workload: Workload
+    model: nn.Module
+    codec: Codec
+    device: torch.device
+    precision: str
+    says: str  # what is in memory, for people
+
+
+@dataclass(frozen=True)
+class Which:
+    """Which weights are read: "auto" is the best checkpoint, else the newest; `ema` takes the
+    average of the weights where the checkpoint has one."""
+
+    step: str = "auto"
+    ema: bool = True
+    device: str = "auto"
+
+
+def open_author(path: str, which: Which, say: Say, approve: Approve | None = None) -> Author:
+    """Load a run's model, or one of transformers."""
+    device = _device(which.device)
+    place = Path(path).expanduser()
+    if (place / "run.yaml").is_file() or (place / "sweep.json").is_file():
+        return _open_run(RunDir.open(place), which, device, say, approve)
+    if which.step != "auto":
+        raise ConfigError(f"--step names a checkpoint, and {path} is not a run directory")
+    is_local = place.exists() or path.startswith(("/", ".", "~")) or path.count("/") != 1
+    if is_local and not (place / "config.json").is_file():
+        raise DataError(
+            f"{path} is neither a run directory (run.yaml) nor a model's folder (config.json)"
+        )
+    return _open_model(path, device, say)
+
+
+def _open_run(
+    run: RunDir, which: Which, device: torch.device, say: Say, approve: Approve | None
+) -> Author:
+    launch = LaunchPlan.load(run.launch)
+    require_trusted(launch.workload, run.root, approve)
+    job = reload_job(run, launch.workload)
+    folder = CheckpointFolder.of_run(run, job.config.checkpoint)
+    step, name = _choose(folder, which.step)
+    manifest = require_sound(folder, step, say)
+    averaged = with_averages(manifest) if which.ema else None
+    source = TensorFiles(folder.path(step), averaged or manifest)
+    model = _build(job, device)
+    with torch.no_grad():
+        load_module(source, model)
+    if source.damages:
+        raise RestoreError(source.damages)
+    kind = "the average of the weights" if averaged else "the weights"
+    plan, codec = Plan.load(run.plan), codec_of(job.workload.prepared)
+    precision = plan.precision.value if device.type == "cuda" else "fp32"
+    says = f"{kind} of step {step}{name}, text as {codec.name}, on {device.type} in {precision}"
+    return Author(job.workload, model.eval(), codec, device, precision, says)
+
+
+def _choose(folder: CheckpointFolder, asked: str) -> tuple[int, str]:
+    if asked != "auto":
+        return choose_step(folder, asked), ""
+    best = folder.pointer(BEST)
+    is_there = best is not None and best in folder.steps()
+    return choose_step(folder, BEST if is_there else LATEST), " (the best)" if is_there else ""
+
+
+def _build(job: Job, device: torch.device) -> nn.Module:
+    """Build the model with memory but without first values: all are loaded. What a module computes
+    for itself and no checkpoint has, such as a table of positions, it fills in."""
+    workload, config = job.workload, effective_config(job.config, "sdpa")
+    if not workload.meta_init:
+        with device:
+            return workload.build_model(config)
+    # The weights are the checkpoint's: those that the run began with need not be there any more.
+    workload.prepared = {**workload.prepared, "hf_weights": "random"}
+    with torch.device("meta"):
+        model = workload.build_model(config)
+
+    def compute(name: str, module: nn.Module) -> None:
+        if module._non_persistent_buffers_set:
+            workload.init_weights(model, name, module)
+
+    fill_weights(model, compute, 0, device)
+    return model
+
+
+def _open_model(path: str, device: torch.device, say: Say) -> Author:
+    from paceline.workloads.causal_lm.model import build_causal_lm
+    from paceline.workloads.causal_lm.workload import CausalLM
+    from paceline.workloads.hf.pretrained import check_weights, choose_weights, find_folder
+    from paceline.workloads.hf.pretrained import load_config as read_config
+    from paceline.workloads.hf.pretrained import load_module as read
+
+    folder = find_folder(path)
+    if folder is None:
+        raise DataError(f"{path} is an architecture without weights\nhint: give a model's folder")
+    if str(load_map(folder / "config.json").get("model_type")).startswith("paceline-"):
+        raise DataError(
+            f"{folder} is not a model of transformers but one of ours, written for other tools\n"
+            "hint: give the run directory that it was converted from"
+        )
+    config = read_config(path, {}, folder)
+    folder, _ = choose_weights("load", path, folder)
+    assert folder is not None, "weights are loaded from a folder"
+    with torch.device("meta"):
+        model = build_causal_lm(config, "sdpa")
+    check_weights(model, folder)
+    fill_weights(model, lambda name, module: read(model, name, module, folder), 0, device)
+    codec = open_codec(folder)
+    if codec.name == "bytes":
+        say(f"{folder} has no tokenizer.json: text is bytes")
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    says = f"{type(model).__name__} of {folder}, text as {codec.name}, on {device.type}"
+    return Author(CausalLM(), model.eval(), codec, device, precision, says)
+
+
+def _device(asked: str) -> torch.device:
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda was asked for, and torch sees no GPU")
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(usual if asked == "auto" else asked)
+
+
+def write(
+    author: Author,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    told: Told = lambda number, text: None,
+    use_cache: bool = True,
+) -> list[Written]:
+    """Continue the prompts; `told` hears of the text as it comes."""
+    codec, streams = author.codec, [Stream(author.codec) for _ in prompts]
+    ended = [False] * len(prompts)
+
+    def hear(tokens: Sequence[int | None]) -> None:
+        for number, token in enumerate(tokens):
+            if not ended[number]:
+                ended[number] = token is None
+                told(number, streams[number].add(token))
+
+    ids = [codec.prompt(prompt) for prompt in prompts]
+    request = Request(ids, sampling, codec, hear, use_cache=use_cache)
+    with torch.no_grad(), compute_context(author.precision, author.device):
+        rows = author.workload.generate(author.model, request)
+    for number in range(len(prompts)):
+        if not ended[number]:
+            told(number, streams[number].add(None))
+    texts = [codec.decode(row) for row in rows]
+    return [
+        Written(prompt=prompt, text=text, num_tokens=len(row), ended=end)
+        for prompt, text, row, end in zip(prompts, texts, rows, ended, strict=True)
+    ]
