@@ -16,7 +16,7 @@ LAYERS = [
     ["records"],
     ["config", "trust"],
     ["stats", "schedules", "machine", "data", "prepare"],
-    ["report", "workloads"],
+    ["report", "workloads", "track"],
     ["checkpoint"],
     ["strategies"],
     ["job"],
@@ -27,6 +27,7 @@ LAYERS = [
     ["check", "verify", "sweep"],
     ["bench", "compare"],
     ["cli"],
+    ["api"],
     ["__main__"],
 ]
 TORCH_FREE = [
