@@ -111,7 +111,8 @@ class Ledger:
     def record(
         self, step: int, lr: float, totals: Totals, info: StepInfo, units: float | Tensor
     ) -> None:
-        """Take in a step. `units` is what its loss was divided by, over all ranks."""
+        """Take in a step. `units` is what its loss was divided by, over all ranks; nan where nobody
+        knew it before (paceline.attach)."""
         self._rows[step] = _Row(lr)
         self._window.append((step, totals, units))
         self._scalars.push(step, (totals.loss_sum, info.grad_norm, info.skipped))
@@ -243,7 +244,7 @@ class Ledger:
     def _fill(
         self, step: int, promised: float, loss_sum: float, count: float, *further: float
     ) -> None:
-        if round(count) != round(promised):
+        if not math.isnan(promised) and round(count) != round(promised):
             raise ConfigError(
                 f"the loss of step {step} summed {count:.0f} {self.plan.unit}, but the workload"
                 f" promised {promised:.0f} before it\n"
