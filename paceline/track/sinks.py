@@ -75,6 +75,7 @@ class WeightsAndBiases:
             save_code=False,
             x_disable_meta=True,
             x_disable_stats=True,
+            x_save_requirements=False,
             silent=True,
         )
         self._run = wandb.init(
@@ -145,6 +146,8 @@ class Trackio:
             config=dict(subject.config),
             embed=False,
             resume="allow",
+            auto_log_gpu=False,  # telemetry.csv has it
+            auto_log_cpu=False,
         )
 
     def send(self, step: int, numbers: Numbers) -> None:

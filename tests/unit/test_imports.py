@@ -32,7 +32,7 @@ LAYERS = [
 ]
 TORCH_FREE = [
     "records", "config", "stats", "report", "errors", "job", "trust", "compare", "schedules",
-    "metrics",
+    "metrics", "track",
 ]  # fmt: skip
 
 
