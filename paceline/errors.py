@@ -11,7 +11,8 @@
     ├── JobError             a method of the job itself raised            exit 5
     ├── SaveError            a checkpoint could not be written            exit 8
     ├── RestoreError         no checkpoint can be trusted                 exit 9
-    └── StopAsked            a signal came before any rank had started    exit 75
+    ├── StopAsked            a signal came before any rank had started    exit 75
+    └── RunFailed            a run ended badly; only from Python          its outcome's
 
 Library code raises these; only `paceline.cli` prints them and exits. What happens to a rank is not
 an exception in the supervisor: it is an outcome, read from the rank's verdict (launch/ending.py).
@@ -23,7 +24,10 @@ import errno
 import signal
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
+
+if TYPE_CHECKING:
+    from paceline.records import Result
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 FACTS = ("is_refusal", "is_retryable", "is_stop", "is_orderly", "beats_stop")
@@ -81,7 +85,7 @@ class Outcome(StrEnum):
 class PacelineError(Exception):
     """One or more problems for a person: each says what was asked, what is true, what to change."""
 
-    outcome: ClassVar[Outcome] = Outcome.CRASHED
+    outcome: Outcome = Outcome.CRASHED
     is_retryable: ClassVar[bool] = False  # True where the class knows better than its outcome
 
     def __init__(self, problems: str | Sequence[str]) -> None:
@@ -149,6 +153,14 @@ class RestoreError(PacelineError):
 
 class StopAsked(PacelineError):
     outcome = Outcome.PREEMPTED
+
+
+class RunFailed(PacelineError):
+    """What `paceline.train` raises when the run did not end well; `result` is its whole record."""
+
+    def __init__(self, problems: str | Sequence[str], result: "Result") -> None:
+        super().__init__(problems)
+        self.outcome, self.result = result.outcome, result
 
 
 def is_retryable_kind(kind: str) -> bool:

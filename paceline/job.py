@@ -19,17 +19,20 @@ from paceline.records.files import fingerprint
 from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy, strategy_section
 from paceline.workloads.base import Workload, find_workload, load_trusted, remember_typed
+from paceline.workloads.given import is_given, pack, unpack
 
 EXPERIMENT = "+experiment="
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job to run. `asked` is the command line in words, for the record."""
+    """A job to run. `asked` is the command line in words, for the record. `packed` is the class of
+    the workload for ranks, where it is in no file."""
 
     config: RunConfig
     workload: Workload
     asked: tuple[str, ...] = ()
+    packed: bytes = b""
 
     @property
     def fingerprint(self) -> str:
@@ -42,11 +45,12 @@ class Job:
 
 
 def load_job(source: str, overrides: Sequence[str]) -> Job:
-    """Read RECIPE, FILE.yaml, FILE.py:Class or +experiment=RECIPE, with overrides on top."""
+    """Read RECIPE, FILE.yaml, FILE.py:Class, the name of a class that was given, or
+    +experiment=RECIPE, with overrides on top."""
     name = source.removeprefix(EXPERIMENT)
     if name.endswith(".py"):
         raise ConfigError(f"{name} needs the name of its class\nhint: {name}:MyWorkload")
-    if ".py:" in name:
+    if ".py:" in name or is_given(name):
         draft = read_draft(None, [f"workload={name}", *overrides])
         _name_after_class(draft, name)
     else:
@@ -60,7 +64,7 @@ def load_job(source: str, overrides: Sequence[str]) -> Job:
         raise ConfigError([*draft.problems, f"{draft.place} must set workload to a plain name"])
     workload = find_workload(chosen, typed=typed is not None)
     config = validate(draft, job_schema(workload))
-    return Job(config, workload(), (source, *overrides))
+    return Job(config, workload(), (source, *overrides), pack(chosen))
 
 
 def job_schema(workload: type[Workload]) -> type[RunConfig]:
@@ -76,9 +80,11 @@ def remember_asked(source: str, overrides: Sequence[str]) -> None:
         remember_typed(word)
 
 
-def reload_job(run: RunDir, workload: str) -> Job:
+def reload_job(run: RunDir, workload: str, packed: bytes = b"") -> Job:
     """Load the job of a run directory. `workload` was typed, or found trusted, by whoever started
-    this rank; what the directory's files name now is not asked."""
+    this rank; what the directory's files name now is not asked. `packed` is a class that it was
+    given instead."""
+    unpack(packed)
     kind = load_trusted(workload)
     job = Job(load_config(run.config, job_schema(kind)), kind())
     job.workload.prepared = load_map(run.data)

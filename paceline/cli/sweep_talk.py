@@ -39,8 +39,8 @@ BESIDE = 8  # lines of the screen that the live table leaves: it cannot be redra
 class SweepConsole(ConsoleTalk):
     """Show all runs of a sweep as lines of one table."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, quiet: bool = False) -> None:
+        super().__init__(quiet)
         self._live: Live | None = None
         self._board: Board | None = None
         self._now = ""  # the heartbeat of the live run

@@ -26,8 +26,10 @@ MAX_SAMPLE_IDS = 8
 class ConsoleTalk:
     """Show progress on a terminal; a line every few seconds where stderr is a file or a pipe."""
 
-    def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+    def __init__(self, quiet: bool = False) -> None:
+        self.console = Console(
+            stderr=True, highlight=False, soft_wrap=True, emoji=False, quiet=quiet
+        )
         self._progress: Progress | None = None
         self._last_line_at = 0.0
 
@@ -154,30 +156,31 @@ def _way_on(result: Result, run: RunDir) -> str:
 
 
 def say_failure(talk: ConsoleTalk, result: Result) -> None:
-    """Say outcome, exit code, last step, and the tail of the log of the rank that failed first."""
+    for line in failure_lines(result):
+        talk.say(line)
+
+
+def failure_lines(result: Result) -> list[str]:
+    """Return outcome, exit code, last step, and the tail of the log of the rank that failed
+    first."""
     run = RunDir(Path(result.run_dir))
+    ended = f"run ended as {result.outcome} (exit {result.exit_code})"
     if result.bad_step is not None:
         more = " and more" if len(result.bad_sample_ids) > MAX_SAMPLE_IDS else ""
-        talk.say(
-            f"run ended as {result.outcome} (exit {result.exit_code}): the loss or gradient of"
-            f" step {result.bad_step} was not finite, and the update was not applied; samples"
-            f" {result.bad_sample_ids[:MAX_SAMPLE_IDS]}{more}"
-        )
-        return
-    talk.say(f"run ended as {result.outcome} (exit {result.exit_code})")
+        return [
+            f"{ended}: the loss or gradient of step {result.bad_step} was not finite, and the"
+            f" update was not applied; samples {result.bad_sample_ids[:MAX_SAMPLE_IDS]}{more}"
+        ]
     failure = result.failure
     if failure is None:
-        return
-    talk.say(
-        f"rank {failure.rank} on {failure.host}, step {failure.step}, in {failure.phase}:"
-        f" {failure.message}"
-    )
-    for other in failure.others:
-        talk.say(f"  then {other}")
+        return [ended]
+    where = f"rank {failure.rank} on {failure.host}, step {failure.step}, in {failure.phase}"
+    lines = [ended, f"{where}: {failure.message}"]
+    lines += [f"  then {other}" for other in failure.others]
     if not result.outcome.is_refusal:  # a refusal has said all there is to know
-        talk.say(f"the end of its log, {shown(run.root / failure.log)}:")
-        for line in _tail(run.root / failure.log):
-            talk.say(f"    {line}")
+        lines.append(f"the end of its log, {shown(run.root / failure.log)}:")
+        lines += [f"    {line}" for line in _tail(run.root / failure.log)]
+    return lines
 
 
 def _tail(path: Path, num_lines: int = 12) -> list[str]:

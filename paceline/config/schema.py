@@ -223,6 +223,11 @@ class ObserveConfig(Section):
         description="FLOP/s of one device that MFU divides by. auto: the GPU's data sheet, for the"
         " arithmetic that is used.",
     )
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio", "aim"]] = Field(
+        [],
+        description="Where the numbers of training.csv go too, each by a process of its own;"
+        " paceline[trackers] has them.",
+    )
     sample_ids: bool = Field(
         False, description="Record which samples each step took, in ranks/rank<r>/samples.csv."
     )

@@ -20,7 +20,7 @@ from paceline.data.buckets import length_of, padding
 from paceline.data.collate import Collate, collate
 from paceline.data.cursor import Indices, Picks
 from paceline.data.rng import seed_rng
-from paceline.errors import LoaderError
+from paceline.errors import DataError, LoaderError
 from paceline.machine.process import die_with_parent
 
 MAX_NAMED = 8

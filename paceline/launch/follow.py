@@ -1,54 +1,17 @@
 """Follows a live run by its files: copies rank logs into train.log, turns rows of training.csv into
 progress, and a new attempt into a line for the user."""
 
-import csv
-import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from paceline.errors import DataError
 from paceline.records import Attempt, list_unwritten
 from paceline.records.disk import Appender
 from paceline.records.rundir import RunDir
-from paceline.records.tables import read_header
+from paceline.records.tails import RowTail, Tail
 from paceline.records.words import visible
 from paceline.train.heartbeat import Ticker
 
 INTERVAL_S = 0.2
-
-
-@dataclass
-class Tail:
-    """New complete lines of a file that may not exist yet."""
-
-    path: Path
-    _offset: int = 0
-    _rest: bytes = field(default=b"", repr=False)
-
-    @classmethod
-    def from_end(cls, path: Path) -> "Tail":
-        """Return a tail of what is written from now on: what is there is an earlier attempt's."""
-        return cls(path, path.stat().st_size if path.is_file() else 0)
-
-    def lines(self, last: bool = False) -> list[str]:
-        """Return the lines since the last call; with `last`, the unfinished one too."""
-        try:
-            with self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._offset:
-                    # A new attempt has cut off what its checkpoint does not hold. What is left has
-                    # been returned before.
-                    self._offset, self._rest = file.seek(0, os.SEEK_END), b""
-                file.seek(self._offset)
-                new = file.read()
-        except OSError:
-            return []
-        self._offset += len(new)
-        *whole, self._rest = (self._rest + new).split(b"\n")
-        if last and self._rest:
-            whole.append(self._rest)
-            self._rest = b""
-        return [line.decode(errors="replace") for line in whole]
 
 
 class Follower(Ticker):
@@ -68,10 +31,9 @@ class Follower(Ticker):
         self._train_log = Appender(run.train_log, run.lost)
         self._train_log.flush()
         self._has_said = False
-        self._training, self._columns = Tail(run.training), list[str]()
-        self._last_step = 0
+        self._training = RowTail(run.training)
         self._attempt = self._find_attempt()
-        self._pass_rows(self._new_rows()[-1:])
+        self._pass_rows(self._training.rows()[-1:])
 
     def stop(self) -> None:
         super().stop()
@@ -80,7 +42,7 @@ class Follower(Ticker):
 
     def tick(self) -> None:
         self._copy_logs(last=False)
-        self._pass_rows(self._new_rows())
+        self._pass_rows(self._training.rows())
         self._say_attempt()
         self._say_unwritten()
 
@@ -91,21 +53,6 @@ class Follower(Ticker):
             first = f"{unwritten[0].file}: {unwritten[0].error}"
             self._say(f"warning: the run's files cannot be written ({first}); it goes on")
             self._has_said = True
-
-    def _new_rows(self) -> list[dict[str, str]]:
-        """Return the rows since the last call. A metric that is new adds a column, and the file is
-        written anew: then all rows are read, and those left out that were returned before."""
-        lines = self._training.lines()
-        columns, is_new = read_header(self._files.training), False
-        if columns != self._columns:
-            is_new, self._columns = bool(self._columns), columns
-            self._training = Tail(self._files.training)
-            lines = self._training.lines()[1:]
-        rows = [dict(zip(columns, row, strict=False)) for row in csv.reader(lines)]
-        rows = [row for row in rows if len(row) == len(columns)]
-        rows = [row for row in rows if int(row["step"]) > self._last_step] if is_new else rows
-        self._last_step = int(rows[-1]["step"]) if rows else self._last_step
-        return rows
 
     def _pass_rows(self, rows: list[dict[str, str]]) -> None:
         for row in rows:

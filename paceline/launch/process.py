@@ -4,9 +4,11 @@ import multiprocessing
 import os
 import select
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from paceline.records import RankVerdict
 from paceline.records.heartbeats import Beat
 
 REAP_S = 10.0
+STARTING = threading.Lock()  # two runs of one program may start ranks at the same time
 
 
 @dataclass
@@ -41,7 +44,8 @@ class RankProcess:
         told, tell = context.Pipe(duplex=False)
         name = f"rank{spec.place.rank}"
         process = context.Process(target=rank_main, args=(spec, tell), name=name)
-        process.start()
+        with _without_main(name):
+            process.start()
         tell.close()
         assert process.pid is not None, "it has been started"
         try:
@@ -104,6 +108,26 @@ class RankProcess:
             os.close(self.pidfd)
             self.pidfd = -1
         return int(code) if code is not None else -signal.SIGKILL
+
+
+@contextmanager
+def _without_main(own: str) -> Iterator[None]:
+    """While inside, a process of this name is not told which program started it: multiprocessing
+    would run that program's file in it once more, and a user's script that calls `paceline.train`
+    would train in every rank. A rank needs nothing of it: what it does travels by its name."""
+    with STARTING:
+        told = spawn.get_preparation_data
+
+        def tell(name: str) -> dict[str, Any]:
+            data: dict[str, Any] = told(name)
+            mine = ("init_main_from_name", "init_main_from_path") if name == own else ()
+            return {key: value for key, value in data.items() if key not in mine}
+
+        spawn.get_preparation_data = tell
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = told
 
 
 def wait_for_any(handles: Sequence[int], timeout_s: float) -> bool:

@@ -22,7 +22,7 @@ from functools import partial
 from multiprocessing import forkserver, synchronize, util
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
@@ -70,7 +70,7 @@ def rank_main(spec: RankSpec, supervisor: Connection | None = None) -> None:
     os.setpgid(0, 0)  # Ctrl-C reaches the supervisor alone, which ends the ranks in order
     _redirect(run, spec.place.rank)
     _die_with(spec.supervisor_pid, spec.temporary)
-    _dump_stacks_on_request(run, spec.place.rank)
+    dump_stacks_on_request(run, spec.place.rank)
     _take_signals(context.requests if spec.task.polls_requests else None)
     try:
         spec.task.work(context)
@@ -191,17 +191,19 @@ def _redirect(run: RunDir, rank: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
 
 
-def _dump_stacks_on_request(run: RunDir, rank: int) -> None:
+def dump_stacks_on_request(run: RunDir, rank: int) -> TextIO | None:
     """Have SIGUSR1 write every thread's stack there, from C: a rank stuck in C++ answers too. The
-    file's existence tells the supervisor that this process can take the signal."""
+    file's existence tells the supervisor that this process can take the signal. Return the file."""
     path = run.stacks(rank)
     early = path.with_name("stacks.tmp")
     try:
         file = early.open("a")  # faulthandler keeps it open
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)
         early.rename(path)
+        return file
     except OSError:  # no file: the supervisor does not ask
         faulthandler.unregister(signal.SIGUSR1)
+        return None
 
 
 def _leave_fork_server() -> None:

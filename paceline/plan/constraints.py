@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from paceline.config.schema import RunConfig
 from paceline.config.section import Section
 from paceline.config.training import OptimConfig
-from paceline.machine.launchers import foreign_keys, is_allocated
+from paceline.machine.launchers import foreign_keys, is_allocated, is_local
 from paceline.plan.crew import count_ranks
 from paceline.records import Env, Finding, Plan
 from paceline.records.words import size
 from paceline.strategies import find_strategy, most_sharding
 from paceline.strategies.base import Strategy
 from paceline.strategies.optimizers import KINDS
+from paceline.track.sinks import check_installed
 from paceline.workloads.base import Workload
+from paceline.workloads.given import is_given
 
 
 def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
@@ -45,6 +47,15 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
         )
     if config.data.num_buckets is not None:
         yield from _length_problems(config, plan)
+    yield from check_installed(config.observe.trackers)
+    if is_given(config.workload) and not is_local(plan.crew.launcher.value):
+        yield Finding(
+            severity="error",
+            where="launch.launcher",
+            what=f"{config.workload} is a class of this program, and {plan.crew.launcher.value}"
+            " starts ranks that cannot have it",
+            hint="put the class into a file and name that: FILE.py:Class",
+        )
     yield from check_idle_settings(config, plan)
 
 

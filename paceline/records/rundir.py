@@ -161,6 +161,10 @@ class RunDir:
     def train_log(self) -> Path:
         return self.root / "train.log"
 
+    def tracker_log(self, name: str) -> Path:
+        """What the process that sends numbers to a tracker prints."""
+        return self.root / f"tracker_{name}.log"
+
     @property
     def training(self) -> Path:
         return self.root / "training.csv"

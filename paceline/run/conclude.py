@@ -1,7 +1,7 @@
 """From how the run ended and the files that ranks left to result.json."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,7 @@ class Circumstances:
     data_facts: dict[str, float]
     started_at: float
     ended_at: float
+    notes: list[str] = field(default_factory=list)
 
 
 def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
@@ -75,7 +76,7 @@ def conclude(run: RunDir, plan: Plan, env: Env, known: Circumstances) -> Result:
         **_what_was_learned(run, rows, ending.verdicts),
         **_how_fast(run, plan, env, ending.verdicts, (rows, attempts)),
         **_memory(ending.verdicts),
-        **_what_is_kept(run, plan, ending, (rows, attempts), unwritten),
+        **_what_is_kept(run, plan, known, (rows, attempts), unwritten),
         data_facts=known.data_facts,
         fingerprints=Fingerprints(
             config=known.config_fingerprint,
@@ -161,12 +162,13 @@ def _memory(verdicts: Verdicts) -> dict[str, Any]:
 
 
 def _what_is_kept(
-    run: RunDir, plan: Plan, ending: Ending, history: History, unwritten: list[Unwritten]
+    run: RunDir, plan: Plan, known: Circumstances, history: History, unwritten: list[Unwritten]
 ) -> dict[str, Any]:
     rows, attempts = history
+    ending = known.ending
     pipeline, pipeline_notes = _pipeline(run, plan, ending.verdicts)
     notes = {note for verdict in ending.verdicts.values() for note in verdict.notes}
-    notes |= _notes_of(run, attempts)
+    notes |= _notes_of(run, attempts) | set(known.notes)
     notes |= {*stop_notes(ending), *_last_metrics(rows)[1], *pipeline_notes}
     return dict(
         notes=[*sorted(notes), *_notes_on(unwritten)],

@@ -17,7 +17,8 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,8 +51,9 @@ from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
 from paceline.run.conclude import Circumstances, conclude
-from paceline.run.rank import TRAIN
+from paceline.run.rank import TRAIN, train_rank
 from paceline.run.resume import Resumption, explain_schedule
+from paceline.track.flow import Trackers
 from paceline.trust import remember
 from paceline.workloads.base import code_fingerprint
 
@@ -181,7 +183,9 @@ def _train_in(
     with logged_signals() as signals, run.needed(), reserved(run.result, plan.world_size):
         with run.needed():
             launch = _write_decisions(run, decided, talk, resumption)
-            ending = _run_ranks(run, decided, launch, talk, signals)
+            with Trackers(run, job.config.observe.trackers, talk.say) as trackers:
+                ending = _run_ranks(run, decided, launch, talk, signals)
+                trackers.outcome = ending.outcome
         CheckpointFolder.of_run(run, job.config.checkpoint).sweep()
         known = Circumstances(
             ending=ending,
@@ -190,6 +194,7 @@ def _train_in(
             data_facts={k: v for k, v in decided.prepared.items() if isinstance(v, int | float)},
             started_at=decided.started_at,
             ended_at=wall_time(),
+            notes=trackers.notes,
         )
         result = conclude(run, plan, env, known)
         _record(run, result, talk)
@@ -266,10 +271,15 @@ def _run_ranks(
     try:
         if signals.first is not None:  # from here on the launcher has a log of its own
             return judge_end(run, plan.world_size, LaunchEnd(signal=signals.first))
-        return decided.launcher.run(launch, run, TRAIN)
+        return decided.launcher.run(launch, run, _task(decided.job))
     finally:
         follower.stop()
         talk.trained()
+
+
+def _task(job: Job) -> Task:
+    """Return what ranks do; a class that is in no file goes to them with it."""
+    return replace(TRAIN, work=partial(train_rank, packed=job.packed)) if job.packed else TRAIN
 
 
 def order_for(job: Job, env: Env, plan: Plan, run_dir: str = RUN_DIR) -> LaunchOrder:

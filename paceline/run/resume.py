@@ -34,6 +34,7 @@ from paceline.workloads.base import (
     load_trusted,
     require_trusted,
 )
+from paceline.workloads.given import pack
 
 # Where ranks run, what is watched, how the work is shared: the same thing is computed.
 FREE = ("name", "launch.", "observe.", "audit.", "checkpoint.", "strategy.")
@@ -128,7 +129,7 @@ def load_resumption(
     changes = list(differences(load_config(run.config, schema), config))
     if absolute_name(config.workload) != launch.workload:  # typed in another folder
         config = config.model_copy(update={"workload": launch.workload})
-    job = Job(config, kind(), ("--resume", str(path), *overrides))
+    job = Job(config, kind(), ("--resume", str(path), *overrides), pack(launch.workload))
     _require_same_model(run, job, changes)
     if not allow_change:
         _require_free(changes)

@@ -55,6 +55,10 @@ class _BaseClock(ABC):
         self.step, self._is_open = step, True
         self.on_step(step)
 
+    def withdraw(self) -> None:
+        """Take back the step that was begun: there is no batch for it."""
+        self.step, self._is_open = self.step - 1, False
+
     @abstractmethod
     def pause(self, phase: str) -> None:
         """End the step before, if there is one; what follows belongs to no step."""

@@ -34,6 +34,7 @@ OF_STREAMS = ("stream_readers", "stream_buffer", "stream_repeat")
 
 class StepBatch(NamedTuple):
     """`scale` = dp degree / units in the global step: the loss normalisation of every strategy.
+    `units` are nan where nobody knows them before the step (paceline.attach).
     `num_samples` are those of all ranks; `sums` is what is known of this rank's batches beside the
     loss, by name."""
 

@@ -14,12 +14,15 @@ from typing import Protocol
 
 import psutil
 
+from paceline.config.schema import ObserveConfig
 from paceline.machine.gpus import Nvml
+from paceline.machine.topology import RankId
 from paceline.records.disk import Appender, Losses
 from paceline.records.heartbeats import Beat
 from paceline.records.moments import wall_time
+from paceline.records.rundir import RunDir
 from paceline.records.table_file import TableFile
-from paceline.records.tables import MEASURES
+from paceline.records.tables import MEASURES, TELEMETRY
 from paceline.schedules.actions import Action, Kind
 
 MARK = struct.Struct("<q")
@@ -199,3 +202,19 @@ class Telemetry(Ticker):
             "memory_bytes": psutil.virtual_memory().used,
             "rss_bytes": self._process.memory_info().rss,
         }
+
+
+def build_tickers(
+    run: RunDir,
+    place: RankId,
+    progress: Progress,
+    observe: ObserveConfig,
+    tell: Callable[[Beat], None] = lambda beat: None,
+) -> list[Ticker]:
+    """Return the threads by which a rank is observed, not started yet."""
+    file = Appender(run.heartbeat(place.rank), run.lost, hold=0)
+    table = TableFile(run.telemetry_of(place.rank), TELEMETRY, lost=run.lost)
+    return [
+        Heartbeat(file, place.rank, progress, observe.heartbeat_s, tell),
+        Telemetry(table, observe.telemetry_s, place.local_rank == 0),
+    ]

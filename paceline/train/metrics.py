@@ -247,7 +247,7 @@ class Ledger:
     def _fill(
         self, step: int, promised: float, loss_sum: float, count: float, *further: float
     ) -> None:
-        if round(count) != round(promised):
+        if not math.isnan(promised) and round(count) != round(promised):
             raise ConfigError(
                 f"the loss of step {step} summed {count:.0f} {self.plan.unit}, but the workload"
                 f" promised {promised:.0f} before it\n"

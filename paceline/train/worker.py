@@ -26,11 +26,8 @@ from paceline.machine.group import StoreAddress, claim_device, join_group
 from paceline.machine.topology import RankId
 from paceline.plan.policy import effective_config
 from paceline.records import Plan, RankVerdict, list_unwritten
-from paceline.records.disk import Appender
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
-from paceline.records.table_file import TableFile
-from paceline.records.tables import TELEMETRY
 from paceline.schedules.passes import render_passes
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts, Recorded
@@ -48,7 +45,7 @@ from paceline.train.feed import (
     open_source,
 )
 from paceline.train.first_batch import FirstBatch, count_flops, is_worth_asking
-from paceline.train.heartbeat import ActionMark, Heartbeat, StepMark, Telemetry, Ticker
+from paceline.train.heartbeat import ActionMark, StepMark, build_tickers
 from paceline.train.history import History, load_attempt, settle_rng
 from paceline.train.hooks import find_hooks
 from paceline.train.keeper import Best, Keeper, KeeperParts
@@ -317,16 +314,7 @@ class RankRun:
     def _observed(self) -> Iterator[None]:
         """While inside, threads write heartbeat and telemetry; on rank 0 one watches files too."""
         observe, run, rank = self.job.config.observe, self.run, self.place.rank
-        tickers: list[Ticker] = [
-            Heartbeat(
-                Appender(run.heartbeat(rank), run.lost, hold=0),
-                rank, self.clock, observe.heartbeat_s, self.tell,
-            ),
-            Telemetry(
-                TableFile(run.telemetry_of(rank), TELEMETRY, lost=run.lost),
-                observe.telemetry_s, self.place.local_rank == 0,
-            ),
-        ]  # fmt: skip
+        tickers = build_tickers(run, self.place, self.clock, observe, self.tell)
         if rank == 0:
             tickers.append(ControlFiles(run, self.requests, self.attempt.halt_seen))
         self.clock.on_step = StepMark(run.step_mark(rank), run.lost).set

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -33,6 +34,7 @@ from paceline.metrics import LOSS
 from paceline.records import Finding
 from paceline.records.files import fingerprint
 from paceline.trust import Code, remember, strangers
+from paceline.workloads.given import find_given, is_given
 from paceline.workloads.returns import read_loss
 
 if TYPE_CHECKING:
@@ -196,8 +198,10 @@ def own_collate(workload: Workload) -> Callable[[list[Any]], Any] | None:
 
 
 def find_workload(name: str, typed: bool) -> type[Workload]:
-    """Return the class that a name stands for: a registered one, or FILE.py:Class if the user typed
-    it."""
+    """Return the class that a name stands for: a registered one, FILE.py:Class if the user typed
+    it, or one that this process was given."""
+    if is_given(name):
+        return _require_workload(find_given(name), name)
     if ".py:" in name:
         if not typed:
             raise ConfigError(
@@ -269,12 +273,22 @@ def _file_of(name: str) -> Path:
 
 def code_fingerprint(workload: str) -> str:
     """Return a sum that changes when Paceline's sources, the user's workload file, what that file
-    imported from its own folder, or torch's version change."""
+    imported from its own folder, or torch's version change. Of a class that was given: its source,
+    where python has it."""
+    if is_given(workload):
+        return fingerprint(_own_fingerprint(), _source_of(find_given(workload)))
     try:
         files = own_files(_file_of(workload)) if ".py:" in workload else []
         return fingerprint(_own_fingerprint(), *(path.read_bytes() for path in files))
     except FileNotFoundError as error:
         raise ConfigError(f"{error.filename} is gone\nhint: put it back, and resume") from error
+
+
+def _source_of(kind: type[Workload]) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # typed at a prompt
+        return kind.__qualname__
 
 
 @cache

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from paceline.launch.archive import archive_left_over, begin_attempt
-from paceline.launch.follow import Follower, Tail
+from paceline.launch.follow import Follower
 from paceline.records.rundir import RunDir
 from paceline.records.table_file import TableFile
 from paceline.records.tables import TRAINING
+from paceline.records.tails import Tail
 
 
 def test_a_file_that_has_become_shorter_is_told_from_its_new_end(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ LAYERS = [
     ["records"],
     ["config", "trust"],
     ["stats", "schedules", "machine", "data", "prepare"],
-    ["report", "workloads"],
+    ["report", "workloads", "track"],
     ["checkpoint"],
     ["strategies"],
     ["job"],
@@ -27,11 +27,12 @@ LAYERS = [
     ["check", "verify", "sweep", "generate"],
     ["bench", "compare"],
     ["cli"],
+    ["api"],
     ["__main__"],
 ]
 TORCH_FREE = [
     "records", "config", "stats", "report", "errors", "job", "trust", "compare", "schedules",
-    "metrics",
+    "metrics", "track",
 ]  # fmt: skip
 
 

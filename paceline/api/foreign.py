@@ -1,0 +1,274 @@
+"""The record of a loop that is not ours: what `attach` writes before the first step and after the
+last, by the same stages as a run of ours. Ranks find each other by the script's process group.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.config.load import dump_config
+from paceline.config.schema import ObserveConfig
+from paceline.config.training import OptimConfig, TrainConfig
+from paceline.errors import ConfigError, Outcome, PacelineError
+from paceline.job import Job, job_schema
+from paceline.launch.archive import begin_attempt
+from paceline.launch.base import LaunchOrder, draw_plan
+from paceline.launch.deadlines import Deadlines
+from paceline.launch.ending import LaunchEnd, judge_end
+from paceline.launch.member import load_ends
+from paceline.machine.facts import probe
+from paceline.machine.launchers import launch_section
+from paceline.machine.topology import RankId, Topology, resolve_topology
+from paceline.plan.planner import make_plan
+from paceline.records import Choice, Env, LaunchPlan, Plan, RankEnd, Result
+from paceline.records.disk import save_last
+from paceline.records.files import fingerprint, write_atomic
+from paceline.records.moments import wall_time
+from paceline.records.rundir import RunDir
+from paceline.report import write_report
+from paceline.run.conclude import Circumstances, conclude
+from paceline.run.rank import TRAIN
+from paceline.strategies.optimizers import KINDS
+from paceline.train.heartbeat import Ticker
+from paceline.workloads.base import Workload
+from paceline.workloads.given import ATTACHED
+
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+OURS_ONLY = (
+    "attention", "compile", "compile_scope", "recompute", "fused_optimizer", "flops_per_sample",
+)  # fmt: skip
+OTHERS_S, POLL_S, DUMP_S = 10.0, 0.1, 2.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a script says of its loop when it attaches."""
+
+    name: str
+    out: Path | None
+    batch_size: int  # samples per forward pass on one rank
+    accumulate: int
+    steps: int  # 0: not known
+    log_every: int
+    loader_workers: int
+    start_s: float
+    progress_s: float
+    trackers: tuple[str, ...] = ()
+
+
+class ForeignLoop(Workload):
+    """Stands for the script in a plan: its model is built already."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = getattr(model, "module", model) if _is_wrapped(model) else model
+
+    def build_model(self, config: Any) -> nn.Module:
+        assert isinstance(self.model, nn.Module)
+        return self.model
+
+
+def find_place() -> tuple[RankId, Topology]:
+    """Return which rank this process is: as its process group says, else alone."""
+    topology = resolve_topology()
+    if not dist.is_initialized():
+        if not topology.is_alone:
+            raise ConfigError(
+                f"paceline.attach was called in rank {topology.rank} of {topology.world_size},"
+                " which have no process group yet\n"
+                "hint: call it after torch.distributed.init_process_group"
+            )
+        return RankId(), topology
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world != topology.world_size:  # started by the script itself, with torch.multiprocessing
+        topology = Topology(rank, rank, world, "env", local_world_size=world)
+    return RankId(rank, topology.local_rank, world), topology
+
+
+def open_run(asked: Asked, model: nn.Module, optimizer: Optimizer) -> tuple[RunDir, RankId]:
+    """Return the run directory, made and filled by rank 0. All ranks call it; a refusal of rank 0
+    is raised on all of them."""
+    place, topology = find_place()
+    made: list[Any] = [None, ""]
+    if place.rank == 0:
+        try:
+            made = [str(_write_decisions(asked, model, optimizer, topology).root), ""]
+        except PacelineError as error:
+            made = [None, str(error)]
+    if place.world_size > 1:
+        dist.broadcast_object_list(made, src=0)
+    if made[0] is None:
+        raise ConfigError(made[1])
+    run = RunDir(Path(made[0]))
+    run.make_rank(place.rank)
+    return run, place
+
+
+def _write_decisions(
+    asked: Asked, model: nn.Module, optimizer: Optimizer, topology: Topology
+) -> RunDir:
+    run = RunDir.create(asked.name, asked.out)
+    env = probe()
+    job = Job(_config(asked, model, optimizer), ForeignLoop(model))
+    made = make_plan(job, env, topology)
+    if missing := [str(each) for each in made.problems() if each.where == "observe.trackers"]:
+        raise ConfigError(missing)  # what else a plan finds is about a loop of ours
+    plan = _as_it_is(made, asked, model, optimizer)
+    write_atomic(run.config, f"# asked: paceline.attach in {asked.name}\n{dump_config(job.config)}")
+    env.save(run.env)
+    plan.save(run.plan)
+    order = LaunchOrder(
+        job.config.launch, plan.crew, env, plan.threads.value, TRAIN, ATTACHED, str(run.root)
+    )
+    draw_plan(order, argv=[], hosts=[env.host] * plan.crew.num_nodes).save(run.launch)
+    begin_attempt(run, resume=False)
+    return run
+
+
+def _config(asked: Asked, model: nn.Module, optimizer: Optimizer) -> Any:
+    """Return run.yaml: what the script has told, and defaults of which its loop reads nothing."""
+    name = type(optimizer).__name__.lower()
+    known = {"name": name} if name in KINDS else {}
+    rate = optimizer.param_groups[0].get("lr")
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    return job_schema(ForeignLoop)(
+        name=asked.name,
+        workload=ATTACHED,
+        train=TrainConfig(
+            steps=asked.steps or "auto",
+            micro_batch_size=asked.batch_size,
+            grad_accum=asked.accumulate,
+            log_every=asked.log_every,
+        ),
+        optim=OptimConfig.model_validate(known | ({"lr": float(rate)} if rate else {})),
+        observe=ObserveConfig.model_validate({"trackers": list(asked.trackers)}),
+        launch=launch_section()(
+            device="cuda" if on_gpu else "cpu", start_s=asked.start_s, progress_s=asked.progress_s
+        ),
+    )
+
+
+def _as_it_is(plan: Plan, asked: Asked, model: nn.Module, optimizer: Optimizer) -> Plan:
+    """Return the plan with what the script has decided itself, as far as it can be seen."""
+    weights = next(model.parameters())
+    seen = "seen in the script that attached"
+    own = {
+        "strategy": type(model).__name__ if _is_wrapped(model) else "single",
+        "precision": PRECISIONS.get(weights.dtype, "fp32"),
+        "matmul": torch.get_float32_matmul_precision(),
+        "optimizer": type(optimizer).__name__,
+        "loader_workers": asked.loader_workers,
+        "threads": torch.get_num_threads(),
+    }
+    if own["strategy"] == "DistributedDataParallel":
+        own["strategy"] = "ddp"
+    chosen = {name: Choice(requested=v, value=v, because=seen) for name, v in own.items()}
+    idle = {name: getattr(plan, name).model_copy(update={"matters": False}) for name in OURS_ONLY}
+    return plan.model_copy(update={**chosen, **idle, "findings": [], "steps": asked.steps})
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    return isinstance(getattr(model, "module", None), nn.Module)
+
+
+def conclude_run(run: RunDir, notes: list[str]) -> Result:
+    """Write result.json and the report from what ranks have left: by rank 0 when all have ended,
+    by the rank that fails where one does. Who knows more writes it again."""
+    plan, env = Plan.load(run.plan), Env.load(run.env)
+    ending = judge_end(run, plan.world_size, LaunchEnd(load_ends(run, plan.world_size)))
+    script = Path(sys.argv[0]) if sys.argv else Path()
+    code = script.read_bytes() if script.is_file() else b""
+    known = Circumstances(
+        ending=ending,
+        config_fingerprint=fingerprint(run.config.read_bytes()),
+        code_fingerprint=fingerprint(code),
+        data_facts={},
+        started_at=run.config.stat().st_mtime,
+        ended_at=wall_time(),
+        notes=notes,
+    )
+    result = conclude(run, plan, env, known)
+    run.lost.keep(run.result, result.to_json(), save_last)
+    write_report(run)
+    return result
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until it holds, for so long; return whether it does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+class Watchdog(Ticker):
+    """Ends this rank when it gets nowhere, by the rules of our own supervisor. It is a thread: one
+    that is stuck in a collective lets it run, and the stacks of the main thread say where."""
+
+    def __init__(self, run: RunDir, place: RankId) -> None:
+        limits = LaunchPlan.load(run.launch).limits
+        super().__init__(min(1.0, limits.progress_s / 10 if limits.progress_s else 1.0), "watchdog")
+        self._files, self._place = run, place
+        self._deadlines = Deadlines(run, [place.rank], limits)
+
+    def tick(self) -> None:
+        missed = self._deadlines.missed()
+        if missed is None or self._stop.is_set():
+            return
+        run, rank = self._files, self._place.rank
+        _dump_main(run, rank)
+        end = RankEnd(
+            rank=rank,
+            host=socket.gethostname(),
+            exit_code=Outcome.STALL.exit_code,
+            asked_to_end=True,
+            stall=missed,
+            failed=True,
+            silent_s=self._deadlines.silent_s(rank),
+        )
+        run.lost.keep(run.rank_end(rank), end.to_json(), save_last)
+        self._conclude()
+        print(
+            f"paceline: rank {rank} has got nowhere: the {missed} deadline has passed;"
+            f" {run.report} says where it is",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(Outcome.STALL.exit_code)
+
+    def _conclude(self) -> None:
+        """Let the first of the ranks that have ended conclude; the others wait for it, for a
+        launcher ends all when one leaves."""
+        run, world = self._files, self._place.world_size
+
+        def ended() -> list[int]:
+            files = {r: (run.rank_end(r), run.verdict(r)) for r in range(world)}
+            return [r for r, both in files.items() if any(path.is_file() for path in both)]
+
+        wait_for(lambda: len(ended()) == world, OTHERS_S)
+        if ended()[0] == self._place.rank:
+            conclude_run(run, [])
+        else:
+            wait_for(run.report.is_file, OTHERS_S)
+
+
+def _dump_main(run: RunDir, rank: int) -> None:
+    """Have the main thread's stack written, by a signal: a handler in C answers in any state."""
+    path, main = run.stacks(rank), threading.main_thread().ident
+    if path.is_file() and main is not None:
+        before = path.stat().st_size
+        signal.pthread_kill(main, signal.SIGUSR1)
+        wait_for(lambda: path.stat().st_size > before, DUMP_S)

@@ -1,0 +1,102 @@
+"""`paceline.attach` in ranks that somebody else has started: as torchrun starts them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline import load_run
+from paceline.errors import Outcome
+from tests import warm
+from tests.cli.program import environment, free_port, paceline
+
+SCRIPT = """
+import os, signal, sys, time, torch, paceline
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x = torch.randn(32, 4)
+data = TensorDataset(x, x.sum(1))
+sampler = DistributedSampler(data, shuffle=False)
+loader = DataLoader(data, batch_size=4, sampler=sampler)
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = paceline.attach(model, optimizer, loader, out="run", epochs=2, log_every=2, progress_s=2)
+for epoch in range(2):
+    for x, y in run.batches():
+        loss = ((model(x).squeeze(1) - y) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.record(loss, len(x))
+        if dist.get_rank() == 1 and run.step == 5:
+            {trouble}
+run.close()
+dist.destroy_process_group()
+"""
+
+
+def run_two(folder: Path, trouble: str) -> tuple[int, int]:
+    (folder / "script.py").write_text(SCRIPT.replace("{trouble}", trouble))
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": free_port()}  # fmt: skip
+    both = [
+        warm.start(
+            [sys.executable, "-m", "script"], cwd=folder, text=True,
+            env=environment(**place, RANK=rank, LOCAL_RANK=rank), stderr=subprocess.STDOUT,
+            stdout=(folder / f"{rank}.log").open("w"),
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    first, second = (process.wait(timeout=60) for process in both)
+    return first, second
+
+
+@pytest.mark.slow
+def test_two_ranks_leave_one_run(tmp_path: Path) -> None:
+    assert run_two(tmp_path, "pass") == (0, 0), (tmp_path / "0.log").read_text()
+    run = load_run(tmp_path / "run")
+    assert run.result.outcome is Outcome.OK and run.result.world_size == 2
+    assert run.result.steps == 8 and run.plan.batch.global_size == 8
+    assert run.plan.strategy.value == "ddp"
+    # Both ranks' batches of step 1, with the weights of seed 0.
+    import torch
+
+    torch.manual_seed(0)
+    x = torch.randn(32, 4)
+    model = torch.nn.Linear(4, 1)
+    expected = ((model(x[:8]).squeeze(1) - x[:8].sum(1)) ** 2).mean().item()
+    assert run.training.loss[0] == pytest.approx(expected)
+    assert run.steps["rank"].value_counts().to_dict() == {0: 8, 1: 8}
+    ran = paceline("report", "run", cwd=tmp_path)
+    assert ran.code == 0 and ran.out.strip() == "run/report.html"
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_is_the_cause(tmp_path: Path) -> None:
+    assert 0 not in run_two(tmp_path, "raise ValueError('planted')")
+    result = load_run(tmp_path / "run").result
+    assert result.outcome is Outcome.CRASHED and result.failure is not None
+    assert result.failure.rank == 1 and "planted (script.py:" in result.failure.message
+    assert "ValueError: planted" in (tmp_path / "1.log").read_text(), "the script's own traceback"
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
+    assert run_two(tmp_path, "time.sleep(60)") == (6, 6)
+    result = load_run(tmp_path / "run").result
+    assert result.outcome is Outcome.STALL and result.failure is not None
+    assert result.failure.rank == 1 and "stands in script.py:" in result.failure.message
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_a_signal_is_a_preemption(tmp_path: Path) -> None:
+    codes = run_two(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)")
+    assert codes[1] == 75
+    result = load_run(tmp_path / "run").result
+    assert result.outcome is Outcome.PREEMPTED and result.failure is None
