@@ -19,6 +19,8 @@ from paceline.cli import (
     compare,
     demo,
     plan,
+    prepare,
+    prepare_speech,  # noqa: F401  (it adds its commands to prepare)
     recipes,
     report,
     sweep,
@@ -48,6 +50,7 @@ app.command()(compare.compare)
 app.command()(report.report)
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")
+app.add_typer(prepare.app, name="prepare")
 
 
 @app.callback(invoke_without_command=True)
