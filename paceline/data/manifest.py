@@ -1,30 +1,79 @@
 """The manifest of a speech corpus: one table of its files, so that nothing else is looked at.
 
     save_manifest(path, utterances)          by `paceline prepare speech`
+    find_manifest(config.data, os.environ)   before ranks start: where it is
     read_manifest(path, sample_rate)         on every rank: one file, and none of the corpus
 
 It has tabs between its columns, and its rows are sorted by path:
 
     rel_path  num_samples  duration_sec  transcript  speaker  split  sha256
 
-A manifest from elsewhere may have the first three alone, and no header. No torch is imported.
+A manifest from elsewhere may have the first three alone, and no header. No torch is imported, so
+that a config is read quickly.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
-from paceline.errors import DataError
+from pydantic import Field
+
+from paceline.config.schema import DataConfig
+from paceline.config.section import Positive
+from paceline.errors import ConfigError, DataError
 from paceline.records.files import read_text, write_atomic
 from paceline.records.words import UNSEEN, count, visible
 
 COLUMNS = ("rel_path", "num_samples", "duration_sec", "transcript", "speaker", "split", "sha256")
 NEEDED = COLUMNS[:3]
+VARIABLE = "LIBRISPEECH_MANIFEST_PATH"
+MANIFEST = "manifest.tsv"  # in the root of what `paceline prepare speech` has made
 MAX_BYTES = 4 << 30
 MAX_NAMED = 20
 MAX_NAME_BYTES = 250  # file systems take 255
+
+
+class AudioData(DataConfig):
+    """The `data` section of workloads that read speech."""
+
+    root_dir: str = Field("", description="The folder that a manifest's paths begin at.")
+    manifest_path: str = Field(
+        "auto",
+        description=f"Its table of files. auto: ${VARIABLE}, or else {MANIFEST} in root_dir.",
+    )
+    sample_rate: Positive = Field(16000, description="Hz of every file; none is resampled here.")
+    train_splits: list[str] = Field(
+        ["train*"], description="Splits to train on; * stands for anything."
+    )
+    val_splits: list[str] = Field(
+        ["dev*", "val*"], description="Splits to evaluate on; * stands for anything."
+    )
+
+
+def find_manifest(data: AudioData, environ: Mapping[str, str]) -> Path:
+    """Return the manifest that is meant, as an absolute path: the ranks get it, whatever their own
+    environment says."""
+    if not data.root_dir:
+        raise ConfigError(
+            "data.root_dir is not set: there is no folder to read speech from\n"
+            "hint: set it to the --output-root of paceline prepare speech"
+        )
+    root = Path(data.root_dir).expanduser()
+    asked = environ.get(VARIABLE, "") if data.manifest_path == "auto" else data.manifest_path
+    by = VARIABLE if data.manifest_path == "auto" else "data.manifest_path"
+    path = Path(asked).expanduser() if asked else root / MANIFEST
+    problems = [] if root.is_dir() else [f"data.root_dir={data.root_dir} is not a folder"]
+    if not path.is_file():
+        told = f"{by}={asked}" if asked else str(path)
+        problems.append(
+            f"{told} is not a file\nhint: paceline prepare speech writes a manifest;"
+            f" name it with data.manifest_path or {VARIABLE}"
+        )
+    if problems:
+        raise DataError(problems)
+    return path.resolve()
 
 
 class Utterance(NamedTuple):

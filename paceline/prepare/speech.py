@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.data.manifest import COLUMNS, Utterance, save_manifest
+from paceline.data.extras import require_extra
+from paceline.data.manifest import COLUMNS, MANIFEST, Utterance, save_manifest
 from paceline.errors import ConfigError, DataError
-from paceline.prepare.speech_audio import Sound, require_audio
+from paceline.prepare.speech_audio import Sound
 from paceline.prepare.speech_made import (
     PARTIAL,
     Done,
@@ -50,7 +51,7 @@ from paceline.records import Part, Record
 from paceline.records.files import FileLock, read_regular, write_atomic
 from paceline.records.words import count, text_cell
 
-MANIFEST, REJECTED, JOURNAL = "manifest.tsv", "rejected.tsv", "prepared.jsonl"
+REJECTED, JOURNAL = "rejected.tsv", "prepared.jsonl"
 LOCK = ".prepare.lock"
 GROUP_FILES, GROUP_ROWS = 16, 256  # what one process takes at a time
 MAX_NAMED = 5
@@ -116,7 +117,7 @@ def prepare(asked: Asked, say: Callable[[str], None], tell: Callable[[Progress],
     the end, when all are listed; there is no manifest then."""
     require_places(asked)
     for library in ("soundfile", "soxr"):
-        require_audio(library)  # before the first file, not in a process
+        require_extra(library, "audio")  # before the first file, not in a process
     root = asked.output_root
     root.mkdir(parents=True, exist_ok=True)
     try:
@@ -228,7 +229,7 @@ def _make_all(
     clips, root = found.clips, asked.output_root
     total_bytes = sum(clip.num_bytes for clip in clips) or 1
     made: dict[str, tuple[Made, bool]] = {}
-    num_bytes, source_s = 0, 0.0
+    num_done, num_bytes, source_s = 0, 0, 0.0
 
     def work(numbers: Sequence[int]) -> Iterator[Done]:
         return make_clips([clips[number] for number in numbers], root, asked.sound, kept)
@@ -245,8 +246,7 @@ def _make_all(
             else:
                 found.reject(clip.origin, done.reason)
                 (root / clip.out).unlink(missing_ok=True)  # of a run with other settings
-            num_bytes += clip.num_bytes
-            num_done = len(made) + len(found.rejects)
+            num_done, num_bytes = num_done + 1, num_bytes + clip.num_bytes
             elapsed_s = time.monotonic() - started_at
             share = num_bytes / total_bytes
             tell(Progress(num_done, len(clips), share, source_s / HOUR_S, elapsed_s))

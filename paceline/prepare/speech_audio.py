@@ -6,7 +6,6 @@ What cannot be trained on is `Unusable`, with a reason for people. The libraries
 extra and are imported where they are used; torch is not.
 """
 
-import importlib
 import io
 import math
 import re
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import ConfigError
+from paceline.data.extras import require_extra
 from paceline.records.files import fingerprint
 
 FRAME, HOP = 2048, 512  # of librosa's trim, in samples at the target rate
@@ -61,20 +60,10 @@ class Rendered(NamedTuple):
     source_s: float
 
 
-def require_audio(name: str) -> Any:
-    """Import and return a module of the extra `audio`."""
-    try:
-        return importlib.import_module(name)
-    except (ImportError, OSError) as error:  # OSError: soundfile without its library
-        raise ConfigError(
-            f"audio needs {name}, which cannot be imported: {error}\n"
-            "hint: pip install 'paceline[audio]'"
-        ) from error
-
-
 def render(file: BinaryIO, sound: Sound) -> Rendered:
     """Decode an audio file and return what is to be written in its place."""
-    soundfile = require_audio("soundfile")
+    soundfile = require_extra("soundfile", "audio")
+    file.seek(0)
     try:
         # libsndfile reads a real file by its number, without coming back to Python for each block.
         handle = file if isinstance(file, io.BytesIO) else file.fileno()
@@ -130,7 +119,9 @@ def _decode(opened: Any, dtype: str) -> NDArray[Any]:
 def _mono(decoded: Samples) -> Samples:
     """Return the mean of the channels. Samples that are no numbers would spread in resampling."""
     mixed: Samples = decoded if decoded.ndim == 1 else decoded.mean(axis=1, dtype=np.float32)
-    if not math.isfinite(float(np.dot(mixed, mixed))):
+    with np.errstate(over="ignore"):
+        energy = float(np.dot(mixed, mixed))
+    if not math.isfinite(energy):
         bad = int(mixed.size - np.isfinite(mixed).sum())
         if bad:
             raise Unusable(f"not finite: {bad:,} of {mixed.size:,} samples are NaN or infinite")
@@ -142,7 +133,9 @@ def _resample(signal: Samples, rate: int, target_sr: int) -> Samples:
     """Return the signal at the target rate, by soxr's HQ, which is librosa's choice too."""
     if rate == target_sr:
         return signal
-    resampled: Samples = require_audio("soxr").resample(signal, rate, target_sr, quality="HQ")
+    resampled: Samples = require_extra("soxr", "audio").resample(
+        signal, rate, target_sr, quality="HQ"
+    )
     if not len(resampled):
         raise Unusable(f"empty: {len(signal)} samples at {rate:,} Hz are none at {target_sr:,} Hz")
     return resampled
@@ -189,5 +182,5 @@ def _to_pcm16(signal: Samples) -> NDArray[np.int16]:
 
 def _encode(pcm: NDArray[np.int16], rate: int) -> bytes:
     buffer = io.BytesIO()
-    require_audio("soundfile").write(buffer, pcm, rate, format="FLAC", subtype="PCM_16")
+    require_extra("soundfile", "audio").write(buffer, pcm, rate, format="FLAC", subtype="PCM_16")
     return buffer.getvalue()

@@ -8,12 +8,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from paceline.errors import DataError
 from paceline.prepare.speech_audio import Rendered, Sound, Unusable, render
-from paceline.prepare.speech_tables import iter_cells, open_cell
+from paceline.prepare.speech_tables import Row, iter_cells, open_cell
 from paceline.prepare.speech_tree import Clip
 from paceline.records.base import DAMAGED
 from paceline.records.files import open_regular, read_regular
@@ -41,15 +42,13 @@ class Done(NamedTuple):
 
 def make_clips(clips: Sequence[Clip], root: Path, sound: Sound, kept: Kept) -> Iterator[Done]:
     """Yield what became of each clip: kept if the journal's sum is the file's, made otherwise."""
-    cells = iter_cells(clips) if clips[0].cell else None
-    for clip in clips:
-        cell = next(cells) if cells else None
+    for clip, cell in zip(clips, _rows_of(clips), strict=False):
         earlier = kept.get((clip.out, clip.stamp))
         if earlier is not None and _sum_of(root / clip.out) == earlier.sha256:
             yield Done(earlier, is_new=False)
             continue
         try:
-            with open_cell(cell, clip.path.parent) if cell else _open(clip.path) as file:
+            with _open(clip, cell) as file:
                 rendered = render(file, sound)
                 flac = rendered.flac or _read_again(file)
         except Unusable as error:
@@ -58,9 +57,22 @@ def make_clips(clips: Sequence[Clip], root: Path, sound: Sound, kept: Kept) -> I
         yield Done(_keep(root, clip.out, flac, rendered), is_new=True)
 
 
-def _open(path: Path) -> BinaryIO:
+def _rows_of(clips: Sequence[Clip]) -> Iterator[Row | None]:
+    """Yield the parquet row of each clip; None for one that is a file, or cannot be read."""
+    if clips[0].cell is not None:
+        with suppress(OSError, DataError, *DAMAGED):  # pyarrow's errors are of these classes
+            yield from iter_cells(clips)
+    while True:
+        yield None
+
+
+def _open(clip: Clip, row: Row | None) -> BinaryIO:
     try:
-        return open_regular(path, follow=True)
+        if row is not None:
+            return open_cell(row, clip.path.parent)
+        if clip.cell is not None:
+            raise Unusable("cannot be read: this part of the table is damaged")
+        return open_regular(clip.path, follow=True)
     except (OSError, DataError) as error:
         raise Unusable(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
 

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from paceline.data.extras import require_extra
 from paceline.data.manifest import one_line, path_problem
 from paceline.errors import ConfigError, DataError
-from paceline.prepare.speech_audio import Unusable, require_audio
+from paceline.prepare.speech_audio import Unusable
 from paceline.prepare.speech_tree import Cell, Clip, Found, scan_tree
 from paceline.records.base import DAMAGED
 from paceline.records.files import open_regular, read_text
@@ -247,7 +248,7 @@ def _stem(path: object) -> str:
 
 
 def _open_parquet(file: Path) -> Any:
-    parquet = require_audio("pyarrow.parquet")
+    parquet = require_extra("pyarrow.parquet", "audio")
     try:
         return parquet.ParquetFile(file)
     except (OSError, *DAMAGED) as error:  # pyarrow's own errors are of these classes
