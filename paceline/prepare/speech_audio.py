@@ -175,9 +175,10 @@ def trim_bounds(power: NDArray[np.float64], num_samples: int, top_db: float) -> 
 
 
 def _to_pcm16(signal: Samples) -> NDArray[np.int16]:
-    scaled = np.rint(signal * np.float32(FULL_SCALE))
-    clipped: NDArray[np.int16] = np.clip(scaled, -FULL_SCALE, FULL_SCALE - 1).astype(np.int16)
-    return clipped
+    scaled = signal * np.float32(FULL_SCALE)
+    np.rint(scaled, out=scaled)
+    np.clip(scaled, -FULL_SCALE, FULL_SCALE - 1, out=scaled)
+    return scaled.astype(np.int16)
 
 
 def _encode(pcm: NDArray[np.int16], rate: int) -> bytes:
