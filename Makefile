@@ -65,6 +65,8 @@ figures: launchers
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/pipeline.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/long_runs.py tables
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/long_runs.py steps
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt lhotse
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/audio_prepare.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -31,12 +32,14 @@ def fenced(page: str, language: str) -> list[str]:
 
 
 def write_files(page: str, folder: Path) -> None:
-    """What the commands of a page find in their folder: the small job of launching.md, and the
-    page's own Python files, whose first line is their name."""
+    """What the commands of a page find in their folder: the small job of launching.md, the page's
+    own Python files, whose first line is their name, and where it is named a corpus of speech."""
     (folder / "mine.yaml").write_text(*fenced("launching", "yaml"))
     for code in fenced(page, "python"):
         if named := re.match(r"# (\w+\.py)\n", code):
             (folder / named[1]).write_text(code)
+    if "LibriSpeech" in text_of(page):
+        shutil.copytree(ROOT / "tests/data/speech", folder / "LibriSpeech")
 
 
 def settings() -> dict[str, str]:

@@ -9,6 +9,7 @@ DISK = "tests/cli/test_keep_disk.py"
 MEMBERS = "tests/cli/test_keep_members.py"
 FULL = "tests/cli/test_disk.py"
 MORE = "tests/cli/test_more_faults.py"
+SPEECH = "tests/cli/test_prepare_speech.py"
 DAMAGED = f"{DISK}::test_a_damaged_checkpoint_is_named_and_the_one_before_is_used"
 
 
@@ -208,6 +209,21 @@ LIST = [
         f"{RESTART}::test_f42_a_hanging_loader_is_named_with_its_samples",
     ),
     Fault(
+        "F43", "audio that is corrupt, cut off, empty, silent, NaN, too long, of an absurd rate",
+        "listed with its reason, the rest is prepared; beyond --max-rejects no manifest",
+        f"{SPEECH}::test_f43_bad_audio_is_listed_and_beyond_the_quota_it_is_exit_4",
+    ),
+    Fault(
+        "F43", "rows of a manifest that are damaged or lead out of their folder",
+        "all are named at once with their lines",
+        "tests/unit/test_speech_data.py::test_f43_every_bad_row_is_named_at_once_with_its_line",
+    ),
+    Fault(
+        "F44", "SIGKILL of a preparation of audio at half way, and a torn file",
+        "it resumes to the same bytes; no manifest lists what is not verified",
+        f"{SPEECH}::test_f44_killed_at_half_way_it_resumes_to_the_same_bytes",
+    ),
+    Fault(
         "F45", "a NaN on one rank", "all ranks veto the step; no checkpoint holds a NaN",
         f"{DISK}::test_f45_no_checkpoint_holds_a_nan",
     ),
@@ -223,6 +239,11 @@ LIST = [
     Fault(
         "F46c", "a run's name with shell, path and HTML in it", "never a path or a command",
         f"{FAULTS}::test_f46c_a_name_is_never_a_path_or_a_command",
+    ),
+    Fault(
+        "F46d", "archives with ../, absolute paths, links and a bomb for a corpus",
+        "refused; nothing of them is written",
+        f"{SPEECH}::test_f46d_an_archive_is_refused_and_nothing_of_it_is_written",
     ),
     Fault(
         "F46e", "secrets in the environment", "in no file and no output",
@@ -310,6 +331,4 @@ OPEN = {
     "F21": "one rank skips a collective", "F22": "shapes that differ in a collective",
     "F23": "uneven streams of data: a map-style data set is dealt out evenly",
     "F24": "a rank that is 20 % slow", "F25": "a periodic stall", "F26": "a log that blocks",
-    "F43": "broken audio", "F44": "an interrupted preparation of audio",
-    "F46d": "archives that leave their folder",
 }  # fmt: skip

@@ -22,6 +22,7 @@ from paceline.cli import (
     generate,
     plan,
     prepare,
+    prepare_speech,  # noqa: F401  (it adds its commands to prepare)
     recipes,
     report,
     sweep,
