@@ -14,7 +14,7 @@ from paceline.errors import DiskError, Outcome
     ("number", "code", "said"),
     [
         (errno.EACCES, 2, "runs/x/report.html: Permission denied"),
-        (errno.ENOSPC, DiskError.outcome.exit_code, "runs/x/report.html cannot be written: No space left on device"),
+        (errno.ENOSPC, DiskError.outcome.exit_code, "report.html cannot be written: No space left"),
         (errno.ENXIO, Outcome.CRASHED.exit_code, "this is a bug in Paceline"),
     ],
 )
