@@ -60,6 +60,12 @@ class BatchSplit(Part):
     global_size: int
     counts: Literal["samples", "batches"] = "samples"
 
+    def __str__(self) -> str:
+        shares = f"{self.grad_accum} accumulation x {self.dp} dp"
+        if self.counts == "batches":
+            return f"{self.global_size} batches per step = {shares}, each filled by length"
+        return f"{self.global_size} samples per step = {self.micro} micro x {shares}"
+
 
 class ModelSize(Part):
     """A model's parameters; frozen ones have weights, but no gradients and no optimizer state."""
