@@ -73,6 +73,16 @@ class PerSample(Padded):
     def loss(self, model, batch): return super().loss(model, batch)[0], len(batch["tokens"])
     def units_per_sample(self, config): return 1
 
+WEIGHTS = torch.linspace(0.0, 2.0, 20)
+
+class Weighted(Padded):
+    def loss(self, model, batch):
+        logits, targets = model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:]
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), WEIGHTS, reduction="sum")
+        return loss, self.units(batch)
+    def units(self, batch): return WEIGHTS[batch["tokens"][:, 1:]].sum()
+
 class Mean(PerSample):
     def loss(self, model, batch):
         loss, count = super().loss(model, batch)

@@ -37,7 +37,7 @@ class Microbatch(NamedTuple):
 
     batch: Any
     sample_ids: Indices
-    units: int
+    units: float
     padding: tuple[float, float] | None = None
     reader: int = 0
     place: Any = None
@@ -61,10 +61,10 @@ class Rules:
     units_per_sample: int | None
     collate: Collate | None = None
 
-    def units(self, batch: Any, num_samples: int) -> int:
+    def units(self, batch: Any, num_samples: int) -> float:
         if self.units_per_sample is not None:
             return num_samples * self.units_per_sample
-        return int(self.workload.units(batch))
+        return float(self.workload.units(batch))
 
 
 class Source(Protocol):

@@ -22,6 +22,7 @@ STREAM = ["data.stream_readers=4", "train.micro_batch_size=4", "train.global_bat
 CASES = {
     "by length": ("Padded", [*BY_LENGTH, *EVAL]),
     "buckets": ("PerSample", BUCKETS),
+    "weighted": ("Weighted", BUCKETS),
     "stream": ("Streamed", STREAM),
     "counted": ("Turned", [*STREAM, "data.stream_buffer=5"]),
 }
@@ -43,7 +44,7 @@ def assert_same(expected: list[TrainingRow], found: list[TrainingRow], name: str
         assert num_samples[1] == pytest.approx(num_samples[0]), name
 
 
-@pytest.mark.parametrize("kind", ["Padded", "Streamed"])
+@pytest.mark.parametrize("kind", ["Padded", "Streamed", "Weighted"])
 def test_two_ranks_compute_what_one_does(kind: str, job: str, tmp_path: Path) -> None:
     """Batches of unequal shape under zero3 too: each rank takes equally many. And one rank resumes
     what two have begun."""
@@ -59,7 +60,7 @@ def test_two_ranks_compute_what_one_does(kind: str, job: str, tmp_path: Path) ->
     assert_same(one.rows, ends["zero3"].rows, "resumed")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["by length", "buckets", "stream", "counted"])
 def test_a_run_that_is_resumed_takes_the_same_batches(name: str, job: str, tmp_path: Path) -> None:
     kind, more = CASES[name]
     settings = [*SETTINGS, *more, *KEPT, "launch.nproc=1"]
@@ -142,3 +143,28 @@ def test_bad_input_is_named(kind: str, job: str, tmp_path: Path) -> None:
 def test_other_ranks_than_the_readers_are_for_are_refused(job: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="1 readers of the stream cannot be shared by 2 ranks"):
         run_ranks(tmp_path, f"{job}:Turned", [*SETTINGS, "launch.nproc=2", "data.stream_readers=1"])
+
+
+PIPELINE = ["launch.nproc=2", "strategy.name=pipeline", "strategy.microbatches=2"]
+
+
+@pytest.mark.parametrize("kind", ["Padded", pytest.param("Streamed", marks=pytest.mark.nightly)])
+def test_a_pipeline_takes_batches_that_are_padded_to_different_lengths(
+    kind: str, job: str, tmp_path: Path
+) -> None:
+    """Each has equally many samples; the shapes that stages exchange are learnt for each length."""
+    settings = [*SETTINGS, "train.micro_batch_size=4", "train.global_batch_size=8"]
+    settings += ["data.stream_readers=2"] if kind == "Streamed" else []
+    one = run_here(tmp_path / "one", f"{job}:{kind}", settings)
+    two = run_ranks(tmp_path / "two", f"{job}:{kind}", [*settings, *PIPELINE])
+    assert_same(one.rows, two.rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_compiled_for_all_shapes(job: str, tmp_path: Path) -> None:
+    settings = [*SETTINGS, *BY_LENGTH]
+    compiled = [*settings, "train.compile=default", "train.compile_dynamic=on"]
+    one = run_here(tmp_path / "eager", f"{job}:Padded", settings)
+    other = run_here(tmp_path / "compiled", f"{job}:Padded", compiled)
+    assert_same(one.rows, other.rows)
