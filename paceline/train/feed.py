@@ -130,10 +130,13 @@ class Feed:
         dist.all_reduce(first, dist.ReduceOp.MIN)
         if int(first) == source.plan.num_readers:
             return ""
-        return (
+        why = (
             f"the stream has ended: reader {int(first)} of {source.plan.num_readers} has no more"
             " samples for a whole microbatch (data.stream_repeat=false)"
         )
+        if source.first == self._num_steps == 0:
+            raise DataError(f"{why}, before step 1\nhint: more data, or fewer data.stream_readers")
+        return why
 
     def _load(self, wanted: int) -> None:
         """Load microbatches ahead, until there are so many."""
@@ -215,10 +218,13 @@ def open_data(job: Job, plan: Plan) -> TrainData:
     return TrainData(data, picks)
 
 
-def idle_stream_keys(job: Job, data: TrainData) -> list[str]:
-    """Return a note for each key of streams that was set, where the data is none."""
+def idle_stream_keys(job: Job, plan: Plan, data: TrainData) -> list[str]:
+    """Return a note for each key that was set and that only a stream reads, where the data is
+    none. A plan cannot know it."""
     settings = job.config.data
-    defaults = {key: type(settings).model_fields[key].default for key in OF_STREAMS}
+    read_by_loaders = ("timeout_s",) if plan.loader_workers.value == 0 else ()
+    keys = (*OF_STREAMS, *read_by_loaders)
+    defaults = {key: type(settings).model_fields[key].default for key in keys}
     changed = [key for key, default in defaults.items() if getattr(settings, key) != default]
     if data.picks is None:
         return []
@@ -255,14 +261,18 @@ def _count_readers(job: Job, plan: Plan, places: StreamPlaces | None) -> int:
     """Return how many readers share the stream: as asked, or as the checkpoint says; else one for
     each loader process of each rank."""
     asked, dp = job.config.data.stream_readers, plan.batch.dp
-    kept = None if places is None else len(places.places)
-    number = kept or (dp * max(1, plan.loader_workers.value) if asked == "auto" else asked)
-    if number % dp or (asked != "auto" and asked != number):
-        made = f"the checkpoint was made with {kept} readers, and " if kept else ""
+    number = dp * max(1, plan.loader_workers.value) if asked == "auto" else asked
+    if places is not None:
+        number = len(places.places)
+        if asked not in ("auto", number):
+            raise ConfigError(
+                f"data.stream_readers={asked}, and the checkpoint was made with {number}: no sample"
+                " would be where it was\nhint: leave it as it was, or start a new run"
+            )
+    if number % dp:
         raise ConfigError(
-            f"data.stream_readers: {made}{number if asked == 'auto' else asked} readers of the"
-            f" stream cannot be shared by {dp} ranks without another order of samples\n"
-            f"hint: resume on a number of ranks that divides {number}; a new run may set"
+            f"{count(number, 'reader')} of the stream cannot be shared equally by {dp} ranks\n"
+            f"hint: take a number of ranks that divides {number}; a new run may set"
             " data.stream_readers to a number that all the ranks you may have divide"
         )
     return number

@@ -154,7 +154,7 @@ class RankRun:
         """
         data = open_data(self.job, self.plan)
         self.data_fingerprint = data.fingerprint
-        self.notes += idle_stream_keys(self.job, data)
+        self.notes += idle_stream_keys(self.job, self.plan, data)
         self.engine = engine = self.build_engine()
         history = History(self.job, self.plan, self.attempt, data)
         found = self._restore(engine, history, data)

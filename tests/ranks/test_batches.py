@@ -122,6 +122,13 @@ def test_a_mean_is_noticed_though_ranks_have_batches_of_different_sizes(
         run_ranks(tmp_path, f"{job}:Mean", [*SETTINGS, *BY_LENGTH, "launch.nproc=2"])
 
 
+def test_keys_that_only_a_stream_reads_are_noted(job: str, tmp_path: Path) -> None:
+    more = ["data.stream_buffer=9", "data.timeout_s=5.0", "train.steps=1"]
+    [verdict] = run_here(tmp_path, f"{job}:Padded", [*SETTINGS, *more]).verdicts
+    says = "is set but has no effect: the data is no stream"
+    assert verdict.notes == [f"data.stream_buffer {says}", f"data.timeout_s {says}"]
+
+
 BAD: dict[str, tuple[list[str], type[Exception], str]] = {
     "Failing": ([], DataError, r"Failing.collate failed on sample \d+: AssertionError: 27 is too"),
     "Wide": ([], DataError, r"sample \d+ has shape \[.*\], and the first one \[.*of its batch"),
@@ -129,6 +136,11 @@ BAD: dict[str, tuple[list[str], type[Exception], str]] = {
     "Empty": ([], DataError, "the training data has 0 samples, and one step takes 8"),
     "ValStream": (EVAL, ConfigError, r"the validation data is a stream \(Files\)"),
     "Streamed": (["data.buckets=4"], ConfigError, r"data.buckets=4: the data is a stream"),
+    "Turned": (
+        ["data.stream_repeat=false", "train.micro_batch_size=60"],
+        DataError,
+        "reader 0 of 1 has no more samples .*, before step 1",
+    ),
     "Neither": ([], DataError, "returned a int, which has no length and is no stream"),
 }
 
@@ -141,7 +153,7 @@ def test_bad_input_is_named(kind: str, job: str, tmp_path: Path) -> None:
 
 
 def test_other_ranks_than_the_readers_are_for_are_refused(job: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="1 readers of the stream cannot be shared by 2 ranks"):
+    with pytest.raises(AssertionError, match="1 reader of the stream cannot be shared equally by"):
         run_ranks(tmp_path, f"{job}:Turned", [*SETTINGS, "launch.nproc=2", "data.stream_readers=1"])
 
 

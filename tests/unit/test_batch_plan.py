@@ -48,7 +48,7 @@ def test_refused(case: str, job: str) -> None:
 def test_what_works_is_planned_in_batches(job: str) -> None:
     plan = plan_of(f"{job}:Padded", *BY_LENGTH, "launch.nproc=2", "train.micro_batch_size=4")
     assert (plan.batch.global_size, plan.batch.grad_accum, plan.batch.counts) == (4, 2, "batches")
-    assert str(plan.batch) == "4 batches per step = 2 accumulation x 2 dp, each filled by length"
+    assert str(plan.batch) == "4 batches per step = 2 accumulation x 2 dp, each at most 96 long"
     idle = [finding for finding in plan.findings if "no effect" in finding.what]
     assert [finding.where for finding in idle] == ["train.micro_batch_size"]
     plan_of(f"{job}:Padded", *BY_LENGTH, *COMPILED, "train.compile_dynamic=on")
