@@ -114,6 +114,15 @@ class Narrow(Padded):
     def build_model(self, config): return nn.Sequential(nn.Embedding(20, 8), nn.Linear(7, 20))
     def build_data(self, config, split): return [{"tokens": torch.ones(5).long()}] * 64
 
+class Odd(Streamed):
+    def build_model(self, config): return nn.Sequential(nn.Embedding(20, 8), nn.Linear(7, 20))
+
+class Poisoned(Turned):
+    def loss(self, model, batch):
+        loss, units = super().loss(model, batch)
+        bad = (batch["tokens"][:, 0] == 7).any() & torch.tensor(model.training)
+        return torch.where(bad, torch.nan, loss), units
+
 class Empty(Padded):
     def build_data(self, config, split): return []
 

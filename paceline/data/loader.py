@@ -32,8 +32,8 @@ TIMED_OUT = "DataLoader timed out"  # as torch says it
 
 class Microbatch(NamedTuple):
     """One forward pass's worth of samples; `units` is what the workload counts in them, `padding`
-    what is known of their lengths: how much is filled up, and how much there is then. `reader` and
-    `place` say which part of a stream it is from, and where that stands after it."""
+    what is known of their lengths: how much is filled up, and how much there is then. Of a stream:
+    which `reader` it is from, its `place` after it, and the samples' `names`."""
 
     batch: Any
     sample_ids: Indices
@@ -41,6 +41,7 @@ class Microbatch(NamedTuple):
     padding: tuple[float, float] | None = None
     reader: int = 0
     place: Any = None
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Batches by length and streams: what one process computes, on any ranks and after any stop."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,9 @@ def assert_same(expected: list[TrainingRow], found: list[TrainingRow], name: str
         assert num_samples[1] == pytest.approx(num_samples[0]), name
 
 
-@pytest.mark.parametrize("kind", ["Padded", "Streamed", "Weighted"])
+@pytest.mark.parametrize(
+    "kind", ["Padded", "Streamed", pytest.param("Weighted", marks=pytest.mark.nightly)]
+)
 def test_two_ranks_compute_what_one_does(kind: str, job: str, tmp_path: Path) -> None:
     """Batches of unequal shape under zero3 too: each rank takes equally many. And one rank resumes
     what two have begun."""
@@ -122,6 +125,13 @@ def test_a_mean_is_noticed_though_ranks_have_batches_of_different_sizes(
         run_ranks(tmp_path, f"{job}:Mean", [*SETTINGS, *BY_LENGTH, "launch.nproc=2"])
 
 
+def test_a_stream_names_the_samples_of_a_bad_step(job: str, tmp_path: Path) -> None:
+    [verdict] = run_here(tmp_path, f"{job}:Poisoned", SETTINGS).verdicts
+    assert verdict.outcome is Outcome.NAN
+    [note] = [note for note in verdict.notes if note.startswith("bad samples: ")]
+    assert re.search(r"bad samples: \d+ is sample \d of part-\d, \d+ is sample", note)
+
+
 def test_keys_that_only_a_stream_reads_are_noted(job: str, tmp_path: Path) -> None:
     more = ["data.stream_buffer=9", "data.timeout_s=5.0", "train.steps=1"]
     [verdict] = run_here(tmp_path, f"{job}:Padded", [*SETTINGS, *more]).verdicts
@@ -132,9 +142,14 @@ def test_keys_that_only_a_stream_reads_are_noted(job: str, tmp_path: Path) -> No
 BAD: dict[str, tuple[list[str], type[Exception], str]] = {
     "Failing": ([], DataError, r"Failing.collate failed on sample \d+: AssertionError: 27 is too"),
     "Wide": ([], DataError, r"sample \d+ has shape \[.*\], and the first one \[.*of its batch"),
-    "Narrow": ([], DataError, r"the loss failed on samples .*in batches of {tokens: shape \[8, 5"),
+    "Narrow": (
+        [],
+        DataError,
+        r"the loss failed on sample \d+, .* in batches of {tokens: shape \[8, 5",
+    ),
     "Empty": ([], DataError, "the training data has 0 samples, and one step takes 8"),
     "ValStream": (EVAL, ConfigError, r"the validation data is a stream \(Files\)"),
+    "Odd": ([], DataError, r"failed on sample 0 of part-\d, sample 1 of part-\d, .* in batches of"),
     "Streamed": (["data.buckets=4"], ConfigError, r"data.buckets=4: the data is a stream"),
     "Turned": (
         ["data.stream_repeat=false", "train.micro_batch_size=60"],
