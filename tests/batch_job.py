@@ -73,6 +73,16 @@ class PerSample(Padded):
     def loss(self, model, batch): return super().loss(model, batch)[0], len(batch["tokens"])
     def units_per_sample(self, config): return 1
 
+WEIGHTS = torch.linspace(0.0, 2.0, 20)
+
+class Weighted(Padded):
+    def loss(self, model, batch):
+        logits, targets = model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:]
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), WEIGHTS, reduction="sum")
+        return loss, self.units(batch)
+    def units(self, batch): return WEIGHTS[batch["tokens"][:, 1:]].sum()
+
 class Mean(PerSample):
     def loss(self, model, batch):
         loss, count = super().loss(model, batch)
@@ -103,6 +113,15 @@ class Wide(Padded):
 class Narrow(Padded):
     def build_model(self, config): return nn.Sequential(nn.Embedding(20, 8), nn.Linear(7, 20))
     def build_data(self, config, split): return [{"tokens": torch.ones(5).long()}] * 64
+
+class Odd(Streamed):
+    def build_model(self, config): return nn.Sequential(nn.Embedding(20, 8), nn.Linear(7, 20))
+
+class Poisoned(Turned):
+    def loss(self, model, batch):
+        loss, units = super().loss(model, batch)
+        bad = (batch["tokens"][:, 0] == 7).any() & torch.tensor(model.training)
+        return torch.where(bad, torch.nan, loss), units
 
 class Empty(Padded):
     def build_data(self, config, split): return []

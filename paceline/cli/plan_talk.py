@@ -22,10 +22,7 @@ def print_plan(plan: Plan) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{literal(plan.name)}[/]: {plan.length} of {literal(plan.workload)}")
     batch, state = plan.batch, plan.state_bytes
-    console.print(
-        f"batch   {batch.global_size} samples per step = {batch.micro} micro x {batch.grad_accum}"
-        f" accumulation x {batch.dp} dp"
-    )
+    console.print(f"batch   {batch}")
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in plan.mesh.items())
     console.print(f"ranks   {plan.world_size} ({mesh})")
     for line in _pipeline_lines(plan):

@@ -44,7 +44,7 @@ Stream = Iterable[Any] | Shards
 class CountsUnits(Protocol):
     """Counts what the loss is a sum over, such as tokens: a workload does."""
 
-    def units(self, batch: Any) -> int: ...
+    def units(self, batch: Any) -> float: ...
 
 
 class TextData(DataConfig):

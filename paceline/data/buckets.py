@@ -146,9 +146,13 @@ class BucketPicks:
         self.buckets, self.slice = buckets, step_slice
         self.seed, self.per_step = buckets.seed, step_slice.grad_accum * step_slice.dp
         self.epoch_size = buckets.num_batches * step_slice.micro
-        self.fingerprint = f"lengths-{fingerprint(buckets.lengths.tobytes())}"
         self._step: int | None = None
         self._dealt: Dealt
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any length, for then all batches do."""
+        return f"lengths-{fingerprint(self.buckets.lengths.tobytes())}"
 
     def sample_ids(self, microbatch: int) -> Indices:
         dealt, at = self._find(microbatch)

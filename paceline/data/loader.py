@@ -4,6 +4,7 @@ A loader's state is one number, the next microbatch: to resume is to start count
 """
 
 import signal
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -31,15 +32,16 @@ TIMED_OUT = "DataLoader timed out"  # as torch says it
 
 class Microbatch(NamedTuple):
     """One forward pass's worth of samples; `units` is what the workload counts in them, `padding`
-    what is known of their lengths: how much is filled up, and how much there is then. `reader` and
-    `place` say which part of a stream it is from, and where that stands after it."""
+    what is known of their lengths: how much is filled up, and how much there is then. Of a stream:
+    which `reader` it is from, its `place` after it, and the samples' `names`."""
 
     batch: Any
     sample_ids: Indices
-    units: int
+    units: float
     padding: tuple[float, float] | None = None
     reader: int = 0
     place: Any = None
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,10 @@ class Rules:
     units_per_sample: int | None
     collate: Collate | None = None
 
-    def units(self, batch: Any, num_samples: int) -> int:
+    def units(self, batch: Any, num_samples: int) -> float:
         if self.units_per_sample is not None:
             return num_samples * self.units_per_sample
-        return int(self.workload.units(batch))
+        return float(self.workload.units(batch))
 
 
 class Source(Protocol):
@@ -128,8 +130,10 @@ class Microbatches:
         self.source, self.plan = source, plan
         self._next = 0  # the microbatch that is owed
         self._workers: list[Any] = []
-        self._items = source.items(total, plan.timeout_s) if not plan.num_workers else iter(())
-        if plan.num_workers:
+        self._items: Iterator[Microbatch | DataError]
+        if not plan.num_workers:
+            self._items = source.items(total, plan.timeout_s)
+        else:
             self._items = _started(_loader(source, total, plan))
             self._workers = list(getattr(self._items, "_workers", []))
             # torch hears of deaths from now on; of one before, only when a batch is overdue.
@@ -137,16 +141,18 @@ class Microbatches:
                 raise self.fault(RuntimeError("DataLoader worker died at its start"))
 
     def __next__(self) -> Microbatch:
-        before = self.source.progress(self._next)
-        try:
-            item = next(self._items)
-        except RuntimeError as error:
-            now = self.source.progress(self._next)
-            if TIMED_OUT in str(error) and now != before:
-                return next(self)  # slow, but it reads: the limit is for each read
-            raise self.fault(error) from error
-        except DataError as error:
-            raise _in_own_words(error) from error
+        item = None
+        while item is None:
+            before = self.source.progress(self._next)
+            try:
+                item = next(self._items)
+            except RuntimeError as error:
+                # One that is slow, but reads, is waited for: the limit is for each read.
+                is_slow = self.source.progress(self._next) != before
+                if not (TIMED_OUT in str(error) and is_slow):
+                    raise self.fault(error) from error
+        if isinstance(item, DataError):
+            raise item
         self._next += 1
         return item
 
@@ -177,14 +183,21 @@ class Microbatches:
             shut_down()
 
 
-def _in_own_words(error: DataError) -> DataError:
-    """Return what was said in a loader process, without the traceback that torch puts around it."""
-    name = f"{type(error).__module__}.{type(error).__name__}: "
-    said = str(error).rpartition(name)[2].strip()
-    return type(error)(said)
+class _Told(TorchDataset[Microbatch | DataError]):
+    """Hands out an error about samples as an item: raised, it would come in torch's words."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __getitem__(self, index: int) -> Microbatch | DataError:
+        try:
+            return self.source[index]
+        except DataError as error:
+            error.add_note(traceback.format_exc())
+            return error
 
 
-def _started(loader: DataLoader[Microbatch]) -> Iterator[Microbatch]:
+def _started(loader: DataLoader[Microbatch | DataError]) -> Iterator[Microbatch | DataError]:
     try:
         return iter(loader)
     except RuntimeError as error:
@@ -198,9 +211,9 @@ def _exit_reason(code: int | None) -> str:
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
 
-def _loader(source: Source, total: int, plan: LoaderPlan) -> DataLoader[Microbatch]:
+def _loader(source: Source, total: int, plan: LoaderPlan) -> DataLoader[Microbatch | DataError]:
     return DataLoader(
-        source,  # type: ignore[arg-type]
+        _Told(source),
         batch_size=None,  # an item is a whole microbatch already
         sampler=range(total),
         num_workers=plan.num_workers,

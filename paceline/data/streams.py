@@ -300,7 +300,8 @@ class StreamSource(TorchDataset[Microbatch]):
         if taken is None:
             return Microbatch(None, ids[:0], 0, None, which, reader.tell())
         batch = join([sample for sample, _ in taken], self.rule, lambda n: taken[n][1])
-        return Microbatch(batch, ids, self.rules.units(batch, micro), None, which, reader.tell())
+        units, names = self.rules.units(batch, micro), tuple(name for _, name in taken)
+        return Microbatch(batch, ids, units, None, which, reader.tell(), names)
 
     def _hide_worker(self) -> None:
         """Let no data set share samples out by loader processes on its own: readers do."""

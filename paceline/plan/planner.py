@@ -214,7 +214,7 @@ def _share(
 def split_batch(config: RunConfig, dp: int) -> tuple[BatchSplit, list[Finding]]:
     """Split the global batch: micro x accumulation x dp. What does not divide is a problem with
     a hint."""
-    train, by_length = config.train, config.data.batch_by == "length"
+    train, length = config.train, config.data.batch_length
     micro, asked = _micro(config), train.global_batch_size
     accum = 1 if train.grad_accum == "auto" else train.grad_accum
     problems = []
@@ -226,7 +226,7 @@ def split_batch(config: RunConfig, dp: int) -> tuple[BatchSplit, list[Finding]]:
         grad_accum=accum,
         dp=dp,
         global_size=micro * accum * dp,
-        counts="batches" if by_length else "samples",
+        length=None if length == "off" or config.data.batch_by == "samples" else length,
     )
     return split, problems
 

@@ -58,7 +58,18 @@ class BatchSplit(Part):
     grad_accum: int
     dp: int
     global_size: int
-    counts: Literal["samples", "batches"] = "samples"
+    length: float | None = Field(None, description="What each batch may be long in all, if so.")
+
+    @property
+    def counts(self) -> str:
+        return "samples" if self.length is None else "batches"
+
+    def __str__(self) -> str:
+        shares = f"{self.grad_accum} accumulation x {self.dp} dp"
+        if self.length is not None:
+            each = f"each at most {self.length:g} long"
+            return f"{self.global_size} batches per step = {shares}, {each}"
+        return f"{self.global_size} samples per step = {self.micro} micro x {shares}"
 
 
 class ModelSize(Part):

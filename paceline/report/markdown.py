@@ -90,8 +90,7 @@ def _unwritten(story: Story) -> list[str]:
 def _batch(story: Story) -> str:
     batch, state = story.plan.batch, story.plan.state_bytes
     return (
-        f"{batch.global_size} samples per step = {batch.micro} micro x {batch.grad_accum}"
-        f" accumulation x {batch.dp} dp; {story.plan.model.num_trainable:,} parameters;"
+        f"{batch}; {story.plan.model.num_trainable:,} parameters;"
         f" {size(state.total)} of state a rank, {size(state.peak)} while weights are gathered;"
         f" {size(story.plan.exchange.sent)} of gradients sent a step"
         f" ({story.plan.exchange.because})."

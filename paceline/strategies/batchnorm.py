@@ -27,6 +27,8 @@ def batchnorm_findings(
     config: RunConfig, strategy: Strategy, batch: BatchSplit, model: ModelShape
 ) -> Iterator[Finding]:
     """Yield what BatchNorm computes here, where that is not what one would expect."""
+    by_number = batch.counts == "samples"  # else a microbatch is filled by length
+    own, shared = (f"{n} " if by_number else "" for n in (batch.micro, batch.micro * batch.dp))
     is_synced, layers = config.strategy.sync_batchnorm, model.num_batchnorms
     if is_synced and (layers == 0 or batch.dp == 1):
         because = "one rank has nobody to share with" if layers else "the model has no BatchNorm"
@@ -43,13 +45,13 @@ def batchnorm_findings(
         yield Finding(
             severity="warning",
             where=KEY,
-            what=f"{layers} BatchNorm layers normalise by the {batch.micro} samples that each of"
+            what=f"{layers} BatchNorm layers normalise by the {own}samples that each of"
             f" {batch.dp} ranks has in a microbatch, and validation uses the running statistics of"
             " rank 0: losses are not those of another number of ranks",
             hint="set strategy.sync_batchnorm=true: statistics of the"
-            f" {batch.micro * batch.dp} samples of all ranks",
+            f" {shared}samples of all ranks",
         )
-    elif layers and batch.grad_accum > 1:
+    elif layers and batch.grad_accum > 1 and by_number:
         yield Finding(
             severity="note",
             where="train.micro_batch_size",

@@ -1,6 +1,7 @@
 """What one optimizer step consumes: this rank's microbatches on the device, and the loss scale."""
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from paceline.data.buckets import BucketPicks, open_picks
 from paceline.data.cursor import Indices, Picks, StepSlice
 from paceline.data.loader import (
+    MAX_NAMED,
     LoaderPlan,
     Microbatch,
     Microbatches,
@@ -29,6 +31,7 @@ from paceline.records.words import count
 from paceline.workloads.base import own_collate
 from paceline.workloads.returns import Pair
 
+NAMED_STEPS = 32  # whose samples of a stream can still be named
 OF_STREAMS = ("stream_readers", "stream_buffer", "stream_repeat")
 
 
@@ -58,6 +61,7 @@ class Feed:
         self._num_steps = 0  # handed out so far
         self._why_over: str | None = None
         self.places = list(source.places) if isinstance(source, StreamSource) else []
+        self._names: deque[tuple[int, str]] = deque(maxlen=NAMED_STEPS * plan.batch.global_size)
 
     def close(self) -> None:
         self.microbatches.close()
@@ -78,6 +82,7 @@ class Feed:
         self._num_steps += 1
         for item in loaded if self.places else ():
             self.places[item.reader] = item.place
+            self._names.extend(zip(item.sample_ids.tolist(), item.names, strict=True))
         units = self._units_in_step(loaded, num_samples)
         batches = [item.batch for item in loaded]
         if self.device.type != "cpu":
@@ -104,8 +109,9 @@ class Feed:
         all_places = {which: place for part in heard for which, place in part.items()}
         return StreamPlaces(places=[all_places[which] for which in sorted(all_places)])
 
-    def notes(self) -> list[str]:
-        """Return what a person should know of a stream: how it was read, and how it resumes."""
+    def notes(self, bad: Sequence[int] = ()) -> list[str]:
+        """Return what a person should know of a stream: how it was read, how it resumes, and which
+        samples were `bad`."""
         if not isinstance(self.source, StreamSource):
             return []
         how = StreamPlaces(places=[tuple(place) for place in self.places]).how
@@ -113,7 +119,16 @@ class Feed:
         shards = count(len(read.shards.names), "shard")
         by = "by samples" if read.by_sample and read.num_readers > 1 else "by shards"
         readers = count(read.num_readers, "reader")
-        return [f"the data is a stream: {shards}, shared {by} among {readers}; it resumes {how}"]
+        told = [f"the data is a stream: {shards}, shared {by} among {readers}; it resumes {how}"]
+        if bad:
+            named = zip(bad[:MAX_NAMED], self.name(bad[:MAX_NAMED]), strict=True)
+            told.append("bad samples: " + ", ".join(f"{index} is {name}" for index, name in named))
+        return told
+
+    def name(self, sample_ids: Iterable[int]) -> list[str]:
+        """Return what people call these samples: by index, or by the shard of a stream."""
+        known = dict(self._names)
+        return [known.get(index, f"sample {index}") for index in map(int, sample_ids)]
 
     def why_over(self) -> str:
         """Say why there is no further step: a stream that does not repeat has come to its end on
@@ -131,10 +146,13 @@ class Feed:
         dist.all_reduce(first, dist.ReduceOp.MIN)
         if int(first) == source.plan.num_readers:
             return ""
-        return (
+        why = (
             f"the stream has ended: reader {int(first)} of {source.plan.num_readers} has no more"
             " samples for a whole microbatch (data.stream_repeat=false)"
         )
+        if source.first == self._num_steps == 0:
+            raise DataError(f"{why}, before step 1\nhint: more data, or fewer data.stream_readers")
+        return why
 
     def _load(self, wanted: int) -> None:
         """Load microbatches ahead, until there are so many."""
@@ -216,10 +234,13 @@ def open_data(job: Job, plan: Plan) -> TrainData:
     return TrainData(data, picks)
 
 
-def idle_stream_keys(job: Job, data: TrainData) -> list[str]:
-    """Return a note for each key of streams that was set, where the data is none."""
+def idle_stream_keys(job: Job, plan: Plan, data: TrainData) -> list[str]:
+    """Return a note for each key that was set and that only a stream reads, where the data is
+    none. A plan cannot know it."""
     settings = job.config.data
-    defaults = {key: type(settings).model_fields[key].default for key in OF_STREAMS}
+    read_by_loaders = ("timeout_s",) if plan.loader_workers.value == 0 else ()
+    keys = (*OF_STREAMS, *read_by_loaders)
+    defaults = {key: type(settings).model_fields[key].default for key in keys}
     changed = [key for key, default in defaults.items() if getattr(settings, key) != default]
     if data.picks is None:
         return []
@@ -256,17 +277,31 @@ def _count_readers(job: Job, plan: Plan, places: StreamPlaces | None) -> int:
     """Return how many readers share the stream: as asked, or as the checkpoint says; else one for
     each loader process of each rank."""
     asked, dp = job.config.data.stream_readers, plan.batch.dp
-    kept = None if places is None else len(places.places)
-    number = kept or (dp * max(1, plan.loader_workers.value) if asked == "auto" else asked)
-    if number % dp or (asked != "auto" and asked != number):
-        made = f"the checkpoint was made with {kept} readers, and " if kept else ""
+    number = dp * max(1, plan.loader_workers.value) if asked == "auto" else asked
+    if places is not None:
+        number = len(places.places)
+        if asked not in ("auto", number):
+            raise ConfigError(
+                f"data.stream_readers={asked}, and the checkpoint was made with {number}: no sample"
+                " would be where it was\nhint: leave it as it was, or start a new run"
+            )
+    if number % dp:
         raise ConfigError(
-            f"data.stream_readers: {made}{number if asked == 'auto' else asked} readers of the"
-            f" stream cannot be shared by {dp} ranks without another order of samples\n"
-            f"hint: resume on a number of ranks that divides {number}; a new run may set"
+            f"{count(number, 'reader')} of the stream cannot be shared equally by {dp} ranks\n"
+            f"hint: take a number of ranks that divides {number}; a new run may set"
             " data.stream_readers to a number that all the ranks you may have divide"
         )
     return number
+
+
+def load_first(job: Job, source: Source) -> Any:
+    """Return the first batch, loaded in this process: of a stream, with its time limit."""
+    loader = LoaderPlan(0, 1, job.config.data.timeout_s, pin_memory=False)
+    microbatches = Microbatches(source, 1, loader)
+    try:
+        return next(microbatches).batch
+    finally:
+        microbatches.close()
 
 
 def build_feed(job: Job, plan: Plan, source: Source, first_step: int, device: torch.device) -> Feed:

@@ -7,7 +7,8 @@ do, is neither, and is left alone.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -125,13 +126,13 @@ class FirstBatch:
             for rows in (slice(first), slice(first, None))
         ]
 
-    def _units(self, parts: list[Any], samples: list[int]) -> list[int] | None:
+    def _units(self, parts: list[Any], samples: list[int]) -> list[float] | None:
         """Return what the losses of the parts are divided by; None where that of the batch is not
         their sum: then a loss need not grow with the batch either."""
         if self.plan.units_per_sample is not None:
-            return samples
-        units = [int(self.workload.units(part)) for part in parts]
-        is_sum = int(self.workload.units(self.batch)) == sum(units)
+            return list(samples)
+        units = [float(self.workload.units(part)) for part in parts]
+        is_sum = math.isclose(float(self.workload.units(self.batch)), sum(units), rel_tol=1e-6)
         num_other = self._sum(torch.tensor([0.0 if is_sum else 1.0], dtype=torch.float64))
         return None if any(num_other) else units
 
@@ -165,7 +166,7 @@ def can_cut(batch: Any, size: int) -> bool:
     )
 
 
-def _mean(losses: list[float], weights: list[int]) -> float:
+def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
     total = sum(weights)
     return sum(x * w for x, w in zip(losses, weights, strict=True)) / total if total else 0.0
 

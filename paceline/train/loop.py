@@ -88,7 +88,8 @@ def _train(parts: LoopParts) -> LoopEnd:
         try:
             totals = engine.forward_backward(batch.batches, batch.scale, clock)
         except (RuntimeError, ValueError, IndexError) as error:
-            require_fitting(error, batch.batches, batch.sample_ids)
+            named = parts.feed.name(index for ids in batch.sample_ids for index in ids)
+            require_fitting(error, batch.batches, named)
             raise
         lr = parts.rate(step)
         info = engine.step(lr, clock)

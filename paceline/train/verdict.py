@@ -32,17 +32,16 @@ MISFIT = re.compile(
 MAX_NAMED = 8
 
 
-def require_fitting(error: Exception, batches: Sequence[Any], ids: Sequence[Any]) -> None:
+def require_fitting(error: Exception, batches: Sequence[Any], samples: Sequence[str]) -> None:
     """Raise a DataError that names samples and shapes, where an error of the loss says that its
     batch does not fit."""
     if isinstance(error, PacelineError) or not MISFIT.search(str(error)):
         return
-    samples = [int(index) for part in ids for index in part]
-    named = ", ".join(map(str, samples[:MAX_NAMED]))
+    named = ", ".join(samples[:MAX_NAMED])
     more = f" and {len(samples) - MAX_NAMED} more" if len(samples) > MAX_NAMED else ""
     forms = " and ".join(dict.fromkeys(form_of(batch) for batch in batches))
     raise DataError(
-        f"the loss failed on samples {named}{more}, in batches of {forms}:"
+        f"the loss failed on {named}{more}, in batches of {forms}:"
         f" {type(error).__name__}: {error}\n"
         "hint: compare with the shapes and ids that the model takes"
     ).with_traceback(error.__traceback__) from error

@@ -41,6 +41,7 @@ from paceline.train.feed import (
     TrainData,
     build_feed,
     idle_stream_keys,
+    load_first,
     open_data,
     open_source,
 )
@@ -103,7 +104,7 @@ class RankRun:
                     settle_rng(found, self.job, self.plan, self.place.rank, self.device)
                     self._use_first_batch(parts)
                     end = self.take_steps(parts)
-                    self.notes += parts.feed.notes()
+                    self.notes += parts.feed.notes(end.sample_ids)
                 self.notes += parts.keeper.parts.saver.notes
         except BaseException as error:
             with suppress(Exception):  # the error is what counts
@@ -152,7 +153,7 @@ class RankRun:
         """
         data = open_data(self.job, self.plan)
         self.data_fingerprint = data.fingerprint
-        self.notes += idle_stream_keys(self.job, data)
+        self.notes += idle_stream_keys(self.job, self.plan, data)
         self.engine = engine = self.build_engine()
         history = History(self.job, self.plan, self.attempt, data)
         found = self._restore(engine, history, data)
@@ -174,7 +175,7 @@ class RankRun:
         def load(state: TensorFiles) -> None:
             nonlocal has_rehearsed
             if not has_rehearsed:
-                engine.rehearse(lambda: source[0].batch, self.clock)
+                engine.rehearse(lambda: load_first(self.job, source), self.clock)
                 has_rehearsed = True
             engine.load(state)
 

@@ -167,8 +167,9 @@ class Workload:
         batch."""
         return 1
 
-    def units(self, batch: Any) -> int:
-        """Return the units in one batch. Needed only where `units_per_sample` is None."""
+    def units(self, batch: Any) -> float:
+        """Return the units in one batch; of a weighted loss, the sum of the weights. Needed only
+        where `units_per_sample` is None."""
         raise ConfigError(f"{type(self).__name__}.units_per_sample is None: define units(batch)")
 
     def flops(self, config: Any) -> float | None:

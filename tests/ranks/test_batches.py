@@ -1,5 +1,6 @@
 """Batches by length and streams: what one process computes, on any ranks and after any stop."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ STREAM = ["data.stream_readers=4", "train.micro_batch_size=4", "train.global_bat
 CASES = {
     "by length": ("Padded", [*BY_LENGTH, *EVAL]),
     "buckets": ("PerSample", BUCKETS),
+    "weighted": ("Weighted", BUCKETS),
     "stream": ("Streamed", STREAM),
     "counted": ("Turned", [*STREAM, "data.stream_buffer=5"]),
 }
@@ -43,7 +45,9 @@ def assert_same(expected: list[TrainingRow], found: list[TrainingRow], name: str
         assert num_samples[1] == pytest.approx(num_samples[0]), name
 
 
-@pytest.mark.parametrize("kind", ["Padded", "Streamed"])
+@pytest.mark.parametrize(
+    "kind", ["Padded", "Streamed", pytest.param("Weighted", marks=pytest.mark.nightly)]
+)
 def test_two_ranks_compute_what_one_does(kind: str, job: str, tmp_path: Path) -> None:
     """Batches of unequal shape under zero3 too: each rank takes equally many. And one rank resumes
     what two have begun."""
@@ -59,7 +63,7 @@ def test_two_ranks_compute_what_one_does(kind: str, job: str, tmp_path: Path) ->
     assert_same(one.rows, ends["zero3"].rows, "resumed")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["by length", "buckets", "stream", "counted"])
 def test_a_run_that_is_resumed_takes_the_same_batches(name: str, job: str, tmp_path: Path) -> None:
     kind, more = CASES[name]
     settings = [*SETTINGS, *more, *KEPT, "launch.nproc=1"]
@@ -121,13 +125,37 @@ def test_a_mean_is_noticed_though_ranks_have_batches_of_different_sizes(
         run_ranks(tmp_path, f"{job}:Mean", [*SETTINGS, *BY_LENGTH, "launch.nproc=2"])
 
 
+def test_a_stream_names_the_samples_of_a_bad_step(job: str, tmp_path: Path) -> None:
+    [verdict] = run_here(tmp_path, f"{job}:Poisoned", SETTINGS).verdicts
+    assert verdict.outcome is Outcome.NAN
+    [note] = [note for note in verdict.notes if note.startswith("bad samples: ")]
+    assert re.search(r"bad samples: \d+ is sample \d of part-\d, \d+ is sample", note)
+
+
+def test_keys_that_only_a_stream_reads_are_noted(job: str, tmp_path: Path) -> None:
+    more = ["data.stream_buffer=9", "data.timeout_s=5.0", "train.steps=1"]
+    [verdict] = run_here(tmp_path, f"{job}:Padded", [*SETTINGS, *more]).verdicts
+    says = "is set but has no effect: the data is no stream"
+    assert verdict.notes == [f"data.stream_buffer {says}", f"data.timeout_s {says}"]
+
+
 BAD: dict[str, tuple[list[str], type[Exception], str]] = {
     "Failing": ([], DataError, r"Failing.collate failed on sample \d+: AssertionError: 27 is too"),
     "Wide": ([], DataError, r"sample \d+ has shape \[.*\], and the first one \[.*of its batch"),
-    "Narrow": ([], DataError, r"the loss failed on samples .*in batches of {tokens: shape \[8, 5"),
+    "Narrow": (
+        [],
+        DataError,
+        r"the loss failed on sample \d+, .* in batches of {tokens: shape \[8, 5",
+    ),
     "Empty": ([], DataError, "the training data has 0 samples, and one step takes 8"),
     "ValStream": (EVAL, ConfigError, r"the validation data is a stream \(Files\)"),
+    "Odd": ([], DataError, r"failed on sample 0 of part-\d, sample 1 of part-\d, .* in batches of"),
     "Streamed": (["data.buckets=4"], ConfigError, r"data.buckets=4: the data is a stream"),
+    "Turned": (
+        ["data.stream_repeat=false", "train.micro_batch_size=60"],
+        DataError,
+        "reader 0 of 1 has no more samples .*, before step 1",
+    ),
     "Neither": ([], DataError, "returned a int, which has no length and is no stream"),
 }
 
@@ -140,5 +168,30 @@ def test_bad_input_is_named(kind: str, job: str, tmp_path: Path) -> None:
 
 
 def test_other_ranks_than_the_readers_are_for_are_refused(job: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="1 readers of the stream cannot be shared by 2 ranks"):
+    with pytest.raises(AssertionError, match="1 reader of the stream cannot be shared equally by"):
         run_ranks(tmp_path, f"{job}:Turned", [*SETTINGS, "launch.nproc=2", "data.stream_readers=1"])
+
+
+PIPELINE = ["launch.nproc=2", "strategy.name=pipeline", "strategy.microbatches=2"]
+
+
+@pytest.mark.parametrize("kind", ["Padded", pytest.param("Streamed", marks=pytest.mark.nightly)])
+def test_a_pipeline_takes_batches_that_are_padded_to_different_lengths(
+    kind: str, job: str, tmp_path: Path
+) -> None:
+    """Each has equally many samples; the shapes that stages exchange are learnt for each length."""
+    settings = [*SETTINGS, "train.micro_batch_size=4", "train.global_batch_size=8"]
+    settings += ["data.stream_readers=2"] if kind == "Streamed" else []
+    one = run_here(tmp_path / "one", f"{job}:{kind}", settings)
+    two = run_ranks(tmp_path / "two", f"{job}:{kind}", [*settings, *PIPELINE])
+    assert_same(one.rows, two.rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_compiled_for_all_shapes(job: str, tmp_path: Path) -> None:
+    settings = [*SETTINGS, *BY_LENGTH]
+    compiled = [*settings, "train.compile=default", "train.compile_dynamic=on"]
+    one = run_here(tmp_path / "eager", f"{job}:Padded", settings)
+    other = run_here(tmp_path / "compiled", f"{job}:Padded", compiled)
+    assert_same(one.rows, other.rows)

@@ -67,7 +67,8 @@ def ask(compute: Loss, plan: Plan, batch: Any | None = None) -> FakeEngine:
     engine = FakeEngine(compute, nn.BatchNorm1d(4))
     device = torch.device("cpu")
     given = make_batch() if batch is None else batch
-    FirstBatch(engine, Job(), plan, device, given).require_summed_loss()  # type: ignore[arg-type]
+    first = FirstBatch(engine, Job(), plan, device, given, SIZE)  # type: ignore[arg-type]
+    first.require_summed_loss()
     return engine
 
 
@@ -155,7 +156,8 @@ def test_generators_and_buffers_are_as_before(plan: Plan) -> None:
     before = torch.get_rng_state()
     engine = FakeEngine(draws, module)
     device = torch.device("cpu")
-    FirstBatch(engine, Job(), plan, device, batch).require_summed_loss()  # type: ignore[arg-type]
+    first = FirstBatch(engine, Job(), plan, device, batch, SIZE)  # type: ignore[arg-type]
+    first.require_summed_loss()
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(module.running_mean, torch.zeros(4))  # type: ignore[arg-type]
     assert len(set(map(float, drawn))) == 1, "all passes draw alike"

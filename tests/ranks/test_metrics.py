@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.checkpoint.folder import CheckpointFolder
-from paceline.errors import ConfigError, JobError, Outcome
+from paceline.errors import ConfigError, DataError, JobError, Outcome
 from paceline.job import load_job
 from paceline.launch.archive import archive_left_over, begin_attempt
 from paceline.machine.topology import RankId
@@ -105,20 +105,23 @@ def test_without_an_evaluation_of_its_own_it_is_what_the_loss_says(
     assert last.metrics["val/accuracy"] == own.rows[-1].metrics["val/accuracy"]
 
 
-def test_what_is_not_a_number_on_one_rank_is_named_and_never_best(
+def test_what_is_not_a_number_on_one_rank_is_named_and_decides_nothing(
     job: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = [
-        *SETTINGS,
-        "train.micro_batch_size=4",
-        "model.poison=9",
-        "train.best=val/margin:max",
-    ]
-    ends = run_here(tmp_path, f"{job}:Own", [*settings, *KEPT])
-    assert math.isnan(ends.rows[-1].metrics["val/margin"])
-    assert "val/margin is not finite: rank 0, samples 8 to 10" in caplog.text
-    folder = CheckpointFolder(ends.run.root / "checkpoints")
-    assert folder.state(6).best is None and folder.state(6).num_worse == 2
+    settings = [*SETTINGS, "train.micro_batch_size=4", "model.poison=9", *KEPT]
+    says = "val/margin is not finite: rank 0, samples 8 to 10"
+    ends = run_here(tmp_path / "other", f"{job}:Own", [*settings, "train.best=val/accuracy:max"])
+    assert math.isnan(ends.rows[-1].metrics["val/margin"]) and says in caplog.text
+    with pytest.raises(DataError, match=f"{says}; it decides which checkpoint is the best"):
+        run_here(tmp_path / "deciding", f"{job}:Own", [*settings, "train.best=val/margin:max"])
+
+
+def test_all_ranks_end_where_what_decides_is_no_number_on_one(job: str, tmp_path: Path) -> None:
+    settings = [*SETTINGS, *TWO, "model.poison=9", "train.best=val/margin:max"]
+    with pytest.raises(AssertionError, match="val/margin is not finite: rank 0, samples 8 to 9"):
+        run_ranks(tmp_path, f"{job}:Own", settings)
+    verdicts = [RankVerdict.load(RunDir(tmp_path).verdict(rank)) for rank in (0, 1)]
+    assert [verdict.outcome for verdict in verdicts] == [Outcome.REFUSED_DATA] * 2
 
 
 def test_a_name_that_is_not_measured_is_refused_with_those_that_are(

@@ -10,7 +10,7 @@ from torch.utils.data._utils import signal_handling
 
 from paceline.data.cursor import EvenPicks, Order, StepSlice
 from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource, Rules
-from paceline.errors import LoaderError
+from paceline.errors import DataError, LoaderError
 
 MICRO, STEPS = 4, 6
 
@@ -30,10 +30,10 @@ class OneUnit:
         return len(batch)
 
 
-def start(num_workers: int, first_step: int = 0) -> Microbatches:
+def start(num_workers: int, first_step: int = 0, data: Drawing | None = None) -> Microbatches:
     places = StepSlice(MICRO, 1, 1, 0, start=first_step * MICRO)
     picks = EvenPicks(Order(100, 3), places)
-    source = MicrobatchSource(Drawing(), picks, Rules(OneUnit(), 1))
+    source = MicrobatchSource(data or Drawing(), picks, Rules(OneUnit(), 1))
     plan = LoaderPlan(num_workers, prefetch=2, timeout_s=60, pin_memory=False)
     return Microbatches(source, STEPS - first_step, plan)
 
@@ -87,3 +87,15 @@ def test_a_loader_that_dies_at_its_start_is_noticed_at_once(
         signal.signal(signal.SIGCHLD, before)
         for child in multiprocessing.active_children():
             child.kill()
+
+
+class Broken(Drawing):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise ValueError("a corrupt file")
+
+
+def test_an_error_in_a_loader_process_comes_in_our_words() -> None:
+    microbatches = start(num_workers=1, data=Broken())
+    with pytest.raises(DataError, match=r"^the data set failed on sample \d+: ValueError: a corr"):
+        next(microbatches)
+    microbatches.close()
