@@ -2,7 +2,7 @@
 
     python benchmarks/text_data.py > benchmarks/results/text_data.txt
 
-- Tokenising: what `paceline prepare text` does, from JSONL rows to shards on disk, against one batch
+- Tokenising: what `paceline prepare text` does, from JSONL rows to shards on disk, against a batch
   call of `tokenizers` over the same texts in memory, which keeps nothing; both on all cores.
 - Loading: our samples in the order of a run against a loop that cuts random rows out of one memmap,
   and against `datasets` streaming the same ids from parquet, and text that is tokenised on the way.

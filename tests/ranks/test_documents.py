@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from paceline.prepare.text import train_bpe
 from tests.harness import run_each, run_here
 from tests.pipeline_parity import ONE, SGD, assert_same, pipeline
+from tests.unit.test_tokenizers import hf_folder, save
 
 SMALL = [
     "data.seq_len=24", "data.val_fraction=0.2", "model.dim=32", "model.num_layers=4",
@@ -40,3 +43,36 @@ def test_two_ranks_equal_one(how: str, tmp_path: Path) -> None:
         assert_same(reference, ends, name)
     other = run_here(tmp_path / "other", "lm_tiny", [*SGD, *SMALL, *text, *ONE])
     assert other.rows[0].grad_norm != pytest.approx(reference.rows[0].grad_norm, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["data.document_mask=true", "data.pack=padded"])
+def test_real_weights_meet_their_own_tokenizer(how: str, tmp_path: Path) -> None:
+    """The loss of step 1 is what transformers finds, with its own tokenizer and its own labels, for
+    each document by itself; training then lowers it."""
+    transformers = pytest.importorskip("transformers")
+    texts = [f"Fox {n} sees {'a dog, ' * n}a hen." for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    folder = save(hf_folder(tmp_path / "model", None), train_bpe(iter(texts), 270))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    rows = [[*tokenizer.encode(text), model.config.eos_token_id] for text in texts]
+    with torch.no_grad():
+        means = [model(input_ids=ids, labels=ids).loss.item() for ids in map(_one, rows)]
+    sums = [mean * (len(row) - 1) for mean, row in zip(means, rows, strict=True)]
+    # One batch holds all: as one packed sample, or as four padded ones.
+    size = [f"data.seq_len={sum(map(len, rows)) - 1}", "train.micro_batch_size=1"]
+    size = size if "mask" in how else ["data.seq_len=60", "train.micro_batch_size=4"]
+    words = [
+        f"model.hf={folder}", f"data.source={tmp_path / 'rows.jsonl'}", "data.val_fraction=0.0",
+        f"data.cache_dir={tmp_path}", "train.steps=20", "train.log_every=1", "launch.device=cpu",
+        "optim.lr=0.01", "checkpoint.at_end=false", *size, how,
+    ]  # fmt: skip
+    ends = run_here(tmp_path / "run", "causal_lm", words)
+    expected = sum(sums) / sum(len(row) - 1 for row in rows)
+    assert ends.rows[0].loss == pytest.approx(expected, rel=1e-4)
+    assert ends.rows[-1].loss < ends.rows[0].loss - 0.5
+
+
+def _one(row: list[int]) -> torch.Tensor:
+    return torch.tensor([row])
