@@ -22,14 +22,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from paceline.data.base import TextData
-from paceline.data.cursor import Order, StepSlice
-from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource
+from paceline.data.base import Dataset, TextData
 from paceline.data.shards import MANIFEST
 from paceline.data.text import build_tokens, find_source, open_tokens
 from paceline.data.tokenizer import Tokenizer, parse_definition
+from paceline.job import load_job
+from paceline.machine.facts import probe
+from paceline.plan.planner import make_plan
 from paceline.prepare.text import train_bpe
-from paceline.workloads.lm.workload import LanguageModel
+from paceline.train.feed import open_source
 
 CORES = len(os.sched_getaffinity(0))
 ROUNDS, LOADED = 5, 400
@@ -139,14 +140,14 @@ def write_parquet(path: Path, columns: dict[str, object]) -> None:
     pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=1000)
 
 
-def load_ours(opened: object) -> float:
-    source = MicrobatchSource(
-        opened, Order(len(opened), 0), StepSlice(BATCH, 1, 1, 0), LanguageModel(), SEQ_LEN
-    )
-    batches = Microbatches(source, LOADED, LoaderPlan(0, 2, 60.0, pin_memory=False))
+def load_ours(opened: Dataset) -> float:
+    """Microbatches of a run on one rank, without loader processes, as in the other loops."""
+    words = [f"train.micro_batch_size={BATCH}", f"data.seq_len={SEQ_LEN}", "launch.device=cpu"]
+    job = load_job("lm_tiny", words)
+    source = open_source(job, make_plan(job, probe()), opened, 0, 0)
     begun = time.perf_counter()
-    for _ in range(LOADED):
-        assert next(batches).batch["tokens"].shape == (BATCH, SEQ_LEN + 1)
+    for number in range(LOADED):
+        assert source[number].batch["tokens"].shape == (BATCH, SEQ_LEN + 1)
     return LOADED * BATCH * SEQ_LEN / (time.perf_counter() - begun)
 
 
