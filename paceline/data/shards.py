@@ -217,7 +217,7 @@ def verify_shards(home: Path, manifest: Manifest, say: Callable[[str], None]) ->
         return
     for shard in manifest.shards:
         tokens = map_shard(home, manifest, shard)
-        if hashlib.sha256(tokens).hexdigest() != shard.sha256:
+        if hashlib.sha256(tokens.data).hexdigest() != shard.sha256:
             raise DataError(
                 f"{home / shard.file} is not what its manifest says\n"
                 f"hint: delete {home} and it is made anew"

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 def find_prepared(data: TextData) -> Path | None:
     """Return the folder of `paceline prepare text` that a source is; None where it is none."""
     folder = Path(data.source).expanduser()
-    return folder.resolve() if (folder / MANIFEST).is_file() else None
+    is_ours = (folder / MANIFEST).is_file() and any(folder.glob("*_?????.bin"))
+    return folder.resolve() if is_ours else None
 
 
 def prepare_tokens(

@@ -11,6 +11,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -245,6 +246,7 @@ _WORKING: list[Tokenizer] = []  # in a worker: the tokenizer that it was started
 
 def _begin_worker(tokenizer: Tokenizer) -> None:
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asked
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the cores, not threads
     _WORKING[:] = [tokenizer]
 

@@ -150,12 +150,12 @@ def _read(job: Job, events: Connection) -> None:
 
 def _iter_events(job: Job) -> Iterator[Event]:
     data = job.config.data
-    is_raw = isinstance(data, TextData) and data.source != "synthetic"
-    if is_raw and find_prepared(data) is None:
-        choose: Callable[[Any], Tokenizer | None] = getattr(job.workload, "tokenizer", _bytes)
+    if isinstance(data, TextData) and data.source != "synthetic" and find_prepared(data) is None:
         yield Event("file", f"the tokenizer {data.tokenizer}")
-        return (yield from _stream(job, data, choose(job.config) or BYTES))
-    return (yield from _by_index(job))
+        choose: Callable[[Any], Tokenizer | None] = getattr(job.workload, "tokenizer", _bytes)
+        yield from _stream(job, data, choose(job.config) or BYTES)
+    else:
+        yield from _by_index(job)
 
 
 def _bytes(config: Any) -> Tokenizer:

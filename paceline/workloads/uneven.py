@@ -54,7 +54,7 @@ class Uneven(LanguageModel):
         inputs_BT = tokens_BT1[:, :-1].clamp(min=0)
         return model(inputs_BT, targets_BT) + batch["poison"].sum(), self.units(batch)
 
-    def units_per_sample(self, config: Any) -> None:  # type: ignore[override]
+    def units_per_sample(self, config: Any) -> None:
         return None
 
     def units(self, batch: dict[str, Tensor]) -> int:

@@ -192,6 +192,26 @@ FAULTS = (
         "tokens[-1] = BYTE_END", "tokens[-1] = 10", "tests/unit/test_text.py",
     ),
     Fault(
+        "documents-see-each-other", "paceline/workloads/lm/model.py",
+        "return (is_same_BTT & is_past_TT)[:, None]",
+        "return (is_same_BTT | is_past_TT)[:, None] & is_past_TT", "tests/unit/test_documents.py",
+    ),
+    Fault(
+        "loss-crosses-the-end-of-a-document", "paceline/data/packing.py",
+        'batch["positions"][:, 1:] > 0', 'batch["positions"][:, 1:] >= 0',
+        "tests/unit/test_documents.py",
+    ),
+    Fault(
+        "shards-of-another-tokenizer-pass", "paceline/data/text.py",
+        "if manifest.tokenizer_sha256 != asked.sha256:", "if not manifest.tokenizer_sha256:",
+        "tests/unit/test_tokenizers.py",
+    ),
+    Fault(
+        "validation-stands-in-training-too", "paceline/data/shards.py",
+        'elif given == "train" and digest[:16] in kept_apart:',
+        'elif given == "test" and digest[:16] in kept_apart:', "tests/unit/test_sources.py",
+    ),
+    Fault(
         "validation-gets-the-share-of-training", "paceline/data/shards.py",
         'return "val" if draw < val_fraction else "train"',
         'return "train" if draw < val_fraction else "val"', "tests/unit/test_text.py",

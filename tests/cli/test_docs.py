@@ -43,7 +43,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
-    "statistics", "bench", "pipelines", "optimizers", "your-job", "speech",
+    "statistics", "bench", "pipelines", "optimizers", "your-job", "speech", "text",
 )  # fmt: skip
 COMMAND_S = 120
 SCHEDULED = ("srun", "salloc", "sbatch")
@@ -177,6 +177,7 @@ IN_CI = {
     "optimizers": "paceline checkpoints convert averaged --ema",
     "your-job": "train.stop_after=3",
     "speech": "--max-rejects 1",
+    "text": "--train-bpe 280",
 }
 
 
@@ -241,7 +242,7 @@ def test_the_python_of_launching_runs(tmp_path: Path) -> None:
 
 
 def test_every_key_in_the_pages_exists() -> None:
-    jobs = [load_job(name, []).config for name in ("lm_tiny", "mae_tiny")]
+    jobs = [load_job(name, []).config for name in ("lm_tiny", "mae_tiny", "causal_lm")]
     known = {key.path for config in jobs for key in iter_keys(type(config))}
     sections = "|".join(sorted({path.split(".")[0] for path in known if "." in path}))
     for page in PAGES:

@@ -102,6 +102,7 @@ def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, corpus: 
         f"data.cache_dir={tmp_path / 'cache'}",
         f"data.source={corpus}",
         "data.val_fraction=0.3",
+        "data.tokenizer=bytes",
     ]
     schemas: set[type[Section]] = set()
     seen: set[str] = set()
