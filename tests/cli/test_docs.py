@@ -44,6 +44,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
     "statistics", "bench", "pipelines", "optimizers", "your-job",
+    "images", "generate",
 )  # fmt: skip
 COMMAND_S = 120
 SCHEDULED = ("srun", "salloc", "sbatch")
@@ -176,6 +177,8 @@ IN_CI = {
     "pipelines": "--times measured",
     "optimizers": "paceline checkpoints convert averaged --ema",
     "your-job": "train.stop_after=3",
+    "images": "shapes.py:Shapes",
+    "generate": "train.sample_tokens=32",
 }
 
 
