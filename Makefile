@@ -63,6 +63,7 @@ figures: launchers
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/verdict_quality.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sweep_overhead.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/pipeline.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/generate.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/long_runs.py tables
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/long_runs.py steps
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt lhotse

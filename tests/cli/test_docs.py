@@ -43,7 +43,8 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
-    "statistics", "bench", "pipelines", "optimizers", "your-job", "speech", "text",
+    "statistics", "bench", "pipelines", "optimizers", "your-job", "speech", "text", "images",
+    "generate",
 )  # fmt: skip
 COMMAND_S = 120
 SCHEDULED = ("srun", "salloc", "sbatch")
@@ -178,6 +179,8 @@ IN_CI = {
     "your-job": "train.stop_after=3",
     "speech": "--max-rejects 1",
     "text": "--train-bpe 280",
+    "images": "shapes.py:Shapes",
+    "generate": "train.sample_tokens=32",
 }
 
 

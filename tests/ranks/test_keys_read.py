@@ -45,6 +45,7 @@ SMALL_MODEL = {
     ],
 }  # fmt: skip
 READS_TEXT = ("lm", "causal_lm")
+SAMPLED = ["train.eval_every=2", "train.eval_samples=2", "train.sample_prompts=[a]"]
 # Keys that another choice brings into play: one run for each.
 VARIANTS = [
     [],
@@ -115,6 +116,10 @@ def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, corpus: 
         small = [*SMALL, *SMALL_MODEL[workload]]
         small += ["model.hf=llama"] if name == "causal_lm" else []  # its own has other keys
         variants = [[*text, *v] for v in VARIANTS] if workload in READS_TEXT else VARIANTS
+        if workload == "lm":
+            variants = [*variants, [*text, *SAMPLED]]
+        if workload == "mae":
+            variants = [*variants, _image_keys(tmp_path)]
         synthetic = [["data.source=synthetic"]] if workload in READS_TEXT else []
         for number, variant in enumerate([*variants, *synthetic]):
             overrides = [*small, *variant]
@@ -136,6 +141,21 @@ def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, corpus: 
         if _owner(schema, key.path) not in reads
     }
     assert sorted(unread) == [], "keys that nothing reads: take them out, or use them"
+
+
+def _image_keys(tmp_path: Path) -> list[str]:
+    """A folder of images, and keys that only those look at."""
+    import numpy as np
+    from PIL import Image
+
+    (tmp_path / "images").mkdir()
+    for number in range(24):
+        pixels = np.full((20, 20), number, dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{number}.png")
+    return [
+        f"data.path_train={tmp_path / 'images'}", f"data.cache_dir={tmp_path}",
+        "data.val_fraction=0.3", "train.eval_every=2", "train.eval_samples=2",
+    ]  # fmt: skip
 
 
 def _draw_launches(tmp_path: Path) -> None:

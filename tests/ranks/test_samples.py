@@ -65,7 +65,8 @@ def test_models_of_transformers_write_on_several_ranks(
     pytest.importorskip("transformers")
     keys = [word for word in small if not word.startswith("model.")]
     keys += [
-        "model.hf=llama", "model.hf_config.hidden_size=16", "model.hf_config.num_hidden_layers=1",
+        "train.compile=off", "model.hf=llama",
+        "model.hf_config.hidden_size=16", "model.hf_config.num_hidden_layers=1",
         "model.hf_config.num_attention_heads=2", "model.hf_config.num_key_value_heads=2",
         "model.hf_config.intermediate_size=16", "model.hf_config.vocab_size=320",
     ]  # fmt: skip

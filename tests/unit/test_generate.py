@@ -72,6 +72,16 @@ def test_rows_of_unequal_length_have_their_own_positions() -> None:
             torch.testing.assert_close(found[1][row, 0], alone[-1], rtol=1e-5, atol=1e-5)
 
 
+def test_positions_count_from_the_first_token_of_a_row() -> None:
+    # RoPE knows differences only; but the same angles round alike, and a row is as it is alone.
+    past = Past(1, torch.tensor([0, 2]), 5)
+    assert past.begin(4).tolist() == [[0, 1, 2, 3], [0, 0, 0, 1]]
+    assert past.begin(1).tolist() == [[4], [2]]
+    assert past.mask is not None and past.mask[:, 0].tolist() == [
+        [[True] * 5], [[False, False, True, True, True]],
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_text_is_the_same_with_and_without_the_cache(temperature: float) -> None:
     model = build()
