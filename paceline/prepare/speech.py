@@ -122,7 +122,10 @@ def prepare(asked: Asked, say: Callable[[str], None], tell: Callable[[Progress],
     root.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(root / LOCK, wait=False):
-            return _prepare(asked, say, tell)
+            try:
+                return _prepare(asked, say, tell)
+            finally:
+                shutil.rmtree(root / PARTIAL, ignore_errors=True)
     except BlockingIOError as error:
         raise ConfigError(f"another process prepares {root} now") from error
 
@@ -189,7 +192,6 @@ def _prepare(
     made = _make_all(asked, found, kept, started_at, tell)
     for path, rel in found.texts:
         put_file(root, rel, read_regular(path, MAX_TEXT_BYTES, follow=True))
-    shutil.rmtree(root / PARTIAL)
     os.sync()  # the audio is on the disk before a manifest says so
     return _conclude(asked, found, made, time.monotonic() - started_at)
 

@@ -65,7 +65,8 @@ class Found:
     def settle(self) -> "Found":
         """Sort the clips; of several that would be written to one file the first one stays."""
         taken: dict[str, Clip] = {}
-        folders = {str(folder) for clip in self.clips for folder in PurePosixPath(clip.out).parents}
+        lowest = {clip.out.rpartition("/")[0] for clip in self.clips} - {""}
+        folders = lowest | {str(above) for one in lowest for above in PurePosixPath(one).parents}
         for clip in sorted(self.clips):
             if clip.out in folders:
                 self.reject(clip.origin, f"would be written to {clip.out}, which is a folder")

@@ -1,5 +1,6 @@
 """A corpus is prepared whole, the same bytes however it went, and nothing outside is touched."""
 
+import errno
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ from paceline.prepare.speech import Asked, Prepared, Progress, prepare
 from paceline.prepare.speech_audio import Sound, render
 from paceline.prepare.speech_pool import Died, each_in_parallel
 from paceline.prepare.speech_tree import scan_tree
+from paceline.records.files import FileLock
 from tests.speech_signals import CORPUS
 from tests.speech_signals import signal as tone
 
@@ -161,8 +163,10 @@ def test_an_output_of_other_settings_goes_when_its_source_is_bad_now(tmp_path: P
         soundfile.write(tmp_path / f"in/{name}.wav", tone("all_loud"), 16000)
     run(tmp_path / "in", tmp_path / "out")
     (tmp_path / "in/a.wav").write_bytes(b"")
-    run(tmp_path / "in", tmp_path / "out", max_rejects=1)
+    with pytest.raises(DataError, match="1 of 2 files"):
+        run(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out/a.flac").exists()
+    assert not (tmp_path / "out/manifest.tsv").exists(), "the one of before lists it"
 
 
 def test_two_sources_of_one_file(tmp_path: Path) -> None:
@@ -192,6 +196,34 @@ def test_a_decoder_that_dies_costs_its_file_only(
     assert (done.num_made, done.num_rejected) == (6, 4)
     reasons = (tmp_path / "out/rejected.tsv").read_text()
     assert reasons.count("the process that decoded it died (SIGKILL)") == 4
+
+
+def test_a_full_disk_ends_it_and_rejects_nothing(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if str(target).endswith("0003.flac"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(speech_made.os, "replace", full)
+        with pytest.raises(OSError, match="No space left") as caught:
+            run(small, tmp_path / "out")
+    assert caught.value.errno == errno.ENOSPC and caught.value.filename.endswith("0003.flac")
+    assert not (tmp_path / "out/.partial").exists()
+    assert not (tmp_path / "out/rejected.tsv").exists()
+    done = run(small, tmp_path / "out")
+    assert done.num_kept > 0 and done.num_files == 10
+
+
+def test_one_process_prepares_a_folder_at_a_time(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out/.prepare.lock"):
+        with pytest.raises(ConfigError, match="another process prepares"):
+            run(small, tmp_path / "out")
 
 
 def test_processes_that_die_and_errors_that_are_no_answer() -> None:
@@ -255,7 +287,7 @@ def test_names_that_no_table_can_hold_are_rejected(tmp_path: Path) -> None:
     for name in (b"a\tb.wav", b"c\nd.wav", b"\xff.wav", b"e\x1b[2J.wav", b"f\\..\\g.wav"):
         (tmp_path / "in").joinpath(os.fsdecode(name)).touch()
     found = scan_tree(tmp_path / "in")
-    assert len(found.rejects) == 4 and len(found.clips) == 1
+    assert len(found.rejects) == 5 and not found.clips
     assert all(origin.isascii() and origin.isprintable() for origin, _ in found.rejects)
 
 
