@@ -186,7 +186,8 @@ def _read_list(file: Path) -> Iterator[tuple[int, Row]]:
     except (csv.Error, *DAMAGED) as error:
         raise DataError(
             f"{file}:{number} is not a row: {error}\n"
-            "hint: JSON is a list of maps, or one map to a line; CSV has a header"
+            "hint: JSON is a list of maps, or one map to a line; CSV has a header; where a folder"
+            " holds other files too, give the one table as --input-root"
         ) from error
 
 
