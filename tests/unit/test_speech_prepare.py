@@ -20,6 +20,7 @@ from paceline.errors import ConfigError, DataError
 from paceline.prepare import speech_made
 from paceline.prepare.speech import Asked, Prepared, Progress, prepare
 from paceline.prepare.speech_audio import Sound, render
+from paceline.prepare.speech_made import load_journal
 from paceline.prepare.speech_pool import Died, each_in_parallel
 from paceline.prepare.speech_tree import scan_tree
 from paceline.records.files import FileLock
@@ -122,8 +123,25 @@ def test_a_torn_journal_costs_only_its_last_line(small: Path, tmp_path: Path) ->
     out = tmp_path / "out"
     run(small, out)
     journal = out / "prepared.jsonl"
-    journal.write_bytes(journal.read_bytes()[:-20])
+    whole = journal.read_bytes()
+    journal.write_bytes(whole[:-20])
     assert run(small, out).num_made == 1
+
+
+def test_a_second_kill_loses_nothing_either(small: Path, tmp_path: Path) -> None:
+    """The first line of a run must not be glued to the torn one of the run before."""
+    out = tmp_path / "out"
+    run(small, out)
+    journal, how = out / "prepared.jsonl", Sound(trim=True).how
+    journal.write_bytes(journal.read_bytes()[:-20])
+    seen: list[int] = []
+
+    def look(progress: Progress) -> None:
+        if progress.num_done == progress.num_files:
+            seen.append(len(load_journal(journal, how)))
+
+    prepare(Asked(small, out, Sound(trim=True)), lambda text: None, look)
+    assert seen == [10]
 
 
 def test_a_grown_corpus_and_a_source_that_is_gone(small: Path, tmp_path: Path) -> None:
@@ -251,6 +269,7 @@ def test_links_out_of_either_root_are_not_followed(small: Path, tmp_path: Path) 
     soundfile.write(other / "secret.wav", tone("all_loud"), 16000)
     (small / "link.wav").symlink_to(other / "secret.wav")
     (small / "folder").symlink_to(other)
+    (small / "loop.wav").symlink_to(small / "loop.wav")
     (small / "inside.flac").symlink_to(next(small.rglob("114-*-0000.flac")))
     os.mkfifo(small / "pipe.wav")
     found = scan_tree(small)
@@ -258,6 +277,7 @@ def test_links_out_of_either_root_are_not_followed(small: Path, tmp_path: Path) 
         "link.wav": "a link that leads out of the input root",
         "folder": "a link that leads out of the input root",
         "pipe.wav": "not a file",
+        "loop.wav": "not a file",
     }
     assert "inside.flac" in [clip.origin for clip in found.clips]
     out = tmp_path / "out"
