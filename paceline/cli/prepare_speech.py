@@ -111,8 +111,12 @@ def _run(asked: "Asked", as_json: bool) -> None:
     from paceline.prepare.speech import prepare
 
     talk = ConsoleTalk()
-    with refusals_on_stdout(as_json):
-        prepared = prepare(asked, talk.say, _Teller(talk.say).tell)
+    try:
+        with refusals_on_stdout(as_json):
+            prepared = prepare(asked, talk.say, _Teller(talk.say).tell)
+    except KeyboardInterrupt:
+        talk.say("interrupted: the same command goes on from here")
+        raise
     if as_json:
         print_json(prepared.to_json())
     else:

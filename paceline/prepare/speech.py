@@ -122,7 +122,10 @@ def prepare(asked: Asked, say: Callable[[str], None], tell: Callable[[Progress],
     root.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(root / LOCK, wait=False):
-            return _prepare(asked, say, tell)
+            try:
+                return _prepare(asked, say, tell)
+            finally:
+                shutil.rmtree(root / PARTIAL, ignore_errors=True)
     except BlockingIOError as error:
         raise ConfigError(f"another process prepares {root} now") from error
 
@@ -187,9 +190,7 @@ def _prepare(
     say(f"preparing {count(len(found.clips), 'file')} ({size:,.1f} MB) {with_}")
     kept = {} if asked.overwrite else load_journal(root / JOURNAL, asked.sound.how)
     made = _make_all(asked, found, kept, started_at, tell)
-    for path, rel in found.texts:
-        put_file(root, rel, read_regular(path, MAX_TEXT_BYTES, follow=True))
-    shutil.rmtree(root / PARTIAL)
+    _copy_texts(root, found)
     os.sync()  # the audio is on the disk before a manifest says so
     return _conclude(asked, found, made, time.monotonic() - started_at)
 
@@ -235,6 +236,7 @@ def _make_all(
         return make_clips([clips[number] for number in numbers], root, asked.sound, kept)
 
     with (root / JOURNAL).open("a", buffering=1) as journal:
+        journal.write("\n")  # the last line of a run that was killed may have no end
         for number, done in each_in_parallel(_groups(clips), work, asked.workers):
             clip = clips[number]
             if isinstance(done, Died):
@@ -251,6 +253,16 @@ def _make_all(
             share = num_bytes / total_bytes
             tell(Progress(num_done, len(clips), share, source_s / HOUR_S, elapsed_s))
     return made
+
+
+def _copy_texts(root: Path, found: Found) -> None:
+    for path, rel in found.texts:
+        try:
+            raw = read_regular(path, MAX_TEXT_BYTES, follow=True)
+        except (OSError, DataError) as error:
+            found.reject(rel, f"cannot be read: {error}")
+        else:
+            put_file(root, rel, raw)
 
 
 def _groups(clips: Sequence[Clip]) -> list[list[int]]:
@@ -304,14 +316,16 @@ def _require_enough(asked: Asked, rejects: list[Reject], num_sound: int) -> None
     more = len(rejects) - MAX_NAMED
     named += [f"  and {more:,} more"] * (more > 0)
     total = count(num_sound + len(rejects), "file")
-    way_on = f"the same command with --max-rejects {len(rejects)} writes it, and makes nothing anew"
+    way_on = (
+        f"; the same command with --max-rejects {len(rejects)} writes it, and makes nothing anew"
+    )
     raise DataError(
         "\n".join(
             [
                 f"{len(rejects):,} of {total} were rejected; --max-rejects={asked.max_rejects}."
                 " There is no manifest:",
                 *named,
-                f"hint: look at {asked.output_root / REJECTED}; {way_on}",
+                f"hint: look at {asked.output_root / REJECTED}{way_on if num_sound else ''}",
             ]
         )
     )

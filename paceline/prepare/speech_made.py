@@ -91,8 +91,11 @@ def _keep(root: Path, rel: str, flac: bytes, rendered: Rendered) -> Made:
 def put_file(root: Path, rel: str, raw: bytes) -> None:
     """Put a file into the tree, whole. What a power cut leaves of it is found by its sum."""
     temporary = root / PARTIAL / str(os.getpid())
-    temporary.write_bytes(raw)
-    os.replace(temporary, root / rel)
+    try:
+        temporary.write_bytes(raw)
+        os.replace(temporary, root / rel)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(root / rel)) from error
 
 
 def _sum_of(path: Path) -> str:

@@ -20,7 +20,7 @@ from paceline.data.extras import require_extra
 from paceline.data.manifest import one_line, path_problem
 from paceline.errors import ConfigError, DataError
 from paceline.prepare.speech_audio import Unusable
-from paceline.prepare.speech_tree import Cell, Clip, Found, scan_tree
+from paceline.prepare.speech_tree import Cell, Clip, Found, is_inside, scan_tree
 from paceline.records.base import DAMAGED
 from paceline.records.files import open_regular, read_text
 from paceline.records.words import did_you_mean
@@ -75,7 +75,7 @@ def _tables_in(root: Path) -> list[Path]:
     files = sorted(
         path for path in root.rglob("*")
         if path.suffix.lower() in TABLES and path.name not in NOT_LISTS
-        and path.is_file() and path.resolve().is_relative_to(inside)
+        and path.is_file() and is_inside(path, inside)
     )  # fmt: skip
     return [path for path in files if path.suffix.lower() == ".parquet"] or files
 
@@ -150,7 +150,7 @@ def _locate(base: Path, folder: str, path: str) -> tuple[str, str]:
         if problem := path_problem(path) or path_problem(rel):
             return problem, ""
         target = base / rel
-        if not target.resolve().is_relative_to(base.resolve()):
+        if not is_inside(target, base.resolve()):
             return "is a link that leads out of the input", ""
         if target.is_file():
             return "", PurePosixPath(rel).as_posix()
@@ -186,7 +186,8 @@ def _read_list(file: Path) -> Iterator[tuple[int, Row]]:
     except (csv.Error, *DAMAGED) as error:
         raise DataError(
             f"{file}:{number} is not a row: {error}\n"
-            "hint: JSON is a list of maps, or one map to a line; CSV has a header"
+            "hint: JSON is a list of maps, or one map to a line; CSV has a header; where a folder"
+            " holds other files too, give the one table as --input-root"
         ) from error
 
 

@@ -65,7 +65,8 @@ class Found:
     def settle(self) -> "Found":
         """Sort the clips; of several that would be written to one file the first one stays."""
         taken: dict[str, Clip] = {}
-        folders = {str(folder) for clip in self.clips for folder in PurePosixPath(clip.out).parents}
+        lowest = {clip.out.rpartition("/")[0] for clip in self.clips} - {""}
+        folders = lowest | {str(above) for one in lowest for above in PurePosixPath(one).parents}
         for clip in sorted(self.clips):
             if clip.out in folders:
                 self.reject(clip.origin, f"would be written to {clip.out}, which is a folder")
@@ -124,14 +125,19 @@ def _walk(root: Path, found: Found) -> Iterator[tuple[os.DirEntry[str], str]]:
             rel = f"{folder}/{entry.name}".lstrip("/")
             if problem := path_problem(rel):
                 found.reject(ascii(rel), problem)
-            elif entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(inside):
+            elif entry.is_symlink() and not is_inside(entry.path, inside):
                 found.reject(rel, "a link that leads out of the input root")
             elif entry.is_dir(follow_symlinks=False):
                 folders.append(rel)
-            elif entry.is_file():
+            elif os.path.isfile(entry.path) if entry.is_symlink() else entry.is_file():
                 yield entry, rel
             elif entry.is_symlink() or PurePosixPath(rel).suffix.lower() in AUDIO:
                 found.reject(rel, "not a file")
+
+
+def is_inside(path: str | Path, folder: Path) -> bool:
+    """Tell whether a path stays in a folder, which is resolved, when its links are followed."""
+    return Path(os.path.realpath(path)).is_relative_to(folder)  # which takes a loop of links too
 
 
 def _list(folder: Path) -> list[os.DirEntry[str]]:

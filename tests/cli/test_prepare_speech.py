@@ -92,7 +92,7 @@ def test_f44_killed_at_half_way_it_resumes_to_the_same_bytes(tmp_path: Path) -> 
     process = start(*words(source, "out", "--workers", "2"), cwd=tmp_path)
     journal = tmp_path / "out/prepared.jsonl"
     deadline = time.monotonic() + 60
-    while not journal.exists() or journal.read_bytes().count(b"\n") < 20:
+    while not journal.exists() or journal.read_bytes().count(b"\n") < 21:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.002)
     workers = psutil.Process(process.pid).children(recursive=True)

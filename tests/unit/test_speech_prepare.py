@@ -1,5 +1,6 @@
 """A corpus is prepared whole, the same bytes however it went, and nothing outside is touched."""
 
+import errno
 import hashlib
 import json
 import os
@@ -19,8 +20,10 @@ from paceline.errors import ConfigError, DataError
 from paceline.prepare import speech_made
 from paceline.prepare.speech import Asked, Prepared, Progress, prepare
 from paceline.prepare.speech_audio import Sound, render
+from paceline.prepare.speech_made import load_journal
 from paceline.prepare.speech_pool import Died, each_in_parallel
 from paceline.prepare.speech_tree import scan_tree
+from paceline.records.files import FileLock
 from tests.speech_signals import CORPUS
 from tests.speech_signals import signal as tone
 
@@ -120,8 +123,25 @@ def test_a_torn_journal_costs_only_its_last_line(small: Path, tmp_path: Path) ->
     out = tmp_path / "out"
     run(small, out)
     journal = out / "prepared.jsonl"
-    journal.write_bytes(journal.read_bytes()[:-20])
+    whole = journal.read_bytes()
+    journal.write_bytes(whole[:-20])
     assert run(small, out).num_made == 1
+
+
+def test_a_second_kill_loses_nothing_either(small: Path, tmp_path: Path) -> None:
+    """The first line of a run must not be glued to the torn one of the run before."""
+    out = tmp_path / "out"
+    run(small, out)
+    journal, how = out / "prepared.jsonl", Sound(trim=True).how
+    journal.write_bytes(journal.read_bytes()[:-20])
+    seen: list[int] = []
+
+    def look(progress: Progress) -> None:
+        if progress.num_done == progress.num_files:
+            seen.append(len(load_journal(journal, how)))
+
+    prepare(Asked(small, out, Sound(trim=True)), lambda text: None, look)
+    assert seen == [10]
 
 
 def test_a_grown_corpus_and_a_source_that_is_gone(small: Path, tmp_path: Path) -> None:
@@ -161,8 +181,10 @@ def test_an_output_of_other_settings_goes_when_its_source_is_bad_now(tmp_path: P
         soundfile.write(tmp_path / f"in/{name}.wav", tone("all_loud"), 16000)
     run(tmp_path / "in", tmp_path / "out")
     (tmp_path / "in/a.wav").write_bytes(b"")
-    run(tmp_path / "in", tmp_path / "out", max_rejects=1)
+    with pytest.raises(DataError, match="1 of 2 files"):
+        run(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out/a.flac").exists()
+    assert not (tmp_path / "out/manifest.tsv").exists(), "the one of before lists it"
 
 
 def test_two_sources_of_one_file(tmp_path: Path) -> None:
@@ -194,6 +216,34 @@ def test_a_decoder_that_dies_costs_its_file_only(
     assert reasons.count("the process that decoded it died (SIGKILL)") == 4
 
 
+def test_a_full_disk_ends_it_and_rejects_nothing(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if str(target).endswith("0003.flac"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(speech_made.os, "replace", full)
+        with pytest.raises(OSError, match="No space left") as caught:
+            run(small, tmp_path / "out")
+    assert caught.value.errno == errno.ENOSPC and caught.value.filename.endswith("0003.flac")
+    assert not (tmp_path / "out/.partial").exists()
+    assert not (tmp_path / "out/rejected.tsv").exists()
+    done = run(small, tmp_path / "out")
+    assert done.num_kept > 0 and done.num_files == 10
+
+
+def test_one_process_prepares_a_folder_at_a_time(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out/.prepare.lock"):
+        with pytest.raises(ConfigError, match="another process prepares"):
+            run(small, tmp_path / "out")
+
+
 def test_processes_that_die_and_errors_that_are_no_answer() -> None:
     def work(numbers: Sequence[int]) -> Iterator[int]:
         for number in numbers:
@@ -219,6 +269,7 @@ def test_links_out_of_either_root_are_not_followed(small: Path, tmp_path: Path) 
     soundfile.write(other / "secret.wav", tone("all_loud"), 16000)
     (small / "link.wav").symlink_to(other / "secret.wav")
     (small / "folder").symlink_to(other)
+    (small / "loop.wav").symlink_to(small / "loop.wav")
     (small / "inside.flac").symlink_to(next(small.rglob("114-*-0000.flac")))
     os.mkfifo(small / "pipe.wav")
     found = scan_tree(small)
@@ -226,6 +277,7 @@ def test_links_out_of_either_root_are_not_followed(small: Path, tmp_path: Path) 
         "link.wav": "a link that leads out of the input root",
         "folder": "a link that leads out of the input root",
         "pipe.wav": "not a file",
+        "loop.wav": "not a file",
     }
     assert "inside.flac" in [clip.origin for clip in found.clips]
     out = tmp_path / "out"
@@ -255,7 +307,7 @@ def test_names_that_no_table_can_hold_are_rejected(tmp_path: Path) -> None:
     for name in (b"a\tb.wav", b"c\nd.wav", b"\xff.wav", b"e\x1b[2J.wav", b"f\\..\\g.wav"):
         (tmp_path / "in").joinpath(os.fsdecode(name)).touch()
     found = scan_tree(tmp_path / "in")
-    assert len(found.rejects) == 4 and len(found.clips) == 1
+    assert len(found.rejects) == 5 and not found.clips
     assert all(origin.isascii() and origin.isprintable() for origin, _ in found.rejects)
 
 
