@@ -94,7 +94,7 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_is_a_preemption(tmp_path: Path) -> None:
     codes = run_two(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)")
     assert codes[1] == 75
