@@ -43,7 +43,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
-    "statistics", "bench", "pipelines", "optimizers", "your-job",
+    "statistics", "bench", "pipelines", "optimizers", "your-job", "python", "trackers",
 )  # fmt: skip
 COMMAND_S = 120
 SCHEDULED = ("srun", "salloc", "sbatch")
@@ -176,6 +176,8 @@ IN_CI = {
     "pipelines": "--times measured",
     "optimizers": "paceline checkpoints convert averaged --ema",
     "your-job": "train.stop_after=3",
+    "python": "python script.py",
+    "trackers": "paceline plan lm_tiny",
 }
 
 
