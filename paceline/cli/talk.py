@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from paceline.cli.bar import Bar
 from paceline.errors import Outcome, PacelineError
 from paceline.metrics import TRAIN, VAL
 from paceline.records import Plan, Result, words
@@ -30,7 +30,7 @@ class ConsoleTalk:
         self.console = Console(
             stderr=True, highlight=False, soft_wrap=True, emoji=False, quiet=quiet
         )
-        self._progress: Progress | None = None
+        self._bar: Bar | None = None
         self._last_line_at = 0.0
 
     def say(self, text: str) -> None:
@@ -44,28 +44,14 @@ class ConsoleTalk:
         )
         if not self.console.is_terminal:
             return lambda row: self._plain_row(row, plan)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
-        task = self._progress.add_task("starting ranks", total=plan.steps)
-        self._progress.start()
-        progress = self._progress
-
-        def update(row: dict[str, str]) -> None:
-            progress.update(task, completed=int(row["step"]), description=_describe(row, plan))
-
-        return update
+        self._bar = Bar(self.console, run, plan)
+        self._bar.start()
+        return self._bar.update
 
     def trained(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def _plain_row(self, row: dict[str, str], plan: Plan) -> None:
         now = time.monotonic()

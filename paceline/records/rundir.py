@@ -266,6 +266,18 @@ class RunDir:
     def steps(self, rank: int) -> Path:
         return self.rank(rank) / "steps.csv"
 
+    @property
+    def flops(self) -> Path:
+        """The FLOPs per sample that rank 0 has counted: known before the first step."""
+        return self.rank(0) / "flops"
+
+    def read_flops(self) -> float | None:
+        """Return what rank 0 has counted; None while it has not, or could not."""
+        try:
+            return float(self.flops.read_text())
+        except (OSError, ValueError):
+            return None
+
     def step_mark(self, rank: int) -> Path:
         """The step that a rank has begun, as eight bytes."""
         return self.rank(rank) / "step"

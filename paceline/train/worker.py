@@ -273,6 +273,8 @@ class RankRun:
         job, plan, device, first_step = self.job, self.plan, self.device, parts.start.first_step
         if first_step <= plan.steps:
             self.flops, self.flops_source = count_flops(job, plan, parts.feed, device)
+            if self.place.rank == 0 and self.flops:
+                self.run.lost.keep(self.run.flops, f"{self.flops}\n")
         # A run that resumes was asked when it began.
         if first_step > 1 or not is_worth_asking(job.workload, plan):
             return

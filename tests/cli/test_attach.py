@@ -25,7 +25,8 @@ sampler = DistributedSampler(data, shuffle=False)
 loader = DataLoader(data, batch_size=4, sampler=sampler)
 model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-run = paceline.attach(model, optimizer, loader, out="run", epochs=2, log_every=2, progress_s=2)
+run = paceline.attach(model, optimizer, loader, out="run", epochs=2, log_every=2, progress_s=2,
+                      trackers=["tensorboard"])
 for epoch in range(2):
     for x, y in run.batches():
         loss = ((model(x).squeeze(1) - y) ** 2).mean()
@@ -72,6 +73,7 @@ def test_two_ranks_leave_one_run(tmp_path: Path) -> None:
     expected = ((model(x[:8]).squeeze(1) - x[:8].sum(1)) ** 2).mean().item()
     assert run.training.loss[0] == pytest.approx(expected)
     assert run.steps["rank"].value_counts().to_dict() == {0: 8, 1: 8}
+    assert list((tmp_path / "run" / "tensorboard").glob("events*")) and not run.result.notes
     ran = paceline("report", "run", cwd=tmp_path)
     assert ran.code == 0 and ran.out.strip() == "run/report.html"
 
@@ -94,7 +96,7 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_is_a_preemption(tmp_path: Path) -> None:
     codes = run_two(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)")
     assert codes[1] == 75

@@ -44,7 +44,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
     "statistics", "bench", "pipelines", "optimizers", "your-job", "speech", "text", "images",
-    "generate",
+    "generate", "python", "trackers",
 )  # fmt: skip
 COMMAND_S = 120
 SCHEDULED = ("srun", "salloc", "sbatch")
@@ -181,6 +181,8 @@ IN_CI = {
     "text": "--train-bpe 280",
     "images": "shapes.py:Shapes",
     "generate": "train.sample_tokens=32",
+    "python": "python script.py",
+    "trackers": "paceline plan lm_tiny",
 }
 
 

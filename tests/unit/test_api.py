@@ -14,6 +14,8 @@ from paceline.cli.talk import ConsoleTalk
 from paceline.errors import ConfigError, DataError, Outcome, PacelineError
 from paceline.job import load_job
 from paceline.launch.process import _without_main
+from paceline.sweep.flow import plan_sweep
+from paceline.sweep.spec import read_spec
 from paceline.workloads.given import _GIVEN, find_given, give, pack, unpack
 from tests.reported import finish, write_run
 
@@ -80,6 +82,11 @@ def test_a_class_is_a_job_and_goes_to_ranks() -> None:
     del _GIVEN["python:Job"]  # as in a rank
     unpack(job.packed)
     assert find_given("python:Job").__name__ == "Job"
+
+
+def test_a_class_can_be_swept() -> None:
+    spec = read_spec(give(Job), ["launch.device=cpu"], ["train.micro_batch_size=1,2"], {})
+    assert [cell.refusal for cell in plan_sweep(spec).cells] == ["", ""]
 
 
 def test_a_class_that_holds_a_lock_is_refused_before_anything_starts() -> None:
