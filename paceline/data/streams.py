@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
+from typing_extensions import TypeIs
 
+from paceline.data.base import Stream
 from paceline.data.collate import join, rule_of
 from paceline.data.cursor import Order, StepSlice
 from paceline.data.loader import TIMED_OUT, Microbatch, Rules
@@ -79,7 +81,7 @@ class StreamPlan:
         return [int(shard) for shard in own]
 
 
-def is_stream(data: Any) -> bool:
+def is_stream(data: Any) -> TypeIs[Stream]:
     """Say whether samples come in turn only, and not by index."""
     if isinstance(data, IterableDataset):
         return True

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from paceline.data.base import TextData
+from paceline.data.collate import collate
 from paceline.data.cursor import Indices, Order
 from paceline.data.documents import find_source, iter_documents, iter_file
 from paceline.data.hub import parse_hub
-from paceline.data.loader import collate
 from paceline.data.packing import split_rows
+from paceline.data.streams import is_stream
 from paceline.data.text import find_prepared
 from paceline.data.tokenizer import BYTES, Tokenizer, encode_documents
 from paceline.errors import ConfigError, DataError, LoaderError, PacelineError
@@ -29,6 +30,7 @@ from paceline.job import Job
 from paceline.machine.process import die_with_parent
 from paceline.records import Part
 from paceline.records.words import duration
+from paceline.workloads.base import own_collate
 
 MOST_BATCHES, MOST_S = 2048, 10.0
 BLOCK = 128  # batches whose samples are computed together, as in the loader
@@ -199,7 +201,7 @@ def _by_index(job: Job) -> Iterator[Event]:
     yield Event("file", str(getattr(job.config.data, "source", "what the job prepares")))
     job.workload.prepared = job.workload.prepare(job.config, lambda text: None)
     data = job.workload.build_data(job.config, "train")
-    if data is None or not hasattr(data, "__len__"):
+    if data is None or is_stream(data):
         raise ConfigError("data smoke reads text, and data sets that have samples by index")
     size, file_of = job.config.train.micro_batch_size, getattr(data, "file_of", None)
     for part in getattr(data, "parts", ()):
@@ -211,8 +213,9 @@ def _by_index(job: Job) -> Iterator[Event]:
         if (place := ", ".join(sorted(files))) != at:
             at = place
             yield Event("file", at)
-        batch = collate(data, ids)
-        yield Event("batch", units=job.workload.units(batch) if known is None else known * size)
+        batch = collate(data, ids, own_collate(job.workload))
+        units = job.workload.units(batch) if known is None else known * size
+        yield Event("batch", units=round(units))
 
 
 def _iter_ids(order: Order, size: int) -> Iterator[Indices]:

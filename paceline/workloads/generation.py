@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.data.extras import require_extra
-from paceline.errors import ConfigError, DataError
+from paceline.data.tokenizer import BYTE_END, FILE, MAX_FILE_BYTES, parse_definition
+from paceline.errors import ConfigError
 from paceline.records.base import load_map
 from paceline.records.files import read_text
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-BYTE_END = 256  # stands between documents that are bytes
-TOKENIZER, MAX_TOKENIZER_BYTES = "tokenizer.json", 256 << 20
 UNREADABLE = "\ufffd"
 Told = Callable[[Sequence["int | None"]], None]
 
@@ -181,21 +179,16 @@ def codec_of(prepared: Mapping[str, Any]) -> Codec:
 def open_codec(folder: Path | None) -> Codec:
     """Return the codec that a folder of shards or of a model names: its tokenizer.json, else
     bytes."""
-    if folder is None or not (folder / TOKENIZER).is_file():
+    if folder is None or not (folder / FILE).is_file():
         return bytes_codec()
-    definition = read_text(folder / TOKENIZER, MAX_TOKENIZER_BYTES, follow=True)
-    try:
-        library = require_extra("tokenizers", "text").Tokenizer.from_str(definition)
-    except Exception as error:  # tokenizers raises Exception itself
-        if isinstance(error, ConfigError):
-            raise
-        raise DataError(f"{folder / TOKENIZER} is not a tokenizer: {error}") from error
+    name = str(folder / FILE)
+    library = parse_definition(read_text(folder / FILE, MAX_FILE_BYTES, follow=True), name)
     return Codec(
         encode=lambda text: list(library.encode(text).ids),
         decode=lambda ids: str(library.decode(list(ids))),
         end_ids=_end_ids(folder),
         num_ids=int(library.get_vocab_size(with_added_tokens=True)),
-        name=str(folder / TOKENIZER),
+        name=name,
     )
 
 

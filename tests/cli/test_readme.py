@@ -28,8 +28,8 @@ def test_the_readme_names_every_verb() -> None:
     verbs = {command.callback.__name__ for command in app.registered_commands if command.callback}
     verbs |= {str(group.name) for group in app.registered_groups}
     assert verbs == {
-        "bench", "check", "checkpoints", "compare", "data", "demo", "generate", "prepare", "recipes",
-        "plan", "sweep", "train", "verify", "report",
+        "bench", "check", "checkpoints", "compare", "data", "demo", "generate", "prepare",
+        "recipes", "plan", "sweep", "train", "verify", "report",
     }  # fmt: skip
     text = " ".join(commands()) + " make demo"
     assert all(verb in text for verb in verbs)
