@@ -16,18 +16,18 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.api.foreign import OTHERS_S, Asked, Watchdog, conclude_run, open_run, wait_for
+from paceline.api.foreign import OTHERS_S, Asked, Watchdog, conclude_run, open_run, say, wait_for
 from paceline.config.load import load_config
 from paceline.errors import ConfigError, Outcome, StopAsked
 from paceline.job import job_schema
@@ -50,7 +50,8 @@ from paceline.workloads.base import Workload
 
 END = object()
 NO_FLOPS = "a loop of the script's own says nothing of its FLOPs"
-NO_CLOSE = "the script ended without run.close(): the last rows of training.csv may be missing"
+NO_CLOSE = "the script ended without run.close(): whether it ended well is not known"
+LAST_S = 10.0  # for trackers; a launcher gives ranks 30 s to leave once one has failed
 
 
 def attach(
@@ -60,59 +61,53 @@ def attach(
     *,
     out: str | Path | None = None,
     name: str = "",
-    **more: Any,
+    epochs: int = 0,
+    steps: int = 0,
+    batch_size: int = 0,
+    accumulate: int = 1,
+    log_every: int = 10,
+    start_s: float = 300.0,
+    progress_s: float = 600.0,
+    trackers: Sequence[str] = (),
 ) -> "Attached":
     """Give a training loop the record of a run. Call it on every rank, after
     init_process_group where there are several.
 
-    epochs or steps      how long it will train, for the time left; neither: not known
+    out, name            the run directory, else runs/NAME-UTC; NAME is the script's unless given
+    epochs or steps      how long it will train, for the report; neither: not known
     batch_size           samples per batch and rank, where the loader does not say
-    accumulate           batches per optimizer step, 1
-    log_every            steps between gathering the losses of all ranks, 10
-    progress_s, start_s  how long a rank may get nowhere, or take to step 1: 600 and 300
+    accumulate           batches per optimizer step
+    log_every            steps between gathering the losses of all ranks
+    start_s, progress_s  how long a rank may take to its first step, and get nowhere after it
     trackers             where numbers go too, as observe.trackers
     """
-    asked = _read(more, name or Path(sys.argv[0]).stem or "script", out, loader)
+    if odd := [each for each in trackers if each not in SINKS]:
+        raise ConfigError(f"{odd[0]!r} is not a tracker\nhint: {', '.join(SINKS)}")
+    if not steps and epochs and hasattr(loader, "__len__"):
+        steps = epochs * len(loader) // accumulate
+    asked = Asked(
+        name=name or Path(sys.argv[0]).stem or "script",
+        out=None if out is None else Path(out),
+        batch_size=batch_size or _batch_size(loader),
+        accumulate=accumulate,
+        steps=steps,
+        log_every=log_every,
+        loader_workers=int(getattr(loader, "num_workers", 0)),
+        start_s=start_s,
+        progress_s=progress_s,
+        trackers=tuple(trackers),
+    )
     return Attached(asked, model, optimizer, loader)
 
 
-def _say(text: str) -> None:
-    print(f"paceline: {text}", file=sys.stderr)
-
-
-def _read(more: dict[str, Any], name: str, out: str | Path | None, loader: Any) -> Asked:
-    known = {"epochs", "steps", "batch_size", "accumulate", "log_every", "progress_s", "start_s",
-             "trackers"}  # fmt: skip
-    if unknown := sorted(set(more) - known):
-        raise ConfigError(
-            f"paceline.attach has no {', '.join(unknown)}\n"
-            f"hint: it takes {', '.join(sorted(known))}"
-        )
-    trackers = tuple(more.get("trackers", ()))
-    if odd := [name for name in trackers if name not in SINKS]:
-        raise ConfigError(f"{odd[0]!r} is not a tracker\nhint: {', '.join(SINKS)}")
+def _batch_size(loader: Any) -> int:
     sampler = getattr(loader, "batch_sampler", None)
-    size = more.get("batch_size") or getattr(loader, "batch_size", None)
-    size = size or getattr(sampler, "batch_size", None)
+    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
     if not size:
         raise ConfigError(
             "paceline.attach cannot see how many samples a batch has\nhint: batch_size=N"
         )
-    accumulate, steps = int(more.get("accumulate", 1)), int(more.get("steps") or 0)
-    if not steps and more.get("epochs") and hasattr(loader, "__len__"):
-        steps = int(more["epochs"]) * len(loader) // accumulate
-    return Asked(
-        name=name,
-        out=None if out is None else Path(out),
-        batch_size=int(size),
-        accumulate=accumulate,
-        steps=steps,
-        log_every=int(more.get("log_every", 10)),
-        loader_workers=int(getattr(loader, "num_workers", 0)),
-        start_s=float(more.get("start_s", 300.0)),
-        progress_s=float(more.get("progress_s", 600.0)),
-        trackers=trackers,
-    )
+    return int(size)
 
 
 class Attached:
@@ -129,11 +124,11 @@ class Attached:
         self._ledger = self._build_ledger()
         self._lock = self._run.lock() if self._place.rank == 0 else None
         trackers = asked.trackers if self._place.rank == 0 else ()
-        self._trackers = Trackers(self._run, trackers, _say)
+        self._trackers = Trackers(self._run, trackers, say, LAST_S)
         self.step = self._recorded = self._num_batches = 0
         self._evaluation: dict[str, float] = {}
         self._sums: list[tuple[Tensor, int, Mapping[str, Any]]] = []
-        self._lr, self._grad_norm = float("nan"), float("nan")
+        self._lr, self._grad_norm = float("nan"), cast("Tensor | float", float("nan"))
         self._is_closed = False
         self._stop: StopAsked | None = None
         self._stacks: TextIO | None = None
@@ -176,7 +171,7 @@ class Attached:
         mean = on_device(loss, self._device)[0]
         self._sums.append((mean * count, count, metrics))
         if grad_norm is not None:
-            self._grad_norm = grad_norm  # type: ignore[assignment]
+            self._grad_norm = grad_norm
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Take in the numbers of an evaluation after the last step; rank 0's count."""
@@ -193,7 +188,7 @@ class Attached:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         else:
             self._fail(error)
@@ -303,11 +298,12 @@ class Attached:
             return
         if self._stop is not None:
             self._fail(self._stop)
-        elif self._place.world_size == 1:
+            return
+        self._notes.append(NO_CLOSE)
+        if self._place.world_size == 1:
             self._close_well()
         else:
             self._ledger.abandon()
-            self._notes.append(NO_CLOSE)
             self._end(Outcome.OK)
             self._conclude_all()
 

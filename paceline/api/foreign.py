@@ -37,8 +37,8 @@ from paceline.records.disk import save_last
 from paceline.records.files import fingerprint, write_atomic
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
-from paceline.report import write_report
 from paceline.run.conclude import Circumstances, conclude
+from paceline.run.flow import record
 from paceline.run.rank import TRAIN
 from paceline.strategies.optimizers import KINDS
 from paceline.train.heartbeat import Ticker
@@ -199,9 +199,15 @@ def conclude_run(run: RunDir, notes: list[str]) -> Result:
         notes=notes,
     )
     result = conclude(run, plan, env, known)
-    run.lost.keep(run.result, result.to_json(), save_last)
-    write_report(run)
+    if not plan.steps:  # the script did not say how many there would be
+        plan.model_copy(update={"steps": result.steps}).save(run.plan)
+    record(run, result, say)
     return result
+
+
+def say(text: str) -> None:
+    """Tell the user of a script what is not its own affair."""
+    print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
@@ -241,11 +247,9 @@ class Watchdog(Ticker):
         )
         run.lost.keep(run.rank_end(rank), end.to_json(), save_last)
         self._conclude()
-        print(
-            f"paceline: rank {rank} has got nowhere: the {missed} deadline has passed;"
-            f" {run.report} says where it is",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"rank {rank} has got nowhere: the {missed} deadline has passed; {run.report} says"
+            " where it is"
         )
         os._exit(Outcome.STALL.exit_code)
 

@@ -197,7 +197,7 @@ def _train_in(
             notes=trackers.notes,
         )
         result = conclude(run, plan, env, known)
-        _record(run, result, talk)
+        record(run, result, talk.say)
         if resumption is not None:
             put_back_decisions(run)
     return result
@@ -213,16 +213,16 @@ def reserved(path: Path, num_ranks: int) -> Iterator[None]:
         release(path)
 
 
-def _record(run: RunDir, result: Result, talk: Talk) -> None:
+def record(run: RunDir, result: Result, say: Callable[[str], None]) -> None:
     """Write result.json and the report. Where that cannot be done it is said, and the run has ended
     as it has."""
     if not run.lost.keep(run.result, result.to_json(), save_last):
-        talk.say(f"warning: {run.result} cannot be written: {run.lost.by_file[run.result].error}")
+        say(f"warning: {run.result} cannot be written: {run.lost.by_file[run.result].error}")
     try:
         write_report(run)
     except (OSError, PacelineError) as error:
         what = error if isinstance(error, PacelineError) else DiskError.of(error)
-        talk.say(
+        say(
             f"warning: the report was not written: {what.problems[0].partition(NEWLINE)[0]}\n"
             f"hint: once that is mended: paceline report {run.root}"
         )

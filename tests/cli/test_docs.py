@@ -91,10 +91,13 @@ CODE = fenced("launching", "python")
 
 
 def start(command: str, folder: Path) -> subprocess.Popen[str]:
-    """Warm where it is nothing but our program; all else is for a shell."""
+    """Warm where it is nothing but our program, or a Python file of the page; all else is for a
+    shell."""
     own = {"XDG_CACHE_HOME": str(folder / "cache")}  # rates that a check kept are not another's
     ours = our_words(command)
-    if ours is None or "launch.launcher=deepspeed" in command:
+    if file := re.fullmatch(r"python (\w+)\.py", command):
+        env, argv, starter = {}, [sys.executable, "-m", file[1]], warm.start
+    elif ours is None or "launch.launcher=deepspeed" in command:
         env, argv, starter = {}, ["bash", "-c", command], subprocess.Popen
     else:
         env, argv, starter = ours[0], [sys.executable, "-m", "paceline", *ours[1]], warm.start

@@ -95,6 +95,15 @@ def test_an_error_of_the_loop_is_the_outcome(tmp_path: Path) -> None:
     assert len(paceline.load_run(tmp_path / "a").steps) == 1, "the step that was whole"
 
 
+def test_a_script_that_says_little(tmp_path: Path) -> None:
+    run, model, optimizer = make(tmp_path / "a", epochs=0)
+    list(iter_losses(run, model, optimizer))
+    run._left()  # as at the end of a program that did not close
+    made = paceline.load_run(tmp_path / "a")
+    assert made.plan.steps == made.result.steps == 3, "known in the end"
+    assert any("without run.close()" in note for note in made.result.notes)
+
+
 def test_what_cannot_be_attached_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,8 +111,6 @@ def test_what_cannot_be_attached_is_refused(
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ConfigError, match="hint: batch_size=N"):
         paceline.attach(model, optimizer, [1, 2])
-    with pytest.raises(ConfigError, match="has no batchsize"):
-        paceline.attach(model, optimizer, [1, 2], batchsize=3)
     with pytest.raises(ConfigError, match="bad_tracker"):
         paceline.attach(model, optimizer, [1], batch_size=1, out=tmp_path / "x",
                         trackers=["bad_tracker"])  # fmt: skip
