@@ -13,7 +13,7 @@ import json
 import mmap
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -21,15 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torch_worker
-from typing_extensions import TypeIs
 
-from paceline.data.base import Stream
 from paceline.data.collate import join, rule_of
 from paceline.data.cursor import Order, StepSlice
 from paceline.data.loader import TIMED_OUT, Microbatch, Rules
 from paceline.data.rng import seed_rng
+from paceline.data.stream_shards import Shards
 from paceline.errors import DataError
 
 Sample = tuple[Any, str]  # and its name
@@ -47,14 +46,6 @@ class Place(NamedTuple):
     taken: int = 0
     used: int = 0
     state: Any = None
-
-
-class Shards(NamedTuple):
-    """A stream as shards: their names, and what opens one of them in an epoch. What is opened is
-    iterable, and may have `state_dict` and `load_state_dict`."""
-
-    names: Sequence[str]
-    open: Callable[[int, int], Any]
 
 
 @dataclass(frozen=True)
@@ -79,58 +70,6 @@ class StreamPlan:
         order = Order(size, self.seed).at(epoch * size + np.arange(size))
         own = order if self.by_sample else order[reader :: self.num_readers]
         return [int(shard) for shard in own]
-
-
-def is_stream(data: Any) -> TypeIs[Stream]:
-    """Say whether samples come in turn only, and not by index."""
-    if isinstance(data, IterableDataset):
-        return True
-    by_index = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    return not by_index and (hasattr(data, "__iter__") or _has_shards(data))
-
-
-def _has_shards(data: Any) -> bool:
-    return hasattr(data, "shards") and callable(getattr(data, "open", None))
-
-
-def find_shards(data: Any) -> Shards:
-    """Return the shards of a stream: its own `shards` and `open`, those of a data set of Hugging
-    Face, or the whole as one."""
-    if _has_shards(data):
-        shards = list(data.shards)
-        if not shards:
-            raise DataError(f"{type(data).__name__}.shards is empty: there is nothing to read")
-        return Shards([str(shard) for shard in shards], lambda n, epoch: data.open(shards[n]))
-    if type(data).__module__.startswith("datasets."):
-        size = data.num_shards
-        return Shards([f"shard {n} of {size}" for n in range(size)], _open_of_datasets(data, size))
-    if not hasattr(data, "load_state_dict"):
-        return Shards([type(data).__name__], lambda n, epoch: data)
-    # A rehearsal may have read from it before: its first pass begins where it did at first.
-    fresh = data.state_dict()
-
-    def open_again(n: int, epoch: int) -> Any:
-        if epoch == 0:
-            data.load_state_dict(fresh)
-        return data
-
-    return Shards([type(data).__name__], open_again)
-
-
-def _open_of_datasets(data: Any, size: int) -> Callable[[int, int], Any]:
-    """Open a shard by itself. A shuffle buffer of the library's is not in its `state_dict`, so that
-    is not used where there is one: samples are counted."""
-    inner, has_buffer = getattr(data, "_ex_iterable", None), False
-    while inner is not None:
-        has_buffer |= hasattr(inner, "buffer_size")
-        inner = getattr(inner, "ex_iterable", None)
-
-    def open_shard(n: int, epoch: int) -> Any:
-        shard = data.shard(num_shards=size, index=n, contiguous=False)
-        shard.set_epoch(epoch)
-        return iter(shard) if has_buffer else shard
-
-    return open_shard
 
 
 class Reader:

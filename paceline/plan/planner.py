@@ -13,7 +13,7 @@ import torch
 
 from paceline.config.schema import RunConfig
 from paceline.data.buckets import open_picks
-from paceline.data.streams import is_stream
+from paceline.data.stream_shards import is_stream
 from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.job import Job
 from paceline.machine.datasheets import choose_arithmetic, choose_peak

@@ -21,7 +21,8 @@ from paceline.data.loader import (
     Source,
     to_device,
 )
-from paceline.data.streams import Place, StreamPlan, StreamSource, find_shards, is_stream
+from paceline.data.stream_shards import find_shards, is_stream
+from paceline.data.streams import Place, StreamPlan, StreamSource
 from paceline.errors import ConfigError, DataError
 from paceline.job import Job
 from paceline.metrics import PADDING

@@ -22,7 +22,7 @@ from paceline.data.cursor import Indices, Order
 from paceline.data.documents import find_source, iter_documents, iter_file
 from paceline.data.hub import parse_hub
 from paceline.data.packing import split_rows
-from paceline.data.streams import is_stream
+from paceline.data.stream_shards import is_stream
 from paceline.data.text import find_prepared
 from paceline.data.tokenizer import BYTES, Tokenizer, encode_documents
 from paceline.errors import ConfigError, DataError, LoaderError, PacelineError

@@ -19,7 +19,7 @@ from paceline.checkpoint.saver import Saver, Writer
 from paceline.checkpoint.tensors import TensorFiles
 from paceline.data.base import Dataset
 from paceline.data.loader import to_device
-from paceline.data.streams import is_stream
+from paceline.data.stream_shards import is_stream
 from paceline.errors import ConfigError, DataError, Outcome
 from paceline.job import Job
 from paceline.machine.group import StoreAddress, claim_device, join_group

@@ -10,7 +10,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline.data.cursor import StepSlice
 from paceline.data.loader import LoaderPlan, Microbatch, Microbatches, Rules
-from paceline.data.streams import Place, StreamPlan, StreamSource, find_shards, is_stream
+from paceline.data.stream_shards import find_shards, is_stream
+from paceline.data.streams import Place, StreamPlan, StreamSource
 from paceline.errors import DataError, LoaderError
 
 MICRO, STEPS, READERS = 3, 20, 4
@@ -70,6 +71,7 @@ KINDS = {
     "shards": Sharded,
     "stateful": Stateful,
     "plain": Plain,
+    "plain, stateful": lambda: Numbers(0, 40),
     "datasets": of_datasets,
     "datasets, shuffled": lambda: of_datasets(8),
     "few shards": lambda: Sharded(2),
@@ -139,7 +141,7 @@ def test_a_run_goes_on_where_it_stopped_on_other_ranks(kind: str, buffer: int) -
         for item in take(start(make(), 2, rank, how), 2 * stop):
             places[item.reader] = item.place
     has_state = any(place.state is not None for place in places)
-    assert has_state == (kind in ("stateful", "datasets"))
+    assert has_state == (kind in ("stateful", "plain, stateful", "datasets"))
     rest = read(make(), 4, STEPS - stop, how._replace(places=tuple(places), first=stop))
     assert rest == whole[4 * stop :]
 
@@ -235,3 +237,10 @@ def test_what_is_a_stream() -> None:
     assert not is_stream([1, 2, 3]) and not is_stream(torch.utils.data.TensorDataset(torch.ones(3)))
     datasets = pytest.importorskip("datasets")
     assert not is_stream(datasets.Dataset.from_dict({"x": [1]}))
+
+
+def test_what_can_be_read_only_once_is_refused() -> None:
+    with pytest.raises(
+        DataError, match=r"a generator, which can be read only once\nhint: .*shards"
+    ):
+        find_shards(n for n in range(3))
