@@ -341,7 +341,11 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "a.tar.gz").write_bytes(b"")
     (tmp_path / "list.csv").write_text("where\nx.png\n")
+    (tmp_path / "torn.csv").write_bytes(b"path\na.png\rb\n")
+    (tmp_path / "odd.parquet").write_bytes(b"PAR1 and no more")
     cases = {
+        "torn.csv": "torn.csv:1 is not CSV",
+        "odd.parquet": "cannot be read as parquet",
         "mixed": "more than one kind of source",
         "empty": "holds no images",
         "packed": "a.tar.gz is compressed",
@@ -352,6 +356,14 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     for name, told in cases.items():
         with pytest.raises(DataError, match=told):
             open_images(tmp_path, tmp_path / name)
+
+
+def test_links_are_followed_and_never_in_a_circle(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "source")
+    (folder / "again").symlink_to(folder, target_is_directory=True)
+    (folder / "bird").symlink_to(make_folder(tmp_path / "other") / "cat", target_is_directory=True)
+    found = open_images(tmp_path, folder)
+    assert len(found) == NUM + NUM // 2 and found.classes == ["bird", "cat", "dog"]
 
 
 def test_a_parquet_file_without_images_is_refused(tmp_path: Path) -> None:
