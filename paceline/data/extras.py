@@ -1,4 +1,4 @@
-"""Libraries that only some jobs need: imported where used, or named with what to install."""
+"""Libraries that only some jobs need: imported where they are used, else named with their extra."""
 
 import importlib
 from typing import Any
