@@ -17,6 +17,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from paceline.data.base import CountsUnits, Dataset
 from paceline.data.cursor import Indices, Order, StepSlice
+from paceline.data.positions import at_positions
 from paceline.data.rng import seed_rng
 from paceline.errors import DataError, LoaderError
 from paceline.machine.process import die_with_parent
@@ -82,27 +83,6 @@ class MicrobatchSource(TorchDataset[Microbatch]):
             self._block, self._block_ids = block, self.order.at(np.stack(positions))
         ids: Indices = self._block_ids[row]
         return ids
-
-
-def at_positions(data: Dataset, sample_ids: Indices, first: int) -> Dataset:
-    """Return the data set as it is for these samples, which stand at positions `first`, `first + 1`
-    and so on of the run. One that draws random numbers may have `at(index, position)`: what it
-    draws then depends on the position alone, not on ranks, loaders or microbatches."""
-    return _Placed(data, sample_ids, first) if hasattr(data, "at") else data
-
-
-class _Placed:
-    def __init__(self, data: Any, sample_ids: Indices, first: int) -> None:
-        self.data, self.positions = data, dict[int, list[int]]()
-        for position, index in enumerate(sample_ids.tolist(), first):
-            self.positions.setdefault(index, []).append(position)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        left = self.positions[index]  # several where an epoch ends inside a microbatch
-        return self.data.at(index, left.pop(0) if len(left) > 1 else left[0])
 
 
 def collate(data: Dataset, sample_ids: Indices) -> Any:
