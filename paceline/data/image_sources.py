@@ -94,9 +94,13 @@ def look_through(path: Path, columns: Columns) -> Source:
 
 def _folder(root: Path) -> Source:
     by_kind: dict[Kind, list[Path]] = {"files": [], "tar": [], "parquet": []}
-    packed = []
+    packed, walked = [], {os.path.realpath(root)}
     for folder, subfolders, names in os.walk(root, followlinks=True):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        inner = {name: os.path.realpath(Path(folder, name)) for name in sorted(subfolders)}
+        # Links to folders are followed, but each folder is walked once: links may lead in circles.
+        new = {name: real for name, real in inner.items() if real not in walked}
+        walked |= set(new.values())
+        subfolders[:] = [name for name in new if not name.startswith(".")]
         for name in sorted(names):
             kind = _kind_of(Path(name))
             if kind is not None and not name.startswith("."):
@@ -137,18 +141,23 @@ def _file_place(name: Path) -> Place:
 
 def _list_places(path: Path, columns: Columns) -> list[Place]:
     rows = csv.DictReader(io.StringIO(read_text(path, MAX_LIST_BYTES, follow=True)))
+    try:
+        return list(_rows_of_list(path, rows, columns))
+    except csv.Error as error:
+        raise DataError(f"{path}:{rows.line_num} is not CSV: {error}") from error
+
+
+def _rows_of_list(path: Path, rows: "csv.DictReader[str]", columns: Columns) -> Iterator[Place]:
     names = [name for name in (*PATH_COLUMNS, columns.image) if name in (rows.fieldnames or ())]
     if not names:
         raise DataError(
             f"{path} has no column of paths: its first line is {list(rows.fieldnames or ())}\n"
             f"hint: call the column {PATH_COLUMNS[0]}"
         )
-    places = []
-    for number, row in enumerate(rows, 2):
+    for row in rows:
         if not row[names[0]]:
-            raise DataError(f"{path}:{number} names no file in column {names[0]}")
-        places.append(Place(row[names[0]], _number(row.get(columns.label))))
-    return places
+            raise DataError(f"{path}:{rows.line_num} names no file in column {names[0]}")
+        yield Place(row[names[0]], _number(row.get(columns.label)))
 
 
 def _number(text: str | None) -> int | str | None:
@@ -179,7 +188,7 @@ def _tar_places(path: Path, number: int) -> Iterator[Place]:
         folder, _, base = member.name.rpartition("/")
         stem, _, kind = base.partition(".")
         key = f"{folder}/{stem}"
-        if kind.lower() in SUFFIXES:
+        if kind.lower() in SUFFIXES and stem:  # ._a.png and the like are not images
             images.append((key, member.name, member.offset_data, member.size))
         elif kind == "cls":
             labels[key] = _number(content(member).decode(errors="replace").strip())
@@ -241,7 +250,7 @@ def _parquet_places(path: Path, number: int, columns: Columns) -> Iterator[Place
                 for at, label in enumerate(labels):
                     yield Place(f"{path.name}:{row}", label, number, group, at)
                     row += 1
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
 
 
@@ -264,8 +273,8 @@ def read_place(source: Source, place: Place, columns: Columns) -> bytes:
             return _parquet_bytes(str(path), place, columns)
         with open_regular(path, follow=True) as file:
             return os.pread(file.fileno(), place.length, place.first)
-    except OSError as error:
-        raise DataError(f"{describe(source, place)} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # also a name with a zero byte, or damaged parquet
+        raise DataError(f"{describe(source, place)} cannot be read: {error}") from error
 
 
 def _parquet_bytes(path: str, place: Place, columns: Columns) -> bytes:

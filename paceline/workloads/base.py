@@ -7,6 +7,7 @@ class MyWorkload(Workload):
     def loss(self, model, batch): ...                (sum of the losses, how many were summed)
     def evaluate(self, model, batch): ...            if there is more to measure than the loss
     def metrics(self, found): ...                    from that to numbers, once for all samples
+    def generate(self, model, request): ...          if it writes text: paceline generate
     def on_step(self, step, record): ...             and on_eval, on_checkpoint: to be told of them
 
 paceline train my_job.py:MyWorkload train.steps=50

@@ -50,8 +50,11 @@ class Codec:
     name: str = "bytes"
 
     def prompt(self, text: str) -> list[int]:
-        """Return the ids to continue; of an empty text the mark that stands before a document."""
+        """Return the ids to continue; of an empty text the mark that stands before a document. A
+        mark that the tokenizer has put behind the text would end it."""
         ids = self.encode(text) or sorted(self.end_ids)[:1]
+        if len(ids) > 1 and ids[-1] in self.end_ids:
+            ids = ids[:-1]
         if not ids:
             raise ConfigError("an empty prompt, and the tokenizer names no mark to begin with")
         return ids
@@ -106,9 +109,8 @@ class Writing:
         num_rows = len(self.request.prompts)
         seed = self.request.sampling.seed
         self.rows, self.ended = [[] for _ in range(num_rows)], [False] * num_rows
-        self.draws = [
-            torch.Generator().manual_seed(seed * 1_000_003 + row) for row in range(num_rows)
-        ]
+        seeds = [(seed * 1_000_003 + row) % (1 << 63) for row in range(num_rows)]
+        self.draws = [torch.Generator().manual_seed(number) for number in seeds]
 
     @property
     def is_over(self) -> bool:
@@ -148,9 +150,9 @@ def choose(logits_BV: Tensor, sampling: Sampling, draws_B: Tensor) -> Tensor:
     shares = shares * (shares.cumsum(dim=-1) - shares < sampling.top_p)
     reached = shares.cumsum(dim=-1)
     place = (reached <= draws_B[:, None] * reached[:, -1:]).sum(dim=-1, keepdim=True)
-    # Rounding may lead past the last share that is left.
+    # Rounding may lead past the last share that is left, and a top_p of 0 leaves none.
     last = (shares > 0).sum(dim=-1, keepdim=True) - 1
-    return order.gather(1, place.minimum(last))[:, 0]
+    return order.gather(1, place.minimum(last).clamp(min=0))[:, 0]
 
 
 class Stream:
@@ -183,11 +185,14 @@ def open_codec(folder: Path | None) -> Codec:
         return bytes_codec()
     name = str(folder / FILE)
     library = parse_definition(read_text(folder / FILE, MAX_FILE_BYTES, follow=True), name)
+    library.no_padding()
+    library.no_truncation()
+    end_ids = _end_ids(folder)
     return Codec(
         encode=lambda text: list(library.encode(text).ids),
         decode=lambda ids: str(library.decode(list(ids))),
-        end_ids=_end_ids(folder),
-        num_ids=int(library.get_vocab_size(with_added_tokens=True)),
+        end_ids=end_ids,
+        num_ids=max(library.get_vocab_size(with_added_tokens=True), *(x + 1 for x in end_ids), 0),
         name=name,
     )
 

@@ -149,7 +149,9 @@ def test_tokens_come_with_their_shares() -> None:
         found = drawn(logits, Sampling(temperature=temperature))
         torch.testing.assert_close(found, wanted, atol=1e-3, rtol=0)
     assert drawn(logits, Sampling(temperature=0)).tolist() == [0, 1, 0, 0, 0]
-    assert drawn(logits, Sampling(temperature=1.0, top_p=1e-9)).tolist() == [0, 1, 0, 0, 0]
+    for top_p in (1e-9, 0.0, float("nan")):  # the likeliest is always left
+        assert drawn(logits, Sampling(temperature=1.0, top_p=top_p)).tolist() == [0, 1, 0, 0, 0]
+    assert generate(build(), ask(seed=1 << 70)) == generate(build(), ask(seed=1 << 70))
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (None, 0.7), (4, 0.8), (1, 0.5), (99, 1.0)])
@@ -187,6 +189,14 @@ def test_a_tokenizer_beside_the_shards_is_used(tmp_path: Path) -> None:
     codec = codec_of({"shards": str(tmp_path)})
     assert codec.encode("the fox") == [1, 2] and codec.decode([1, 2]) == "the fox"
     assert (codec.end_ids, codec.num_ids, codec.prompt("")) == (frozenset({0}), 4, [0])
+    made.enable_truncation(2)  # as files of other models have it
+    made.enable_padding(length=5)
+    made.post_processor = library.processors.TemplateProcessing("$A <end>", None, [("<end>", 0)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    codec = codec_of({"shards": str(tmp_path)})
+    assert codec.encode("the fox fox") == [1, 2, 2, 0] and codec.prompt("the fox fox") == [1, 2, 2]
+    (tmp_path / "manifest.json").write_text(json.dumps({"end_id": 4}))  # one beside the vocabulary
+    assert codec_of({"shards": str(tmp_path)}).num_ids == 5
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="tokenizer.json is not a tokenizer"):
         open_codec(tmp_path)

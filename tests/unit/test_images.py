@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from paceline.data.cursor import Order, StepSlice
+from paceline.data.cursor import EvenPicks, Order, StepSlice
 from paceline.data.image_index import ImageIndex
 from paceline.data.images import ImageData, Images, centre_box, prepare_images, random_box
-from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource
+from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource, Rules
 from paceline.errors import ConfigError, DataError
 from paceline.job import load_job
 from tests.machines import plan
@@ -153,12 +153,17 @@ def test_an_empty_split_is_refused_with_what_to_change(tmp_path: Path) -> None:
         open_images(tmp_path, folder, "val", path_eval="auto", val_fraction=0.0)
 
 
+def loaded(data: Any, own: StepSlice) -> MicrobatchSource:
+    rules = Rules(None, 1)  # type: ignore[arg-type]
+    return MicrobatchSource(data, EvenPicks(Order(len(data), 3), own), rules)
+
+
 def batches(data: Any, micro: int, dp: int, num_steps: int) -> dict[int, torch.Tensor]:
     """Pixels by position of the run, from all ranks."""
     found = {}
     for rank in range(dp):
         own = StepSlice(micro, 1, dp, rank)
-        source = MicrobatchSource(data, Order(len(data), 3), own, None, 1)  # type: ignore[arg-type]
+        source = loaded(data, own)
         for step in range(num_steps):
             places = own.positions(step).tolist()
             found |= dict(zip(places, source[step].batch["pixels"], strict=True))
@@ -281,12 +286,11 @@ def test_a_loader_process_says_it_in_our_words(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "source")
     damage(folder)
     data = open_images(tmp_path, folder, "train")
-    source = MicrobatchSource(data, Order(NUM, 0), StepSlice(NUM, 1, 1, 0), None, 1)  # type: ignore[arg-type]
-    loaded = Microbatches(source, 1, LoaderPlan(1, 1, 60.0, False))
+    batches = Microbatches(loaded(data, StepSlice(NUM, 1, 1, 0)), 1, LoaderPlan(1, 1, 60.0, False))
     with pytest.raises(DataError) as caught:
-        next(loaded)
-    loaded.close()
-    assert str(caught.value).startswith(str(folder / NAMES[5]))
+        next(batches)
+    batches.close()
+    assert f"{folder / NAMES[5]} cannot be decoded" in str(caught.value)
     assert "Traceback" not in str(caught.value)
 
 
@@ -341,7 +345,11 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "a.tar.gz").write_bytes(b"")
     (tmp_path / "list.csv").write_text("where\nx.png\n")
+    (tmp_path / "torn.csv").write_bytes(b"path\na.png\rb\n")
+    (tmp_path / "odd.parquet").write_bytes(b"PAR1 and no more")
     cases = {
+        "torn.csv": "torn.csv:1 is not CSV",
+        "odd.parquet": "cannot be read as parquet",
         "mixed": "more than one kind of source",
         "empty": "holds no images",
         "packed": "a.tar.gz is compressed",
@@ -352,6 +360,14 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     for name, told in cases.items():
         with pytest.raises(DataError, match=told):
             open_images(tmp_path, tmp_path / name)
+
+
+def test_links_are_followed_and_never_in_a_circle(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "source")
+    (folder / "again").symlink_to(folder, target_is_directory=True)
+    (folder / "bird").symlink_to(make_folder(tmp_path / "other") / "cat", target_is_directory=True)
+    found = open_images(tmp_path, folder)
+    assert len(found) == NUM + NUM // 2 and found.classes == ["bird", "cat", "dog"]
 
 
 def test_a_parquet_file_without_images_is_refused(tmp_path: Path) -> None:
