@@ -83,6 +83,10 @@ class Weighted(Padded):
         return loss, self.units(batch)
     def units(self, batch): return WEIGHTS[batch["tokens"][:, 1:]].sum()
 
+class Halves(Padded):
+    def loss(self, model, batch): return super().loss(model, batch)[0], 3.4999998
+    def units(self, batch): return 3.5
+
 class Mean(PerSample):
     def loss(self, model, batch):
         loss, count = super().loss(model, batch)

@@ -127,7 +127,7 @@ class Microbatches:
     """`total` microbatches in order; loader processes keep `prefetch` of them ready each."""
 
     def __init__(self, source: Source, total: int, plan: LoaderPlan) -> None:
-        self.source, self.plan = source, plan
+        self.source, self.total, self.plan = source, total, plan
         self._next = 0  # the microbatch that is owed
         self._workers: list[Any] = []
         self._items: Iterator[Microbatch | DataError]

@@ -136,6 +136,8 @@ class Feed:
         some rank. Empty where there is one. A collective, for a stream that can end."""
         if not isinstance(self.source, StreamSource) or self.source.plan.repeats:
             return ""
+        if self._num_steps == self.microbatches.total // self.plan.batch.grad_accum:
+            return ""  # nobody asks for another
         if self._why_over is None:
             self._why_over = self._ask_all(self.source)
         return self._why_over

@@ -134,7 +134,7 @@ def _before(parts: LoopParts) -> LoopEnd | None:
         return LoopEnd(parts.keeper.wish(last).stop or Outcome.PREEMPTED, last)
     if parts.start.evaluation_is_due:
         _evaluate(parts, last)
-    if parts.keeper.best.why_over or (last < parts.plan.steps and parts.feed.why_over()):
+    if parts.keeper.best.why_over or parts.feed.why_over():
         return _end(parts, Outcome.OK, last)
     return None
 

@@ -118,6 +118,12 @@ def test_unequal_ends_are_agreed_by_all_ranks(job: str, tmp_path: Path) -> None:
     assert (again.step, again.why_early) == (2, ends.verdicts[0].why_early)
 
 
+def test_a_stream_may_be_longer_than_the_run(job: str, tmp_path: Path) -> None:
+    settings = [*SETTINGS, *STREAM, "data.stream_repeat=false", "train.steps=1"]
+    [verdict] = run_here(tmp_path, f"{job}:Turned", settings).verdicts
+    assert (verdict.outcome, verdict.step, verdict.why_early) == (Outcome.OK, 1, "")
+
+
 def test_a_mean_is_noticed_though_ranks_have_batches_of_different_sizes(
     job: str, tmp_path: Path
 ) -> None:
@@ -130,6 +136,14 @@ def test_a_stream_names_the_samples_of_a_bad_step(job: str, tmp_path: Path) -> N
     assert verdict.outcome is Outcome.NAN
     [note] = [note for note in verdict.notes if note.startswith("bad samples: ")]
     assert re.search(r"bad samples: \d+ is sample \d of part-\d, \d+ is sample", note)
+
+
+def test_weights_may_add_up_to_any_number(job: str, tmp_path: Path) -> None:
+    """The loss adds in fp32 what `units` adds in fp64: on either side of a half, 3.5."""
+    ends = run_here(tmp_path, f"{job}:Halves", [*SETTINGS, "train.micro_batch_size=1"])
+    assert [row.tokens_per_s * row.step_s for row in ends.rows if row.tokens_per_s] == [
+        pytest.approx(3.5)
+    ] * 8
 
 
 def test_keys_that_only_a_stream_reads_are_noted(job: str, tmp_path: Path) -> None:
