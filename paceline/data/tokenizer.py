@@ -211,17 +211,17 @@ def encode_documents(
         return
     # Forked: they need nothing but the tokenizer, and start in milliseconds.
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, context, _begin_worker, (tokenizer,)) as pool:
-        waiting: deque[tuple[list[Mark], Future[tuple[bytes, list[int]]]]] = deque()
-        try:
-            for texts, marks in chunks:
-                waiting.append((marks, pool.submit(_encode_chunk, texts)))
-                if len(waiting) >= AHEAD * workers:
-                    yield from _take(waiting.popleft(), tokenizer)
-            while waiting:
+    pool = ProcessPoolExecutor(workers, context, _begin_worker, (tokenizer,))
+    waiting: deque[tuple[list[Mark], Future[tuple[bytes, list[int]]]]] = deque()
+    try:
+        for texts, marks in chunks:
+            waiting.append((marks, pool.submit(_encode_chunk, texts)))
+            if len(waiting) >= AHEAD * workers:
                 yield from _take(waiting.popleft(), tokenizer)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while waiting:
+            yield from _take(waiting.popleft(), tokenizer)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _chunks(
