@@ -56,8 +56,8 @@ from paceline.checkpoint.restore import choose_checkpoint
 from paceline.checkpoint.saver import Saver, Writer
 from paceline.checkpoint.tensors import TensorFiles
 from paceline.config.schema import CheckpointConfig
-from paceline.data.cursor import Order, StepSlice
-from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource
+from paceline.data.cursor import EvenPicks, Order, StepSlice
+from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource, Rules
 from paceline.data.rng import capture_rng
 from paceline.records import DataPosition, Kept
 from paceline.workloads.lm.model import LM
@@ -249,7 +249,8 @@ class Nothing(Workload):
 def resume_data(num_workers: int) -> list[int]:
     """From a position to the first microbatch, as a rank builds it (train/worker.py)."""
     own = StepSlice(BATCH, 1, 2, 1, POSITION)
-    source = MicrobatchSource(Samples(), Order(NUM_SAMPLES, 0), own, Nothing(), 1)
+    picks = EvenPicks(Order(NUM_SAMPLES, 0), own)
+    source = MicrobatchSource(Samples(), picks, Rules(Nothing(), 1))
     loader = LoaderPlan(num_workers, prefetch=2, timeout_s=120, pin_memory=False)
     microbatches = Microbatches(source, 1000, loader)
     ids = next(microbatches).sample_ids.tolist()

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from paceline.data.base import Dataset, TextData
+from paceline.data.buckets import open_picks
 from paceline.data.shards import MANIFEST
 from paceline.data.text import build_tokens, find_source, open_tokens
 from paceline.data.tokenizer import Tokenizer, parse_definition
@@ -32,7 +33,7 @@ from paceline.job import load_job
 from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.prepare.text import train_bpe
-from paceline.train.feed import open_source
+from paceline.train.feed import TrainData, open_source
 
 CORES = len(os.sched_getaffinity(0))
 ROUNDS, LOADED = 5, 400
@@ -156,7 +157,9 @@ def load_ours(opened: Dataset) -> float:
     """Microbatches of a run on one rank, without loader processes, as in the other loops."""
     words = [f"train.micro_batch_size={BATCH}", f"data.seq_len={SEQ_LEN}", "launch.device=cpu"]
     job = load_job("lm_tiny", words)
-    source = open_source(job, make_plan(job, probe()), opened, 0, 0)
+    plan = make_plan(job, probe())
+    picks = open_picks(job.config, plan.batch, opened)
+    source = open_source(job, plan, TrainData(opened, picks), rank=0)
     begun = time.perf_counter()
     for number in range(LOADED):
         assert source[number].batch["tokens"].shape == (BATCH, SEQ_LEN + 1)
