@@ -163,7 +163,10 @@ def conclude(workload: Workload, shares: list[Share], deciding: str = "") -> dic
     for name in sorted({name for share in shares for name in share.items}):
         found[name] = _in_order([part for share in shares for part in share.items.get(name, ())])
     numbers = {name: value for name, value in found.items() if isinstance(value, float)}
-    numbers |= read_numbers(workload, workload.metrics(found))
+    made = read_numbers(workload, workload.metrics(found))
+    for name in [name for name, value in made.items() if not math.isfinite(value)]:
+        LOG.warning("%s%s, which %s.metrics made, is not finite", VAL, name, type(workload).__name__)
+    numbers |= made
     return {f"{VAL}{name}": value for name, value in numbers.items()}
 
 
