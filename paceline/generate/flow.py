@@ -84,7 +84,8 @@ def open_author(path: str, which: Which, say: Say, approve: Approve | None = Non
     is_local = place.exists() or path.startswith(("/", ".", "~")) or path.count("/") != 1
     if is_local and not (place / "config.json").is_file():
         raise DataError(
-            f"{path} is neither a run directory (run.yaml) nor a model's folder (config.json)"
+            f"{path} is neither a run directory (run.yaml) nor a model's folder (config.json)\n"
+            "hint: give a run, as runs/latest, or a folder that save_pretrained has written"
         )
     return _open_model(path, device, say)
 
