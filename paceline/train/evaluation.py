@@ -165,7 +165,9 @@ def conclude(workload: Workload, shares: list[Share], deciding: str = "") -> dic
     numbers = {name: value for name, value in found.items() if isinstance(value, float)}
     made = read_numbers(workload, workload.metrics(found))
     for name in [name for name, value in made.items() if not math.isfinite(value)]:
-        LOG.warning("%s%s, which %s.metrics made, is not finite", VAL, name, type(workload).__name__)
+        LOG.warning(
+            "%s%s, which %s.metrics made, is not finite", VAL, name, type(workload).__name__
+        )
     numbers |= made
     return {f"{VAL}{name}": value for name, value in numbers.items()}
 
