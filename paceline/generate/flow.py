@@ -30,7 +30,7 @@ from paceline.records.rundir import RunDir
 from paceline.strategies.precision import compute_context
 from paceline.strategies.stored import load_module
 from paceline.strategies.weights import fill_weights
-from paceline.workloads.base import Approve, Workload, require_trusted
+from paceline.workloads.base import Approve, Workload, no_text, require_trusted
 from paceline.workloads.generation import (
     Codec,
     Request,
@@ -96,6 +96,8 @@ def _open_run(
     launch = LaunchPlan.load(run.launch)
     require_trusted(launch.workload, run.root, approve)
     job = reload_job(run, launch.workload)
+    if type(job.workload).generate is Workload.generate:
+        raise no_text(job.workload)  # before weights are read, and the prompt is shown
     folder = CheckpointFolder.of_run(run, job.config.checkpoint)
     step, name = _choose(folder, which.step)
     manifest = require_sound(folder, step, say)
