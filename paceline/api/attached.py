@@ -47,6 +47,7 @@ from paceline.train.metrics import Ledger, LedgerFiles
 from paceline.train.readback import on_device
 from paceline.train.verdict import explain, outcome_of, peak_memory, save_verdict
 from paceline.workloads.base import Workload
+from paceline.workloads.returns import add_pairs
 
 END = object()
 NO_FLOPS = "a loop of the script's own says nothing of its FLOPs"
@@ -217,9 +218,7 @@ class Attached:
         units = sum(count for _, count, _ in self._sums)
         extras: dict[str, tuple[Any, Any]] = {}
         for _, _, metrics in self._sums:
-            for name, pair in metrics.items():
-                before = extras.get(name, (0.0, 0.0))
-                extras[name] = (before[0] + pair[0], before[1] + pair[1])
+            add_pairs(extras, metrics)
         info = StepInfo(on_device(self._grad_norm, self._device)[0], zero)
         # Nobody promised how many there would be: batches may differ from rank to rank.
         unknown = float("nan")
@@ -340,6 +339,7 @@ class Attached:
         result = conclude_run(self._run, self._trackers.notes)
         if self._lock is not None:
             self._lock.__exit__()
+            say(f"{self.path.name} ended as {result.outcome.value}: {self._run.report}")
         return result
 
     def _end(self, outcome: Outcome, error: BaseException | None = None) -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from paceline.run.conclude import Circumstances, conclude
 from paceline.run.flow import record
 from paceline.run.rank import TRAIN
 from paceline.strategies.optimizers import KINDS
+from paceline.track.sinks import check_installed
 from paceline.train.heartbeat import Ticker
 from paceline.workloads.base import Workload
 from paceline.workloads.given import ATTACHED
@@ -118,13 +119,13 @@ def open_run(asked: Asked, model: nn.Module, optimizer: Optimizer) -> tuple[RunD
 def _write_decisions(
     asked: Asked, model: nn.Module, optimizer: Optimizer, topology: Topology
 ) -> RunDir:
+    if missing := [str(each) for each in check_installed(asked.trackers)]:
+        raise ConfigError(missing)
     run = RunDir.create(asked.name, asked.out)
     env = probe()
     job = Job(_config(asked, model, optimizer), ForeignLoop(model))
-    made = make_plan(job, env, topology)
-    if missing := [str(each) for each in made.problems() if each.where == "observe.trackers"]:
-        raise ConfigError(missing)  # what else a plan finds is about a loop of ours
-    plan = _as_it_is(made, asked, model, optimizer)
+    # What a plan finds wrong is about a loop of ours.
+    plan = _as_it_is(make_plan(job, env, topology), asked, model, optimizer)
     write_atomic(run.config, f"# asked: paceline.attach in {asked.name}\n{dump_config(job.config)}")
     env.save(run.env)
     plan.save(run.plan)
@@ -187,6 +188,8 @@ def conclude_run(run: RunDir, notes: list[str]) -> Result:
     by the rank that fails where one does. Who knows more writes it again."""
     plan, env = Plan.load(run.plan), Env.load(run.env)
     ending = judge_end(run, plan.world_size, LaunchEnd(load_ends(run, plan.world_size)))
+    if ending.failure is not None:  # what the script prints is kept by whoever started it
+        ending = replace(ending, failure=ending.failure.model_copy(update={"log": ""}))
     script = Path(sys.argv[0]) if sys.argv else Path()
     code = script.read_bytes() if script.is_file() else b""
     known = Circumstances(

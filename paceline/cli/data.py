@@ -47,10 +47,9 @@ def smoke(
         return
     print(f"{found.units_per_s:,.0f} {found.unit}/s from {found.source}")
     batches = count(found.num_batches, "batch", "batches")
-    print(
-        f"{batches} in {duration(found.elapsed_s)}, the first after {duration(found.first_s)};"
-        f" {count(found.num_files, 'file')} opened"
-    )
+    opened = f"; {count(found.num_files, 'file')} opened" if found.num_files else ""
+    first = f"the first after {duration(found.first_s)}"
+    print(f"{batches} in {duration(found.elapsed_s)}, {first}{opened}")
     print(
         f"waits: p50 {duration(found.wait_p50_s)}, p95 {duration(found.wait_p95_s)}, longest"
         f" {duration(found.longest_s)} at {found.longest_at}"

@@ -52,6 +52,7 @@ def text(
     with refusals_on_stdout(as_json):
         from paceline.data.base import TextData
         from paceline.prepare.text import Asked, prepare_text
+        from paceline.records.words import count
 
         settings = TextData(
             source=source,
@@ -67,6 +68,6 @@ def text(
     for split in ("train", "val"):
         ours = [shard for shard in manifest.shards if shard.split == split]
         num_tokens = sum(shard.num_tokens for shard in ours)
-        print(f"{split}: {num_tokens:,} tokens in {len(ours)} shards")
+        print(f"{split}: {num_tokens:,} tokens in {count(len(ours), 'shard')}")
     print(f"tokenizer: {manifest.tokenizer}, {manifest.vocab_size:,} ids, {manifest.dtype}")
     talk.say(f"to train on it: data.source={out} model.vocab_size={manifest.vocab_size}")

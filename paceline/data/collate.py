@@ -1,6 +1,6 @@
 """From samples to a batch: by the job's rule or torch's, and who is to blame where that fails."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -9,9 +9,9 @@ from paceline.data.base import Dataset
 from paceline.data.cursor import Indices
 from paceline.data.padding import BadSample
 from paceline.errors import DataError
+from paceline.records.words import few
 
 Collate = Callable[[list[Any]], Any]
-MAX_NAMED = 8
 UNLIKE = "give all samples the same keys, and shapes that differ in their first dimension at most"
 UNEQUAL = (
     "samples of different shapes need a rule: write collate(self, samples) in the workload;"
@@ -34,7 +34,7 @@ def collate(
         except DataError:
             raise
         except Exception as error:
-            named = _list([str(index) for index in sample_ids])
+            named = few([str(index) for index in sample_ids])
             raise DataError(f"{_name(whole)} failed on samples {named}: {_told(error)}") from error
     ids = sample_ids.tolist()
     samples = [_sample(data, ids[n], None if place is None else place + n) for n in range(len(ids))]
@@ -95,14 +95,14 @@ def _blamed(
     alone = [number for number, sample in enumerate(samples) if _fails(rule, sample)]
     odd = next((n for n, s in enumerate(samples) if form_of(s) != form_of(samples[0])), None)
     if alone and len(alone) < len(samples):
-        culprits = _list([names[number] for number in alone])
+        culprits = few([names[number] for number in alone])
         return DataError(f"{_name(rule)} failed on {culprits}: {_told(error)}")
     if odd is not None:
         return DataError(
             f"{_name(rule)} failed: {_told(error)}\n{names[odd]} has {form_of(samples[odd])}, and"
             f" {names[0]} {form_of(samples[0])}\nhint: {UNEQUAL}"
         )
-    return DataError(f"{_name(rule)} failed on {_list(names)}: {_told(error)}")
+    return DataError(f"{_name(rule)} failed on {few(names)}: {_told(error)}")
 
 
 def _fails(rule: Collate, sample: Any) -> bool:
@@ -136,8 +136,3 @@ def _name(rule: Any) -> str:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more

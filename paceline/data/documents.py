@@ -23,6 +23,7 @@ from paceline.data.extras import require_extra
 from paceline.data.hub import HubSet, parse_hub
 from paceline.errors import DataError
 from paceline.records.base import DAMAGED
+from paceline.records.words import few
 
 PIECE_BYTES = 1 << 18
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".text"})
@@ -245,10 +246,14 @@ def _jsonl_rows(path: Path, text_field: str) -> Iterator[bytes]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
+            row: Any = None
             try:
-                yield json.loads(line)[text_field].encode()
+                row = json.loads(line)
+                yield row[text_field].encode()
             except DAMAGED as error:
                 said = repr(error)[:MAX_SAID]
+                if isinstance(row, dict) and text_field not in row:
+                    said = f"it has {few(row)[:MAX_SAID] or 'nothing'}"
                 raise DataError(
                     f"{path}:{number} is not a JSON row with text in '{text_field}': {said}\n"
                     "hint: data.text_field names the field"

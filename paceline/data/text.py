@@ -28,6 +28,7 @@ from paceline.data.shards import (
 from paceline.data.tokenizer import BYTES, Tokenizer
 from paceline.errors import ConfigError, DataError, DiskError
 from paceline.records.files import FileLock, fingerprint
+from paceline.records.words import count, size
 
 if TYPE_CHECKING:
     from paceline.data.packing import PackedTokens, PaddedDocuments
@@ -99,8 +100,8 @@ def build_tokens(
 
 def _announce(source: Source, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
     how = "as bytes" if tokenizer.is_bytes else f"with the tokenizer {tokenizer.name}"
-    size = f"{len(source.files)} files ({source.num_bytes / 1e6:.1f} MB)"
-    say(f"reading {size} of {source.name} {how}")
+    num_files = count(len(source.files), "file")
+    say(f"reading {num_files} ({size(source.num_bytes)}) of {source.name} {how}")
     if not tokenizer.names_end:
         say(f"it names no token that ends a text: {tokenizer.end_id} stands behind each document")
     num_val = sum(file.split == "val" for file in source.files)
@@ -109,7 +110,7 @@ def _announce(source: Source, tokenizer: Tokenizer, say: Callable[[str], None]) 
 
 
 def _tell(manifest: Manifest, say: Callable[[str], None]) -> None:
-    say(f"{manifest.num_tokens / 1e6:.1f} M tokens in {len(manifest.shards)} shards")
+    say(f"{manifest.num_tokens:,} tokens in {count(len(manifest.shards), 'shard')}")
     if manifest.num_repeated:
         say(f"{manifest.num_repeated} documents are left out: they stand in validation too")
 

@@ -30,7 +30,7 @@ from paceline.records.rundir import RunDir
 from paceline.strategies.precision import compute_context
 from paceline.strategies.stored import load_module
 from paceline.strategies.weights import fill_weights
-from paceline.workloads.base import Approve, Workload, require_trusted
+from paceline.workloads.base import Approve, Workload, no_text, require_trusted
 from paceline.workloads.generation import (
     Codec,
     Request,
@@ -84,7 +84,8 @@ def open_author(path: str, which: Which, say: Say, approve: Approve | None = Non
     is_local = place.exists() or path.startswith(("/", ".", "~")) or path.count("/") != 1
     if is_local and not (place / "config.json").is_file():
         raise DataError(
-            f"{path} is neither a run directory (run.yaml) nor a model's folder (config.json)"
+            f"{path} is neither a run directory (run.yaml) nor a model's folder (config.json)\n"
+            "hint: give a run, as runs/latest, or a folder that save_pretrained has written"
         )
     return _open_model(path, device, say)
 
@@ -95,6 +96,8 @@ def _open_run(
     launch = LaunchPlan.load(run.launch)
     require_trusted(launch.workload, run.root, approve)
     job = reload_job(run, launch.workload)
+    if type(job.workload).generate is Workload.generate:
+        raise no_text(job.workload)  # before weights are read, and the prompt is shown
     folder = CheckpointFolder.of_run(run, job.config.checkpoint)
     step, name = _choose(folder, which.step)
     manifest = require_sound(folder, step, say)

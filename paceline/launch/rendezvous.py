@@ -39,6 +39,7 @@ from paceline.machine.group import StoreAddress, serve_store
 from paceline.machine.secret import HINT, SECRET, derive, shared_secret
 from paceline.machine.topology import LOOPBACK, Topology
 from paceline.records import RankPlace
+from paceline.records.words import few
 
 CONNECT_S = 300.0
 SUSPECT_S = 10.0
@@ -354,10 +355,8 @@ def _owner(port: int) -> str:
 
 
 def _absence(missing: list[int], world_size: int) -> LaunchError:
-    named = ", ".join(str(rank) for rank in missing[:MAX_NAMED])
-    more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
     return LaunchError(
-        f"{len(missing)} of {world_size} ranks never came: {named}{more}\n"
+        f"{len(missing)} of {world_size} ranks never came: {few(map(str, missing), MAX_NAMED)}\n"
         f"hint: WORLD_SIZE says {world_size}; start as many processes, or raise launch.start_s if"
         " they are slow to start"
     )

@@ -194,7 +194,7 @@ class Failure(Part):
     step: int
     phase: str
     message: str
-    log: str
+    log: str  # "": of a script that attached, whose output is not ours to keep
     others: list[str] = []
 
 

@@ -39,6 +39,13 @@ def size(num_bytes: float) -> str:
     return f"{number(num_bytes / scale, 3)} {unit}"
 
 
+def few(names: Iterable[str], most: int = 8) -> str:
+    """Write the first of many names, and how many are left: `a, b and 3 more`."""
+    known = list(names)
+    more = f" and {len(known) - most} more" if len(known) > most else ""
+    return ", ".join(known[:most]) + more
+
+
 def time_unit(seconds: float) -> tuple[str, float]:
     """Return the unit that a time is best told in, and how many seconds it has."""
     return next((unit for unit in TIMES if seconds >= unit[1]), TIMES[-1] if seconds else TIMES[0])

@@ -68,9 +68,10 @@ def _failure(story: Story) -> list[str]:
         )
     if result.failure is not None:
         failure = result.failure
+        log = f" (log: {failure.log})" if failure.log else ""
         lines.append(
             f"Rank {failure.rank} on {plain(failure.host)}, step {failure.step}, in"
-            f" {failure.phase}: {plain(failure.message)} (log: {failure.log})"
+            f" {failure.phase}: {plain(failure.message)}{log}"
         )
         lines += [f"then {plain(other)}" for other in failure.others]
     return lines

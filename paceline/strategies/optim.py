@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -13,12 +12,11 @@ from torch.optim import Optimizer
 from paceline.config.schema import RunConfig
 from paceline.config.training import OptimConfig, ScheduleConfig
 from paceline.errors import ConfigError
+from paceline.records.words import few
 from paceline.strategies.base import EngineParts
 from paceline.strategies.blocks import find_hidden
 from paceline.strategies.optimizers import KINDS, builds_own, is_frozen, split_groups
 from paceline.workloads.base import Workload
-
-MAX_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def _build_own(workload: Workload, module: nn.Module, config: RunConfig) -> Opti
     left_out = [name for parameter, name in names.items() if parameter not in given]
     if left_out:
         raise ConfigError(
-            f"{what} leaves out {_some(left_out)}, which would never be updated\nhint: add them to"
+            f"{what} leaves out {few(left_out)}, which would never be updated\nhint: add them to"
             ' a group, or freeze them: optim.groups=[{match: "...", frozen: true}]'
         )
     if strangers := len(given - names.keys()):
@@ -119,11 +117,6 @@ def _build_own(workload: Workload, module: nn.Module, config: RunConfig) -> Opti
         # Our schedule says which share of optim.lr a step takes; each group takes that of its own.
         group["lr_scale"] = float(group.get("lr", config.optim.lr)) / config.optim.lr
     return optimizer
-
-
-def _some(names: Iterable[str]) -> str:
-    first, *more = [", ".join(list(names)[:MAX_NAMED]), *list(names)[MAX_NAMED:]]
-    return f"{first} and {len(more)} more" if more else first
 
 
 def rate_of(step: int, num_steps: int, config: RunConfig, workload: Workload) -> float:

@@ -45,7 +45,8 @@ class Evaluation:
         self.every, self.num_steps = train.eval_every, plan.steps
         self.workload, self.data, self.device = job.workload, data, device
         self.collate = own_collate(job.workload)
-        self.deciding = Goal.of_best(train.best).name
+        # A run that named none goes on: what it learns is worth more than its validation loss.
+        self.deciding = "" if train.best == "auto" else Goal.of_best(train.best).name
         if data is not None:
             wanted = train.eval_samples
             num_samples = len(data) if wanted == "all" else min(wanted, len(data))
@@ -163,7 +164,12 @@ def conclude(workload: Workload, shares: list[Share], deciding: str = "") -> dic
     for name in sorted({name for share in shares for name in share.items}):
         found[name] = _in_order([part for share in shares for part in share.items.get(name, ())])
     numbers = {name: value for name, value in found.items() if isinstance(value, float)}
-    numbers |= read_numbers(workload, workload.metrics(found))
+    made = read_numbers(workload, workload.metrics(found))
+    for name in [name for name, value in made.items() if not math.isfinite(value)]:
+        LOG.warning(
+            "%s%s, which %s.metrics made, is not finite", VAL, name, type(workload).__name__
+        )
+    numbers |= made
     return {f"{VAL}{name}": value for name, value in numbers.items()}
 
 

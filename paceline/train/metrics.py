@@ -247,7 +247,7 @@ class Ledger:
     def _fill(
         self, step: int, promised: float, loss_sum: float, count: float, *further: float
     ) -> None:
-        # Counts are whole and exact; sums of weights are rounded; nan promises nothing.
+        # Counts are exact; sums of weights are rounded on their way; nan promises nothing.
         slack = 0.0 if promised.is_integer() else 1e-4 * promised
         if abs(count - promised) > max(0.5, slack):
             raise ConfigError(

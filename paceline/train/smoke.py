@@ -37,10 +37,10 @@ BLOCK = 128  # batches whose samples are computed together, as in the loader
 
 
 class Event(NamedTuple):
-    """What the reader says: the file that it turns to, a batch with its units, the end, or why it
-    cannot go on."""
+    """What the reader says: the file that it turns to, or what else it is about to touch; a batch
+    with its units, the end, or why it cannot go on."""
 
-    kind: Literal["file", "batch", "end", "failed"]
+    kind: Literal["file", "place", "batch", "end", "failed"]
     what: str = ""
     units: int = 0
 
@@ -81,12 +81,12 @@ def smoke_data(job: Job, timeout_s: float) -> Smoke:
 def _follow(job: Job, events: Connection, timeout_s: float) -> Smoke:
     """Time what the reader says, up to MOST_BATCHES or MOST_S."""
     begun = last = time.monotonic()
-    at, files, stays = "its source", set[str](), dict[str, float]()
+    at, files, stays = "", set[str](), dict[str, float]()
     batches: list[tuple[float, int]] = []  # when each came, and its units
     while len(batches) < MOST_BATCHES and (not batches or last - batches[0][0] < MOST_S):
-        event = _next(events, timeout_s, at)
+        event = _next(events, timeout_s, at or "its source")
         now = time.monotonic()
-        if files:
+        if at:
             stays[at] = max(stays.get(at, 0.0), now - last)
         last = now
         if event.kind == "end":
@@ -95,7 +95,7 @@ def _follow(job: Job, events: Connection, timeout_s: float) -> Smoke:
             batches.append((now, event.units))
         else:
             at = event.what
-            files.add(at)
+            files |= {at} if event.kind == "file" else set()
     if not batches:
         raise DataError(
             "the source ended before its first batch\nhint: a smaller --batch or --seq-len"
@@ -153,7 +153,7 @@ def _read(job: Job, events: Connection) -> None:
 def _iter_events(job: Job) -> Iterator[Event]:
     data = job.config.data
     if isinstance(data, TextData) and data.source != "synthetic" and find_prepared(data) is None:
-        yield Event("file", f"the tokenizer {data.tokenizer}")
+        yield Event("place", f"the tokenizer {data.tokenizer}")
         choose: Callable[[Any], Tokenizer | None] = getattr(job.workload, "tokenizer", _bytes)
         yield from _stream(job, data, choose(job.config) or BYTES)
     else:
@@ -166,7 +166,7 @@ def _bytes(config: Any) -> Tokenizer:
 
 def _stream(job: Job, data: TextData, tokenizer: Tokenizer) -> Iterator[Event]:
     """Open each file of the source, then tokenise and pack its documents."""
-    yield Event("file", data.source)
+    yield Event("place", data.source)
     if parse_hub(data.source) is not None and data.max_files == "all":
         data = data.model_copy(update={"max_files": 1})  # to download all of it takes days
     source = find_source(data)
@@ -198,7 +198,7 @@ def _cut_rows(flat: Any, size: int, seq_len: int) -> int:
 
 def _by_index(job: Job) -> Iterator[Event]:
     """Open each shard of what is prepared, then read batches in the order of a run."""
-    yield Event("file", str(getattr(job.config.data, "source", "what the job prepares")))
+    yield Event("place", str(getattr(job.config.data, "source", "what the job prepares")))
     job.workload.prepared = job.workload.prepare(job.config, lambda text: None)
     data = job.workload.build_data(job.config, "train")
     if data is None or is_stream(data):
@@ -212,7 +212,7 @@ def _by_index(job: Job) -> Iterator[Event]:
         files = {str(file_of(int(n))) for n in ids} if file_of else {f"samples {ids.tolist()}"}
         if (place := ", ".join(sorted(files))) != at:
             at = place
-            yield Event("file", at)
+            yield Event("place", at)
         batch = collate(data, ids, own_collate(job.workload))
         units = job.workload.units(batch) if known is None else known * size
         yield Event("batch", units=round(units))

@@ -16,6 +16,7 @@ from paceline.records import RankError, RankVerdict
 from paceline.records.disk import save_last
 from paceline.records.heartbeats import Beat
 from paceline.records.rundir import RunDir
+from paceline.records.words import few
 
 Tell = Callable[[RankVerdict | Beat], None]  # a rank's way to its supervisor that needs no disk
 
@@ -29,7 +30,6 @@ MISFIT = re.compile(
     r" invalid|index out of range in self|[Ee]xpected .*(?:channels|dimension|size|shape)"
     r"|[Tt]arget .* is out of bounds"
 )
-MAX_NAMED = 8
 
 
 def require_fitting(error: Exception, batches: Sequence[Any], samples: Sequence[str]) -> None:
@@ -37,11 +37,9 @@ def require_fitting(error: Exception, batches: Sequence[Any], samples: Sequence[
     batch does not fit."""
     if isinstance(error, PacelineError) or not MISFIT.search(str(error)):
         return
-    named = ", ".join(samples[:MAX_NAMED])
-    more = f" and {len(samples) - MAX_NAMED} more" if len(samples) > MAX_NAMED else ""
     forms = " and ".join(dict.fromkeys(form_of(batch) for batch in batches))
     raise DataError(
-        f"the loss failed on {named}{more}, in batches of {forms}:"
+        f"the loss failed on {few(samples)}, in batches of {forms}:"
         f" {type(error).__name__}: {error}\n"
         "hint: compare with the shapes and ids that the model takes"
     ).with_traceback(error.__traceback__) from error

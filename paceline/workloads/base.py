@@ -148,10 +148,7 @@ class Workload:
     def generate(self, model: nn.Module, request: Request) -> list[list[int]]:
         """Continue prompts, which are ids, and return the new ids of each. The model is in eval
         mode, without gradients."""
-        raise ConfigError(
-            f"{type(self).__name__} generates no text\n"
-            "hint: lm and causal_lm do, and so does a workload with generate(self, model, request)"
-        )
+        raise no_text(self)
 
     def on_step(self, step: int, record: Mapping[str, Any]) -> None:
         """Told of each step, with its row of training.csv: once the row is whole, which is up to
@@ -191,6 +188,14 @@ class Workload:
     def problems(self, config: Any) -> Sequence[Finding]:
         """Return what is wrong with this config for this workload, known before launch."""
         return ()
+
+
+def no_text(workload: Workload) -> ConfigError:
+    """Return the refusal of a workload that has no `generate`."""
+    return ConfigError(
+        f"{type(workload).__name__} generates no text\n"
+        "hint: lm and causal_lm do, and so does a workload with generate(self, model, request)"
+    )
 
 
 def own_collate(workload: Workload) -> Callable[[list[Any]], Any] | None:

@@ -7,6 +7,7 @@ divided by what the loss is divided by; a pair brings its own count.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
@@ -131,7 +132,8 @@ def _is_loss(returned: object) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if hasattr(value, "numel") else isinstance(value, int | float)
+    """Numbers of numpy, as other libraries' metrics return them, are Real too."""
+    return value.numel() == 1 if hasattr(value, "numel") else isinstance(value, Real)
 
 
 def _is_pair(value: Any) -> bool:

@@ -156,6 +156,7 @@ def test_what_is_neither_a_run_nor_a_model(generate: Callable[..., Ran], tmp_pat
     keep(run, tensors, 5)
     ran = generate(mae, "a")
     assert ran.code == 2 and "MaskedAutoencoder generates no text" in ran.err
+    assert ran.out == "", "the prompt is not shown before it is known to be continued"
 
 
 def test_the_file_of_a_run_needs_trust(generate: Callable[..., Ran], tmp_path: Path) -> None:

@@ -83,7 +83,9 @@ def test_steps_of_several_batches(tmp_path: Path) -> None:
     assert table.loss.tolist()[0] == pytest.approx(first) and len(table) == 2
 
 
-def test_an_error_of_the_loop_is_the_outcome(tmp_path: Path) -> None:
+def test_an_error_of_the_loop_is_the_outcome(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, model, optimizer = make(tmp_path / "a")
     with pytest.raises(ValueError), run:
         for _ in iter_losses(run, model, optimizer):
@@ -93,6 +95,9 @@ def test_an_error_of_the_loop_is_the_outcome(tmp_path: Path) -> None:
     assert result.outcome is Outcome.CRASHED and result.failure is not None
     assert "planted" in result.failure.message and "test_attach.py" in result.failure.message
     assert len(paceline.load_run(tmp_path / "a").steps) == 1, "the step that was whole"
+    assert result.failure.log == "", "what the script prints is kept by nobody"
+    assert "log:" not in (tmp_path / "a" / "summary.md").read_text()
+    assert f"ended as crashed: {tmp_path / 'a' / 'report.html'}" in capsys.readouterr().err
 
 
 def test_a_script_that_says_little(tmp_path: Path) -> None:
@@ -114,6 +119,11 @@ def test_what_cannot_be_attached_is_refused(
     with pytest.raises(ConfigError, match="bad_tracker"):
         paceline.attach(model, optimizer, [1], batch_size=1, out=tmp_path / "x",
                         trackers=["bad_tracker"])  # fmt: skip
+    monkeypatch.setattr("paceline.track.sinks.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="mlflow is not installed"):
+        paceline.attach(model, optimizer, [1], batch_size=1, out=tmp_path / "x",
+                        trackers=["mlflow"])  # fmt: skip
+    assert not (tmp_path / "x").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ConfigError, match="already holds files"):

@@ -78,6 +78,16 @@ def test_a_sum_that_is_not_finite_is_told_with_rank_and_samples(
     assert "val/b is not finite: nothing was counted" in caplog.text
 
 
+def test_what_metrics_makes_may_be_no_number_and_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F1 is 0/0 while nothing is found: no reason to end a run, but never in silence."""
+    monkeypatch.setattr(Job, "metrics", lambda self, found: {"f1": math.nan, "n": np.float32(2)})
+    found = conclude(Job(), [tally()], deciding="val/f1")
+    assert math.isnan(found["val/f1"]) and found["val/n"] == 2.0
+    assert "val/f1, which Job.metrics made, is not finite" in caplog.text
+
+
 def test_items_are_one_per_sample() -> None:
     with pytest.raises(ConfigError, match=r"Job.evaluate: 'texts' has 1 items for a batch of 2"):
         tally(([0, 1], {"texts": Items(["a"])}))

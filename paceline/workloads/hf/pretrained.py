@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigError, DataError, SaveError
 from paceline.records.base import DAMAGED
+from paceline.records.words import few
 from paceline.workloads.hf.model import build_config, init_module, require_extra
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 NUMBERS = ("F64", "F32", "F16", "BF16")
-MAX_NAMED = 5
 
 
 def find_folder(name: str) -> Path | None:
@@ -153,7 +153,7 @@ def check_weights(model: nn.Module, folder: Path) -> None:
     ]
     labels = {"missing": missing, "not in the model": spare, "of another shape": wrong,
               "not floating point": types}  # fmt: skip
-    problems = [f"{len(keys)} {what}: {_few(keys)}" for what, keys in labels.items() if keys]
+    problems = [f"{len(keys)} {what}: {few(keys)}" for what, keys in labels.items() if keys]
     if problems:
         raise DataError(
             f"the weights in {folder} do not fit {type(model).__name__}: {'; '.join(problems)}\n"
@@ -171,11 +171,6 @@ def _shapes(files: dict[str, Path]) -> dict[str, tuple[tuple[int, ...], str]]:
                 part = opened.get_slice(key)
                 found[key] = tuple(part.get_shape()), str(part.get_dtype())
     return found
-
-
-def _few(keys: list[str]) -> str:
-    more = f" and {len(keys) - MAX_NAMED} more" if len(keys) > MAX_NAMED else ""
-    return ", ".join(keys[:MAX_NAMED]) + more
 
 
 def _names(model: Any, key: str) -> list[str]:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from paceline.data.tokenizer import Tokenizer
     from paceline.workloads.generation import Request
 
-BYTE_VOCABULARY = 257  # 256 bytes and the mark between documents
-
 
 class LMModel(Section):
     vocab_size: Positive = Field(320, description="Rows of the embedding; bytes need 257.")
