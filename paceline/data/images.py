@@ -96,6 +96,11 @@ def prepare_images(data: ImageData, say: Callable[[str], None]) -> dict[str, Any
 
 
 def _find(data: ImageData, path: str, say: Callable[[str], None]) -> Path:
+    if path == SYNTHETIC:
+        raise ConfigError(
+            "data.path_train is not set, and only mae draws synthetic images\n"
+            "hint: data.path_train=FOLDER, or one of docs/images.md's other sources"
+        )
     columns = Columns(data.image_column, data.label_column)
     return keep_index(Asked(path, columns, data.cache_dir, data.max_bad), say, why_bad)
 

@@ -11,6 +11,7 @@ import numpy as np
 from paceline.errors import DataError
 from paceline.records import Result
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
+from paceline.records.words import few
 from paceline.stats.figures import Losses, RunFigures, is_speed, lower_is_better, measure_run
 from paceline.stats.intervals import Interval
 from paceline.stats.standings import Group, Standing, Standings, compare_groups
@@ -317,6 +318,9 @@ def peak_bytes(standing: Standing | None, rows: list[Row]) -> float | None:
     return max(known, default=None)
 
 
+NO_METRIC = "no_metric"  # a run that ended well, without the number that cells are compared by
+
+
 def problem_of(folder: SweepDir, record: SweepRecord, row: Row, judgement: SweepJudgement) -> str:
     """Say why a run is not in the comparison, as skipped_runs.tsv has it; empty where it is."""
     if row["status"] != SUCCESS:
@@ -325,17 +329,21 @@ def problem_of(folder: SweepDir, record: SweepRecord, row: Row, judgement: Sweep
     if figures is not None and figures.value(record.metric) is not None:
         return ""
     if figures is not None and not is_speed(record.metric):
-        return "no_metric"
+        return NO_METRIC
     has_log = folder.run(row).train_log.is_file()
     return "no_timing_points" if has_log else "train_log_missing"
 
 
-def cause_of(folder: SweepDir, row: Row) -> str:
-    """Return the root cause that the run's own record names, in one line."""
+def cause_of(folder: SweepDir, row: Row, problem: str) -> str:
+    """Return the root cause that the run's own record names, in one line; where the metric was not
+    there, what was."""
     try:
-        failure = Result.load(folder.run(row).result).failure
+        result = Result.load(folder.run(row).result)
     except DataError:
         return "it left no result"
+    if problem == NO_METRIC:
+        return f"its metrics are {few(result.metrics) or 'none'}"
+    failure = result.failure
     if failure is None:
         return ""
     return f"rank {failure.rank} on {failure.host}: {' '.join(failure.message.split())}"

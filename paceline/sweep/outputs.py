@@ -131,7 +131,7 @@ def _run_line(
         href=_href(folder, row),
         figures=judgement.figures.get(row["run_dir"]),
         problem=problem,
-        detail=cause_of(folder, row) if problem else "",
+        detail=cause_of(folder, row, problem) if problem else "",
     )
 
 

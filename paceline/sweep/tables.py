@@ -230,7 +230,7 @@ def skipped_tsv(
     for row in rows:
         problem = problem_of(folder, record, row, judgement)
         if problem:
-            lines.append({**row, "reason": problem, "detail": cause_of(folder, row)})
+            lines.append({**row, "reason": problem, "detail": cause_of(folder, row, problem)})
     head = "\t".join(SKIPPED)
     body = ["\t".join(_text(line.get(name)) for name in SKIPPED) for line in lines]
     return "".join(f"{line}\n" for line in [head, *body])

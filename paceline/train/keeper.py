@@ -167,7 +167,7 @@ class Keeper:
     def _reserve(self) -> None:
         """Reserve memory for the saves that will be due: after the first step, when the optimizer
         has its state."""
-        if self._has_reserved or self.parts.device.type != "cuda" or not self._keeps_any:
+        if self._has_reserved or self.parts.device.type != "cuda" or not self._keeps_best:
             return
         self._has_reserved = True
         if self.parts.config.mode == "async":
@@ -182,8 +182,12 @@ class Keeper:
             requests.raise_to(Ask.CHECKPOINT)
 
     @property
-    def _keeps_any(self) -> bool:
-        return self.parts.config.every != "off" or self.parts.config.every_s != "off"
+    def _keeps_best(self) -> bool:
+        """Who keeps some on the way keeps the best; so does who keeps the last and says which is
+        the best, or stops by it: the last is then not what was wanted."""
+        config = self.parts.config
+        is_named = not self.best.is_auto or self.best.patience != "off"
+        return config.every != "off" or config.every_s != "off" or (config.at_end and is_named)
 
     def _is_time(self) -> bool:
         """Say whether `every_s` has passed. Only rank 0's clock decides; its word goes through
@@ -201,7 +205,7 @@ class Keeper:
         if config.every != "off" and step % config.every == 0:
             return "every"
         found = self.best.found
-        if self._keeps_any and found is not None and found.step == step:
+        if self._keeps_best and found is not None and found.step == step:
             return "best"
         is_last = stop is not None or step == self.parts.num_steps
         return "end" if is_last and config.at_end else ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint.folder import CheckpointFolder
+from paceline.checkpoint.folder import BEST, CheckpointFolder
 from paceline.errors import ConfigError, DataError, JobError, Outcome
 from paceline.job import load_job
 from paceline.launch.archive import archive_left_over, begin_attempt
@@ -173,6 +173,14 @@ def test_it_stops_when_nothing_improves_and_counts_on_after_a_resume(
     again = resume_here(cut.run, f"{job}:Own", settings)
     assert (again.step, again.why_early) == (3, verdict.why_early)
     assert [row.step for row in read_training(cut.run.training)] == [1, 2, 3]
+
+
+def test_who_names_the_best_finds_its_weights(job: str, tmp_path: Path) -> None:
+    """Without `checkpoint.every` too: after an early end the last weights are not the best."""
+    settings = [*SETTINGS, "train.micro_batch_size=12", *STOPPING, "checkpoint.at_end=true"]
+    ends = run_here(tmp_path / "run", f"{job}:Own", settings)
+    folder = CheckpointFolder(ends.run.root / "checkpoints")
+    assert sorted(folder.steps()) == [1, 3] and folder.pointer(BEST) == 1
 
 
 def resume_here(run: RunDir, source: str, settings: list[str]) -> RankVerdict:

@@ -124,6 +124,11 @@ def test_the_second_time_nothing_is_listed(source: Path, tmp_path: Path) -> None
     assert not list((tmp_path / "cache" / "images").glob(".*"))
 
 
+def test_a_job_without_a_source_is_told_which_key_names_one() -> None:
+    with pytest.raises(ConfigError, match=r"data.path_train is not set"):
+        Images(ImageData(), "train", SIZE)
+
+
 def test_a_changed_file_makes_another_list(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "source")
     first = prepare_images(keys(tmp_path, folder), lambda text: None)
