@@ -64,6 +64,7 @@ figures: launchers
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sweep_overhead.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/pipeline.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/generate.py
+	$(BIN)/python benchmarks/text_data.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/long_runs.py tables
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/long_runs.py steps
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt lhotse
