@@ -51,6 +51,7 @@ REGISTRY = {
     "lm": "paceline.workloads.lm.workload:LanguageModel",
     "causal_lm": "paceline.workloads.causal_lm.workload:CausalLM",
     "mae": "paceline.workloads.mae.workload:MaskedAutoencoder",
+    "speech_clip": "paceline.workloads.speech_clip.workload:SpeechText",
     "uneven": "paceline.workloads.uneven:Uneven",
 }
 GROUP = "paceline.workloads"
@@ -72,6 +73,7 @@ class Workload:
 
     Model: ClassVar[type[Section]] = Section
     Data: ClassVar[type[DataConfig]] = DataConfig
+    Loss: ClassVar[type[Section]] = Section
     unit: ClassVar[str] = "samples"
     # True: the model is built on meta, and `init_weights` fills what of it this rank holds.
     meta_init: ClassVar[bool] = False
