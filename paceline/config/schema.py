@@ -228,6 +228,11 @@ class ObserveConfig(Section):
         description="Where the numbers of training.csv go too, each by a process of its own;"
         " paceline[trackers] has them.",
     )
+    timing_ranks: Literal["rank0", "all"] = Field(
+        "rank0",
+        description="all: every rank writes the phases of each logged step into train.log, as a"
+        " TimingRank line; their spread stands below.",
+    )
     sample_ids: bool = Field(
         False, description="Record which samples each step took, in ranks/rank<r>/samples.csv."
     )
