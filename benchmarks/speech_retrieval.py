@@ -18,10 +18,11 @@ import time
 from pathlib import Path
 
 RATE = 8000
-# 20 ms to a frame: a layer that hears sound as a bank of filters does, and one that sums it up.
+# 40 ms to a frame: a layer that hears sound as a bank of filters does, and two that sum it up.
 MODEL = [
     "model.speech_config={hidden_size: 128, num_hidden_layers: 2, num_attention_heads: 4,"
-    " intermediate_size: 256, conv_dim: [64, 128], conv_kernel: [80, 8], conv_stride: [40, 4],"
+    " intermediate_size: 256, conv_dim: [64, 128, 128], conv_kernel: [80, 8, 4],"
+    " conv_stride: [40, 4, 2],"
     " num_conv_pos_embeddings: 16, num_conv_pos_embedding_groups: 8, feat_extract_norm: layer,"
     " do_stable_layer_norm: true, hidden_dropout: 0.0, attention_dropout: 0.0,"
     " feat_proj_dropout: 0.0, activation_dropout: 0.0}",
@@ -33,8 +34,9 @@ MODEL = [
 ]  # fmt: skip
 TRAINING = [
     "data.cut_max_s=off", f"data.sample_rate={RATE}", "data.eval_cut_s=off", "data.buckets=8",
-    "train.micro_batch_size=32", "optim.lr=1e-3", "optim.beta1=0.9",
-    "optim.schedule.warmup_steps=30", "train.log_every=10", "precision.mode=fp32", "strategy.name=ddp", "launch.device=cpu",
+    "train.micro_batch_size=32", "optim.lr=2e-3", "optim.beta1=0.9",
+    "optim.schedule.warmup_steps=30", "train.log_every=10", "precision.mode=fp32",
+    "strategy.name=ddp", "launch.device=cpu",
     "checkpoint.every=off", "checkpoint.at_end=false",
 ]  # fmt: skip
 

@@ -1,9 +1,9 @@
 """Keys as the commands of other trainers write them, in ours: `dataset.root_dir=X` is
 `data.root_dir=X`.
 
-Those of the speech trainer whose runbook docs/speech.md follows: its overrides are Hydra's, and name
-DeepSpeed's own config. What has no counterpart here is taken where it asks for what happens anyway,
-and refused where it asks for something else.
+Those of the speech trainer whose runbook docs/speech.md follows: its overrides are Hydra's, and
+name DeepSpeed's own config. What has no counterpart here is taken where it asks for what happens
+anyway, and refused where it asks for something else.
 """
 
 DEEPSPEED = "deepspeed_config_yaml"
@@ -41,7 +41,6 @@ def in_our_words(text: str) -> list[str]:
         return [text]
     meant, because = IMPLIED[key]
     if value.lower() != meant:
-        raise ValueError(
-            f"'{text}' cannot be had: {because}\nhint: write {key}={meant}, or nothing"
-        )
+        hint = f"write {key}={meant}, or nothing"
+        raise ValueError(f"'{text}' cannot be had: {because}\nhint: {hint}")
     return []
