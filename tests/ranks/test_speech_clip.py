@@ -1,6 +1,7 @@
 """Contrastive training on several ranks: with negatives of all of them it is one large batch."""
 
 import csv
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,11 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.job import load_job
+from paceline.launch.archive import archive_left_over, begin_attempt
 from paceline.machine.topology import RankId
+from paceline.plan.planner import make_plan
 from paceline.records.rundir import RunDir
 from paceline.records.tables import read_training
+from paceline.train.worker import RankRun
 from paceline.workloads.speech_clip.negatives import loss_of
-from tests.harness import RankEnds, run_each, run_here, start_ranks
+from tests.harness import RankEnds, alone, machine, run_each, run_here, start_ranks
 from tests.speech_clip import RECIPE, tiny
 
 pytest.importorskip("transformers")
@@ -91,6 +96,24 @@ def test_local_negatives_are_another_objective(reference: RankEnds, tmp_path: Pa
     halves = tiny(*SGD, "train.micro_batch_size=4", "loss.negatives=local", "train.steps=1")
     first = list(read_training(run_here(tmp_path / "run", RECIPE, halves).run.training))[0]
     assert first.loss < list(reference.rows)[0].loss - 0.3, "four are told apart, not eight"
+
+
+def test_a_run_that_resumes_takes_the_steps_of_one_that_never_stopped(
+    reference: RankEnds, tmp_path: Path
+) -> None:
+    """The same cuts too: they are drawn by their position in the run."""
+    settings = tiny(*SGD, "train.micro_batch_size=8", "strategy.name=ddp")
+    cut = run_here(tmp_path / "run", RECIPE, [*settings, "train.steps=3", "train.eval_every=off",
+        "optim.schedule.total_steps=5"])  # fmt: skip
+    archive_left_over(cut.run)
+    begin_attempt(cut.run, resume=True)
+    job = load_job(RECIPE, settings)
+    job.workload.prepared = json.loads(cut.run.data.read_text())
+    with alone():
+        RankRun(job, make_plan(job, machine()), cut.run, RankId(0, 0, 1)).execute()
+    rows = list(read_training(cut.run.training))
+    assert [row.loss for row in rows] == [row.loss for row in reference.rows]
+    assert validated(cut.run) == validated(reference.run)
 
 
 def assert_same(reference: RankEnds, ends: RankEnds, name: str) -> None:
