@@ -57,7 +57,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=480)
     parser.add_argument("--out", type=Path, help="keep what is made here")
     parser.add_argument("overrides", nargs="*", help="keys of the run, as train.seed=1")
     return parser.parse_args()
