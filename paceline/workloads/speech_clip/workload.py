@@ -211,6 +211,11 @@ class SpeechText(Workload):
                 prepared[f"{name}_folder"] = str(folder)
             if source == "load":
                 say(f"the weights of the {name} encoder are loaded from {folder}")
+            elif name == "text":
+                say(
+                    "the text encoder has random weights and is not trained: what it says of words"
+                    " is chance (model.text=google-bert/bert-base-uncased, or a folder)"
+                )
         if settings.warm_start:
             prepared["warm_start"] = str(_weights_file(settings.warm_start))
         self.prepared = prepared
@@ -236,14 +241,6 @@ class SpeechText(Workload):
         from paceline.data.tokenizer import is_local
         from paceline.workloads.speech_clip.model import fewest_samples
 
-        if not self._sources(config)["text"]:
-            yield Finding(
-                severity="warning",
-                where="model.text",
-                what="the text encoder has random weights and is not trained: what it says of words"
-                " is chance",
-                hint="give it a folder or a name with weights, as google-bert/bert-base-uncased",
-            )
         data, where = config.data, "data.cut_min_s"
         shortest = data.cut_min_s
         if data.fixed_slice_s != "off":
