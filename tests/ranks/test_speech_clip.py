@@ -17,7 +17,7 @@ from paceline.records.rundir import RunDir
 from paceline.records.tables import read_training
 from paceline.train.worker import RankRun
 from paceline.workloads.speech_clip.negatives import loss_of
-from tests.harness import RankEnds, alone, machine, run_each, run_here, start_ranks
+from tests.harness import RankEnds, alone, machine, run_each, run_here, run_ranks, start_ranks
 from tests.speech_clip import RECIPE, tiny
 
 pytest.importorskip("transformers")
@@ -36,6 +36,7 @@ STRATEGIES = {
     "zero1": ["strategy.name=zero1"],
     "zero2": ["strategy.name=zero2"],
     "zero3": ["strategy.name=zero3"],
+    "deepspeed": ["strategy.name=deepspeed", "strategy.stage=1"],
 }
 
 
@@ -90,6 +91,13 @@ def test_two_ranks_equal_one(rows: list[str], reference: RankEnds, tmp_path: Pat
     cases = {row: [*two, *STRATEGIES[row]] for row in rows}
     for row, ends in run_each(tmp_path, RECIPE, cases).items():
         assert_same(reference, ends, row)
+
+
+@nightly
+def test_deepspeed_equals_one_process(reference: RankEnds, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    two = tiny(*SGD, "train.micro_batch_size=4", "launch.nproc=2", *STRATEGIES["deepspeed"])
+    assert_same(reference, run_ranks(tmp_path / "run", RECIPE, two), "deepspeed")
 
 
 def test_local_negatives_are_another_objective(reference: RankEnds, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,3 +248,74 @@ def test_what_cannot_be_used_of_a_corpus_is_said_and_left_out(tmp_path: Path) ->
     assert prepared["train_utterances"] == 20 and prepared["val_utterances"] == 5
     assert "what it says of words is chance" in said[0]
     assert "left out: 1 shorter than a frame, 1 without a transcript" in said[1]
+
+
+# Weights
+
+
+@pytest.fixture(scope="module")
+def saved(model: SpeechClip, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both encoders as larger models hold them, under other names, and their config.json."""
+    from transformers import BertForMaskedLM, Wav2Vec2ForCTC
+
+    root = tmp_path_factory.mktemp("saved")
+    torch.manual_seed(8)
+    Wav2Vec2ForCTC(model.speech.config).save_pretrained(root / "speech")
+    BertForMaskedLM(model.text.config).save_pretrained(root / "text")
+    return root
+
+
+def with_weights(saved: Path, *more: str) -> list[str]:
+    folders = [f"model.speech={saved / 'speech'}", f"model.text={saved / 'text'}"]
+    return [*tiny("model.speech_config={}", "model.text_config={}"), *folders, *more]
+
+
+def test_weights_of_folders_are_where_training_begins(saved: Path) -> None:
+    from safetensors.torch import load_file
+
+    job = load_job(RECIPE, with_weights(saved))
+    said: list[str] = []
+    job.workload.prepared = job.workload.prepare(job.config, said.append)
+    assert sum("are loaded from" in text for text in said) == 2
+    built: Any = job.workload.build_model(job.config)
+    for name, prefix in (("speech", "wav2vec2."), ("text", "bert.")):
+        files = load_file(saved / name / "model.safetensors")
+        own = getattr(built, name).state_dict()
+        shared = {key for key in own if prefix + key in files}
+        assert len(shared) > 20 and {key for key in own if not key.startswith("pooler")} == shared
+        for key in shared:
+            assert torch.equal(own[key], files[prefix + key]), key
+    assert not any(p.requires_grad for p in built.speech.feature_extractor.parameters())
+    assert any(p.requires_grad for p in built.speech.encoder.parameters())
+    assert not built.text.training
+
+
+def test_weights_that_do_not_fit_are_refused(saved: Path) -> None:
+    job = load_job(RECIPE, with_weights(saved, "model.speech_config.num_hidden_layers=2"))
+    job.workload.prepared = job.workload.prepare(job.config, lambda text: None)
+    with pytest.raises(DataError, match="do not fit Wav2Vec2Model: .* missing"):
+        job.workload.build_model(job.config)
+
+
+def test_a_warm_start_takes_what_was_trained_and_no_other_model(
+    model: SpeechClip, tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    state["project_speech.bias"] += 1
+    save_file(state, tmp_path / "model.safetensors")
+    job = load_job(RECIPE, tiny(f"model.warm_start={tmp_path}"))
+    job.workload.prepared = job.workload.prepare(job.config, lambda text: None)
+    torch.manual_seed(0)  # the text encoder's weights are those of the seed
+    begun = job.workload.build_model(job.config)
+    assert torch.equal(begun.state_dict()["project_speech.bias"], state["project_speech.bias"])
+    torch.manual_seed(1)
+    with pytest.raises(DataError, match="of the text encoder are not the same"):
+        job.workload.build_model(job.config)
+    save_file({"log_scale": state["log_scale"]}, tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match="is of another model: .* tensors are missing"):
+        job.workload.build_model(job.config)
+    other = load_job(RECIPE, tiny(f"model.warm_start={tmp_path / 'nowhere'}"))
+    with pytest.raises(DataError, match="has no model.safetensors"):
+        other.workload.prepare(other.config, lambda text: None)
