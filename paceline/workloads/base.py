@@ -83,6 +83,8 @@ class Workload:
     own_attention: ClassVar[frozenset[str]] = frozenset()
     # How the model attends; FLOPs count half of causal attention. "unknown": nothing is said of it.
     attention: ClassVar[Literal["causal", "full", "none", "unknown"]] = "unknown"
+    # Why a pipeline cannot run it; empty: it may.
+    no_pipeline: ClassVar[str] = ""
     # Which ranks call `on_step`, `on_eval` and `on_checkpoint`.
     hook_ranks: ClassVar[Literal["first", "all"]] = "first"
     # What `prepare` returned, on every rank.

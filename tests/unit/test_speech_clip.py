@@ -218,6 +218,7 @@ BAD: dict[str, list[str]] = {
     "model.speech_config.hidden_sizes": ["model.speech_config.hidden_sizes=3"],
     "layerdrop": ["model.speech_config.layerdrop=0.1"],
     "text_config.vocab_size": ["model.text_config.vocab_size=100"],
+    "cannot be a pipeline: a pipeline cuts": ["strategy.name=pipeline", "launch.nproc=2"],
     "a frame of the speech encoder needs": ["data.fixed_slice_s=0.01"],
 }
 

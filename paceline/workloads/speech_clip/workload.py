@@ -118,6 +118,9 @@ class SpeechText(Workload):
     unit = "samples"
     attention = "full"
     own_attention = frozenset({"eager"})
+    no_pipeline = (
+        "a pipeline cuts each batch into parts, and a pair is told apart from the whole batch"
+    )
 
     def build_model(self, config: Any) -> nn.Module:
         import torch
