@@ -69,7 +69,9 @@ def load_job(source: str, overrides: Sequence[str]) -> Job:
 
 def job_schema(workload: type[Workload]) -> type[RunConfig]:
     """Return every key of a run of `workload`, those of all strategies and launchers included."""
-    return run_schema(workload.Model, workload.Data, strategy_section(), launch_section())
+    return run_schema(
+        workload.Model, workload.Data, strategy_section(), launch_section(), workload.Loss
+    )
 
 
 def remember_asked(source: str, overrides: Sequence[str]) -> None:

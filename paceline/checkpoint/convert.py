@@ -174,7 +174,7 @@ def _transformers_model(run: RunDir, tree: dict[str, Any], say: Say) -> Any:
         return None
     # How ranks shared the work, and where they ran, is not part of the model.
     rest = {key: value for key, value in tree.items() if key not in ("strategy", "launch")}
-    config = check_plain(rest, run_schema(kind.Model, kind.Data), str(run.config))
+    config = check_plain(rest, run_schema(kind.Model, kind.Data, loss=kind.Loss), str(run.config))
     workload = kind()
     workload.prepared = _prepared(run)
     with torch.device("meta"):

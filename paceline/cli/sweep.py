@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.arguments import JsonFlag, Overrides
-from paceline.errors import Outcome
+from paceline.errors import ConfigError, Outcome
 from paceline.machine.process import ignore_stop_signals
 
 if TYPE_CHECKING:
@@ -31,8 +33,9 @@ MetricOption = Annotated[
 
 def sweep(
     source: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="As for train; or a YAML file with `axes`.")
-    ],
+        str | None,
+        typer.Argument(metavar="RECIPE", help="As for train; or a YAML file with `axes`."),
+    ] = None,
     overrides: Overrides = None,
     axis: list[str] = typer.Option(
         [], "--axis", metavar="KEY=A,B", help="A key and its values; give one for each axis."
@@ -58,6 +61,9 @@ def sweep(
     stop_on_error: bool = typer.Option(
         False, "--stop-on-error", help="End at the first run that fails."
     ),
+    from_env: bool = typer.Option(
+        False, "--from-env", help="What is asked stands in variables: docs/sweeping.md lists them."
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Show the cells and the cost; stop."),
     as_json: JsonFlag = False,
 ) -> None:
@@ -69,6 +75,7 @@ def sweep(
     """
     from paceline.cli.talk import refusals_on_stdout
     from paceline.cli.together import require_alone
+    from paceline.sweep.from_env import read_env
     from paceline.sweep.spec import read_spec
 
     given: dict[str, Any] = {
@@ -84,11 +91,21 @@ def sweep(
     with refusals_on_stdout(as_json):
         require_alone("sweep")
         asked = {name: value for name, value in given.items() if value is not None}
-        spec = read_spec(source, overrides or [], axis, asked)
-    _to_the_end(spec, out, dry_run, as_json)
+        words, notes = overrides or [], list[str]()
+        if from_env:
+            env = read_env(os.environ)
+            words = [*env.words, *([source] if source else []), *words]
+            source, axis, out = env.recipe, [*env.axes, *axis], out or env.out
+            asked, notes = {**env.given, **asked}, env.notes
+        if source is None:
+            raise ConfigError("there is no RECIPE\nhint: paceline sweep RECIPE --axis KEY=A,B")
+        spec = read_spec(source, words, axis, asked)
+    _to_the_end(spec, out, dry_run, as_json, notes)
 
 
-def _to_the_end(spec: SweepSpec, out: Path | None, dry_run: bool, as_json: bool) -> None:
+def _to_the_end(
+    spec: SweepSpec, out: Path | None, dry_run: bool, as_json: bool, notes: Sequence[str]
+) -> None:
     """Plan, run what is missing, say what came of it, and leave with its exit code."""
     from paceline.cli.talk import print_json, refusals_on_stdout
 
@@ -102,11 +119,14 @@ def _to_the_end(spec: SweepSpec, out: Path | None, dry_run: bool, as_json: bool)
         from paceline.sweep.flow import open_folder, plan_sweep, run_planned
 
         talk = SweepConsole()
+        for note in notes:
+            talk.say(note)
         talk.say("planning every cell")
         record = plan_sweep(spec)
         talk.plan(spec, record)
         if not dry_run:
             folder = open_folder(record, spec.recipe, out)
+            talk.keep_log(folder.driver_log)
             with talk.live():
                 end = run_planned(spec, record, folder, talk)
     if dry_run:

@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
 
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from paceline.cli.talk import ConsoleTalk, literal, say_failure, shown
+from paceline.cli.talk import TAIL_LINES, ConsoleTalk, literal, say_failure, shown
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
 from paceline.records.swept import SweepRecord
@@ -44,8 +46,32 @@ class SweepConsole(ConsoleTalk):
         self._live: Live | None = None
         self._board: Board | None = None
         self._now = ""  # the heartbeat of the live run
+        self._said: list[str] = []  # before there was a folder for it
+        self._log: Path | None = None
+        self._tail_lines = TAIL_LINES
+
+    def say(self, text: str) -> None:
+        super().say(text)
+        self._said.append(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {text}\n")
+        if self._log is not None:
+            self._write_log()
+
+    def keep_log(self, path: Path) -> None:
+        """Write all that is said into a file too, and what has been said already."""
+        self._log = path
+        self._write_log()
+
+    def _write_log(self) -> None:
+        assert self._log is not None
+        try:
+            with self._log.open("a", encoding="utf-8") as file:
+                file.write("".join(self._said))
+            self._said.clear()
+        except OSError:  # a full disk ends no sweep: it is tried again with the next line
+            return
 
     def plan(self, spec: SweepSpec, record: SweepRecord) -> None:
+        self._tail_lines = spec.tail_lines
         refused = [cell for cell in record.cells if cell.refusal]
         for cell in refused:
             self.say(f"refused: {cell.name}: {cell.refusal}")
@@ -99,7 +125,7 @@ class SweepConsole(ConsoleTalk):
 
     def failed(self, cell: str, repeat: int, result: Result) -> None:
         self.say(f"{cell}, repeat {repeat}:")
-        say_failure(self, result)
+        say_failure(self, result, self._tail_lines)
 
     def conclude(self, end: SweepEnd, folder: SweepDir) -> None:
         self.say("")

@@ -20,6 +20,7 @@ from paceline.records.rundir import RunDir
 from paceline.records.words import count, duration, elapsed, number, visible
 
 PLAIN_INTERVAL_S = 5.0
+TAIL_LINES = 12
 MAX_SAMPLE_IDS = 8
 
 
@@ -141,12 +142,12 @@ def _way_on(result: Result, run: RunDir) -> str:
     return f": resume it with: paceline train --resume {shlex.quote(shown(run.root))}"
 
 
-def say_failure(talk: ConsoleTalk, result: Result) -> None:
-    for line in failure_lines(result):
+def say_failure(talk: ConsoleTalk, result: Result, tail_lines: int = TAIL_LINES) -> None:
+    for line in failure_lines(result, tail_lines):
         talk.say(line)
 
 
-def failure_lines(result: Result) -> list[str]:
+def failure_lines(result: Result, tail_lines: int = TAIL_LINES) -> list[str]:
     """Return outcome, exit code, last step, and the tail of the log of the rank that failed
     first."""
     run = RunDir(Path(result.run_dir))
@@ -163,13 +164,13 @@ def failure_lines(result: Result) -> list[str]:
     where = f"rank {failure.rank} on {failure.host}, step {failure.step}, in {failure.phase}"
     lines = [ended, f"{where}: {failure.message}"]
     lines += [f"  then {other}" for other in failure.others]
-    if not result.outcome.is_refusal:  # a refusal has said all there is to know
+    if not result.outcome.is_refusal and tail_lines:  # a refusal has said all there is to know
         lines.append(f"the end of its log, {shown(run.root / failure.log)}:")
-        lines += [f"    {line}" for line in _tail(run.root / failure.log)]
+        lines += [f"    {line}" for line in _tail(run.root / failure.log, tail_lines)]
     return lines
 
 
-def _tail(path: Path, num_lines: int = 12) -> list[str]:
+def _tail(path: Path, num_lines: int) -> list[str]:
     if not path.is_file():
         return []
     return path.read_text(errors="replace").splitlines()[-num_lines:]

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
+from paceline.config.aliases import in_our_words
 from paceline.config.describe import (
     allows_word,
     field_at,
@@ -100,7 +101,7 @@ def read_draft(source: str | None, overrides: Sequence[str]) -> Draft:
     draft = Draft(place, _parse_yaml(text, place), [], is_ours=not is_file)
     for item in overrides:
         try:
-            draft.overrides.append(parse_override(item))
+            draft.overrides += [parse_override(word) for word in in_our_words(item)]
         except ValueError as error:
             draft.problems.append(str(error))
     return draft

@@ -1,7 +1,7 @@
 """Every key of a run, with its type, default and meaning. Unknown keys are refused.
 
-A workload brings the schema of its own `model` and `data` sections, the strategies bring the keys
-of `strategy` (`run_schema`); all other sections are here. `paceline recipes --keys` prints all.
+A workload brings the schema of its own `model`, `data` and `loss` sections, the strategies those of
+the keys of `strategy` (`run_schema`); all others are here. `paceline recipes --keys` prints all.
 """
 
 import re
@@ -228,6 +228,11 @@ class ObserveConfig(Section):
         description="Where the numbers of training.csv go too, each by a process of its own;"
         " paceline[trackers] has them.",
     )
+    timing_ranks: Literal["rank0", "all"] = Field(
+        "rank0",
+        description="all: every rank writes the phases of each logged step into train.log, as a"
+        " TimingRank line; their spread stands below.",
+    )
     sample_ids: bool = Field(
         False, description="Record which samples each step took, in ranks/rank<r>/samples.csv."
     )
@@ -248,6 +253,7 @@ class RunConfig(Section):
         description="Model, data and loss: a registered name; FILE.py:Class only when typed."
     )
     model: Section = Field(Section(), description="The workload's model.")
+    loss: Section = Field(Section(), description="The workload's loss.")
     data: DataConfig = Field(DataConfig(), description="The workload's data and its loader.")
     train: TrainConfig = Field(TrainConfig(), description="The loop.")
     optim: OptimConfig = Field(OptimConfig(), description="The optimizer.")
@@ -274,12 +280,15 @@ def run_schema(
     data: type[DataConfig],
     strategy: type[StrategyConfig] = StrategyConfig,
     launch: type[LaunchConfig] = LaunchConfig,
+    loss: type[Section] = Section,
 ) -> type[RunConfig]:
-    """Return `RunConfig` with a workload's own `model` and `data`, and with the keys of strategies
-    and launchers: `job.py` passes them in. Without those only the common ones can be set."""
+    """Return `RunConfig` with a workload's own `model`, `data` and `loss`, and with the keys of
+    strategies and launchers: `job.py` passes them in. Without those only the common ones can be
+    set."""
     sections: dict[str, Any] = {
         "model": (model, Field(default_factory=model, description="The workload's model.")),
         "data": (data, Field(default_factory=data, description="The workload's data.")),
+        "loss": (loss, Field(default_factory=loss, description="The workload's loss.")),
         "strategy": (strategy, Field(default_factory=strategy, description="Parallelism.")),
         "launch": (launch, Field(default_factory=launch, description="Where ranks run.")),
     }

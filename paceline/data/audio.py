@@ -62,8 +62,11 @@ class SpeechClips:
         return len(self.utterances)
 
     def __getitem__(self, index: int) -> Clip:
+        return self.piece(index, *self._draw(self.utterances[index].num_samples))
+
+    def piece(self, index: int, start: int, num_samples: int) -> Clip:
+        """Return a part of an utterance, with the same share of its transcript."""
         row = self.utterances[index]
-        start, num_samples = self._draw(row.num_samples)
         waveform = _read(self.root / row.rel_path, row, start, num_samples, self.sample_rate)
         return Clip(waveform, cut_text(row.transcript, start, num_samples, row.num_samples))
 

@@ -8,6 +8,7 @@ from paceline.records import Attempt, list_unwritten
 from paceline.records.disk import Appender
 from paceline.records.rundir import RunDir
 from paceline.records.tails import RowTail, Tail
+from paceline.records.timing_ranks import Spreads
 from paceline.records.words import visible
 from paceline.train.heartbeat import Ticker
 
@@ -31,6 +32,7 @@ class Follower(Ticker):
         self._train_log = Appender(run.train_log, run.lost)
         self._train_log.flush()
         self._has_said = False
+        self._spreads = Spreads(num_ranks)
         self._training = RowTail(run.training)
         self._attempt = self._find_attempt()
         self._pass_rows(self._training.rows()[-1:])
@@ -78,4 +80,6 @@ class Follower(Ticker):
         for rank, tail in self._logs.items():
             for line in tail.lines(last):
                 self._train_log.append(f"[rank {rank}] {visible(line)}\n".encode())
+                for spread in self._spreads.note(line):
+                    self._train_log.append(f"{spread}\n".encode())
         self._train_log.flush()

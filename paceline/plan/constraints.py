@@ -235,6 +235,17 @@ def _section(config: RunConfig, path: str) -> Section:
     return section
 
 
+def check_pipeline(workload: Workload, is_pipeline: bool) -> Iterator[Finding]:
+    """Refuse a pipeline of a workload that says why it cannot be one."""
+    if is_pipeline and workload.no_pipeline:
+        yield Finding(
+            severity="error",
+            where="strategy.name",
+            what=f"{type(workload).__name__} cannot be a pipeline: {workload.no_pipeline}",
+            hint="use ddp, or zero1 to zero3 where memory is short",
+        )
+
+
 def check_samples(config: RunConfig, workload: Workload, is_pipeline: bool) -> Iterator[Finding]:
     """Refuse `train.sample_prompts` where nobody can continue them."""
     train, where = config.train, "train.sample_prompts"

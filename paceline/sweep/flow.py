@@ -117,7 +117,7 @@ def _phases(spec: SweepSpec, runner: SweepRunner) -> Iterator[SweptPhase]:
     pilot = report_sweep(runner)
     if pilot.standings is None:
         return
-    yield _next(spec, runner, FINAL, choose_finalists(runner.record, pilot.standings))
+    yield _next(spec, runner, FINAL, choose_finalists(runner.record, spec, pilot.standings))
     final = report_sweep(runner)
     if final.winner is not None and spec.extras:
         yield _next(spec, runner, EXTRAS, choose_extras(runner.record, spec, final.winner))

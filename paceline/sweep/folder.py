@@ -42,6 +42,7 @@ class SweepDir:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.record = root / "sweep.json"
+        self.driver_log = root / "driver.log"
         self.manifest = root / "run_manifest.tsv"
         self.per_run = root / "per_run_metrics.csv"
         self.points = root / "timing_points.csv"

@@ -1,14 +1,16 @@
 """Which cells run how often and how long: one round, or a pilot, a final and extras.
 
-A   every cell, short runs, at least twice
-B   those that A could not tell from the best (at least two), full runs
+A   every cell, short runs; where each runs once there is no verdict, only an order
+B   those that A could not tell from the best (at least two), or the best N, full runs
 C   the winner of B, and the winner with each of the extras
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.records.words import text_cell
+from paceline.stats.figures import lower_is_better
 from paceline.stats.standings import Standings
 from paceline.sweep.spec import SweepSpec
 
@@ -44,13 +46,26 @@ def plain_name(name: str) -> str:
     return name.partition(":")[2] if name[1:2] == ":" else name
 
 
-def choose_finalists(record: SweepRecord, pilot: Standings) -> list[SweptCell]:
-    """Return all cells that may be the best, at least two, and the baseline."""
+def choose_finalists(record: SweepRecord, spec: SweepSpec, pilot: Standings) -> list[SweptCell]:
+    """Return the best cells, as many as asked for, or else all that may be the best, at least two;
+    and the baseline."""
     order = [row.group.name for row in pilot.rows]
-    chosen = {row.group.name for row in pilot.winners} | set(order[:MIN_FINALISTS])
+    wanted = _num_finalists(spec)
+    if wanted == "auto":
+        chosen = {row.group.name for row in pilot.winners} | set(order[:MIN_FINALISTS])
+    else:
+        falls = lower_is_better(record.metric)
+        by_mean = sorted(pilot.rows, key=lambda row: row.value if falls else -row.value)
+        chosen = {row.group.name for row in by_mean[:wanted]}
     if record.baseline is not None:
         chosen.add(f"{PILOT}:{record.baseline}")
     return [_plain(record.cell(name)) for name in record.phases[0].cells if name in chosen]
+
+
+def _num_finalists(spec: SweepSpec) -> int | Literal["auto"]:
+    """Without repeats nothing can be told from the best: the pilot then is a shortlist."""
+    is_blind = spec.finalists == "auto" and spec.pilot_repeats == 1
+    return MIN_FINALISTS if is_blind else spec.finalists
 
 
 def choose_extras(record: SweepRecord, spec: SweepSpec, winner: str) -> list[SweptCell]:
@@ -84,8 +99,13 @@ def describe_schedule(spec: SweepSpec, cells: Sequence[SweptCell]) -> list[str]:
     if not spec.phases:
         return [_cost("", num, spec.repeats, spec.steps)]
     lines = [_cost("A, pilot: ", num, spec.pilot_repeats, pilot_steps(spec))]
-    low, high = (_cost("", n, spec.repeats, spec.steps) for n in (min(MIN_FINALISTS, num), num))
-    lines.append(f"B, final, those not told from the best: {low} at least; {high} at most")
+    wanted = _num_finalists(spec)
+    if wanted == "auto":
+        low, high = (_cost("", n, spec.repeats, spec.steps) for n in (min(MIN_FINALISTS, num), num))
+        lines.append(f"B, final, those not told from the best: {low} at least; {high} at most")
+    else:
+        best = min(wanted, num)
+        lines.append(_cost(f"B, final, the best {best}: ", best, spec.repeats, spec.steps))
     names = ", ".join(spec.extras)
     if spec.extras:
         count = 1 + bool(spec.baseline) + len(spec.extras)

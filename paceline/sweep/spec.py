@@ -52,8 +52,16 @@ class SweepSpec(Section):
     target: str = Field("", description="speedup>=1.08 against the baseline, or METRIC>=VALUE.")
     seed: Annotated[int, Field(ge=0)] = Field(0, description="Shuffles the order of runs.")
     phases: bool = Field(False, description="Pilot, final and extras instead of one round.")
-    pilot_repeats: Annotated[int, Field(ge=2)] = Field(
-        2, description="Runs per cell in the pilot (A)."
+    pilot_repeats: Positive = Field(
+        2, description="Runs per cell in the pilot (A); of 1 comes a shortlist, no verdict."
+    )
+    finalists: Literal["auto"] | Annotated[int, Field(ge=2)] = Field(
+        "auto",
+        description="Cells in the final (B): the best so many of the pilot. auto: those that it"
+        " could not tell from the best; 2 of a pilot without repeats.",
+    )
+    tail_lines: Annotated[int, Field(ge=0)] = Field(
+        12, description="Lines of a rank's log that are shown when its run fails."
     )
     pilot_steps: Literal["auto"] | Positive = Field(
         "auto", description="Steps per run in the pilot (A). auto: a third of steps, at least 20."

@@ -25,6 +25,7 @@ from paceline.records.phases import STEP_PHASES
 from paceline.records.rundir import RunDir
 from paceline.records.table_file import TableFile
 from paceline.records.tables import SAMPLES, STEPS, TRAINING, Cell
+from paceline.records.timing_ranks import timing_line
 from paceline.strategies.base import StepInfo, Totals
 from paceline.strategies.clock import Clock, StepTimes
 from paceline.strategies.precision import OVERFLOWED
@@ -60,7 +61,13 @@ class _Row:
     skipped: bool = False
     is_judged: bool = False
     metrics: dict[str, float | None] = field(default_factory=dict)  # by column
+    own_units: float = math.nan
     times: StepTimes | None = None
+
+    @property
+    def own_mean(self) -> float:
+        """This rank's own loss, nan where its units are on the device."""
+        return math.nan if self.own_loss is None else self.own_loss / (self.own_units or math.nan)
 
     @property
     def is_complete(self) -> bool:
@@ -95,6 +102,7 @@ class Ledger:
         self.hooks = hooks  # called with each row
         self.plan, self.clock, self.device = plan, clock, device
         self.log_every = config.train.log_every
+        self._logs_own_times = config.observe.timing_ranks == "all"
         self.last_warmup = files.first_step - 1 + config.observe.warmup_steps
         self._rows: dict[int, _Row] = {}  # in the order of steps, not written yet
         self._window: list[tuple[int, Totals, float | Tensor]] = []  # recorded, not gathered yet
@@ -114,7 +122,8 @@ class Ledger:
         self, step: int, lr: float, totals: Totals, info: StepInfo, batch: StepBatch
     ) -> None:
         """Take in a step, and the batch that it took."""
-        self._rows[step] = _Row(lr, batch.num_samples)
+        own = math.nan if isinstance(totals.units, Tensor) else float(totals.units)
+        self._rows[step] = _Row(lr, batch.num_samples, own_units=own)
         if batch.sums:
             totals = totals._replace(extras={**batch.sums, **totals.extras})
         self._window.append((step, totals, batch.units))
@@ -237,6 +246,8 @@ class Ledger:
         for times in self.clock.finished(wait):
             self._rows[times.step].times = times
             self._steps.add(self._step_row(times))
+            if self._logs_own_times and self._is_due(times.step):
+                LOG.info("%s", self._own_line(times))
         # Always waited for, unlike times: the sums were enqueued a step ago, and a veto that shows
         # only in them must reach all ranks at the same step.
         for tag, sums in self._sums.pop(through, wait=True):
@@ -286,14 +297,20 @@ class Ledger:
     def _log_progress(self, step: int) -> None:
         """Log one line per window to the rank's log, and so to train.log."""
         row = self._rows[step]
-        due = step % self.log_every == 0 or step == self.plan.steps
-        if self._training is None or row.times is None or not due:
+        if self._training is None or row.times is None or not self._is_due(step):
             return
         more = "".join(f" {k} {v:.4f}" for k, v in row.metrics.items() if v is not None)
         LOG.info(
             "step %d/%d loss %.4f%s lr %.3g grad_norm %.3g step_s %.4g",
             step, self.plan.steps, row.loss, more, row.lr, row.grad_norm, row.times.step_s,
         )  # fmt: skip
+
+    def _own_line(self, times: StepTimes) -> str:
+        own_loss = self._rows[times.step].own_mean
+        return timing_line(times.step, dist.get_rank(), own_loss, times.phases_s, times.wall_s)
+
+    def _is_due(self, step: int) -> bool:
+        return step % self.log_every == 0 or step == self.plan.steps
 
     def _training_row(self, step: int, row: _Row) -> dict[str, Cell]:
         assert row.times is not None

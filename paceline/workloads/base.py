@@ -52,6 +52,7 @@ REGISTRY = {
     "lm": "paceline.workloads.lm.workload:LanguageModel",
     "causal_lm": "paceline.workloads.causal_lm.workload:CausalLM",
     "mae": "paceline.workloads.mae.workload:MaskedAutoencoder",
+    "speech_clip": "paceline.workloads.speech_clip.workload:SpeechText",
     "uneven": "paceline.workloads.uneven:Uneven",
 }
 GROUP = "paceline.workloads"
@@ -73,6 +74,7 @@ class Workload:
 
     Model: ClassVar[type[Section]] = Section
     Data: ClassVar[type[DataConfig]] = DataConfig
+    Loss: ClassVar[type[Section]] = Section
     unit: ClassVar[str] = "samples"
     # True: the model is built on meta, and `init_weights` fills what of it this rank holds.
     meta_init: ClassVar[bool] = False
@@ -82,6 +84,8 @@ class Workload:
     own_attention: ClassVar[frozenset[str]] = frozenset()
     # How the model attends; FLOPs count half of causal attention. "unknown": nothing is said of it.
     attention: ClassVar[Literal["causal", "full", "none", "unknown"]] = "unknown"
+    # Why a pipeline cannot run it; empty: it may.
+    no_pipeline: ClassVar[str] = ""
     # Which ranks call `on_step`, `on_eval` and `on_checkpoint`.
     hook_ranks: ClassVar[Literal["first", "all"]] = "first"
     # What `prepare` returned, on every rank.

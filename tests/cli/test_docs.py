@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config.aliases import IMPLIED, RENAMED
 from paceline.config.describe import iter_keys
 from paceline.config.schema import CheckpointConfig
 from paceline.job import load_job
@@ -59,7 +60,7 @@ NO_KEYS = {
     "audit.json", "launch.json", "train.log", "data.json", "launch.nprocs", "model.safetensors",
     "model.parameters", "model.named_parameters",
 }  # fmt: skip
-OPEN_MAPS = ("launch.env", "strategy.deepspeed_config", "model.hf_config")
+OPEN_MAPS = ("launch.env", "strategy.deepspeed_config", "model.hf_config", "model.speech_config")
 
 
 @dataclass(frozen=True)
@@ -250,8 +251,10 @@ def test_the_python_of_launching_runs(tmp_path: Path) -> None:
 
 
 def test_every_key_in_the_pages_exists() -> None:
-    jobs = [load_job(name, []).config for name in ("lm_tiny", "mae_tiny", "causal_lm")]
+    names = ("lm_tiny", "mae_tiny", "causal_lm", "speech_tiny")
+    jobs = [load_job(name, []).config for name in names]
     known = {key.path for config in jobs for key in iter_keys(type(config))}
+    known |= RENAMED.keys() | IMPLIED.keys()
     sections = "|".join(sorted({path.split(".")[0] for path in known if "." in path}))
     for page in PAGES:
         for found in re.finditer(rf"(?<![\w/.])(?:{sections})(?:\.[a-z_0-9]+)+", text_of(page)):

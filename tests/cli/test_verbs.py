@@ -39,8 +39,9 @@ def test_help_does_not_load_torch(tmp_path: Path) -> None:
 def test_recipes_list_copy_and_keys(tmp_path: Path) -> None:
     names = [row["name"] for row in json.loads(paceline("recipes", "--json", cwd=tmp_path).out)]
     assert names == [
-        "causal_lm", "fineweb_edu", "lm_125m", "lm_1b", "lm_tiny", "mae_stub", "mae_tiny",
-        "tinyllama_fsdp", "tinystories",
+        "causal_lm", "fineweb_edu", "limit_longest_1-3_stage1_bf16",
+        "limit_longest_1-3_stage2_bf16", "lm_125m", "lm_1b", "lm_tiny", "mae_stub", "mae_tiny",
+        "speech_tiny", "tinyllama_fsdp", "tinystories",
     ]  # fmt: skip
     keys = json.loads(paceline("recipes", "--keys", "lm_tiny", "--json", cwd=tmp_path).out)
     types = {key["path"]: key["type"] for key in keys}

@@ -12,6 +12,7 @@ from paceline.stats.figures import Course, RunFigures
 from paceline.sweep.folder import COLUMNS, Row
 from paceline.sweep.judge import SweepJudgement, judge_figures
 from paceline.sweep.phases import choose_finalists
+from paceline.sweep.spec import SweepSpec
 
 STEPS = 60
 FALLING = tuple(5 - step / 20 for step in range(STEPS))
@@ -287,7 +288,7 @@ def test_finalists_are_all_that_may_be_the_best() -> None:
         sweep.add(cell, around(rate), phase="A")
     standings = sweep.judge().standings
     assert standings is not None
-    names = [cell.name for cell in choose_finalists(sweep.record, standings)]
+    names = [cell.name for cell in choose_finalists(sweep.record, asked(), standings)]
     assert names == ["slow", "near", "best"]
 
 
@@ -297,7 +298,25 @@ def test_there_are_at_least_two_finalists() -> None:
         sweep.add(cell, around(rate), phase="A")
     standings = sweep.judge().standings
     assert standings is not None
-    assert [cell.name for cell in choose_finalists(sweep.record, standings)] == ["b", "c"]
+    assert [cell.name for cell in choose_finalists(sweep.record, asked(), standings)] == ["b", "c"]
+
+
+def test_a_pilot_without_repeats_is_a_shortlist_of_as_many_as_asked_for() -> None:
+    sweep = Sweep()
+    for cell, rate in (("a", 50), ("b", 100), ("c", 70), ("d", 99)):
+        sweep.add(cell, [figures(rate)], phase="A")
+    standings = sweep.judge().standings
+    assert standings is not None
+    for spec, names in (
+        (asked(pilot_repeats=1), ["b", "d"]),
+        (asked(pilot_repeats=1, finalists=3), ["b", "c", "d"]),
+        (asked(finalists=2), ["b", "d"]),
+    ):
+        assert [cell.name for cell in choose_finalists(sweep.record, spec, standings)] == names
+
+
+def asked(**given: Any) -> SweepSpec:
+    return SweepSpec(recipe="lm_tiny", phases=True, **given)
 
 
 def test_code_that_changed_between_runs_is_noted() -> None:

@@ -66,7 +66,7 @@ def _download(name: str, patterns: tuple[str, ...]) -> Path:
 
 def load_config(name: str, given: dict[str, Any], folder: Path | None) -> Any:
     """Load the model's config, with the keys of `given` in place of its own."""
-    base: dict[str, Any] = {} if folder is None else _read_config(folder)
+    base: dict[str, Any] = {} if folder is None else read_config(folder)
     kind = config_class(name, base)
     return build_config(kind, given, base)
 
@@ -82,7 +82,7 @@ def config_class(name: str, base: dict[str, Any]) -> Any:
     return mapping[architecture]
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise DataError(

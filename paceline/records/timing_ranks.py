@@ -1,0 +1,66 @@
+"""The phases of a step on every rank, as lines of train.log, and how far ranks are apart.
+
+    TimingRank step=50 rank=1 loss=3.2110 data_wait=0.41 preprocess=0.00 fwd=80.12 ... iter=190.02
+    TimingSpread step=50 ranks=2 data_wait=0.20 fwd=1.15 bwd=30.90 step=0.31 iter=31.02 slowest=1
+
+All times are milliseconds. A rank writes its own line, and whoever follows the logs writes the
+spread below them, which is the largest minus the smallest: no rank waits for another to say it.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from paceline.records.phases import Phase
+
+# `preprocess` is what loader processes do here, so a step has none of it.
+NAMES: dict[str, tuple[Phase, ...]] = {
+    "data_wait": (Phase.DATA,),
+    "preprocess": (),
+    "fwd": (Phase.FORWARD,),
+    "bwd": (Phase.BACKWARD, Phase.COMM),
+    "step": (Phase.OPTIMIZER,),
+}
+LINE = re.compile(r"TimingRank step=(\d+) rank=(\d+) loss=\S+ (.*)")
+MAX_WAITING = 64  # steps of which some rank's line has not come
+
+
+def timing_line(
+    step: int, rank: int, loss: float, phases_s: Mapping[str, float], wall_s: float
+) -> str:
+    """Return what a rank says of one step."""
+    sums = {name: sum(phases_s.get(p, 0.0) for p in phases) for name, phases in NAMES.items()}
+    told = " ".join(f"{name}={1e3 * value:.2f}" for name, value in sums.items())
+    return f"TimingRank step={step} rank={rank} loss={loss:.4f} {told} iter={1e3 * wall_s:.2f}"
+
+
+class Spreads:
+    """Puts the lines of all ranks together, step by step."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._waiting: dict[int, dict[int, dict[str, float]]] = {}
+
+    def note(self, line: str) -> Iterator[str]:
+        """Take in a line of any rank's log; yield the spread of a step when all have spoken."""
+        found = LINE.search(line)
+        if found is None:
+            return
+        step, rank = int(found[1]), int(found[2])
+        cells = (word.partition("=") for word in found[3].split())
+        ranks = self._waiting.setdefault(step, {})
+        ranks[rank] = {name: float(value) for name, _, value in cells}
+        if len(ranks) == self.num_ranks:
+            del self._waiting[step]
+            yield spread_line(step, ranks)
+        while len(self._waiting) > MAX_WAITING:
+            del self._waiting[min(self._waiting)]
+
+
+def spread_line(step: int, ranks: Mapping[int, Mapping[str, float]]) -> str:
+    """Return how far the ranks of a step are apart, and which one came last to where gradients are
+    summed: data and forward are its own, and what follows has waiting for others in it."""
+    names = [name for name in (*NAMES, "iter") if name != "preprocess"]
+    apart = {name: [each[name] for each in ranks.values()] for name in names}
+    told = " ".join(f"{name}={max(of) - min(of):.2f}" for name, of in apart.items())
+    slowest = max(ranks, key=lambda rank: ranks[rank]["data_wait"] + ranks[rank]["fwd"])
+    return f"TimingSpread step={step} ranks={len(ranks)} {told} slowest={slowest}"

@@ -1,0 +1,199 @@
+"""A speech encoder that learns to say what a frozen text encoder says of the same words.
+
+Shape letters: B batch, T samples of audio, F frames (one for about 320 samples), L tokens of text,
+H width of the speech encoder, D width of the space that both are drawn in.
+
+    waveforms (B, T) --> wav2vec2 (B, F, H) --> attention pooling (B, H) --> linear (B, D) -> / norm
+    tokens (B, L)    --> text encoder, frozen --> its first token (B, D) [--> linear] ---> / norm
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import DataError
+from paceline.records import Finding
+from paceline.workloads.hf.model import (
+    attention_name,
+    build_config,
+    build_from_config,
+    check_keys,
+    require_extra,
+)
+
+# Over what the config of an encoder comes with; keys of the user go over these.
+SPEECH_DEFAULTS: Mapping[str, Any] = {
+    # A rank that leaves a layer out would have no gradient for it, or others would wait for it.
+    "layerdrop": 0.0,
+    # SpecAugment draws its masks on the host, which then waits for the device in every step.
+    "mask_time_prob": 0.0,
+    "mask_feature_prob": 0.0,
+}
+# Parameters that a file of weights need not have: they are not used, or have no trained value.
+SPARE = ("pooler.", "masked_spec_embed")
+
+
+class AttentionPooling(nn.Module):
+    """Frames to one vector: a small network says how much each of them counts."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.score = nn.Sequential(
+            nn.Linear(width, width // 2), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width // 2, 1)
+        )
+
+    def forward(self, frames_BFH: Tensor, is_real_BF: Tensor) -> Tensor:
+        score_BF = self.score(frames_BFH).squeeze(-1).float()
+        weight_BF = score_BF.masked_fill(~is_real_BF, -math.inf).softmax(dim=-1)
+        return (weight_BF.unsqueeze(1).to(frames_BFH.dtype) @ frames_BFH).squeeze(1)
+
+
+class SpeechClip(nn.Module):
+    """`project_text` None: the space is that of the text encoder. `negatives`, `capacity` and
+    `max_scale` are for the loss (negatives.py), which sees the model and not the config."""
+
+    def __init__(self, speech: nn.Module, text: nn.Module, width: int | None, dropout: float):
+        super().__init__()
+        hidden: int = speech.config.hidden_size  # type: ignore[union-attr,assignment]
+        text_hidden: int = text.config.hidden_size  # type: ignore[union-attr,assignment]
+        self.speech, self.text = speech, text
+        self.pool = AttentionPooling(hidden, dropout)
+        self.project_speech = nn.Linear(hidden, width or text_hidden)
+        self.project_text = None if width is None else nn.Linear(text_hidden, width)
+        # One row and not a scalar: FSDP cuts parameters along their first axis.
+        self.log_scale = nn.Parameter(torch.zeros(1))
+        self.text.requires_grad_(False).eval()
+        self.max_scale, self.negatives = 100.0, "local"
+        self.capacity: int | None = None
+
+    def train(self, mode: bool = True) -> "SpeechClip":
+        """The text encoder says the same of the same words, whatever is done with the rest."""
+        super().train(mode)
+        self.text.eval()
+        return self
+
+    @property
+    def scale(self) -> Tensor:
+        """What cosines are multiplied with, (1,)."""
+        return self.log_scale.float().exp().clamp(max=self.max_scale)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the vectors of speech and of text, (B, D) each, of length 1 and in fp32."""
+        speech_BD = self.project_speech(self._hear(batch["waveforms"], batch["num_samples"]))
+        text_BD = self._read(batch["tokens"], batch["num_tokens"])
+        if self.project_text is not None:
+            text_BD = self.project_text(text_BD)
+        unit = nn.functional.normalize
+        return unit(speech_BD.float(), dim=-1), unit(text_BD.float(), dim=-1)
+
+    def _hear(self, wave_BT: Tensor, num_samples_B: Tensor) -> Tensor:
+        is_real_BT = _first(num_samples_B, wave_BT.shape[1])
+        frames_BFH = self.speech(wave_BT, attention_mask=is_real_BT).last_hidden_state
+        num_frames_B = num_frames(self.speech.config, num_samples_B)
+        return self.pool(frames_BFH, _first(num_frames_B, frames_BFH.shape[1]))
+
+    @torch.no_grad()
+    def _read(self, tokens_BL: Tensor, num_tokens_B: Tensor) -> Tensor:
+        is_real_BL = _first(num_tokens_B, tokens_BL.shape[1])
+        read = self.text(input_ids=tokens_BL, attention_mask=is_real_BL.long())
+        return read.last_hidden_state[:, 0]
+
+
+def _first(count_B: Tensor, size: int) -> Tensor:
+    """Return a mask (B, size): True for the first `count` of each row."""
+    return torch.arange(size, device=count_B.device) < count_B.unsqueeze(1)
+
+
+def num_frames(config: Any, num_samples: Any) -> Any:
+    """Return how many frames lie whole within so many samples: a number, or a tensor of them."""
+    for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
+        num_samples = (num_samples - kernel) // stride + 1
+    return num_samples
+
+
+def fewest_samples(config: Any) -> int:
+    """Return the fewest samples that make a frame."""
+    needed = 1
+    for kernel, stride in reversed(list(zip(config.conv_kernel, config.conv_stride, strict=True))):
+        needed = (needed - 1) * stride + kernel
+    return needed
+
+
+def build_speech_clip(speech: Any, text: Any, settings: Any, impl: str) -> SpeechClip:
+    """Build it from the configs of both encoders, with random weights."""
+    width = None if settings.projection_dim == "text" else settings.projection_dim
+    hears = build_from_config("AutoModel", speech, impl)
+    reads = build_from_config("AutoModel", text, impl)
+    model = SpeechClip(hears, reads, width, settings.dropout)
+    with torch.no_grad():
+        model.log_scale.fill_(math.log(settings.scale))
+    model.max_scale = settings.max_scale
+    return model
+
+
+def load_encoder(model: nn.Module, folder: Path, impl: str) -> None:
+    """Give an encoder the weights of a folder, as transformers reads them: files of a larger model
+    have them under other names."""
+    kind: Any = type(model)
+    read, info = kind.from_pretrained(
+        folder,
+        config=model.config,
+        dtype=torch.float32,
+        attn_implementation=attention_name(impl),
+        output_loading_info=True,
+        local_files_only=True,
+        use_safetensors=True,
+    )
+    missing = [name for name in info["missing_keys"] if not name.startswith(SPARE)]
+    wrong = [str(name) for name in info["mismatched_keys"]]
+    if missing or wrong:
+        raise DataError(
+            f"the weights in {folder} do not fit {kind.__name__}: {len(missing)} missing, as"
+            f" {missing[:3]}; {len(wrong)} of another shape, as {wrong[:3]}\n"
+            "hint: take the keys that change its shape out of the config"
+        )
+    model.load_state_dict(read.state_dict())
+
+
+def warm_start(model: SpeechClip, file: Path) -> None:
+    """Begin where another training has ended, with all that was trained there. The text encoder is
+    this model's own: it was never trained, and must be the same."""
+    safetensors = require_extra("safetensors.torch")
+    found: dict[str, Tensor] = safetensors.load_file(file)
+    wanted = {k: v for k, v in model.state_dict().items() if not k.startswith("text.")}
+    own = {k: v for k, v in model.state_dict().items() if k.startswith("text.")}
+    missing = sorted(wanted.keys() - found.keys())
+    misfits = [k for k in wanted.keys() & found.keys() if wanted[k].shape != found[k].shape]
+    others = [k for k in own.keys() & found.keys() if not torch.equal(own[k].cpu(), found[k])]
+    if missing or misfits or others:
+        raise DataError(
+            f"model.warm_start={file} is of another model: {len(missing)} tensors are missing"
+            f" {missing[:3]}, {len(misfits)} have another shape {misfits[:3]}, and"
+            f" {len(others)} of the text encoder are not the same {others[:3]}\n"
+            "hint: give both runs the same model.speech, model.text and their configs"
+        )
+    model.load_state_dict({k: found[k] for k in wanted}, strict=False)
+
+
+def check_encoder(where: str, given: Mapping[str, Any], config: Any) -> Iterator[Finding]:
+    """Yield the keys of an encoder's config that do not exist, or cannot be used here."""
+    for finding in check_keys(given, type(config)):
+        yield finding.model_copy(update={"where": f"{where}.{finding.where.rpartition('.')[2]}"})
+    if getattr(config, "layerdrop", 0.0) > 0:
+        yield Finding(
+            severity="error",
+            where=f"{where}.layerdrop",
+            what=f"{config.layerdrop:g}: ranks would leave out different layers, and wait for each"
+            " other",
+            hint=f"set {where}.layerdrop=0; dropout inside the layers is free",
+        )
+
+
+def speech_config(kind: Any, given: Mapping[str, Any], base: Mapping[str, Any]) -> Any:
+    """Return the config of the speech encoder: what it comes with, our defaults, the user's
+    keys."""
+    return build_config(kind, {**SPEECH_DEFAULTS, **given}, base)

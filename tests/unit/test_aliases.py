@@ -1,0 +1,57 @@
+"""The keys of the speech runbook's commands, and the lines that its diagnosis reads."""
+
+import pytest
+
+from paceline.config.aliases import in_our_words
+from paceline.errors import ConfigError
+from paceline.job import load_job
+from paceline.records.phases import Phase
+from paceline.records.timing_ranks import Spreads, timing_line
+
+# As they stand in the runbook.
+ASKED = [
+    "++dataset.root_dir=/code/data/LibriSpeech_16k_trim",
+    "++dataset.manifest_path=/code/data/manifest_16k_trim.tsv",
+    "++dataset.use_trim=false",
+    "++dataset.offline_trimmed=true",
+    "deepspeed_config_yaml.zero_optimization.stage=1",
+    "deepspeed_config_yaml.train_micro_batch_size_per_gpu=160",
+    "++train.data.num_workers=6",
+    "++train.data.prefetch_factor=4",
+    "++train.enable_cuda_sync_timing=false",
+    "++train.timing_rank_scope=all",
+]
+
+
+def test_the_commands_of_the_runbook_are_understood() -> None:
+    config = load_job("+experiment=limit_longest_1-3_stage1_bf16", ASKED).config
+    assert config.data.model_dump()["root_dir"] == "/code/data/LibriSpeech_16k_trim"
+    assert config.data.model_dump()["manifest_path"] == "/code/data/manifest_16k_trim.tsv"
+    assert (config.strategy.name, config.strategy.model_dump()["stage"]) == ("deepspeed", 1)
+    assert (config.train.micro_batch_size, config.data.num_workers) == (160, 6)
+    assert (config.data.prefetch, config.observe.timing_ranks) == (4, "all")
+
+
+def test_what_is_not_done_here_is_refused_and_what_is_ours_is_left_alone() -> None:
+    with pytest.raises(ConfigError, match="(?s)use_trim=true.*prepare speech --trim.*hint"):
+        load_job("limit_longest_1-3_stage1_bf16", ["++dataset.use_trim=true"])
+    with pytest.raises(ConfigError, match="unknown key dataset.rootdir"):
+        load_job("limit_longest_1-3_stage1_bf16", ["dataset.rootdir=x"])
+    for text in ("train.steps=5", "~model.hf_config", "data.root_dir=dataset.root_dir=x"):
+        assert in_our_words(text) == [text]
+
+
+def test_the_lines_of_all_ranks_and_their_spread() -> None:
+    phases = {Phase.DATA: 0.001, Phase.FORWARD: 0.08, Phase.BACKWARD: 0.1, Phase.OPTIMIZER: 0.01}
+    first = timing_line(50, 0, 3.21, phases, 0.2)
+    assert first == (
+        "TimingRank step=50 rank=0 loss=3.2100 data_wait=1.00 preprocess=0.00 fwd=80.00"
+        " bwd=100.00 step=10.00 iter=200.00"
+    )
+    late = timing_line(50, 1, 3.0, phases | {Phase.DATA: 0.031, Phase.BACKWARD: 0.07}, 0.2)
+    spreads = Spreads(2)
+    assert list(spreads.note(f"2026 INFO {first}")) == list(spreads.note("step 50 loss 3")) == []
+    assert list(spreads.note(late)) == [
+        "TimingSpread step=50 ranks=2 data_wait=30.00 fwd=0.00 bwd=30.00 step=0.00 iter=0.00"
+        " slowest=1"
+    ]
