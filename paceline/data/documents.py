@@ -121,11 +121,9 @@ def list_files(data: TextData) -> list[SourceFile]:
     if not found:
         raise DataError(f"{root} holds no text: looked for {', '.join(sorted(wanted))}")
     # A folder with tables is a data set: the text beside them is about it.
-    tables = [path for path in found if path.suffix in TABLE_SUFFIXES]
-    if tables:
-        chosen = _splits([str(path.relative_to(root)) for path in tables])
-    else:
-        chosen = [(str(path), None) for path in found]
+    names = [str(path.relative_to(root)) for path in found]
+    tables = [name for name in names if Path(name).suffix in TABLE_SUFFIXES]
+    chosen = _splits(tables) if tables else [(name, None) for name in names]
     return [SourceFile(root / name, split) for name, split in _first(chosen, data.max_files)]
 
 

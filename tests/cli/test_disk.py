@@ -191,7 +191,7 @@ def _try_without_room(bench: Bench, full: Path, corpus: Path) -> None:
     ran = finish(bench.start("train", "lm_tiny", *words, "--out", "other", "--json"))
     assert ran.code == 10 and json.loads(ran.out)["outcome"] == "out_of_resources"
     require_plain(ran)
-    assert "set data.cache_dir to a directory that has it" in ran.err
+    assert "choose another folder: data.cache_dir" in ran.err
 
 
 def test_no_room_for_temporary_files_and_for_what_is_said(bench: Bench, tmp_path: Path) -> None:

@@ -62,6 +62,15 @@ def read(data: TextData, split: str) -> list[str]:
     return [part[:-1].astype(np.uint8).tobytes().decode() for part in parts]
 
 
+def test_a_folder_may_be_named_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine" / "deep").mkdir(parents=True)
+    (tmp_path / "mine" / "deep" / "a.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    for source in ("mine", "./mine", str(tmp_path / "mine")):
+        (file,) = find_source(settings(source, tmp_path)).files
+        assert file.path.read_text() == "text"
+
+
 def test_a_data_set_of_tables_brings_its_own_validation(tmp_path: Path) -> None:
     """Stories 18 and 19 stand in both: they are left out of training, and that is said."""
     data, said = settings(tiny_stories(tmp_path / "set"), tmp_path), list[str]()
