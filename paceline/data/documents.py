@@ -123,7 +123,8 @@ def list_files(data: TextData) -> list[SourceFile]:
     # A folder with tables is a data set: the text beside them is about it.
     names = [str(path.relative_to(root)) for path in found]
     tables = [name for name in names if Path(name).suffix in TABLE_SUFFIXES]
-    chosen = _splits(tables) if tables else [(name, None) for name in names]
+    without_split: list[tuple[str, Split | None]] = [(name, None) for name in names]
+    chosen = _splits(tables) if tables else without_split
     return [SourceFile(root / name, split) for name, split in _first(chosen, data.max_files)]
 
 
