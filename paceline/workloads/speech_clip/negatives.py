@@ -47,7 +47,7 @@ def loss_of(model: Any, speech_BD: Tensor, text_BD: Tensor) -> tuple[Tensor, Ten
     """Return the summed loss of the pairs, and how many have their own text as the nearest."""
     is_shared = dist.is_initialized() and dist.get_world_size() > 1 and not speech_BD.is_meta
     scale = model.scale
-    if model.negatives == "local" or not is_shared:
+    if model.negatives != "global" or not is_shared:
         labels_B = torch.arange(len(speech_BD), device=speech_BD.device)
         to_text_BN = scale * speech_BD @ text_BD.T
         to_speech_BN = to_text_BN.T
