@@ -111,9 +111,12 @@ def test_a_class_needs_ranks_of_this_process() -> None:
     assert any("ranks that cannot have it" in str(problem) for problem in plan.problems())
 
 
-def test_a_rank_does_not_run_the_program_that_started_it() -> None:
+def test_a_rank_does_not_run_the_program_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from multiprocessing import spawn
 
+    main = sys.modules["__main__"]  # of a worker of pytest it is no file
+    monkeypatch.setattr(main, "__file__", "/somewhere/script.py", raising=False)
+    monkeypatch.setattr(main, "__spec__", None, raising=False)
     with _without_main("rank0"):
         own, other = spawn.get_preparation_data("rank0"), spawn.get_preparation_data("else")
     named = {"init_main_from_name", "init_main_from_path"}
