@@ -1,9 +1,9 @@
 """scripts/fuzz: it notices what it looks for, and finds none of it in what the program reads."""
 
 import re
-import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -111,11 +111,9 @@ def run_fuzz(count: int, seed: int, timeout_s: float) -> str:
 @pytest.mark.serial
 @pytest.mark.timeout(300)
 def test_500_of_each_kind_end_in_an_answer() -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started_at = time.monotonic()
     run_fuzz(500, seed=1, timeout_s=280)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert cpu_s < 60, "30 s on a core of its own; twice that is somebody else's"
+    assert time.monotonic() - started_at < 90, "about 40 s on two cores of its own"
 
 
 @pytest.mark.nightly
