@@ -22,7 +22,7 @@ def installed(tmp_path: Path) -> str:
     return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_strategy_of_another_package_is_proven(tmp_path: Path, installed: str) -> None:
     words = ["toy", "launch.device=cpu", "strategy.toy_pieces=2"]
     ran = paceline("verify", *words, cwd=tmp_path, PYTHONPATH=installed)

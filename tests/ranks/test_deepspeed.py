@@ -217,7 +217,7 @@ STAGES = {f"{stage}": [*STATE, *ODD, *deepspeed(stage)] for stage in range(4)}
 STAGES |= {"3, small parts": [*STAGES["3"], *SMALL_STAGE3]}
 
 
-@slow
+@nightly
 def test_what_is_held_is_what_was_estimated(tmp_path: Path) -> None:
     for name, held in build_ranks(tmp_path, STAGES, _hold).items():
         for rank, found in enumerate(held):
@@ -308,7 +308,7 @@ def test_overrides_reach_the_live_engine(tmp_path: Path) -> None:
         assert any("bfloat16" in proof.effective for proof in proofs)
 
 
-@slow
+@nightly
 def test_evaluation_between_steps(corpus: Path, tmp_path: Path) -> None:
     """Losses on validation data, and training goes on as if nobody had looked."""
     text = [f"data.source={corpus}", f"data.cache_dir={tmp_path / 'cache'}"]

@@ -65,7 +65,7 @@ def save_llama(folder: Path, config: dict[str, int]) -> Path:
 
 
 JOBS = [
-    "mae",
+    pytest.param("mae", marks=nightly),
     pytest.param("llama", marks=nightly),
     "llama, tied",
     pytest.param("llama, loaded", marks=nightly),

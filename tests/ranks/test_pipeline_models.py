@@ -115,7 +115,7 @@ def test_a_llama_of_transformers(is_tied: bool, tmp_path: Path) -> None:
         assert_same(reference, ends, name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_masked_autoencoder(tmp_path: Path) -> None:
     """Encoder and decoder are two lists of blocks, with code of their own between them."""
     pytest.importorskip("transformers")

@@ -19,7 +19,7 @@ def test_every_schedule_is_proven(num_ranks: int, tmp_path: Path) -> None:
     assert_proven(report, *ALL)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_schedule_that_torch_does_not_run_is_proven(tmp_path: Path) -> None:
     report = verify(["pipeline_dualpipe"], ["launch.nproc=2"], tmp_path / "run")
     assert_proven(report, "pipeline_dualpipe")
