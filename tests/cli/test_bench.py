@@ -10,6 +10,7 @@ from tests.cli.program import paceline
 SMALL = ("model.dim=96", "model.num_layers=2", "launch.device=cpu")
 
 
+@pytest.mark.slow
 def test_list_says_what_differs_and_what_can_run_here(tmp_path: Path) -> None:
     ran = paceline("bench", "list", "--json", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert ran.code == 0, ran.err

@@ -19,6 +19,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Path]:
     return ran, folder
 
 
+@pytest.mark.slow
 def test_a_fit_machine_is_exit_0_with_every_part_in_it(checked: tuple[Ran, Path]) -> None:
     ran, folder = checked
     report = json.loads(ran.out)

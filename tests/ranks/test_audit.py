@@ -92,6 +92,7 @@ def test_types_on_the_wire_of_a_sharded_run(tmp_path: Path) -> None:
     assert found["FSDP units"].effective == "3 units"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_types_on_the_wire_of_sharded_stages(schedule: str, tmp_path: Path) -> None:
     four = ["launch.nproc=4", "strategy.name=pipeline", f"strategy.schedule={schedule}"]

@@ -45,6 +45,7 @@ def assert_same(expected: list[TrainingRow], found: list[TrainingRow], name: str
         assert num_samples[1] == pytest.approx(num_samples[0]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["Padded", "Streamed", pytest.param("Weighted", marks=pytest.mark.nightly)]
 )

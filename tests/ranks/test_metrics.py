@@ -151,6 +151,7 @@ def test_torchmetrics_fits_in(tmp_path: Path) -> None:
 STOPPING = ["train.best=val/seen:max", "train.stop_after=2", "train.eval_every=1"]
 
 
+@pytest.mark.slow
 def test_it_stops_when_nothing_improves_and_counts_on_after_a_resume(
     job: str, tmp_path: Path
 ) -> None:

@@ -202,6 +202,7 @@ def test_a_frozen_rank_is_a_failure_like_others(bench: Bench) -> None:
     assert "in fail_at_first" in bench.past(1, "ranks/rank1/stacks.txt").read_text()
 
 
+@pytest.mark.slow
 def test_what_an_attempt_leaves_is_kept(bench: Bench) -> None:
     for name in ("result.json", "audit.json", "summary.md", "plan.json", "env.json", "data.json"):
         (bench.run.root / name).write_text("{}")

@@ -38,6 +38,7 @@ def texts(samples: list[Sample]) -> list[tuple[int, str, str]]:
     return [(sample.step, sample.prompt, sample.text) for sample in samples]
 
 
+@pytest.mark.slow
 def test_ranks_write_what_one_process_writes(small: list[str], tmp_path: Path) -> None:
     alone = run_here(tmp_path / "alone", "lm_tiny", [*small, *PROMPTS])
     wanted = texts(read_samples(alone.run.texts))
