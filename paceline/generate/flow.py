@@ -39,6 +39,7 @@ from paceline.workloads.generation import (
     codec_of,
     open_codec,
 )
+from paceline.workloads.meta import on_meta
 
 Say = Callable[[str], None]
 Told = Callable[[int, str], None]  # a prompt's number, and the next piece of its text
@@ -132,7 +133,7 @@ def _build(job: Job, device: torch.device) -> nn.Module:
             return workload.build_model(config)
     # The weights are the checkpoint's: those that the run began with need not be there any more.
     workload.prepared = {**workload.prepared, "hf_weights": "random"}
-    with torch.device("meta"):
+    with on_meta():
         model = workload.build_model(config)
 
     def compute(name: str, module: nn.Module) -> None:
@@ -161,7 +162,7 @@ def _open_model(path: str, device: torch.device, say: Say) -> Author:
     config = read_config(path, {}, folder)
     folder, _ = choose_weights("load", path, folder)
     assert folder is not None, "weights are loaded from a folder"
-    with torch.device("meta"):
+    with on_meta():
         model = build_causal_lm(config, "sdpa")
     check_weights(model, folder)
     fill_weights(model, lambda name, module: read(model, name, module, folder), 0, device)

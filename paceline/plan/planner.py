@@ -46,6 +46,7 @@ from paceline.strategies.optim import freeze
 from paceline.strategies.optimizers import check_optimizer, choose_fused, choose_optimizer
 from paceline.strategies.shape import ModelShape
 from paceline.workloads.base import Workload
+from paceline.workloads.meta import on_meta
 from paceline.workloads.methods import check_methods
 
 T = TypeVar("T")
@@ -240,7 +241,7 @@ def _micro(config: RunConfig) -> int:
 def sketch_model(workload: Workload, config: RunConfig) -> torch.nn.Module:
     """Build the model on meta: no memory, any size."""
     try:
-        with torch.device("meta"):
+        with on_meta():
             return workload.build_model(config)
     except PacelineError:
         raise

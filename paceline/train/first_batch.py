@@ -30,6 +30,7 @@ from paceline.strategies.gather import locals_of
 from paceline.strategies.optim import freeze
 from paceline.train.feed import Feed
 from paceline.workloads.base import Workload
+from paceline.workloads.meta import on_meta
 
 LOG = logging.getLogger("paceline")
 CLOSE = 0.05  # of the parts' losses: models that draw random numbers while they evaluate are noisy
@@ -208,13 +209,13 @@ def count_flops(job: Job, plan: Plan, feed: Feed, device: torch.device) -> tuple
 
 def _count_on_meta(job: Job, batch: Any) -> int:
     """Count a forward and a backward pass on meta tensors: only shapes are computed."""
-    with torch.device("meta"):
+    with on_meta():
         model = job.workload.build_model(job.config)
     freeze(model, job.config.optim)
-    on_meta = map_tensors(lambda tensor: tensor.to("meta"), batch)
+    shapes = map_tensors(lambda tensor: tensor.to("meta"), batch)
     # The counter sees attention only where it is spelt out as matrix products.
     spelt_out = sdpa_kernel(SDPBackend.MATH)
-    with FlopCounterMode(display=False) as counter, torch.device("meta"), spelt_out:
-        loss, *_ = job.workload.loss(model, on_meta)
+    with FlopCounterMode(display=False) as counter, on_meta(), spelt_out:
+        loss, *_ = job.workload.loss(model, shapes)
         loss.backward()
     return int(counter.get_total_flops())

@@ -379,11 +379,12 @@ def apply_policy(plan: Plan) -> None:
 
 def _apply_determinism(plan: Plan) -> None:
     """Allow only kernels that give the same bits again, or any: a process may run several plans."""
-    torch.use_deterministic_algorithms(plan.deterministic)
+    # torch.use_deterministic_algorithms does the same, and loads the compiler: 2 s in each rank.
+    torch.set_deterministic_debug_mode("error" if plan.deterministic else "default")
     torch.backends.cudnn.deterministic = plan.deterministic
     if plan.deterministic:
         torch.backends.cudnn.benchmark = False  # it takes whichever was fastest this time
-    if plan.deterministic and plan.compile.value != "off":
+    if plan.compile.value != "off":
         import torch._inductor.config as inductor_config
 
-        inductor_config.deterministic = True  # its own kernels are not chosen by timing either
+        inductor_config.deterministic = plan.deterministic  # its kernels are not chosen by timing
