@@ -30,6 +30,13 @@ JOB = [
 ]  # fmt: skip
 
 
+SMALL = [
+    "data.source=synthetic", "data.synthetic_samples=64", "data.seq_len=16", "model.dim=16",
+    f"train.steps={STEPS}", "train.eval_every=off", "launch.device=cpu", "train.log_every=1",
+    "checkpoint.every=off", "optim.name=sgd",
+]  # fmt: skip
+
+
 def train(*more: str) -> list[str]:
     """The final training of the runbook, on a small model: ++dataset.root_dir and all."""
     paths = [f"++dataset.root_dir={corpus()}", f"++dataset.manifest_path={corpus()}/manifest.tsv"]
@@ -66,10 +73,8 @@ def where(run: Path) -> list[str]:
     return [end["host"] for end in ends]
 
 
-@pytest.mark.parametrize(
-    "by",
-    ["torchrun", pytest.param("deepspeed", marks=[nightly, needs_deepspeed])],
-)
+@nightly
+@pytest.mark.parametrize("by", ["torchrun", pytest.param("deepspeed", marks=needs_deepspeed)])
 def test_two_hosts_have_the_losses_of_one(
     by: str, hosts: SshCluster, one_host: list[float], tmp_path: Path
 ) -> None:
@@ -81,6 +86,17 @@ def test_two_hosts_have_the_losses_of_one(
     assert len(set(one_host)) == STEPS, "it learns"
     assert where(tmp_path / "run") == ["n1", "n2"]
     assert hosts.processes() == []
+
+
+def test_a_small_job_on_two_hosts(hosts: SshCluster, tmp_path: Path) -> None:
+    """The same in CI, without what transformers takes to import in each of five processes."""
+    expected = run_ranks(tmp_path / "one", "lm_tiny", [*SMALL, "launch.nproc=2"])
+    launch = ["launch.launcher=torchrun", hostfile(tmp_path, "n1", "n2"), "launch.env.FLAG=a b"]
+    words = [*TRAIN[:-1], "lm_tiny", *SMALL, *launch, "--out", "run"]
+    done = hosts.run(words, cwd=tmp_path, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == pytest.approx([r.loss for r in expected.rows], abs=1e-6)
+    assert where(tmp_path / "run") == ["n1", "n2"] and hosts.processes() == []
 
 
 @nightly
@@ -118,7 +134,7 @@ def wait_for(is_so: object, what: str, seconds: float = 60) -> None:
 
 def refused(hosts: SshCluster, folder: Path, by: str, *names: str) -> str:
     """What is said of these machines; nothing is started, and nothing written."""
-    small = [*TRAIN[:-1], "lm_tiny", "data.source=synthetic", "launch.device=cpu"]
+    small = [*TRAIN[:-1], "lm_tiny", *SMALL]
     launch = [f"launch.launcher={by}", hostfile(folder, *names), "--out", "run"]
     done = hosts.run([*small, *launch], cwd=folder, timeout=60)
     assert done.returncode == 3, done.stderr
