@@ -54,11 +54,12 @@ def main() -> int:
         seconds = make_corpus(root, asked.utterances)
         print(f"{asked.utterances} utterances, {seconds / 3600:.2f} hours of FLAC", flush=True)
         settings = common(asked, root)
-        rows = {"bare loop": bare(settings, asked)}
+        rows = dict[str, dict[str, Any]]()
         for number, variant in enumerate([[], *(text.split(",") for text in asked.variant)]):
             label = " ".join(variant) or "paceline train"
             rows[label] = run(Path(scratch) / f"run{number}", settings, variant, asked.steps)
             print(f"{label}: {json.dumps(rows[label])}", flush=True)
+        rows["bare loop"] = bare(settings, asked)
     return tell(rows)
 
 
@@ -67,7 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--micro", type=int, default=128)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--utterances", type=int, default=512)
+    parser.add_argument("--utterances", type=int, default=256)
     parser.add_argument("--variant", action="append", default=[])
     parser.add_argument("--profile", action="store_true", help="kernels of the bare loop by time")
     parser.add_argument("--tiny", action="store_true")
