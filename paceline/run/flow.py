@@ -148,6 +148,7 @@ def prepare(
     started_at = wall_time()
     require_feasible(plan)
     launcher = choose_launcher(plan.crew, rendezvous, job.config.launch.start_s)
+    launcher.require_ready(order_for(job, env, plan))
     for finding in plan.findings:
         talk.say(f"{finding.severity}: {finding}")
     prepared = job.workload.prepare(job.config, talk.say)

@@ -199,7 +199,7 @@ def count_flops(job: Job, plan: Plan, feed: Feed, device: torch.device) -> tuple
     # To load a batch may draw random numbers, as it would in its step; to count must not.
     drawn = capture_rng(device)
     try:
-        counted = _count_on_meta(job, batch) / plan.batch.micro
+        counted = count_on_meta(job, batch) / plan.batch.micro
     except Exception as error:  # any operation of the user's may lack a meta kernel
         return None, f"not counted: {type(error).__name__} on meta tensors: {error}"
     finally:
@@ -207,7 +207,7 @@ def count_flops(job: Job, plan: Plan, feed: Feed, device: torch.device) -> tuple
     return counted, "counted on the first batch by torch.utils.flop_counter"
 
 
-def _count_on_meta(job: Job, batch: Any) -> int:
+def count_on_meta(job: Job, batch: Any) -> int:
     """Count a forward and a backward pass on meta tensors: only shapes are computed."""
     with on_meta():
         model = job.workload.build_model(job.config)
