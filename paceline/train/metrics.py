@@ -21,7 +21,7 @@ from paceline.metrics import TRAIN
 from paceline.records import Plan
 from paceline.records.columns import LOSS_COLUMNS
 from paceline.records.disk import Losses
-from paceline.records.phases import STEP_PHASES
+from paceline.records.phases import OWN_PHASES, STEP_PHASES
 from paceline.records.rundir import RunDir
 from paceline.records.table_file import TableFile
 from paceline.records.tables import SAMPLES, STEPS, TRAINING, Cell
@@ -62,6 +62,7 @@ class _Row:
     is_judged: bool = False
     metrics: dict[str, float | None] = field(default_factory=dict)  # by column
     own_units: float = math.nan
+    collectives: int | None = None  # that this rank has begun so far
     times: StepTimes | None = None
 
     @property
@@ -123,7 +124,8 @@ class Ledger:
     ) -> None:
         """Take in a step, and the batch that it took."""
         own = math.nan if isinstance(totals.units, Tensor) else float(totals.units)
-        self._rows[step] = _Row(lr, batch.num_samples, own_units=own)
+        begun = count_collectives() if self.plan.world_size > 1 else None
+        self._rows[step] = _Row(lr, batch.num_samples, own_units=own, collectives=begun)
         if batch.sums:
             totals = totals._replace(extras={**batch.sums, **totals.extras})
         self._window.append((step, totals, batch.units))
@@ -214,7 +216,8 @@ class Ledger:
             rows += [_as_vector([pair[n] for pair in pairs], self.device) for n in (0, 1)]
         sums = torch.stack(rows)
         if self.plan.world_size > 1:
-            dist.all_reduce(sums)
+            with self.clock.blocked():
+                dist.all_reduce(sums)
         # What the losses were divided by, known before the step: `_fill` compares the two counts.
         promised = _as_vector([units for *_, units in self._window], self.device)
         last = self._window[-1][0]
@@ -307,7 +310,8 @@ class Ledger:
 
     def _own_line(self, times: StepTimes) -> str:
         own_loss = self._rows[times.step].own_mean
-        return timing_line(times.step, dist.get_rank(), own_loss, times.phases_s, times.wall_s)
+        step, phases, waits = times.step, times.phases_s, times.blocked_s
+        return timing_line(step, dist.get_rank(), own_loss, phases, times.wall_s, waits)
 
     def _is_due(self, step: int) -> bool:
         return step % self.log_every == 0 or step == self.plan.steps
@@ -331,13 +335,28 @@ class Ledger:
 
     def _step_row(self, times: StepTimes) -> dict[str, Cell]:
         phases = {phase.column: times.phases_s.get(phase, 0.0) for phase in STEP_PHASES}
+        waits, row = times.blocked_s, self._rows.get(times.step)
+        blocked = {
+            phase.blocked_column: waits.get(phase, 0.0) if waits is not None else None
+            for phase in OWN_PHASES
+        }
         return {
             "step": times.step,
             "warmup": times.step <= self.last_warmup,
             "wall_s": times.wall_s,
             **phases,
             "unaccounted_s": times.unaccounted_s,
+            **blocked,
+            "units": row.own_units if row is not None and row.own_units >= 0 else None,
+            "collectives": row.collectives if row is not None else None,
         }
+
+
+def count_collectives() -> int:
+    """Return how many collectives this rank has begun, over all its groups: all ranks of a job have
+    begun equally many, or one has left one out. The groups count for themselves."""
+    groups = dist.distributed_c10d._world.pg_names
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def _as_vector(counts: Sequence[float | Tensor], device: torch.device) -> Tensor:
