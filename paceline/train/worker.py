@@ -26,6 +26,7 @@ from paceline.machine.group import StoreAddress, claim_device, join_group
 from paceline.machine.topology import RankId
 from paceline.plan.policy import effective_config
 from paceline.records import Plan, RankVerdict, list_unwritten
+from paceline.records.drills import Drill
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.schedules.passes import render_passes
@@ -35,6 +36,7 @@ from paceline.strategies.clock import Clock, HostClock, build_clock
 from paceline.strategies.optim import rate_of
 from paceline.train.audit import Auditor
 from paceline.train.control import ControlFiles, Requests
+from paceline.train.drills import plant
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import (
     Feed,
@@ -103,6 +105,8 @@ class RankRun:
                 with closing(parts.feed), _named_loaders(parts.feed), _settled_heap():
                     settle_rng(found, self.job, self.plan, self.place.rank, self.device)
                     self._use_first_batch(parts)
+                    if self.run.drill.is_file():
+                        plant(Drill.load(self.run.drill), parts, self.place.rank)
                     end = self.take_steps(parts)
                     self.notes += parts.feed.notes(end.sample_ids)
                 self.notes += parts.keeper.parts.saver.notes

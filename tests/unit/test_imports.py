@@ -24,7 +24,7 @@ LAYERS = [
     ["train"],
     ["launch"],
     ["run"],
-    ["check", "verify", "sweep", "generate"],
+    ["check", "verify", "sweep", "generate", "drill"],
     ["bench", "compare"],
     ["cli"],
     ["api"],
