@@ -62,7 +62,7 @@ class _BaseClock(ABC):
         self.on_step: Callable[[int], None] = lambda step: None
         self.on_action: OnAction = lambda action: None
         self._is_open = False
-        self.knows_blocked = True  # False where an engine waits in places that it cannot see
+        self.knows_blocked = False  # an engine says that it tells where it waits
         self._depth = 0
 
     @contextmanager

@@ -68,7 +68,7 @@ class ModuleEngine:
     """Runs forward and backward through `wrapping.model`; `module` is what holds the weights: the
     workload's model, under its own names."""
 
-    # False: a library waits for other ranks where no clock of ours is told.
+    # The clock is told of all waiting for other ranks; False: a library waits where it likes.
     knows_blocked: ClassVar[bool] = True
 
     def __init__(

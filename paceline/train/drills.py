@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.records.drills import Drill, Fault
 from paceline.records.phases import Phase
+from paceline.records.rundir import RunDir
 from paceline.train.loop import LoopParts
 
 LOG = logging.getLogger("paceline")
@@ -27,6 +28,12 @@ HANG_S = 3600.0
 ROOM_BYTES = 64 << 20
 
 Act = Callable[[int], None]  # called in a step
+
+
+def plant_asked(run: RunDir, parts: LoopParts, rank: int) -> None:
+    """Plant the fault that a drill has left in the run directory; nothing in any other run."""
+    if run.drill.is_file():
+        plant(Drill.load(run.drill), parts, rank)
 
 
 def plant(drill: Drill, parts: LoopParts, rank: int) -> None:

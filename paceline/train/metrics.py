@@ -34,6 +34,7 @@ from paceline.train.hooks import Hook
 from paceline.train.readback import Readback, on_device
 
 LOG = logging.getLogger("paceline")
+TIMES_EVERY = 10  # steps after which times are written, whatever log_every: who watches needs them
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,9 @@ class Ledger:
         # and collects those of the step before.
         if step % self.log_every == 1 % self.log_every:
             self._collect(through=step - 1, wait=False)
+        elif step % TIMES_EVERY == 1:
+            self._take_times(wait=False)
+            self._steps.flush()
 
     def close(self) -> list[tuple[int, bool]]:
         """Gather, wait for and write what is left; return the vetoes that were not returned yet."""
@@ -246,17 +250,20 @@ class Ledger:
 
     def _collect(self, through: int, wait: bool) -> None:
         """Take in step times, and the sums of windows that end at step `through` or before."""
-        for times in self.clock.finished(wait):
-            self._rows[times.step].times = times
-            self._steps.add(self._step_row(times))
-            if self._logs_own_times and self._is_due(times.step):
-                LOG.info("%s", self._own_line(times))
+        self._take_times(wait)
         # Always waited for, unlike times: the sums were enqueued a step ago, and a veto that shows
         # only in them must reach all ranks at the same step.
         for tag, sums in self._sums.pop(through, wait=True):
             for step, *values in zip(self._windows.pop(tag), *sums, strict=True):
                 self._fill(step, *values)
         self._write_complete()
+
+    def _take_times(self, wait: bool) -> None:
+        for times in self.clock.finished(wait):
+            self._rows[times.step].times = times
+            self._steps.add(self._step_row(times))
+            if self._logs_own_times and self._is_due(times.step):
+                LOG.info("%s", self._own_line(times))
 
     def _fill(
         self, step: int, promised: float, loss_sum: float, count: float, *further: float

@@ -79,7 +79,7 @@ class PipelineEngine(ModuleEngine):
         self, batches: Sequence[Any], scale: float | Tensor, clock: Clock
     ) -> Totals:
         self.scale = self.scaled(scale)
-        self.wrapping.waits.clock = clock
+        self.wrapping.waits.clock, clock.knows_blocked = clock, self.knows_blocked
         cut = [cut_batch(batch, self.num_microbatches) for batch in batches]
         runners = [self._runner(microbatches[0]) for microbatches in cut]
         self._clear()
