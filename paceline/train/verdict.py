@@ -112,8 +112,9 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def save_collectives(run: RunDir, rank: int, error: BaseException) -> None:
-    """Leave, after an error that may be one of a collective, the last collectives that this rank has begun, as torch's flight recorder has them, for
-    who asks afterwards where ranks stopped to agree. A torch without one leaves nothing."""
+    """Leave the last collectives that this rank has begun, as torch's flight recorder has them, for
+    who asks afterwards where ranks stopped to agree; after other errors than those of collectives,
+    and with a torch that has none, nothing."""
     if not isinstance(error, RuntimeError):
         return
     with suppress(Exception):  # the error is what counts
