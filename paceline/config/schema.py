@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, create_model, field_validator, model_validator
 
+from paceline.config.health import RulesConfig
 from paceline.config.section import Count, Positive, Seconds, Section
 from paceline.config.training import OptimConfig, TrainConfig
 
@@ -235,6 +236,9 @@ class ObserveConfig(Section):
     )
     sample_ids: bool = Field(
         False, description="Record which samples each step took, in ranks/rank<r>/samples.csv."
+    )
+    rules: RulesConfig = Field(
+        RulesConfig(), description="By which rules the run is judged, and what follows."
     )
 
 

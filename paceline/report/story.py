@@ -10,6 +10,8 @@ from paceline.config.plain import read_config_text
 from paceline.metrics import TRAIN, VAL
 from paceline.records import Audit, Env, Plan, Result, Window
 from paceline.records.columns import Table
+from paceline.records.findings import Finding as Found
+from paceline.records.findings import Findings
 from paceline.records.phases import STEP_PHASES
 from paceline.records.rundir import RunDir
 from paceline.records.tables import (
@@ -43,6 +45,7 @@ class Story:
     config: str
     measured: Measured | None = None
     samples: tuple[Sample, ...] = ()  # texts that the model wrote, by step
+    findings: tuple[Found, ...] = ()  # what was judged of it, the gravest first
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,15 @@ def read_story(run: RunDir) -> Story:
         config=read_config_text(run.config),
         measured=load_measured(run, plan),
         samples=tuple(read_samples(run.texts)),
+        findings=_findings(run),
     )
+
+
+def _findings(run: RunDir) -> tuple[Found, ...]:
+    """Return what stands of a run that is over; a run of an older version has none."""
+    if not run.findings.is_file():
+        return ()
+    return tuple(Findings.load(run.findings).findings)
 
 
 def headline(story: Story) -> list[Figure]:

@@ -35,6 +35,7 @@ from paceline.strategies.clock import Clock, HostClock, build_clock
 from paceline.strategies.optim import rate_of
 from paceline.train.audit import Auditor
 from paceline.train.control import ControlFiles, Requests
+from paceline.train.drills import plant_asked
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import (
     Feed,
@@ -53,7 +54,14 @@ from paceline.train.keeper import Best, Keeper, KeeperParts
 from paceline.train.loop import LoopEnd, LoopParts, train
 from paceline.train.metrics import Ledger, LedgerFiles
 from paceline.train.samples import build_samples
-from paceline.train.verdict import Tell, explain, outcome_of, peak_memory, save_verdict
+from paceline.train.verdict import (
+    Tell,
+    explain,
+    outcome_of,
+    peak_memory,
+    save_collectives,
+    save_verdict,
+)
 
 # `attention.impl` to the only kernel that SDPA may then take.
 KERNELS = {
@@ -103,12 +111,14 @@ class RankRun:
                 with closing(parts.feed), _named_loaders(parts.feed), _settled_heap():
                     settle_rng(found, self.job, self.plan, self.place.rank, self.device)
                     self._use_first_batch(parts)
+                    plant_asked(self.run, parts, self.place.rank)
                     end = self.take_steps(parts)
                     self.notes += parts.feed.notes(end.sample_ids)
                 self.notes += parts.keeper.parts.saver.notes
         except BaseException as error:
             with suppress(Exception):  # the error is what counts
                 self._save_passes()
+            save_collectives(self.run, self.place.rank, error)
             told = explain(error, is_built=self.engine is not None)
             self._save(self._verdict(outcome_of(error), self.clock.step, error=told))
             raise

@@ -16,7 +16,7 @@ LAYERS = [
     ["records"],
     ["config", "trust"],
     ["stats", "schedules", "machine", "data", "prepare"],
-    ["report", "workloads", "track"],
+    ["report", "workloads", "track", "health"],
     ["checkpoint"],
     ["strategies"],
     ["job"],
@@ -24,7 +24,7 @@ LAYERS = [
     ["train"],
     ["launch"],
     ["run"],
-    ["check", "verify", "sweep", "generate"],
+    ["check", "verify", "sweep", "generate", "drill"],
     ["bench", "compare"],
     ["cli"],
     ["api"],
@@ -32,7 +32,7 @@ LAYERS = [
 ]
 TORCH_FREE = [
     "records", "config", "stats", "report", "errors", "job", "trust", "compare", "schedules",
-    "metrics", "track",
+    "metrics", "track", "health",
 ]  # fmt: skip
 
 
