@@ -20,13 +20,14 @@ from paceline.checkpoint.tensors import TensorFiles
 from paceline.data.base import Dataset
 from paceline.data.loader import to_device
 from paceline.data.stream_shards import is_stream
-from paceline.errors import ConfigError, DataError, Outcome
+from paceline.errors import ConfigError, DataError, DiskError, Outcome
 from paceline.job import Job
 from paceline.machine.group import StoreAddress, claim_device, join_group
 from paceline.machine.topology import RankId
 from paceline.plan.policy import effective_config
-from paceline.records import Plan, RankVerdict, list_unwritten
+from paceline.records import Plan, RankError, RankVerdict, list_unwritten
 from paceline.records.moments import wall_time
+from paceline.records.profiled import parse_profile
 from paceline.records.rundir import RunDir
 from paceline.schedules.passes import render_passes
 from paceline.strategies import find_strategy
@@ -51,7 +52,10 @@ from paceline.train.history import History, load_attempt, settle_rng
 from paceline.train.hooks import find_hooks
 from paceline.train.keeper import Best, Keeper, KeeperParts
 from paceline.train.loop import LoopEnd, LoopParts, train
+from paceline.train.memory import MemoryDumps
 from paceline.train.metrics import Ledger, LedgerFiles
+from paceline.train.profiling import Profiler
+from paceline.train.ranges import mark_by_nvtx
 from paceline.train.samples import build_samples
 from paceline.train.verdict import Tell, explain, outcome_of, peak_memory, save_verdict
 
@@ -84,6 +88,8 @@ class RankRun:
         self.device = torch.device("cpu")
         self.clock: Clock = HostClock()
         self.engine: Engine | None = None
+        self.profiler: Profiler | None = None
+        self.memory: MemoryDumps | None = None
         self.flops: float | None = None
         self.flops_source = ""
         self.data_fingerprint = "n/a"
@@ -96,6 +102,7 @@ class RankRun:
             crew = self.plan.crew
             self.device = claim_device(crew.device.value, self.place, crew.device_indices)
             self.clock = build_clock(self.device)
+            self._build_observers()
             with self._observed():
                 if self.store is not None:
                     self._join(self.store)
@@ -109,7 +116,7 @@ class RankRun:
         except BaseException as error:
             with suppress(Exception):  # the error is what counts
                 self._save_passes()
-            told = explain(error, is_built=self.engine is not None)
+            told = self._with_memory(error, explain(error, is_built=self.engine is not None))
             self._save(self._verdict(outcome_of(error), self.clock.step, error=told))
             raise
         self._save_passes()
@@ -123,6 +130,15 @@ class RankRun:
         )
         self._save(verdict)
         return verdict
+
+    def _build_observers(self) -> None:
+        """Build what looks at steps only where it is asked to, and at memory when it runs out."""
+        observe, run, rank = self.job.config.observe, self.run, self.place.rank
+        wanted = parse_profile(observe.profile)
+        self.profiler = Profiler(
+            run, rank, self.clock, self.device, wanted, observe.profile_detail
+        )
+        self.memory = MemoryDumps(run, rank, self.device, observe.memory, observe.memory_every)
 
     def take_steps(self, parts: LoopParts) -> LoopEnd:
         """Run the loop; a proof overrides this to look at what is around it (verify/trial.py)."""
@@ -190,6 +206,10 @@ class RankRun:
         )
         audit = self.run.audit if place.rank == 0 else None
         hooks, files = self.hooks, self._files(history)
+        assert self.profiler is not None and self.memory is not None
+        self.memory.watch(engine, history.start.first_step)
+        if config.observe.nvtx and device.type == "cuda":
+            mark_by_nvtx(engine.module, self.clock)
         parts = LoopParts(
             config=config,
             plan=plan,
@@ -199,6 +219,8 @@ class RankRun:
             auditor=Auditor(config, plan, device, engine.proofs, audit, self.run.lost),
             evaluation=Evaluation(self.job, plan, val, plan.dp_rank(place.rank), device),
             keeper=self._keeper(engine, history),
+            profiler=self.profiler,
+            memory=self.memory,
             rate=lambda step: rate_of(step, plan.steps, config, self.job.workload),
             hooks=hooks,
             samples=build_samples(self.job, engine, self.clock, self.run),
@@ -286,6 +308,18 @@ class RankRun:
         size = len(first.sample_ids)
         FirstBatch(parts.engine, job.workload, plan, device, batch, size).require_summed_loss()
 
+    def _with_memory(self, error: BaseException, told: RankError) -> RankError:
+        """Where memory ran out, write down what holds it, and say so with the error."""
+        is_meant = outcome_of(error) is Outcome.OUT_OF_RESOURCES and not DiskError.is_meant(error)
+        if not is_meant or self.memory is None:
+            return told
+        try:
+            dump = self.memory.dump("oom", self.clock.step, error)
+        except (RuntimeError, MemoryError):  # not even for that is there memory
+            return told
+        first, hint, rest = told.message.partition("\nhint: ")
+        return told.model_copy(update={"message": f"{first}\n{dump.sentence()}{hint}{rest}"})
+
     def _verdict(self, outcome: Outcome, step: int, **more: Any) -> RankVerdict:
         active, reserved = peak_memory(self.device)
         return RankVerdict(
@@ -318,6 +352,8 @@ class RankRun:
         """While inside, threads write heartbeat and telemetry; on rank 0 one watches files too."""
         observe, run, rank = self.job.config.observe, self.run, self.place.rank
         tickers = build_tickers(run, self.place, self.clock, observe, self.tell)
+        if self.profiler is not None:
+            tickers.append(self.profiler.requests)
         if rank == 0:
             tickers.append(ControlFiles(run, self.requests, self.attempt.halt_seen))
         self.clock.on_step = StepMark(run.step_mark(rank), run.lost).set
