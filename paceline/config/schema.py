@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, create_model, field_validator, model_validator
 
+from paceline.config.health import RulesConfig
 from paceline.config.section import Count, Positive, Seconds, Section
 from paceline.config.training import OptimConfig, TrainConfig
 from paceline.records.profiled import parse_profile
@@ -255,6 +256,9 @@ class ObserveConfig(Section):
     )
     memory_every: Literal["off"] | Positive = Field(
         "off", description="Steps between memory dumps, where observe.memory asks for them."
+    )
+    rules: RulesConfig = Field(
+        RulesConfig(), description="By which rules the run is judged, and what follows."
     )
 
     @field_validator("profile")

@@ -221,6 +221,30 @@ class RunDir:
         return self.root / ".HALT"
 
     @property
+    def anomaly(self) -> Path:
+        """The name of the rule for which the run was halted."""
+        return self.root / ".anomaly_type"
+
+    @property
+    def events(self) -> Path:
+        """What was noticed while it ran, a line each."""
+        return self.root / "events.jsonl"
+
+    @property
+    def findings(self) -> Path:
+        """What stands at its end."""
+        return self.root / "findings.json"
+
+    @property
+    def drill(self) -> Path:
+        """The fault that ranks plant in themselves, where the run is a drill."""
+        return self.root / "drill.json"
+
+    def collectives(self, rank: int) -> Path:
+        """The last collectives of a rank that failed, as torch's flight recorder has them."""
+        return self.rank(rank) / "collectives.json"
+
+    @property
     def checkpoint_request(self) -> Path:
         """Touched to ask a live run for a checkpoint."""
         return self.root / "control" / "checkpoint"

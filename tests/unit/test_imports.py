@@ -15,8 +15,8 @@ LAYERS = [
     ["errors", "metrics"],
     ["records"],
     ["config", "trust"],
-    ["stats", "schedules", "machine", "data", "prepare"],
-    ["report", "workloads", "track"],
+    ["stats", "schedules", "machine", "data", "prepare", "traces"],
+    ["report", "workloads", "track", "health"],
     ["checkpoint"],
     ["strategies"],
     ["job"],
@@ -24,7 +24,7 @@ LAYERS = [
     ["train"],
     ["launch"],
     ["run"],
-    ["check", "verify", "sweep", "generate"],
+    ["check", "verify", "sweep", "generate", "watch", "foreign", "diagnose"],
     ["bench", "compare"],
     ["cli"],
     ["api"],
@@ -32,7 +32,7 @@ LAYERS = [
 ]
 TORCH_FREE = [
     "records", "config", "stats", "report", "errors", "job", "trust", "compare", "schedules",
-    "metrics", "track",
+    "metrics", "track", "health", "traces", "watch", "foreign",
 ]  # fmt: skip
 
 
