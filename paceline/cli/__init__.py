@@ -28,6 +28,7 @@ from paceline.cli import (
     sweep,
     train,
     verify,
+    watch,
 )
 from paceline.errors import ConfigError, DiskError, Outcome, PacelineError
 from paceline.machine.process import leave_at_once
@@ -50,6 +51,7 @@ app.command()(verify.verify)
 app.command()(sweep.sweep)
 app.command()(compare.compare)
 app.command()(report.report)
+app.command()(watch.watch)
 app.command()(generate.generate)
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")

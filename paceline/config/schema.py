@@ -251,8 +251,8 @@ class ObserveConfig(Section):
     )
     memory: Literal["off", "dumps", "snapshot"] = Field(
         "off",
-        description="dumps: mem_boot, mem_step1 and later ones; snapshot: the allocator's history of"
-        " the first steps too (CUDA). Where memory runs out, mem_oom is always written.",
+        description="dumps: mem_boot, mem_step1 and later ones; snapshot: the allocator's history"
+        " of the first steps too (CUDA). Where memory runs out, mem_oom is always written.",
     )
     memory_every: Literal["off"] | Positive = Field(
         "off", description="Steps between memory dumps, where observe.memory asks for them."

@@ -68,8 +68,8 @@ def _observe_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield Finding(
             severity="error",
             where="observe.profile",
-            what=f"step {AUDITED_STEP} is profiled for the audit, and {observe.profile} begins before"
-            " it is over",
+            what=f"step {AUDITED_STEP} is profiled for the audit, and {observe.profile} begins"
+            " before it is over",
             hint=f"begin at step {AUDITED_STEP + 1}, or later: the first steps are slow anyway",
         )
     if steps is not None and steps[-1] > plan.steps > 0:
@@ -200,9 +200,7 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
         ),
         Idle("train", ("eval_ema",), optim.ema == "off", "optim.ema is off"),
         Idle("observe", ("nvtx",), not plan.on_gpu, "the ranks are on CPU"),
-        Idle(
-            "observe", ("memory_every",), config.observe.memory == "off", "observe.memory is off"
-        ),
+        Idle("observe", ("memory_every",), config.observe.memory == "off", "observe.memory is off"),
         *_optimizer_rules(optim, plan),
         Idle(
             "optim.schedule",

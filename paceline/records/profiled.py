@@ -49,7 +49,9 @@ class ProfileFacts(Record):
     last_step: int
     trace: str = Field(description="The file, for ui.perfetto.dev.")
     on_device: bool
-    window_s: float = Field(description="From the first profiled step's begin to the last one's end.")
+    window_s: float = Field(
+        description="From the first profiled step's begin to the last one's end."
+    )
     busy_s: float = Field(description="Of it, with any kernel or operation running.")
     categories: dict[str, float] = Field(description="Seconds by category, the longest first.")
     top: list[KernelTime]

@@ -273,7 +273,7 @@ class RunDir:
         return self.root / "profiles"
 
     def memory_dump(self, rank: int, moment: str) -> Path:
-        """What held memory at a moment, as JSON; beside it as text. Rank 0's has the plain place."""
+        """What held memory at a moment, as JSON; as text beside it. Rank 0's is in the root."""
         folder = self.root if rank == 0 else self.rank(rank)
         return folder / f"mem_{moment}.json"
 

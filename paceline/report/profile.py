@@ -64,8 +64,8 @@ def profile_sentences(facts: ProfileFacts) -> list[str]:
     ]
     if facts.on_device:
         said.append(
-            f"The device was idle for {facts.idle_s / window:.1%}; {facts.launch_gaps_s / window:.1%}"
-            f" are {count(facts.num_launch_gaps, 'launch gap')}, in which it waited for the host."
+            f"The device was idle for {facts.idle_s / window:.1%};"
+            f" {facts.launch_gaps_s / window:.1%} are {count(facts.num_launch_gaps, 'launch gap')}, in which it waited for the host."
         )
     return [*said, f"Trace for ui.perfetto.dev: {facts.trace}"]
 

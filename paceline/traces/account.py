@@ -1,10 +1,10 @@
 """From a trace to `ProfileFacts`: where the time of the profiled steps went.
 
-    window      |----------- ProfilerStep#20 ... ProfilerStep#24 -----------|
-    compute     ####   ######        ####    ########
-    collective     =======    ====              ===
-    exposed            .       ====                      communication that nothing hides
-    idle                   _        _    ____        ____ of it, launch gaps: the host was late
+window      |----------- ProfilerStep#20 ... ProfilerStep#24 -----------|
+compute     ####   ######        ####    ########
+collective     =======    ====              ===
+exposed            .       ====                      communication that nothing hides
+idle                   _        _    ____        ____ of it, launch gaps: the host was late
 """
 
 import re
@@ -16,25 +16,25 @@ from paceline.traces.events import Span, Trace, length, merge, subtract
 
 MAX_TOP, MAX_GAPS = 15, 5
 MICRO = 1e-6
-# The first that matches counts. Names are those of NCCL, cuBLAS, CUTLASS, Triton, ATen and gloo.
-CATEGORIES = (
-    ("communication", r"nccl|gloo|c10d::|all_?reduce|all_?gather|reduce_?scatter|broadcast_|sendrecv"
-                      r"|record_param_comms|symm_mem|multimem"),
-    ("attention", r"flash|fmha|attention|attn|sdpa|cudnn_generated_fort_native_sdpa"),
-    ("matrix products", r"gemm|cutlass|cublas|nvjet|xmma|wgmma|\bmm\b|::(?:add|b|badd)?mm\b|matmul"
-                        r"|linear|convolution|conv\dd|cudnn.*conv|implicit_|einsum|mkldnn"),
-    ("optimizer", r"multi_tensor|fused_?adam|_foreach_|adamw?\b|fused_sgd|lamb|muon"),
-    ("normalisation", r"norm|layer_?norm|rms"),
-    ("loss and softmax", r"softmax|nll_loss|cross_entropy|logsumexp"),
-    ("embedding", r"embedding|index_select|gather|scatter|indexing"),
-    ("copies", r"memcpy|memset|\bcopy_|::to\b|::_to_copy|contiguous|::clone|::cat\b|catarray|::fill_"
-               r"|::zero_"),
-    ("reductions", r"reduce|::sum\b|::mean\b|::max\b|triton_(?:red|per)"),
-    ("elementwise", r"elementwise|vectorized|triton_poi|::(?:add|mul|sub|div|pow|neg|silu|gelu|sigmoid"
-                    r"|where|exp|sqrt|rsqrt)(?:_backward)?_?\b"),
-)  # fmt: skip
+# The first that matches counts. Names are of NCCL, gloo, cuBLAS, CUTLASS, Triton and ATen.
+CATEGORIES = {
+    "communication": r"nccl|gloo|c10d::|all_?reduce|all_?gather|reduce_?scatter|broadcast_|sendrecv"
+    r"|record_param_comms|symm_mem|multimem",
+    "attention": r"flash|fmha|attention|attn|sdpa",
+    "matrix products": r"gemm|cutlass|cublas|nvjet|xmma|wgmma|::(?:add|b|badd)?mm\b|matmul|linear"
+    r"|conv(?:olution|\dd)|implicit_|einsum|mkldnn",
+    "optimizer": r"multi_tensor|fused_?adam|_foreach_|adamw?\b|fused_sgd|lamb|muon",
+    "normalisation": r"norm|rms",
+    "loss and softmax": r"softmax|nll_loss|cross_entropy|logsumexp",
+    "embedding": r"embedding|index_select|gather|scatter|indexing",
+    "copies": r"memcpy|memset|\bcopy_|::to\b|::_to_copy|contiguous|::clone|::cat\b|catarray|::fill_"
+    r"|::zero_",
+    "reductions": r"reduce|::sum\b|::mean\b|::max\b|triton_(?:red|per)",
+    "elementwise": r"elementwise|vectorized|triton_poi|::(?:add|mul|sub|div|pow|neg|silu|gelu"
+    r"|sigmoid|where|exp|sqrt|rsqrt)(?:_backward)?_?\b",
+}
 GLOO = re.compile(r"gloo:|nccl:")
-PATTERNS = [(name, re.compile(pattern, re.IGNORECASE)) for name, pattern in CATEGORIES]
+PATTERNS = [(name, re.compile(pattern, re.IGNORECASE)) for name, pattern in CATEGORIES.items()]
 
 
 def categorise(name: str) -> str:
@@ -136,9 +136,7 @@ def _by_name(times: Sequence[tuple[str, float]]) -> dict[str, tuple[int, float]]
     return found
 
 
-def _gaps(
-    trace: Trace, kernels: Sequence[Span], idle: Sequence[tuple[float, float]]
-) -> list[Gap]:
+def _gaps(trace: Trace, kernels: Sequence[Span], idle: Sequence[tuple[float, float]]) -> list[Gap]:
     """Return the times in which nothing ran, each with the kernel that ended it. The host was late
     where it launched that kernel only after the gap had begun."""
     by_start = {span.start: span for span in kernels}

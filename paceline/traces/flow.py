@@ -1,4 +1,4 @@
-"""profiles/*.json.gz into profiles/*.facts.json, once for each trace: the report reads only those."""
+"""profiles/*.json.gz into profiles/*.facts.json, once for each trace. The report reads those."""
 
 import re
 

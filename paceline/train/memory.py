@@ -85,7 +85,11 @@ class MemoryDumps:
         for (_, kind), num_bytes in held.items():
             by_kind[kind] += num_bytes
         active, reserved = peak_memory(self._device)
-        now = torch.cuda.memory_allocated(self._device) if on_gpu else psutil.Process().memory_info().rss
+        now = (
+            torch.cuda.memory_allocated(self._device)
+            if on_gpu
+            else psutil.Process().memory_info().rss
+        )
         dump = MemoryDump(
             rank=self._rank,
             moment=moment,

@@ -135,9 +135,7 @@ class RankRun:
         """Build what looks at steps only where it is asked to, and at memory when it runs out."""
         observe, run, rank = self.job.config.observe, self.run, self.place.rank
         wanted = parse_profile(observe.profile)
-        self.profiler = Profiler(
-            run, rank, self.clock, self.device, wanted, observe.profile_detail
-        )
+        self.profiler = Profiler(run, rank, self.clock, self.device, wanted, observe.profile_detail)
         self.memory = MemoryDumps(run, rank, self.device, observe.memory, observe.memory_every)
 
     def take_steps(self, parts: LoopParts) -> LoopEnd:

@@ -1,6 +1,6 @@
 """Follows one run directory: each call of `RunReader.read` takes in what its files have gained.
 
-    training.csv          whole, into bounded series       telemetry*.csv   the last MiB and on
+    training.csv          whole, into bounded series       telemetry*.csv   the last 512 KiB and on
     ranks/*/steps.csv     the last 64 KiB and on           heartbeats       their last lines
     events.jsonl          as it grows                      train.log        its last lines and on
 
@@ -36,7 +36,7 @@ from paceline.watch.tables import GrowingTable, known, num_rows
 from paceline.watch.view import RankView, RunView
 
 NUM_RECENT = 50  # steps whose medians are shown
-STEPS_BYTES, TELEMETRY_BYTES, LOG_BYTES = 64 << 10, 1 << 20, 32 << 10
+STEPS_BYTES, TELEMETRY_BYTES, LOG_BYTES = 64 << 10, 512 << 10, 32 << 10
 DRAWN = ("loss", "val_loss", "grad_norm", "lr", "step_s", "samples_per_s", "tokens_per_s")
 PHASES = {str(phase): phase.column for phase in STEP_PHASES} | {"unaccounted": "unaccounted_s"}
 
@@ -82,7 +82,8 @@ class RunReader:
             f"{workload} on {count(plan.world_size, 'rank')}, {plan.device.value},"
             f" {plan.strategy.value}, {plan.precision.value}"
         )
-        self._ranks = [_RankReader(self.run, rank) for rank in range(plan.world_size)]
+        ranks = range(plan.world_size)
+        self._ranks = [_RankReader(self.run, rank, plan.on_gpu) for rank in ranks]
         view.ranks = [each.view for each in self._ranks]
         self._place_ranks()
 
@@ -186,8 +187,9 @@ class RunReader:
 class _RankReader:
     """What one rank writes: its heartbeat, the phases of its steps, its memory."""
 
-    def __init__(self, run: RunDir, rank: int) -> None:
+    def __init__(self, run: RunDir, rank: int, on_gpu: bool) -> None:
         self.run, self.view, self.first_of_machine = run, RankView(rank), rank
+        self._on_gpu = on_gpu  # then its memory is its GPU's
         self.gpu_samples: dict[str, list[tuple[float, float, float]]] = {}  # since the last call
         self._beat, self._beaten_at, self._moved_at = Beat(), 0.0, 0.0
         self._steps = GrowingTable(run.steps(rank), STEPS, STEPS_BYTES)
@@ -244,7 +246,7 @@ class _RankReader:
         is_own = np.isin(sources, ("host", "rank"))
         rss = chunk["rss_bytes"][0]
         is_own &= np.isfinite(rss)
-        if is_own.any() and not self.gpu_samples and not _has_gpu(sources):
+        if is_own.any() and not self._on_gpu:
             self.view.memory.extend(at[is_own], rss[is_own])
             self.view.memory_bytes = float(rss[is_own][-1])
         for source in {s for s in sources if s.startswith("gpu")}:
@@ -252,10 +254,6 @@ class _RankReader:
             columns = (at, chunk["utilisation_percent"][0], chunk["memory_bytes"][0])
             cells = (np.nan_to_num(column[own]).tolist() for column in columns)
             self.gpu_samples[source] = list(zip(*cells, strict=True))
-
-
-def _has_gpu(sources: np.ndarray) -> bool:
-    return any(source.startswith("gpu") for source in sources)
 
 
 def _last_lines(path: Path) -> Tail:

@@ -1,17 +1,16 @@
 """A line of numbers that may grow without end, kept in a bounded room.
 
 Values are kept one by one until there are too many; then neighbours are merged, two into one, and
-from there on each bin holds twice as many. A bin knows its least, mean and largest value, so a spike
-of one step in 100,000 is still seen.
+from there on each bin holds twice as many. A bin knows its least, mean and largest value, so that a
+spike of one step in 100,000 is still seen.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-MAX_BINS = 800
+MAX_BINS = 400  # as many points as a chart of the report has
 
 
 @dataclass

@@ -14,7 +14,9 @@ from paceline.watch.series import Series
 MAX_EVENTS, MAX_LINES = 200, 400
 # Of one GPU beside another of the same run, in percent: as the sweeps of speech models count it.
 BUSY, IDLE = 90.0, 10.0
-Kind = Literal["starting", "running", "silent", "died", "ok", "stopped", "failed", "sweep", "foreign"]
+Kind = Literal[
+    "starting", "running", "silent", "died", "ok", "stopped", "failed", "sweep", "foreign"
+]
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ class Balance:
             return "no sample of a GPU yet"
         even = f"mean {self.mean:.0f}%, least {self.least:.0f}% (rank {self.least_rank})"
         share = self.num_extreme / self.num_rounds
-        return f"{even}, most {self.most:.0f}%; one busy while another idles in {share:.0%} of samples"
+        return (
+            f"{even}, most {self.most:.0f}%; one busy while another idles in {share:.0%} of samples"
+        )
 
 
 @dataclass
