@@ -63,9 +63,10 @@ def profile_sentences(facts: ProfileFacts) -> list[str]:
         " step).",
     ]
     if facts.on_device:
+        gaps = count(facts.num_launch_gaps, "launch gap")
         said.append(
-            f"The device was idle for {facts.idle_s / window:.1%};"
-            f" {facts.launch_gaps_s / window:.1%} are {count(facts.num_launch_gaps, 'launch gap')}, in which it waited for the host."
+            f"The device was idle for {facts.idle_s / window:.1%}; {gaps}, in which it waited for the"
+            f" host, are {facts.launch_gaps_s / window:.1%}."
         )
     return [*said, f"Trace for ui.perfetto.dev: {facts.trace}"]
 

@@ -1,5 +1,5 @@
-"""Profiles of some steps on every rank: `observe.profile=steps:20-24`, or asked of a live run by its
-file control/profile. One trace per rank, profiles/rank<r>_steps<a>-<b>.json.gz.
+"""Profiles of some steps on every rank: `observe.profile=steps:20-24`, or asked of a live run by
+its file control/profile. One trace per rank, profiles/rank<r>_steps<a>-<b>.json.gz.
 
 No rank waits for another: where nothing but "now" was asked, rank 0 writes into the file which
 steps are meant, a few seconds ahead, and every rank finds them there.
