@@ -19,6 +19,7 @@ from paceline.cli import (
     compare,
     data,
     demo,
+    diagnose,
     generate,
     plan,
     prepare,
@@ -52,6 +53,8 @@ app.command()(sweep.sweep)
 app.command()(compare.compare)
 app.command()(report.report)
 app.command()(watch.watch)
+app.command()(diagnose.diagnose)
+app.command("import")(diagnose.import_files)
 app.command()(generate.generate)
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")

@@ -65,8 +65,8 @@ def profile_sentences(facts: ProfileFacts) -> list[str]:
     if facts.on_device:
         gaps = count(facts.num_launch_gaps, "launch gap")
         said.append(
-            f"The device was idle for {facts.idle_s / window:.1%}; {gaps}, in which it waited for the"
-            f" host, are {facts.launch_gaps_s / window:.1%}."
+            f"The device was idle for {facts.idle_s / window:.1%}; {gaps}, in which it waited for"
+            f" the host, are {facts.launch_gaps_s / window:.1%}."
         )
     return [*said, f"Trace for ui.perfetto.dev: {facts.trace}"]
 

@@ -23,8 +23,8 @@ CATEGORIES = {
     "attention": r"flash|fmha|attention|attn|sdpa",
     "matrix products": r"gemm|cutlass|cublas|nvjet|xmma|wgmma|::(?:add|b|badd)?mm\b|matmul|linear"
     r"|conv(?:olution|\dd)|implicit_|einsum|mkldnn",
-    "optimizer": r"multi_tensor|fused_?adam|_foreach_|adamw?\b|fused_sgd|lamb|muon",
-    "normalisation": r"norm|rms",
+    "optimizer": r"multi_tensor|fused_?adam|_foreach_|adamw?\b|fused_sgd|muon",
+    "normalisation": r"norm|GammaBeta",
     "loss and softmax": r"softmax|nll_loss|cross_entropy|logsumexp",
     "embedding": r"embedding|index_select|gather|scatter|indexing",
     "copies": r"memcpy|memset|\bcopy_|::to\b|::_to_copy|contiguous|::clone|::cat\b|catarray|::fill_"
@@ -33,6 +33,8 @@ CATEGORIES = {
     "elementwise": r"elementwise|vectorized|triton_poi|::(?:add|mul|sub|div|pow|neg|silu|gelu"
     r"|sigmoid|where|exp|sqrt|rsqrt)(?:_backward)?_?\b",
 }
+NAMESPACES = re.compile(r"^void |\(anonymous namespace\)::|\b(?:at|native|c10|cuda|detail|std)::")
+FUNCTOR = re.compile(r"\b(\w+(?:[Ff]unctor|_kernel_cuda|_kernel_impl|Ops?|_op))\b")
 GLOO = re.compile(r"gloo:|nccl:")
 PATTERNS = [(name, re.compile(pattern, re.IGNORECASE)) for name, pattern in CATEGORIES.items()]
 
@@ -57,11 +59,9 @@ def account(trace: Trace, rank: int, first_step: int, last_step: int, file: str)
     idle = subtract([(start, end)], busy)
     gaps = _gaps(trace, spans, idle) if on_device else []
     late = [gap for gap in gaps if gap.waits_for_host]
-    by_name, total_s = _by_name(own_s), sum(s for _, s in own_s) or 1.0
     categories: dict[str, float] = defaultdict(float)
-    for name, (_, seconds) in by_name.items():
+    for name, seconds in own_s:
         categories[categorise(name)] += seconds
-    longest = sorted(by_name, key=lambda name: -by_name[name][1])[:MAX_TOP]
     return ProfileFacts(
         rank=rank,
         first_step=first_step,
@@ -71,16 +71,7 @@ def account(trace: Trace, rank: int, first_step: int, last_step: int, file: str)
         window_s=(end - start) * MICRO,
         busy_s=length(busy) * MICRO,
         categories=dict(sorted(categories.items(), key=lambda item: -item[1])),
-        top=[
-            KernelTime(
-                name=name,
-                category=categorise(name),
-                count=by_name[name][0],
-                total_s=by_name[name][1],
-                share=by_name[name][1] / total_s,
-            )
-            for name in longest
-        ],
+        top=_longest(own_s),
         communication_s=length(exchanged) * MICRO,
         exposed_s=length(subtract(exchanged, computed)) * MICRO,
         idle_s=length(idle) * MICRO,
@@ -127,13 +118,28 @@ def _own_times(spans: Sequence[Span]) -> list[tuple[str, float]]:
     return found
 
 
-def _by_name(times: Sequence[tuple[str, float]]) -> dict[str, tuple[int, float]]:
-    """Return count and seconds of each name."""
-    found: dict[str, tuple[int, float]] = {}
-    for name, seconds in times:
-        count, total = found.get(name, (0, 0.0))
-        found[name] = (count + 1, total + seconds)
-    return found
+def _longest(times: Sequence[tuple[str, float]]) -> list[KernelTime]:
+    """Return the names that took most. Kernels that differ only in their C++ templates are one."""
+    found: dict[tuple[str, str], tuple[int, float]] = {}
+    for full, seconds in times:
+        key = (simplify(full), categorise(full))
+        count, total = found.get(key, (0, 0.0))
+        found[key] = (count + 1, total + seconds)
+    whole = sum(seconds for _, seconds in times) or 1.0
+    longest = sorted(found.items(), key=lambda item: -item[1][1])[:MAX_TOP]
+    return [
+        KernelTime(name=name, category=category, count=count, total_s=s, share=s / whole)
+        for (name, category), (count, s) in longest
+    ]
+
+
+def simplify(name: str) -> str:
+    """Return a kernel's name without namespaces and templates, but with the functor that says what
+    it does: `elementwise_kernel<direct_copy_kernel_cuda>`."""
+    bare = NAMESPACES.sub("", name)
+    kernel, _, inside = bare.partition("<")
+    functors = [word for word in FUNCTOR.findall(inside) if word != kernel]
+    return f"{kernel}<{functors[0]}>" if functors else kernel.partition("(")[0] or bare
 
 
 def _gaps(trace: Trace, kernels: Sequence[Span], idle: Sequence[tuple[float, float]]) -> list[Gap]:

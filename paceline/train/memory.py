@@ -6,8 +6,9 @@
     mem_oom                            always, when an allocation fails
 
 Parameters, gradients and optimizer state are counted where they lie. Which module an activation
-belongs to only the allocator can say: while its history is recorded, each allocation carries the
-name of the module whose forward pass asked for it.
+belongs to the allocator knows while its history is recorded: each allocation carries the name of
+the module whose forward pass asked for it. Where memory runs out without that, autograd's graph,
+which hangs on the frames of the error, is asked what it has saved for whose weights.
 """
 
 import pickle
@@ -27,6 +28,7 @@ from paceline.train.verdict import peak_memory
 SNAPSHOT_STEPS = 2  # optimizers make their state in the first
 MAX_ENTRIES = 400_000
 Held = Counter[tuple[str, str]]  # bytes by module and kind
+OUTSIDE = ("(no module)", "gradients, optimizer, workspaces")
 
 
 class MemoryDumps:
@@ -75,8 +77,10 @@ class MemoryDumps:
 
     def dump(self, moment: str, step: int, error: BaseException | None = None) -> MemoryDump:
         """Write what holds memory now; with `error`, where it was asked for in vain."""
-        inside = _module_inside(error, self._engine) if error is not None else ""
-        return self._write(moment, step, self._held(), inside)
+        if error is None or self._engine is None:
+            return self._write(moment, step, self._held())
+        held = self._held() + count_saved(error, self._engine.module)
+        return self._write(moment, step, held, _module_inside(error, self._engine))
 
     def _write(
         self, moment: str, step: int, held: Held, inside: str = "", counted: int | None = None
@@ -124,10 +128,10 @@ class MemoryDumps:
             path.write_bytes(pickle.dumps(snapshot))
         except OSError as error:
             self._files.lost.note(path, error)
-        history = snapshot["device_traces"][self._device.index or 0]
-        held = count_at_peak(history)
-        # What was there before the history began has no name in it.
-        held.update(count_state(self._engine))
+        held = count_at_peak(snapshot["device_traces"][self._device.index or 0])
+        # The weights were there before the history began.
+        state = count_state(self._engine)
+        held.update({key: size for key, size in state.items() if key[1] == "parameters"})
         self._write("peak", step, held, counted=peak_memory(self._device)[0])
 
 
@@ -172,7 +176,8 @@ def count_at_peak(history: list[dict[str, Any]]) -> Held:
         _apply(event, live)
     held: Held = Counter()
     for num_bytes, module in live.values():
-        held[module or "(outside the forward pass)", "activations"] += num_bytes
+        owner = (module, "activations") if module else OUTSIDE
+        held[owner] += num_bytes
     return held
 
 
@@ -184,6 +189,66 @@ def _apply(event: dict[str, Any], live: dict[int, tuple[int, str]]) -> int:
     if event["action"] == "free_requested":
         return -live.pop(event["addr"], (0, ""))[0]
     return 0
+
+
+def count_saved(error: BaseException, model: nn.Module) -> Held:
+    """Return the bytes that autograd has saved for backward, by the module whose weights are used
+    nearest to it. The graph is found from the tensors in the frames of the error."""
+    owners = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
+    counted = {_place(p) for p in model.parameters()}
+    held: Held = Counter()
+    seen: set[Any] = set()
+    waiting = [(node, "") for node in _graphs_of(error)]
+    while waiting:
+        node, inherited = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        name = _owner_of(node, owners) or inherited
+        for tensor in _saved_by(node):
+            if (place := _place(tensor)) not in counted:
+                counted.add(place)
+                held[name or "(no module)", "activations"] += tensor.untyped_storage().nbytes()
+        waiting += [(following, name) for following, _ in node.next_functions if following]
+    return held
+
+
+def _graphs_of(error: BaseException) -> Iterator[Any]:
+    frame = error.__traceback__
+    while frame is not None:
+        for value in list(frame.tb_frame.f_locals.values()):
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                yield value.grad_fn
+        frame = frame.tb_next
+
+
+def _owner_of(node: Any, owners: dict[int, str]) -> str:
+    """Return the module whose weight a node uses: itself, or through a view of it."""
+    for first, _ in node.next_functions:
+        for leaf in (first, *(after for after, _ in getattr(first, "next_functions", ()))):
+            variable = getattr(leaf, "variable", None)
+            if variable is not None and id(variable) in owners:
+                return owners[id(variable)]
+    return ""
+
+
+def _saved_by(node: Any) -> Iterator[Tensor]:
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    for name in (*names, "saved_tensors"):
+        try:
+            value = getattr(node, name, None)
+        except RuntimeError:  # backward has freed it
+            continue
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, Tensor):
+                yield item
+
+
+def _place(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # one without a storage of its own
+        return id(tensor)
 
 
 def _name_allocations(model: nn.Module) -> Iterator[Any]:

@@ -58,7 +58,7 @@ class ProfileRequests(Ticker):
             first = self._progress.step + self._steps_ahead()
             last = first + (int(asked) if asked.isdigit() and int(asked) else NUM_STEPS) - 1
             write_atomic(self._path, f"steps:{first}-{last}\n")
-            self._seen = None  # so that this rank reads it as the others do
+            self._seen, self.wanted = modified_at(self._path), range(first, last + 1)
 
     def _steps_ahead(self) -> int:
         taken = self._progress.step - self._begun_step

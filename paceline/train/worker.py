@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.attention import SDPBackend
 
 from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.restore import Found
@@ -20,14 +19,13 @@ from paceline.checkpoint.tensors import TensorFiles
 from paceline.data.base import Dataset
 from paceline.data.loader import to_device
 from paceline.data.stream_shards import is_stream
-from paceline.errors import ConfigError, DataError, DiskError, Outcome
+from paceline.errors import ConfigError, DataError, Outcome
 from paceline.job import Job
 from paceline.machine.group import StoreAddress, claim_device, join_group
 from paceline.machine.topology import RankId
 from paceline.plan.policy import effective_config
-from paceline.records import Plan, RankError, RankVerdict, list_unwritten
+from paceline.records import Plan, RankVerdict, list_unwritten
 from paceline.records.moments import wall_time
-from paceline.records.profiled import parse_profile
 from paceline.records.rundir import RunDir
 from paceline.schedules.passes import render_passes
 from paceline.strategies import find_strategy
@@ -52,20 +50,18 @@ from paceline.train.history import History, load_attempt, settle_rng
 from paceline.train.hooks import find_hooks
 from paceline.train.keeper import Best, Keeper, KeeperParts
 from paceline.train.loop import LoopEnd, LoopParts, train
-from paceline.train.memory import MemoryDumps
 from paceline.train.metrics import Ledger, LedgerFiles
-from paceline.train.profiling import Profiler
-from paceline.train.ranges import mark_by_nvtx
+from paceline.train.observers import Observers
 from paceline.train.samples import build_samples
-from paceline.train.verdict import Tell, explain, outcome_of, peak_memory, save_verdict
-
-# `attention.impl` to the only kernel that SDPA may then take.
-KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
+from paceline.train.torch_settings import apply_policy
+from paceline.train.verdict import (
+    Tell,
+    explain,
+    outcome_of,
+    peak_memory,
+    runs_out_of_memory,
+    save_verdict,
+)
 
 
 class RankRun:
@@ -88,8 +84,7 @@ class RankRun:
         self.device = torch.device("cpu")
         self.clock: Clock = HostClock()
         self.engine: Engine | None = None
-        self.profiler: Profiler | None = None
-        self.memory: MemoryDumps | None = None
+        self.observers: Observers | None = None
         self.flops: float | None = None
         self.flops_source = ""
         self.data_fingerprint = "n/a"
@@ -102,7 +97,9 @@ class RankRun:
             crew = self.plan.crew
             self.device = claim_device(crew.device.value, self.place, crew.device_indices)
             self.clock = build_clock(self.device)
-            self._build_observers()
+            self.observers = Observers(
+                self.job.config.observe, self.run, self.place.rank, self.clock, self.device
+            )
             with self._observed():
                 if self.store is not None:
                     self._join(self.store)
@@ -116,7 +113,9 @@ class RankRun:
         except BaseException as error:
             with suppress(Exception):  # the error is what counts
                 self._save_passes()
-            told = self._with_memory(error, explain(error, is_built=self.engine is not None))
+            told = explain(error, is_built=self.engine is not None)
+            if self.observers is not None and runs_out_of_memory(error):
+                told = self.observers.explain_memory(error, told)
             self._save(self._verdict(outcome_of(error), self.clock.step, error=told))
             raise
         self._save_passes()
@@ -130,13 +129,6 @@ class RankRun:
         )
         self._save(verdict)
         return verdict
-
-    def _build_observers(self) -> None:
-        """Build what looks at steps only where it is asked to, and at memory when it runs out."""
-        observe, run, rank = self.job.config.observe, self.run, self.place.rank
-        wanted = parse_profile(observe.profile)
-        self.profiler = Profiler(run, rank, self.clock, self.device, wanted, observe.profile_detail)
-        self.memory = MemoryDumps(run, rank, self.device, observe.memory, observe.memory_every)
 
     def take_steps(self, parts: LoopParts) -> LoopEnd:
         """Run the loop; a proof overrides this to look at what is around it (verify/trial.py)."""
@@ -204,10 +196,8 @@ class RankRun:
         )
         audit = self.run.audit if place.rank == 0 else None
         hooks, files = self.hooks, self._files(history)
-        assert self.profiler is not None and self.memory is not None
-        self.memory.watch(engine, history.start.first_step)
-        if config.observe.nvtx and device.type == "cuda":
-            mark_by_nvtx(engine.module, self.clock)
+        assert self.observers is not None
+        self.observers.watch(engine, history.start.first_step)
         parts = LoopParts(
             config=config,
             plan=plan,
@@ -217,8 +207,7 @@ class RankRun:
             auditor=Auditor(config, plan, device, engine.proofs, audit, self.run.lost),
             evaluation=Evaluation(self.job, plan, val, plan.dp_rank(place.rank), device),
             keeper=self._keeper(engine, history),
-            profiler=self.profiler,
-            memory=self.memory,
+            observers=self.observers,
             rate=lambda step: rate_of(step, plan.steps, config, self.job.workload),
             hooks=hooks,
             samples=build_samples(self.job, engine, self.clock, self.run),
@@ -306,18 +295,6 @@ class RankRun:
         size = len(first.sample_ids)
         FirstBatch(parts.engine, job.workload, plan, device, batch, size).require_summed_loss()
 
-    def _with_memory(self, error: BaseException, told: RankError) -> RankError:
-        """Where memory ran out, write down what holds it, and say so with the error."""
-        is_meant = outcome_of(error) is Outcome.OUT_OF_RESOURCES and not DiskError.is_meant(error)
-        if not is_meant or self.memory is None:
-            return told
-        try:
-            dump = self.memory.dump("oom", self.clock.step, error)
-        except (RuntimeError, MemoryError):  # not even for that is there memory
-            return told
-        first, hint, rest = told.message.partition("\nhint: ")
-        return told.model_copy(update={"message": f"{first}\n{dump.sentence()}{hint}{rest}"})
-
     def _verdict(self, outcome: Outcome, step: int, **more: Any) -> RankVerdict:
         active, reserved = peak_memory(self.device)
         return RankVerdict(
@@ -350,8 +327,7 @@ class RankRun:
         """While inside, threads write heartbeat and telemetry; on rank 0 one watches files too."""
         observe, run, rank = self.job.config.observe, self.run, self.place.rank
         tickers = build_tickers(run, self.place, self.clock, observe, self.tell)
-        if self.profiler is not None:
-            tickers.append(self.profiler.requests)
+        tickers += [self.observers.requests] if self.observers is not None else []
         if rank == 0:
             tickers.append(ControlFiles(run, self.requests, self.attempt.halt_seen))
         self.clock.on_step = StepMark(run.step_mark(rank), run.lost).set
@@ -388,36 +364,3 @@ def _settled_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def apply_policy(plan: Plan) -> None:
-    """Set what torch holds for the whole process: once, from the plan, before a model is built.
-
-    A context around the forward pass would not do: recomputation runs in backward.
-    """
-    if plan.compile.value != "off":
-        import torch.compiler.config as compiler_config
-
-        # torch keys its cache of compiled graphs by the graph, not by which kernels were allowed:
-        # without a mark of our own, a run that asks for cudnn gets the flash of the run before it.
-        compiler_config.cache_key_tag = f"paceline: {plan.attention.value} attention"
-    _apply_determinism(plan)
-    torch.set_float32_matmul_precision(plan.matmul.value)
-    torch.backends.cudnn.allow_tf32 = plan.matmul.value != "highest"
-    only = KERNELS.get(plan.attention.value)
-    torch.backends.cuda.enable_flash_sdp(only in (None, SDPBackend.FLASH_ATTENTION))
-    torch.backends.cuda.enable_mem_efficient_sdp(only in (None, SDPBackend.EFFICIENT_ATTENTION))
-    torch.backends.cuda.enable_cudnn_sdp(only in (None, SDPBackend.CUDNN_ATTENTION))
-    torch.backends.cuda.enable_math_sdp(only in (None, SDPBackend.MATH))
-
-
-def _apply_determinism(plan: Plan) -> None:
-    """Allow only kernels that give the same bits again, or any: a process may run several plans."""
-    torch.use_deterministic_algorithms(plan.deterministic)
-    torch.backends.cudnn.deterministic = plan.deterministic
-    if plan.deterministic:
-        torch.backends.cudnn.benchmark = False  # it takes whichever was fastest this time
-    if plan.deterministic and plan.compile.value != "off":
-        import torch._inductor.config as inductor_config
-
-        inductor_config.deterministic = True  # its own kernels are not chosen by timing either
