@@ -19,6 +19,7 @@ from paceline.cli import (
     compare,
     data,
     demo,
+    diagnose,
     drill,
     generate,
     plan,
@@ -29,6 +30,7 @@ from paceline.cli import (
     sweep,
     train,
     verify,
+    watch,
 )
 from paceline.errors import ConfigError, DiskError, Outcome, PacelineError
 from paceline.machine.process import leave_at_once
@@ -51,6 +53,9 @@ app.command()(verify.verify)
 app.command()(sweep.sweep)
 app.command()(compare.compare)
 app.command()(report.report)
+app.command()(watch.watch)
+app.command()(diagnose.diagnose)
+app.command("import")(diagnose.import_files)
 app.command()(generate.generate)
 app.command()(drill.drill)
 app.add_typer(bench.app, name="bench")

@@ -139,7 +139,9 @@ def _unreachable(host: str, said: str) -> str:
     for pattern, what, hint in REASONS:
         if re.search(pattern, said):
             return _problem(host, f"{what} ({said.splitlines()[-1]})", hint.format(host=host))
-    return _problem(host, f"ssh failed: {said or 'it said nothing'}", f"try it: ssh {host} hostname")
+    return _problem(
+        host, f"ssh failed: {said or 'it said nothing'}", f"try it: ssh {host} hostname"
+    )
 
 
 def _unfit(host: str, said: str) -> str:

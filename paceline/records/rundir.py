@@ -263,6 +263,26 @@ class RunDir:
         return self.root / "control" / "dump"
 
     @property
+    def profile_request(self) -> Path:
+        """Written to ask a live run for a profile: nothing for the next steps, or steps:20-24."""
+        return self.root / "control" / "profile"
+
+    @property
+    def profiles(self) -> Path:
+        """Traces of profiled steps, one per rank, and what is in them."""
+        return self.root / "profiles"
+
+    def memory_dump(self, rank: int, moment: str) -> Path:
+        """What held memory at a moment, as JSON; as text beside it. Rank 0's is in the root."""
+        folder = self.root if rank == 0 else self.rank(rank)
+        return folder / f"mem_{moment}.json"
+
+    @property
+    def imported(self) -> Path:
+        """What `paceline import` has found in the files of a run that was not started by us."""
+        return self.root / "imported.json"
+
+    @property
     def stop_request(self) -> Path:
         """The numbers of the signals that came to the process which runs a launcher's command."""
         return self.root / "control" / "stop"

@@ -34,6 +34,7 @@ def render_markdown(story: Story) -> str:
         "## Where a step's time goes (median; warm-up left out if there is more)",
         _phases(story),
         *_pipeline(story),
+        *_sheets(story),
         *_samples(story),
         "## Machine",
         _machine(story),
@@ -139,6 +140,19 @@ def _pipeline(story: Story) -> list[str]:
         plain(describe_source(facts, story.plan.crew.num_nodes)),
         " ".join(plain(sentence) for sentence in explain_idle(facts)),
         table(shown.columns, shown.rows),
+    ]
+
+
+def _sheets(story: Story) -> list[str]:
+    """Return the profiles of steps, and what held memory."""
+    return [
+        block
+        for sheet in story.sheets
+        for block in (
+            f"## {plain(sheet.title)}",
+            " ".join(plain(sentence) for sentence in sheet.sentences),
+            table(sheet.columns, sheet.rows),
+        )
     ]
 
 

@@ -23,7 +23,9 @@ from paceline.records.tables import (
 )
 from paceline.records.texts import Sample, read_samples
 from paceline.records.words import count, duration, elapsed, flop_rate, number, size
+from paceline.report.profile import Sheet, memory_sheets, profile_sheets, read_memory
 from paceline.schedules.measured import Measured, load_measured
+from paceline.traces.flow import read_profile_facts
 
 # What a bar of the report is made of, and its column in steps.csv.
 PHASES = {str(phase): phase.column for phase in STEP_PHASES} | {"unaccounted": "unaccounted_s"}
@@ -46,6 +48,7 @@ class Story:
     measured: Measured | None = None
     samples: tuple[Sample, ...] = ()  # texts that the model wrote, by step
     findings: tuple[Found, ...] = ()  # what was judged of it, the gravest first
+    sheets: tuple[Sheet, ...] = ()  # of profiles and memory, where there are some
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,10 @@ def read_story(run: RunDir) -> Story:
         measured=load_measured(run, plan),
         samples=tuple(read_samples(run.texts)),
         findings=_findings(run),
+        sheets=(
+            *memory_sheets(read_memory(run, plan.world_size)),
+            *profile_sheets(read_profile_facts(run)),
+        ),
     )
 
 

@@ -61,6 +61,7 @@ class _BaseClock(ABC):
         self.step, self.phase, self.marks = 0, "start", 0
         self.on_step: Callable[[int], None] = lambda step: None
         self.on_action: OnAction = lambda action: None
+        self.on_phase: list[Callable[[str], None]] = []  # told of each phase as it begins
         self._is_open = False
         self.knows_blocked = False  # an engine says that it tells where it waits
         self._depth = 0
@@ -108,6 +109,8 @@ class _BaseClock(ABC):
     def _turn_to(self, phase: str) -> None:
         self.phase = phase
         self.marks += 1
+        for tell in self.on_phase:
+            tell(phase)
 
 
 class HostClock(_BaseClock):

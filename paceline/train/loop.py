@@ -23,6 +23,7 @@ from paceline.train.feed import Feed
 from paceline.train.hooks import Hooks
 from paceline.train.keeper import Keeper
 from paceline.train.metrics import Ledger
+from paceline.train.observers import Observers
 from paceline.train.verdict import require_fitting
 
 LATENESS = 1  # steps after which the host must know how a step went
@@ -48,6 +49,7 @@ class LoopParts:
     auditor: Auditor
     evaluation: Evaluation
     keeper: Keeper
+    observers: Observers
     rate: Callable[[int], float]  # the learning rate of a step
     hooks: Hooks = Hooks()
     samples: tuple[Callable[[int], None], ...] = ()  # write texts, where some are asked for
@@ -84,6 +86,7 @@ def _train(parts: LoopParts) -> LoopEnd:
     for step in range(parts.start.first_step, plan.steps + 1) if end is None else ():
         clock.begin(step)
         parts.auditor.begin(step)
+        parts.observers.begin(step, is_free=not parts.auditor.is_profiling)
         batch = parts.feed.next(clock)
         try:
             totals = engine.forward_backward(batch.batches, batch.scale, clock)
@@ -96,6 +99,7 @@ def _train(parts: LoopParts) -> LoopEnd:
         parts.auditor.end(step)
 
         clock.enter(Phase.OTHER)
+        parts.observers.end(step)
         judge.remember(step, batch.sample_ids)
         ledger.record(step, lr, totals, info, batch)
         ledger.note_samples(step, batch.sample_ids)
@@ -124,6 +128,7 @@ def _train(parts: LoopParts) -> LoopEnd:
     late = ledger.vetoes(through=plan.steps)
     clock.pause(Phase.CHECKPOINT)  # ends the last step
     late += ledger.close()
+    parts.observers.close()
     keeper.close()
     return end or judge.verdict(plan.steps, late) or LoopEnd(Outcome.OK, plan.steps)
 

@@ -123,6 +123,11 @@ def save_collectives(run: RunDir, rank: int, error: BaseException) -> None:
         run.lost.keep(run.collectives(rank), json.dumps(told))
 
 
+def runs_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that memory has run out, of a device or of the machine."""
+    return outcome_of(error) is Outcome.OUT_OF_RESOURCES and not DiskError.is_meant(error)
+
+
 def save_verdict(run: RunDir, verdict: RankVerdict, tell: Tell) -> None:
     """Leave a rank's last word where others read it, in the room that its supervisor reserved; and
     tell that supervisor, for the disk may be read-only by now."""

@@ -15,7 +15,7 @@ LAYERS = [
     ["errors", "metrics"],
     ["records"],
     ["config", "trust"],
-    ["stats", "schedules", "machine", "data", "prepare"],
+    ["stats", "schedules", "machine", "data", "prepare", "traces"],
     ["report", "workloads", "track", "health"],
     ["checkpoint"],
     ["strategies"],
@@ -24,7 +24,7 @@ LAYERS = [
     ["train"],
     ["launch"],
     ["run"],
-    ["check", "verify", "sweep", "generate", "drill"],
+    ["check", "verify", "sweep", "generate", "drill", "watch", "foreign", "diagnose"],
     ["bench", "compare"],
     ["cli"],
     ["api"],
@@ -32,7 +32,7 @@ LAYERS = [
 ]
 TORCH_FREE = [
     "records", "config", "stats", "report", "errors", "job", "trust", "compare", "schedules",
-    "metrics", "track", "health",
+    "metrics", "track", "health", "traces", "watch", "foreign",
 ]  # fmt: skip
 
 

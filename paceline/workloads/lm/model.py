@@ -1,7 +1,7 @@
 """A decoder language model: RMSNorm, RoPE, grouped-query attention, SwiGLU, optional tied head.
 
 Attention goes by name: spelt out, through torch's SDPA, or through FlexAttention. Which kernel SDPA
-takes is a setting of the process (train/worker.py:apply_policy), not of the call.
+takes is a setting of the process (train/torch_settings.py:apply_policy), not of the call.
 
 Shape letters: B batch, T tokens, S keys, D model width, H query heads, K key/value heads, E head
 width, F width inside SwiGLU, V vocabulary.

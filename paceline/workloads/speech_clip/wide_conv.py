@@ -78,7 +78,9 @@ class _Wide(nn.Conv1d):
     """What a convolution becomes; weight norm and parameters stay as they are."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        kind = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else input.dtype
+        kind = (
+            torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else input.dtype
+        )
         if not input.is_cuda or kind not in HALVES:
             return super()._conv_forward(input, weight, bias)
         made: Tensor = WideConv.apply(
