@@ -7,6 +7,7 @@ class MyWorkload(Workload):
     def loss(self, model, batch): ...                (sum of the losses, how many were summed)
     def evaluate(self, model, batch): ...            if there is more to measure than the loss
     def metrics(self, found): ...                    from that to numbers, once for all samples
+    def shown(self, found, config): ...              and to examples for the report
     def generate(self, model, request): ...          if it writes text: paceline generate
     def on_step(self, step, record): ...             and on_eval, on_checkpoint: to be told of them
 
@@ -89,6 +90,8 @@ class Workload:
     no_pipeline: ClassVar[str] = ""
     # Which ranks call `on_step`, `on_eval` and `on_checkpoint`.
     hook_ranks: ClassVar[Literal["first", "all"]] = "first"
+    # True: `prepare` returns "base_hash", a sum of the weights that it begins with.
+    knows_base: ClassVar[bool] = False
     # What `prepare` returned, on every rank.
     prepared: Mapping[str, Any] = MappingProxyType({})
 
@@ -149,6 +152,11 @@ class Workload:
         all ranks: for a pair the mean; for Items those of all samples, each once and in order.
         Called on rank 0 alone: no collective may be in it."""
         return {}
+
+    def shown(self, found: Mapping[str, Any], config: Any) -> Sequence[tuple[str, str]]:
+        """Return examples of an evaluation for the report and the log: what was said or asked, and
+        what the model wrote. `found` is what `metrics` is given, and it is called there too."""
+        return ()
 
     def generate(self, model: nn.Module, request: Request) -> list[list[int]]:
         """Continue prompts, which are ids, and return the new ids of each. The model is in eval

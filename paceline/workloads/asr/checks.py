@@ -88,6 +88,13 @@ def _adapter_problems(config: Any) -> Iterator[Finding]:
             "set precision.mode=bf16, or model.base=fp32",
         )
 
+    if settings.base == "nf4" and config.checkpoint.weights == "all":
+        yield _error(
+            "checkpoint.weights",
+            "all, and model.base=nf4 is packed by bitsandbytes, for one kind of device",
+            "set checkpoint.weights=trained: the base is packed again from its files",
+        )
+
 
 def _weight_problems(workload: SpeechRecognition, settings: AsrModel) -> Iterator[Finding]:
     """Look at a folder's weights while planning; those of the hub are looked at when they are
