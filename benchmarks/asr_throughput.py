@@ -2,8 +2,8 @@
 
     python benchmarks/asr_throughput.py [--steps 80] [--rounds 2] [--micro 16] [--recipe NAME]
 
-Random weights, real shapes: the same model with the same adapters, the same features (80 x 3000) and
-tokens in the same batches from as many loader processes, bf16 over fp32 weights, fused AdamW,
+Random weights, real shapes: the same model with the same adapters, the same features, 80 x 3000,
+and tokens in the same batches from as many loader processes, bf16 over fp32 weights, fused AdamW,
 clipping. Each contender runs in a process of its own, in an order that turns every round. A hook on
 the model's own forward takes the time of both, so neither's bookkeeping is left out. `paceline,
 bf16 base` keeps the frozen layers in bf16, which Seq2SeqTrainer's bf16 does not.
@@ -109,8 +109,9 @@ def overrides(asked: argparse.Namespace) -> list[str]:
 def paceline(asked: argparse.Namespace, base: str) -> None:
     out = Path(tempfile.mkdtemp()) / "run"
     told = subprocess.run(
-        [sys.executable, "-m", "paceline", "train", asked.recipe, f"workload={__file__}:MadeWhisper",
-         *overrides(asked), f"model.base={base}", "--out", str(out)],
+        [sys.executable, "-m", "paceline", "train", asked.recipe,
+         f"workload={__file__}:MadeWhisper", *overrides(asked), f"model.base={base}",
+         "--out", str(out)],
         capture_output=True, text=True,
     )  # fmt: skip
     if told.returncode:
