@@ -7,7 +7,6 @@ class MyWorkload(Workload):
     def loss(self, model, batch): ...                (sum of the losses, how many were summed)
     def evaluate(self, model, batch): ...            if there is more to measure than the loss
     def metrics(self, found): ...                    from that to numbers, once for all samples
-    def shown(self, found, config): ...              and to examples for the report
     def generate(self, model, request): ...          if it writes text: paceline generate
     def on_step(self, step, record): ...             and on_eval, on_checkpoint: to be told of them
 
@@ -90,8 +89,7 @@ class Workload:
     no_pipeline: ClassVar[str] = ""
     # Which ranks call `on_step`, `on_eval` and `on_checkpoint`.
     hook_ranks: ClassVar[Literal["first", "all"]] = "first"
-    # True: `prepare` returns "base_hash", a sum of the weights that it begins with.
-    knows_base: ClassVar[bool] = False
+    knows_base: ClassVar[bool] = False  # `prepare` returns "base_hash", of its first weights
     # What `prepare` returned, on every rank.
     prepared: Mapping[str, Any] = MappingProxyType({})
 
@@ -154,8 +152,7 @@ class Workload:
         return {}
 
     def shown(self, found: Mapping[str, Any], config: Any) -> Sequence[tuple[str, str]]:
-        """Return examples of an evaluation for the report and the log: what was said or asked, and
-        what the model wrote. `found` is what `metrics` is given, and it is called there too."""
+        """Return examples for report and log, of what `metrics` is given: (said, written)."""
         return ()
 
     def generate(self, model: nn.Module, request: Request) -> list[list[int]]:
@@ -213,8 +210,7 @@ def no_text(workload: Workload) -> ConfigError:
 
 def own_collate(workload: Workload) -> Callable[[list[Any]], Any] | None:
     """Return the workload's rule to make a batch, where it has one."""
-    is_own = type(workload).collate is not Workload.collate
-    return workload.collate if is_own else None
+    return None if type(workload).collate is Workload.collate else workload.collate
 
 
 def find_workload(name: str, typed: bool) -> type[Workload]:
@@ -287,10 +283,6 @@ def load_trusted(name: str) -> type[Workload]:
     return _from_file(name) if ".py:" in name else find_workload(name, typed=False)
 
 
-def _file_of(name: str) -> Path:
-    return Path(name.rpartition(":")[0]).resolve()
-
-
 def code_fingerprint(workload: str) -> str:
     """Return a sum that changes when Paceline's sources, the user's workload file, what that file
     imported from its own folder, or torch's version change. Of a class that was given: its source,
@@ -302,6 +294,10 @@ def code_fingerprint(workload: str) -> str:
         return fingerprint(_own_fingerprint(), *(path.read_bytes() for path in files))
     except FileNotFoundError as error:
         raise ConfigError(f"{error.filename} is gone\nhint: put it back, and resume") from error
+
+
+def _file_of(name: str) -> Path:
+    return Path(name.rpartition(":")[0]).resolve()
 
 
 def _source_of(kind: type[Workload]) -> str:
