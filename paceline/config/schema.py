@@ -194,6 +194,11 @@ class CheckpointConfig(Section):
     state: Literal["sharded", "full"] = Field(
         "sharded", description="sharded: each rank writes its part. full: one file of each kind."
     )
+    weights: Literal["all", "trained"] = Field(
+        "all",
+        description="trained: without weights that are not, as those below adapters; they are"
+        " loaded from where they came from, and must be the same.",
+    )
     keep: Annotated[int, Field(ge=2)] = Field(
         2, description="Newest checkpoints that stay, once verified; the best one stays too."
     )

@@ -16,6 +16,7 @@ from paceline.records.words import size
 from paceline.strategies import find_strategy, most_sharding
 from paceline.strategies.base import Strategy
 from paceline.strategies.optimizers import KINDS
+from paceline.strategies.shape import ModelShape
 from paceline.track.sinks import check_installed
 from paceline.workloads.base import Workload
 from paceline.workloads.given import is_given
@@ -272,6 +273,34 @@ def check_pipeline(workload: Workload, is_pipeline: bool) -> Iterator[Finding]:
             where="strategy.name",
             what=f"{type(workload).__name__} cannot be a pipeline: {workload.no_pipeline}",
             hint="use ddp, or zero1 to zero3 where memory is short",
+        )
+
+
+def check_frozen(
+    config: RunConfig, workload: Workload, sharing: Strategy, model: ModelShape
+) -> Iterator[Finding]:
+    """Refuse what cannot be done with weights that are not trained."""
+    name, is_library = config.strategy.name, sharing.updates_itself
+    if model.no_sharding and (sharing.shards(config) or is_library):
+        yield Finding(
+            severity="error",
+            where="strategy.name",
+            what=f"{name} cuts weights into pieces, and here it cannot: {model.no_sharding}",
+            hint="use ddp, or zero1: only what is trained is exchanged",
+        )
+    if config.checkpoint.weights == "all":
+        return
+    whys = []
+    if not workload.knows_base:
+        whys.append(f"{type(workload).__name__} does not say which weights it began with")
+    if is_library:
+        whys.append(f"{name} keeps all weights in one state of its own")
+    for why in whys:
+        yield Finding(
+            severity="error",
+            where="checkpoint.weights",
+            what=f"trained: {why}, so nothing else could be loaded beside it",
+            hint="set checkpoint.weights=all",
         )
 
 

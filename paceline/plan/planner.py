@@ -18,7 +18,13 @@ from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.job import Job
 from paceline.machine.datasheets import choose_arithmetic, choose_peak
 from paceline.machine.topology import Topology
-from paceline.plan.constraints import check, check_host_memory, check_pipeline, check_samples
+from paceline.plan.constraints import (
+    check,
+    check_frozen,
+    check_host_memory,
+    check_pipeline,
+    check_samples,
+)
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
 from paceline.plan.policy import (
     check_policy,
@@ -114,6 +120,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *check_methods(type(workload)),
         *check_pipeline(workload, layout.pipeline is not None),
         *check_samples(config, workload, layout.pipeline is not None),
+        *check_frozen(config, workload, sharing, model),
         *workload.problems(config),
         *check_policy(config, env, plan, workload),
         *sharing.problems(config, crew, model),

@@ -161,7 +161,8 @@ def _samples(story: Story) -> list[str]:
     if not found:
         return []
     rows = [(sample.prompt, sample.text) for sample in found]
-    return [f"## Samples of step {found[0].step}", table(("prompt", "the model's"), rows)]
+    heads = ("what was said", "the model's") if found[0].heard else ("prompt", "the model's")
+    return [f"## Samples of step {found[0].step}", table(heads, rows)]
 
 
 def _machine(story: Story) -> str:

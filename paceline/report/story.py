@@ -25,6 +25,7 @@ from paceline.records.texts import Sample, read_samples
 from paceline.records.words import count, duration, elapsed, flop_rate, number, size
 from paceline.report.profile import Sheet, memory_sheets, profile_sheets, read_memory
 from paceline.schedules.measured import Measured, load_measured
+from paceline.stats.balance import LEAST_PERCENT, MOST_PERCENT, balance_of
 from paceline.traces.flow import read_profile_facts
 
 # What a bar of the report is made of, and its column in steps.csv.
@@ -125,6 +126,10 @@ def further(story: Story) -> list[Figure]:
         beside = f"training waited {duration(kept.stall_s)} for them"
         beside = f"{last if kept.last_step is not None else ''}{beside}"
         figures.append(Figure("checkpoints", f"{kept.num_written}{failed}", beside=beside))
+    balance = balance_of(story.telemetry.items(), story.plan) if story.plan.on_gpu else None
+    if balance is not None:
+        expected = f"{LEAST_PERCENT:.0f} to {MOST_PERCENT:.0f}% on each is what to expect"
+        figures.append(Figure("GPUs", str(balance), beside=expected))
     if result.padding is not None:
         what = "of what was computed: samples filled up to the longest of their batch"
         figures.append(Figure("padding", f"{result.padding:.1%}", beside=what))

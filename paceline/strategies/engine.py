@@ -207,7 +207,8 @@ class ModuleEngine:
         # State that is dealt out by whole parameters: what is here is nowhere else.
         holders = (dist.get_rank(),) if self.wrapping.dealt is not None else None
         moments = moment_pieces(self.module, self.inner, holders)
-        return [*module_pieces(self.module), *moments, *self.other_pieces()]
+        trained_only = self.parts.config.checkpoint.weights == "trained"
+        return [*module_pieces(self.module, trained_only), *moments, *self.other_pieces()]
 
     def other_pieces(self) -> list[Piece]:
         """Return what is kept beside weights and moments."""

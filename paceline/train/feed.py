@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -128,9 +129,15 @@ class Feed:
         return told
 
     def name(self, sample_ids: Iterable[int]) -> list[str]:
-        """Return what people call these samples: by index, or by the shard of a stream."""
-        known = dict(self._names)
-        return [known.get(index, f"sample {index}") for index in map(int, sample_ids)]
+        """Return what people call these samples: by index, by the data set's own name for them, or
+        by the shard of a stream. Where their lengths are known, the longest are first."""
+        ids, known = np.fromiter(sample_ids, np.int64), dict(self._names)
+        tell, data = getattr(self.source, "length_of", None), getattr(self.source, "data", None)
+        if tell is not None:
+            ids = ids[np.argsort(-tell(ids), kind="stable")]
+        own = getattr(data, "name", None)
+        names = {int(i): f"sample {i}, {own(int(i))}" for i in ids} if callable(own) else {}
+        return [known.get(index) or names.get(index, f"sample {index}") for index in ids.tolist()]
 
     def why_over(self) -> str:
         """Say why there is no further step: a stream that does not repeat has come to its end on

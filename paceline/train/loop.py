@@ -24,7 +24,7 @@ from paceline.train.hooks import Hooks
 from paceline.train.keeper import Keeper
 from paceline.train.metrics import Ledger
 from paceline.train.observers import Observers
-from paceline.train.verdict import require_fitting
+from paceline.train.verdict import require_fitting, require_memory
 
 LATENESS = 1  # steps after which the host must know how a step went
 
@@ -92,6 +92,7 @@ def _train(parts: LoopParts) -> LoopEnd:
             totals = engine.forward_backward(batch.batches, batch.scale, clock)
         except (RuntimeError, ValueError, IndexError) as error:
             named = parts.feed.name(index for ids in batch.sample_ids for index in ids)
+            require_memory(error, batch.batches, named)
             require_fitting(error, batch.batches, named)
             raise
         lr = parts.rate(step)

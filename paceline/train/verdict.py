@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.data.collate import form_of
-from paceline.errors import DataError, DiskError, Outcome, PacelineError
+from paceline.errors import DataError, DiskError, MemoryFull, Outcome, PacelineError
 from paceline.records import RankError, RankVerdict
 from paceline.records.disk import save_last
 from paceline.records.heartbeats import Beat
@@ -47,6 +47,26 @@ def require_fitting(error: Exception, batches: Sequence[Any], samples: Sequence[
         f" {type(error).__name__}: {error}\n"
         "hint: compare with the shapes and ids that the model takes"
     ).with_traceback(error.__traceback__) from error
+
+
+def require_memory(error: Exception, batches: Sequence[Any], samples: Sequence[str]) -> None:
+    """Raise an error that names the samples, where memory was not enough for their batches."""
+    if not is_out_of_memory(error):
+        return
+    forms = " and ".join(dict.fromkeys(form_of(batch) for batch in batches))
+    what = " ".join(str(error).split())[:300]
+    raise MemoryFull(
+        f"out of memory on {few(samples)}, in batches of {forms}: {what}\n"
+        "hint: set a smaller train.micro_batch_size and a larger train.grad_accum; leave out long"
+        " samples; data.batch_by=length bounds the length of a batch"
+    ).with_traceback(error.__traceback__) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether a device, or the host, had no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def explain(error: BaseException, is_built: bool = True) -> RankError:
@@ -98,11 +118,7 @@ def outcome_of(error: BaseException) -> Outcome:
     """Return how a run ends that raised this error."""
     if isinstance(error, PacelineError):
         return error.outcome
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return Outcome.OUT_OF_RESOURCES
-    if DiskError.is_meant(error):
-        return Outcome.OUT_OF_RESOURCES
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+    if is_out_of_memory(error) or DiskError.is_meant(error):
         return Outcome.OUT_OF_RESOURCES
     if isinstance(error, RuntimeError) and TIMED_OUT.search(str(error)):
         return Outcome.STALL

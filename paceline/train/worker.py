@@ -199,6 +199,7 @@ class RankRun:
             self.job, plan, data, place.rank, history.start_position, history.stream
         )
         audit = self.run.audit if place.rank == 0 else None
+        evaluation = Evaluation(self.job, plan, val, plan.dp_rank(place.rank), device)
         hooks, files = self.hooks, self._files(history)
         assert self.observers is not None
         self.observers.watch(engine, history.start.first_step)
@@ -209,12 +210,12 @@ class RankRun:
             clock=self.clock,
             ledger=Ledger(config, plan, self.clock, device, files, hooks.on_step),
             auditor=Auditor(config, plan, device, engine.proofs, audit, self.run.lost),
-            evaluation=Evaluation(self.job, plan, val, plan.dp_rank(place.rank), device),
+            evaluation=evaluation,
             keeper=self._keeper(engine, history),
             observers=self.observers,
             rate=lambda step: rate_of(step, plan.steps, config, self.job.workload),
             hooks=hooks,
-            samples=build_samples(self.job, engine, self.clock, self.run),
+            samples=build_samples(self.job, engine, self.clock, self.run, evaluation),
             start=history.start,
             # Last: from here on loaders live, and may die.
             feed=build_feed(self.job, plan, source, history.start.first_step, device),
