@@ -19,6 +19,7 @@ from paceline.cli import (
     compare,
     data,
     demo,
+    export,
     generate,
     plan,
     prepare,
@@ -51,6 +52,7 @@ app.command()(sweep.sweep)
 app.command()(compare.compare)
 app.command()(report.report)
 app.command()(generate.generate)
+app.command()(export.export)
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(prepare.app, name="prepare")

@@ -24,7 +24,7 @@ LAYERS = [
     ["train"],
     ["launch"],
     ["run"],
-    ["check", "verify", "sweep", "generate"],
+    ["check", "verify", "sweep", "generate", "export"],
     ["bench", "compare"],
     ["cli"],
     ["api"],
