@@ -55,7 +55,7 @@ class SpeechPairs:
         if self.pieces.cut is not None:
             return self.at(index, index)
         assert self.known is not None, "the length of what is not cut is known"
-        return _normalised(self.clips.piece(index, 0, int(self.known[index])))
+        return normalised(self.clips.piece(index, 0, int(self.known[index])))
 
     def at(self, index: int, position: int) -> Clip:
         """Return the sample that stands at this position of the run."""
@@ -71,7 +71,7 @@ class SpeechPairs:
         else:
             length = int(draws.integers(self._samples(cut.min_s), self._samples(cut.max_s) + 1))
         start = int(draws.integers(whole - length + 1))
-        return _normalised(self.clips.piece(index, start, length))
+        return normalised(self.clips.piece(index, start, length))
 
     def collate_fn(self, clips: Sequence[Clip]) -> dict[str, Any]:
         """Return `waveforms` (B, T) with zeros behind the shorter ones, `num_samples` (B,),
@@ -97,7 +97,7 @@ class SpeechPairs:
         return lengths
 
 
-def _normalised(clip: Clip) -> Clip:
+def normalised(clip: Clip) -> Clip:
     """Give a piece the mean 0 and the variance 1, before any padding is added to it."""
     wave = clip.waveform
     spread = (wave.var(correction=0) + QUIET).sqrt()

@@ -60,7 +60,8 @@ HOUR_S = 3600
 
 @dataclass(frozen=True)
 class Asked:
-    """What shall be prepared, and where to. `columns` is None for a tree of files."""
+    """What shall be prepared, and where to. `columns` is None for a tree of files. `max_files`:
+    of tables, only the first of each split."""
 
     input_root: Path
     output_root: Path
@@ -70,6 +71,7 @@ class Asked:
     overwrite: bool = False
     max_rejects: int = 0
     columns: Columns | None = None
+    max_files: int | None = None
 
     @property
     def manifest(self) -> Path:
@@ -198,7 +200,7 @@ def _prepare(
 def _scan(asked: Asked) -> Found:
     if asked.columns is None:
         return scan_tree(asked.input_root)
-    return scan_tables(asked.input_root, asked.columns)
+    return scan_tables(asked.input_root, asked.columns, asked.max_files)
 
 
 def _make_folders(root: Path, found: Found) -> None:

@@ -12,9 +12,9 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from paceline.data.extras import require_extra
 from paceline.data.manifest import one_line, path_problem
@@ -39,6 +39,7 @@ SPLITS = ("train", "validation", "val", "dev", "test", "validated")
 MAX_TABLE_BYTES = 2 << 30
 BATCH_ROWS = 16  # of a parquet file, in memory at once
 Row = Mapping[str, Any]
+T = TypeVar("T")
 Columns = dict[str, str]
 
 
@@ -54,19 +55,33 @@ def parse_columns(asked: str) -> Columns:
     return {key.strip(): name.strip() for key, _, name in pairs}
 
 
-def scan_tables(root: Path, columns: Columns) -> Found:
-    """List the audio that tables hold or name. A folder without tables is taken as it is."""
+def scan_tables(root: Path, columns: Columns, max_files: int | None = None) -> Found:
+    """List the audio that tables hold or name. A folder without tables is taken as it is.
+    `max_files`: only the first tables of each split, or the first audio files of each."""
     files = [root] if root.is_file() else _tables_in(root)
     if not files:
-        return scan_tree(root)
+        found = scan_tree(root)
+        found.clips = _first_of_each(found.clips, lambda clip: clip.split, max_files)
+        return found
     base = root.parent if root.is_file() else root
     found = Found()
-    for file in files:
+    for file in _first_of_each(files, lambda file: _split_of(file, base), max_files):
         if file.suffix.lower() == ".parquet":
             _add_parquet(file, base, columns, found)
         else:
             _add_list(file, base, columns, found)
     return found.settle()
+
+
+def _first_of_each(things: list[T], kind: Callable[[T], str], most: int | None) -> list[T]:
+    """Return the first so many things of each kind; None: all."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for thing in things:
+        seen[kind(thing)] += 1
+        if most is None or seen[kind(thing)] <= most:
+            kept.append(thing)
+    return kept
 
 
 def _tables_in(root: Path) -> list[Path]:

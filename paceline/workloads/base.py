@@ -54,6 +54,7 @@ REGISTRY = {
     "causal_lm": "paceline.workloads.causal_lm.workload:CausalLM",
     "mae": "paceline.workloads.mae.workload:MaskedAutoencoder",
     "speech_clip": "paceline.workloads.speech_clip.workload:SpeechText",
+    "asr": "paceline.workloads.asr.workload:SpeechRecognition",
     "uneven": "paceline.workloads.uneven:Uneven",
 }
 GROUP = "paceline.workloads"

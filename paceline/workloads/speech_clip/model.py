@@ -139,9 +139,9 @@ def build_speech_clip(speech: Any, text: Any, settings: Any, impl: str) -> Speec
     return model
 
 
-def load_encoder(model: nn.Module, folder: Path, impl: str) -> None:
+def load_encoder(model: nn.Module, folder: Path, impl: str, spare: tuple[str, ...] = SPARE) -> None:
     """Give an encoder the weights of a folder, as transformers reads them: files of a larger model
-    have them under other names."""
+    have them under other names. Those that are `spare` need not be there."""
     kind: Any = type(model)
     read, info = kind.from_pretrained(
         folder,
@@ -152,7 +152,7 @@ def load_encoder(model: nn.Module, folder: Path, impl: str) -> None:
         local_files_only=True,
         use_safetensors=True,
     )
-    missing = [name for name in info["missing_keys"] if not name.startswith(SPARE)]
+    missing = [name for name in info["missing_keys"] if not name.startswith(spare)]
     wrong = [str(name) for name in info["mismatched_keys"]]
     if missing or wrong:
         raise DataError(

@@ -1,0 +1,1 @@
+"""Speech recognition: Whisper, or an encoder with CTC; whole or with LoRA; scored by its words."""
