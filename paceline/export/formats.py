@@ -46,11 +46,14 @@ class WeightsFormat:
             (folder / name).mkdir(exist_ok=True)
             part.model.to(DTYPES[dtype])
             part.save(folder / name, self.pickled)
-            kept[name] = part.model.state_dict()
+            kept[name] = part.tensors(part.model)
         loaded = {
             name: part.load(folder / name, self.pickled) for name, part in exported.parts.items()
         }
-        num_tensors = sum(_require_same(kept[name], loaded[name].state_dict()) for name in kept)
+        num_tensors = sum(
+            _require_same(kept[name], part.tensors(loaded[name]))
+            for name, part in exported.parts.items()
+        )
         found = exported.replay(loaded)
         by = f"{exported.library} {version(exported.library)}"
         return Proof(compare(exported.wanted, found, by, LIMITS[dtype]), num_tensors)

@@ -43,6 +43,9 @@ class Part(Protocol):
     def save(self, folder: Path, pickled: bool) -> None:
         """Write weights and config: as safetensors, or as a pickle of torch."""
 
+    def tensors(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return what `save` writes of this model, or of one that `load` returned, by name."""
+
     def save_config(self, folder: Path) -> None:
         """Write all but the weights."""
 

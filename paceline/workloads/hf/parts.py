@@ -7,12 +7,13 @@ A pickle (`.bin`) is written where it is asked for. It is read back once, here, 
 plain tensors (weights_only), and nowhere else: what came from others is never unpickled.
 """
 
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import SaveError
 from paceline.workloads.hf.model import require_extra
@@ -35,7 +36,10 @@ class TransformersPart:
                 self.model.save_pretrained(folder)
             return
         self.save_config(folder)
-        torch.save(self.model.state_dict(), folder / PICKLE)
+        torch.save(self.tensors(self.model), folder / PICKLE)
+
+    def tensors(self, model: nn.Module) -> Mapping[str, Tensor]:
+        return model.state_dict()
 
     def save_config(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,12 +72,15 @@ class ModulePart:
         self.model, self.name = module, name
 
     def save(self, folder: Path, pickled: bool) -> None:
-        state = {key: value.contiguous() for key, value in self.model.state_dict().items()}
+        state = {key: value.contiguous() for key, value in self.tensors(self.model).items()}
         if pickled:
             torch.save(state, folder / f"{self.name}.bin")
         else:
             library = require_extra("safetensors.torch")
             library.save_file(state, folder / f"{self.name}.safetensors", {"format": "pt"})
+
+    def tensors(self, model: nn.Module) -> Mapping[str, Tensor]:
+        return model.state_dict()
 
     def save_config(self, folder: Path) -> None:
         """It has none."""
