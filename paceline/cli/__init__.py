@@ -28,6 +28,7 @@ from paceline.cli import (
     report,
     sweep,
     train,
+    transcribe,
     verify,
 )
 from paceline.errors import ConfigError, DiskError, Outcome, PacelineError
@@ -53,6 +54,7 @@ app.command()(compare.compare)
 app.command()(report.report)
 app.command()(generate.generate)
 app.command()(export.export)
+app.command()(transcribe.transcribe)
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(prepare.app, name="prepare")

@@ -24,7 +24,7 @@ LAYERS = [
     ["train"],
     ["launch"],
     ["run"],
-    ["check", "verify", "sweep", "generate", "export"],
+    ["check", "verify", "sweep", "generate", "export", "transcribe"],
     ["bench", "compare"],
     ["cli"],
     ["api"],
