@@ -2,11 +2,13 @@
 
     remember(files)     somebody typed FILE.py:Class: what it holds now may run again
     strangers(files)    files that a run directory names, and whose content nobody here has typed
+    own_files(file)     a file with what it imports from its own folder
 
 What was typed is kept beside no run, in the user's own state folder: a directory that came from
 elsewhere cannot bring it. A file counts with its path and the SHA-256 of its content.
 """
 
+import ast
 import hashlib
 import json
 import os
@@ -66,6 +68,35 @@ def strangers(files: Iterable[Path]) -> list[Code]:
     """Return those of these files whose content was never typed at this path."""
     known = _known()
     return [code for code in map(_code_of, files) if code not in known]
+
+
+def own_files(file: Path) -> list[Path]:
+    """Return a workload's file, and what it imports from its own folder, directly or not."""
+    found, left = [file], [file]
+    while left:
+        for name in _imported(left.pop()):
+            module, package = file.parent / f"{name}.py", file.parent / name
+            files = [module] if module.is_file() else sorted(package.rglob("*.py"))
+            new = [path for path in files if path not in found]
+            found += new
+            left += new
+    return found
+
+
+def _imported(file: Path) -> set[str]:
+    """Return the first words of its imports, at the top of the file or inside a function; none of
+    a file that python cannot read."""
+    names: set[str] = set()
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the parser's own limits
+        return names
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names} - {"paceline"}
 
 
 def _code_of(file: Path) -> Code:

@@ -5,22 +5,16 @@ transformers itself. It gets its name only when every tensor was read back and i
 bit. A user's own workload is not imported: names and tensors are all that is needed.
 """
 
-import errno
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.checkpoint.folder import BEST, LATEST, TEMPORARY, CheckpointFolder, step_name
+from paceline.checkpoint.folder import BEST, LATEST, CheckpointFolder, step_name
 from paceline.checkpoint.pieces import EMA, moment_name
 from paceline.checkpoint.survey import checkpoints_of, list_steps, no_checkpoints, require_sound
 from paceline.checkpoint.tensors import TensorFiles, whole_pieces, write_whole
@@ -29,7 +23,8 @@ from paceline.config.schema import run_schema
 from paceline.errors import ConfigError, RestoreError, SaveError
 from paceline.records import Manifest
 from paceline.records.base import Part, load_map
-from paceline.records.files import sync_directory, write_atomic
+from paceline.records.files import write_atomic
+from paceline.records.folders import appearing, require_unused
 from paceline.records.rundir import RunDir, slug
 from paceline.workloads.base import find_workload
 from paceline.workloads.hf.pretrained import load_layout, save_layout
@@ -55,13 +50,13 @@ def convert(run: RunDir, which: str, out: Path | None, say: Say, ema: bool = Fal
     folder = checkpoints_of(run, tree)
     step = choose_step(folder, which)
     target = (out or run.root / "converted" / step_name(step)).resolve()
-    _require_unused(target)
+    require_unused(target)
     model = _transformers_model(run, tree, say)
     manifest = require_sound(folder, step, say)
     if ema:
         manifest = _require_averages(manifest)
     source = TensorFiles(folder.path(step), manifest)
-    with _appearing(target) as temporary:
+    with appearing(target) as temporary:
         if model is None:
             write_whole(source, "model", temporary / "model.safetensors")
             body = {"model_type": f"paceline-{_workload_name(tree)}", "model": tree.get("model")}
@@ -185,37 +180,3 @@ def _transformers_model(run: RunDir, tree: dict[str, Any], say: Say) -> Any:
 def _prepared(run: RunDir) -> dict[str, Any]:
     """Read what the ranks were given: where the files of the model were found."""
     return load_map(run.data) if run.data.exists() else {}
-
-
-def _require_unused(target: Path) -> None:
-    try:
-        is_used = target.exists() and not (target.is_dir() and not any(target.iterdir()))
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be looked at: {error.strerror}") from error
-    if is_used:
-        raise ConfigError(
-            f"{target} already exists, and nothing is written over\n"
-            "hint: give --out another folder, or move this one away"
-        )
-
-
-@contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """Yield a folder to write to that becomes `target` at the end, or leaves no trace. Of several
-    that write the same target one wins; the others are refused as if they had come later."""
-    temporary = target.parent / f"{TEMPORARY}{target.name}-{secrets.token_hex(4)}"
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        for path in temporary.iterdir():
-            sync_directory(path)
-        sync_directory(temporary)
-        os.rename(temporary, target)
-        sync_directory(target.parent)
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            _require_unused(target)
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise SaveError(f"{target} could not be written: {why}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

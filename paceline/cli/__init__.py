@@ -21,6 +21,7 @@ from paceline.cli import (
     demo,
     diagnose,
     drill,
+    export,
     generate,
     plan,
     prepare,
@@ -29,6 +30,7 @@ from paceline.cli import (
     report,
     sweep,
     train,
+    transcribe,
     verify,
     watch,
 )
@@ -58,6 +60,8 @@ app.command()(diagnose.diagnose)
 app.command("import")(diagnose.import_files)
 app.command()(generate.generate)
 app.command()(drill.drill)
+app.command()(export.export)
+app.command()(transcribe.transcribe)
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(prepare.app, name="prepare")

@@ -63,8 +63,8 @@ def generate(
         # Libraries that transformers imports print what they think; stdout is for data.
         with redirect_stdout(sys.stderr):
             approve = partial(approve_code, talk, trust_code)
-            which = Which(step, not own_weights, device)
-            author = open_author(source, which, talk.say, approve)
+            which = Which(step, not own_weights)
+            author = open_author(source, which, talk.say, approve, device)
         talk.say(author.says)
         sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
         if streams:

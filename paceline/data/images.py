@@ -134,7 +134,7 @@ class Images:
                 f" data.val_fraction={data.val_fraction:g}\n"
                 "hint: set another share, or data.path_eval"
             )
-        self.mean, self.std = (_per_channel(*each, channels) for each in self._norms())
+        self.mean, self.std = (per_channel(*each, channels) for each in self._norms())
         how = f"{size}-{channels}-{seed}-{data.crop_scale}-{data.flip}-{data.mean}-{data.std}"
         self.fingerprint = f"{self.index.fingerprint}-{split}-{data.val_fraction}-{how}"
 
@@ -242,7 +242,7 @@ def random_box(size: tuple[int, int], scale: Sequence[float], draws: np.random.G
     return left, upper, left + side, upper + side
 
 
-def _per_channel(
+def per_channel(
     name: str, given: list[float], known: tuple[float, ...], channels: int
 ) -> NDArray[np.float32]:
     """Return one number per channel: given, or ImageNet's; of grey images the mean of its three."""

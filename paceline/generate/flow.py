@@ -3,11 +3,10 @@
     author = open_author(path, which, say, approve)      weights in memory, and how text is spelt
     texts = write(author, prompts, sampling, told)
 
-    RUN_DIR    its best checkpoint, else the newest; the average of the weights where it is kept
+    RUN_DIR    as run/trained.py reads it
     MODEL      a folder of transformers: config.json, model.safetensors, tokenizer.json
 
-Only safetensors and JSON are read. The workload of a run runs if it may be resumed here: its file
-was typed on this machine, or `approve` says yes.
+Only safetensors and JSON are read.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,20 +16,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from paceline.checkpoint.convert import choose_step, with_averages
-from paceline.checkpoint.folder import BEST, LATEST, CheckpointFolder
-from paceline.checkpoint.survey import require_sound
-from paceline.checkpoint.tensors import TensorFiles
-from paceline.errors import ConfigError, DataError, RestoreError
-from paceline.job import Job, reload_job
-from paceline.plan.policy import effective_config
-from paceline.records import LaunchPlan, Plan
+from paceline.errors import ConfigError, DataError
+from paceline.records import Plan
 from paceline.records.base import Part, load_map
 from paceline.records.rundir import RunDir
+from paceline.run.trained import Say, Which, choose_device, load_trained, open_job
 from paceline.strategies.precision import compute_context
-from paceline.strategies.stored import load_module
 from paceline.strategies.weights import fill_weights
-from paceline.workloads.base import Approve, Workload, no_text, require_trusted
+from paceline.workloads.base import Approve, Workload, no_text
 from paceline.workloads.generation import (
     Codec,
     Request,
@@ -41,7 +34,6 @@ from paceline.workloads.generation import (
 )
 from paceline.workloads.meta import on_meta
 
-Say = Callable[[str], None]
 Told = Callable[[int, str], None]  # a prompt's number, and the next piece of its text
 
 
@@ -64,19 +56,11 @@ class Author:
     says: str  # what is in memory, for people
 
 
-@dataclass(frozen=True)
-class Which:
-    """Which weights are read: "auto" is the best checkpoint, else the newest; `ema` takes the
-    average of the weights where the checkpoint has one."""
-
-    step: str = "auto"
-    ema: bool = True
-    device: str = "auto"
-
-
-def open_author(path: str, which: Which, say: Say, approve: Approve | None = None) -> Author:
-    """Load a run's model, or one of transformers."""
-    device = _device(which.device)
+def open_author(
+    path: str, which: Which, say: Say, approve: Approve | None = None, where: str = "auto"
+) -> Author:
+    """Load a run's model, or one of transformers; `where` is cpu, cuda, or the GPU if any."""
+    device = choose_device(where)
     place = Path(path).expanduser()
     if (place / "run.yaml").is_file() or (place / "sweep.json").is_file():
         return _open_run(RunDir.open(place), which, device, say, approve)
@@ -94,54 +78,14 @@ def open_author(path: str, which: Which, say: Say, approve: Approve | None = Non
 def _open_run(
     run: RunDir, which: Which, device: torch.device, say: Say, approve: Approve | None
 ) -> Author:
-    launch = LaunchPlan.load(run.launch)
-    require_trusted(launch.workload, run.root, approve)
-    job = reload_job(run, launch.workload)
+    job = open_job(run, approve)
     if type(job.workload).generate is Workload.generate:
         raise no_text(job.workload)  # before weights are read, and the prompt is shown
-    folder = CheckpointFolder.of_run(run, job.config.checkpoint)
-    step, name = _choose(folder, which.step)
-    manifest = require_sound(folder, step, say)
-    averaged = with_averages(manifest) if which.ema else None
-    source = TensorFiles(folder.path(step), averaged or manifest)
-    model = _build(job, device)
-    with torch.no_grad():
-        load_module(source, model)
-    if source.damages:
-        raise RestoreError(source.damages)
-    kind = "the average of the weights" if averaged else "the weights"
+    trained = load_trained(run, job, which, device, say)
     plan, codec = Plan.load(run.plan), codec_of(job.workload.prepared)
     precision = plan.precision.value if device.type == "cuda" else "fp32"
-    says = f"{kind} of step {step}{name}, text as {codec.name}, on {device.type} in {precision}"
-    return Author(job.workload, model.eval(), codec, device, precision, says)
-
-
-def _choose(folder: CheckpointFolder, asked: str) -> tuple[int, str]:
-    if asked != "auto":
-        return choose_step(folder, asked), ""
-    best = folder.pointer(BEST)
-    is_there = best is not None and best in folder.steps()
-    return choose_step(folder, BEST if is_there else LATEST), " (the best)" if is_there else ""
-
-
-def _build(job: Job, device: torch.device) -> nn.Module:
-    """Build the model with memory but without first values: all are loaded. What a module computes
-    for itself and no checkpoint has, such as a table of positions, it fills in."""
-    workload, config = job.workload, effective_config(job.config, "sdpa")
-    if not workload.meta_init:
-        with device:
-            return workload.build_model(config)
-    # The weights are the checkpoint's: those that the run began with need not be there any more.
-    workload.prepared = {**workload.prepared, "hf_weights": "random"}
-    with on_meta():
-        model = workload.build_model(config)
-
-    def compute(name: str, module: nn.Module) -> None:
-        if module._non_persistent_buffers_set:
-            workload.init_weights(model, name, module)
-
-    fill_weights(model, compute, 0, device)
-    return model
+    says = f"{trained.says}, text as {codec.name}, on {device.type} in {precision}"
+    return Author(job.workload, trained.model, codec, device, precision, says)
 
 
 def _open_model(path: str, device: torch.device, say: Say) -> Author:
@@ -172,13 +116,6 @@ def _open_model(path: str, device: torch.device, say: Say) -> Author:
     precision = "bf16" if device.type == "cuda" else "fp32"
     says = f"{type(model).__name__} of {folder}, text as {codec.name}, on {device.type}"
     return Author(CausalLM(), model.eval(), codec, device, precision, says)
-
-
-def _device(asked: str) -> torch.device:
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda was asked for, and torch sees no GPU")
-    usual = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(usual if asked == "auto" else asked)
 
 
 def write(

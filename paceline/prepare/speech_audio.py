@@ -28,6 +28,7 @@ VERSION = 1  # of what this module makes of a file; another one redoes the work
 SHORT_WAV = re.compile(r"^data : (\d+) \(should be (\d+)\)", re.MULTILINE)
 UNKNOWN_SIZES = (0, 0xFFFFFFFF, 0xFFFFFFFE, 0x7FFFFFFF)  # of a WAV that was written to a pipe
 NO_LENGTH = 2**63 - 1  # a FLAC that was written to a pipe
+BLOCK = 1 << 20  # samples that are decoded at a time
 LOSSY = ("MP3", "OGG")  # their length is an estimate before they are decoded
 Samples = NDArray[np.float32]
 
@@ -89,6 +90,29 @@ def render(file: BinaryIO, sound: Sound) -> Rendered:
     return Rendered(_encode(pcm, sound.target_sr), end - start, source_s)
 
 
+def hear(file: BinaryIO, rate: int, max_s: float) -> Samples:
+    """Decode an audio file of any rate and number of channels: mono, at `rate`. It is read block by
+    block, so that memory is that of the result."""
+    soundfile, soxr = require_extra("soundfile", "audio"), require_extra("soxr", "audio")
+    blocks: list[Samples] = []
+    try:
+        with soundfile.SoundFile(file.fileno(), closefd=False) as opened:
+            _require_plausible(opened, Sound(rate, max_s=max_s))
+            # Each block is resampled as it comes; what is left in the filter comes with the last.
+            stream = soxr.ResampleStream(opened.samplerate, rate, 1, dtype="float32", quality="HQ")
+            num_read = 0
+            while len(block := opened.read(BLOCK, dtype="float32")):
+                num_read += len(block)
+                mono = _mono(block)
+                blocks.append(mono if rate == opened.samplerate else stream.resample_chunk(mono))
+            if rate != opened.samplerate:
+                blocks.append(stream.resample_chunk(np.zeros(0, np.float32), last=True))
+            _require_whole(opened, num_read)
+    except soundfile.LibsndfileError as error:
+        raise Unusable(f"cannot be decoded: {error.error_string}") from error
+    return np.concatenate(blocks)
+
+
 def _require_plausible(opened: Any, sound: Sound) -> None:
     """Judge the header, before memory is taken for what it announces."""
     rate, channels = opened.samplerate, opened.channels
@@ -108,12 +132,17 @@ def _require_plausible(opened: Any, sound: Sound) -> None:
 
 def _decode(opened: Any, dtype: str) -> NDArray[Any]:
     decoded: NDArray[Any] = opened.read(dtype=dtype, always_2d=False)
-    if not len(decoded):
+    _require_whole(opened, len(decoded))
+    return decoded
+
+
+def _require_whole(opened: Any, num_samples: int) -> None:
+    """Judge what was decoded by what the header announced."""
+    if not num_samples:
         raise Unusable("empty: no samples")
     slack = opened.frames // 50 if opened.format in LOSSY else 0
-    if len(decoded) < opened.frames - slack:
-        raise Unusable(f"truncated: {len(decoded):,} of {opened.frames:,} samples")
-    return decoded
+    if num_samples < opened.frames - slack:
+        raise Unusable(f"truncated: {num_samples:,} of {opened.frames:,} samples")
 
 
 def _mono(decoded: Samples) -> Samples:

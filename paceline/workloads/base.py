@@ -8,6 +8,7 @@ class MyWorkload(Workload):
     def evaluate(self, model, batch): ...            if there is more to measure than the loss
     def metrics(self, found): ...                    from that to numbers, once for all samples
     def generate(self, model, request): ...          if it writes text: paceline generate
+    def export(self, request): ...                   if others shall load it: paceline export
     def on_step(self, step, record): ...             and on_eval, on_checkpoint: to be told of them
 
 paceline train my_job.py:MyWorkload train.steps=50
@@ -15,7 +16,6 @@ paceline train my_job.py:MyWorkload train.steps=50
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
@@ -34,7 +34,7 @@ from paceline.errors import ConfigError, DataError
 from paceline.metrics import LOSS
 from paceline.records import Finding
 from paceline.records.files import fingerprint
-from paceline.trust import Code, remember, strangers
+from paceline.trust import Code, own_files, remember, strangers
 from paceline.workloads.given import find_given, is_given
 from paceline.workloads.returns import read_loss
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from paceline.workloads.exporting import Exported, ExportRequest
     from paceline.workloads.generation import Request
 
 Split = Literal["train", "val"]
@@ -160,6 +161,11 @@ class Workload:
         mode, without gradients."""
         raise no_text(self)
 
+    def export(self, request: ExportRequest) -> Exported:
+        """Return the model as a library knows it, with what the trained one says of real samples:
+        see workloads/exporting.py."""
+        raise no_export(self)
+
     def on_step(self, step: int, record: Mapping[str, Any]) -> None:
         """Told of each step, with its row of training.csv: once the row is whole, which is up to
         `train.log_every` steps later, so that nothing waits for the device."""
@@ -205,6 +211,15 @@ def no_text(workload: Workload) -> ConfigError:
     return ConfigError(
         f"{type(workload).__name__} generates no text\n"
         "hint: lm and causal_lm do, and so does a workload with generate(self, model, request)"
+    )
+
+
+def no_export(workload: Workload) -> ConfigError:
+    """Return the refusal of a workload that has no `export`."""
+    return ConfigError(
+        f"{type(workload).__name__} does not say what library its model is for\n"
+        "hint: write export(self, request) in the workload; paceline checkpoints convert writes"
+        " the tensors of any model by their names"
     )
 
 
@@ -314,35 +329,6 @@ def _own_fingerprint() -> str:
     package = Path(__file__).parents[1]
     sources = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
     return fingerprint(*sources, version("torch"))
-
-
-def own_files(file: Path) -> list[Path]:
-    """Return a workload's file, and what it imports from its own folder, directly or not."""
-    found, left = [file], [file]
-    while left:
-        for name in _imported(left.pop()):
-            module, package = file.parent / f"{name}.py", file.parent / name
-            files = [module] if module.is_file() else sorted(package.rglob("*.py"))
-            new = [path for path in files if path not in found]
-            found += new
-            left += new
-    return found
-
-
-def _imported(file: Path) -> set[str]:
-    """Return the first words of its imports, at the top of the file or inside a function; none of
-    a file that python cannot read."""
-    names: set[str] = set()
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the parser's own limits
-        return names
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-    return {name.partition(".")[0] for name in names} - {"paceline"}
 
 
 def _from_file(name: str) -> type[Workload]:

@@ -25,6 +25,7 @@ LAYERS = [
     ["launch"],
     ["run"],
     ["check", "verify", "sweep", "generate", "drill", "watch", "foreign", "diagnose"],
+    ["export", "transcribe"],
     ["bench", "compare"],
     ["cli"],
     ["api"],

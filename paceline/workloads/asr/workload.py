@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from paceline.data.spoken import Hearing
     from paceline.workloads.asr.texts import Speller
+    from paceline.workloads.exporting import Exported, ExportRequest
 
 # In data.json: whether weights are loaded, from where, and a sum of them.
 WEIGHTS, FOLDER, TEACHER_FOLDER, BASE = "hf_weights", "hf_folder", "teacher_folder", "base_hash"
@@ -129,6 +130,14 @@ class SpeechRecognition(Workload):
     def shown(self, found: Any, config: Any) -> list[tuple[str, str]]:
         pairs: list[tuple[str, str]] = found["pairs"][: config.data.num_predictions]
         return pairs
+
+    def export(self, request: ExportRequest) -> Exported:
+        from paceline.workloads.asr.export import export_asr
+
+        settings = request.config.model
+        is_loaded = self.prepared.get(WEIGHTS) == "load"
+        base = prepared_path(self.prepared, FOLDER) if is_loaded else None
+        return export_asr(request, self.speller(settings), base, str(self.prepared.get(BASE, "")))
 
     def units_per_sample(self, config: Any) -> None:  # type: ignore[override]
         return None

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from paceline.data.tokenizer import Tokenizer
+    from paceline.workloads.exporting import Exported, ExportRequest
     from paceline.workloads.generation import Request
 
 
@@ -90,6 +91,16 @@ class CausalLM(LanguageModel):
         from paceline.workloads.causal_lm.model import generate
 
         return generate(model, request)
+
+    def export(self, request: ExportRequest) -> Exported:
+        import torch
+
+        from paceline.workloads.hf.causal import first_tokens, hand_out
+
+        ids_BT = first_tokens(request)
+        with torch.no_grad():
+            wanted_BTV = request.model(input_ids=ids_BT, use_cache=False).logits
+        return hand_out(request.model, ids_BT, wanted_BTV, self.prepared)
 
     def flops(self, config: Any) -> float | None:  # type: ignore[override]
         from paceline.workloads.causal_lm.model import flops_per_token

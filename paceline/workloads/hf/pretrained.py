@@ -213,7 +213,7 @@ def save_layout(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     _fill(model, tensors)
     # Of a model that came with code of its own: what was trained here is transformers' class.
     model.config.__dict__.pop("auto_map", None)
-    with _quiet():
+    with quiet():
         model.save_pretrained(folder)
 
 
@@ -234,7 +234,7 @@ def _fill(model: Any, tensors: dict[str, Tensor]) -> None:
 
 def load_layout(kind: Any, folder: Path) -> dict[str, Tensor]:
     """Return every tensor of the model that transformers makes of `folder`."""
-    with _quiet():
+    with quiet():
         model, info = kind.from_pretrained(
             folder, output_loading_info=True, local_files_only=True, use_safetensors=True
         )
@@ -249,7 +249,7 @@ def _count(names: list[str], what: str) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """While inside, transformers shows no progress bars: ours are the only words on stderr."""
     talk = require_extra("transformers.utils.logging")
     was_on = talk.is_progress_bar_enabled()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from paceline.data.shards import Manifest
     from paceline.data.tokenizer import Tokenizer
+    from paceline.workloads.exporting import Exported, ExportRequest
     from paceline.workloads.generation import Request
 
 
@@ -124,6 +125,17 @@ class LanguageModel(Workload):
         from paceline.workloads.lm.model import generate
 
         return generate(model, request)  # type: ignore[arg-type]
+
+    def export(self, request: ExportRequest) -> Exported:
+        import torch
+
+        from paceline.workloads.hf.causal import first_tokens, hand_out
+        from paceline.workloads.lm.export import as_llama
+
+        ids_BT = first_tokens(request)
+        with torch.no_grad():
+            wanted_BTV = request.model(ids_BT)
+        return hand_out(as_llama(request.model), ids_BT, wanted_BTV, self.prepared)  # type: ignore[arg-type]
 
     def flops(self, config: Any) -> float:
         from paceline.workloads.lm.model import flops_per_token

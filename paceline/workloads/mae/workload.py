@@ -21,6 +21,8 @@ from paceline.workloads.base import Split, Workload
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from paceline.workloads.exporting import Exported, ExportRequest
+
 
 IMAGE_KEYS = ImageData.model_fields.keys() - DataConfig.model_fields.keys()
 MASKS = 1  # the random numbers of masks are others than those of crops
@@ -121,6 +123,11 @@ class MaskedAutoencoder(Workload):
         outputs = model(pixels, batch["order"])
         known = getattr(model, "module", model).config  # DistributedDataParallel holds it inside
         return loss_sum(known, pixels, outputs), len(pixels)
+
+    def export(self, request: ExportRequest) -> Exported:
+        from paceline.workloads.mae.export import export_mae
+
+        return export_mae(request)
 
     def flops(self, config: Any) -> float:
         from paceline.workloads.mae.model import flops_per_sample, mae_config

@@ -91,24 +91,28 @@ class SpeechClip(nn.Module):
 
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the vectors of speech and of text, (B, D) each, of length 1 and in fp32."""
-        speech_BD = self.project_speech(self._hear(batch["waveforms"], batch["num_samples"]))
-        text_BD = self._read(batch["tokens"], batch["num_tokens"])
+        heard, read = batch["waveforms"], batch["tokens"]
+        return (
+            self.embed_speech(heard, _first(batch["num_samples"], heard.shape[1])),
+            self.embed_text(read, _first(batch["num_tokens"], read.shape[1])),
+        )
+
+    def embed_speech(self, wave_BT: Tensor, is_real_BT: Tensor) -> Tensor:
+        """Return the vectors of waveforms (B, D). The mask has 1 for samples that are no filling;
+        those come first."""
+        frames_BFH = self.speech(wave_BT, attention_mask=is_real_BT.bool()).last_hidden_state
+        num_frames_B = num_frames(self.speech.config, is_real_BT.sum(dim=1))
+        pooled_BH = self.pool(frames_BFH, _first(num_frames_B, frames_BFH.shape[1]))
+        return nn.functional.normalize(self.project_speech(pooled_BH).float(), dim=-1)
+
+    def embed_text(self, tokens_BL: Tensor, is_real_BL: Tensor) -> Tensor:
+        """Return the vectors of texts (B, D), as the mask's first tokens say them."""
+        with torch.no_grad():
+            read = self.text(input_ids=tokens_BL, attention_mask=is_real_BL.long())
+        text_BD = read.last_hidden_state[:, 0]
         if self.project_text is not None:
             text_BD = self.project_text(text_BD)
-        unit = nn.functional.normalize
-        return unit(speech_BD.float(), dim=-1), unit(text_BD.float(), dim=-1)
-
-    def _hear(self, wave_BT: Tensor, num_samples_B: Tensor) -> Tensor:
-        is_real_BT = _first(num_samples_B, wave_BT.shape[1])
-        frames_BFH = self.speech(wave_BT, attention_mask=is_real_BT).last_hidden_state
-        num_frames_B = num_frames(self.speech.config, num_samples_B)
-        return self.pool(frames_BFH, _first(num_frames_B, frames_BFH.shape[1]))
-
-    @torch.no_grad()
-    def _read(self, tokens_BL: Tensor, num_tokens_B: Tensor) -> Tensor:
-        is_real_BL = _first(num_tokens_B, tokens_BL.shape[1])
-        read = self.text(input_ids=tokens_BL, attention_mask=is_real_BL.long())
-        return read.last_hidden_state[:, 0]
+        return nn.functional.normalize(text_BD.float(), dim=-1)
 
 
 def _first(count_B: Tensor, size: int) -> Tensor:

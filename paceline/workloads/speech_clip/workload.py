@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from paceline.data.spelling import Spelling
     from paceline.metrics import Items
+    from paceline.workloads.exporting import Exported, ExportRequest
 
 ENCODERS = ("speech", "text")
 
@@ -198,6 +199,12 @@ class SpeechText(Workload):
         from paceline.workloads.speech_clip.negatives import retrieval
 
         return retrieval(found["speech"], found["text"], found["scale"])
+
+    def export(self, request: ExportRequest) -> Exported:
+        from paceline.workloads.speech_clip.export import export_speech_clip
+
+        spelling = self._spelling(request.config)
+        return export_speech_clip(request, spelling, request.config.data.sample_rate)
 
     def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, Any]:
         """Find the manifest, the encoders' files and the weights to begin with; say what of the

@@ -1,0 +1,115 @@
+"""From a run directory to the model that it trained, in memory.
+
+    job = open_job(run, approve)                        its config, and the workload that may run
+    trained = load_trained(run, job, Which(), device, say)
+
+    RUN_DIR    its best checkpoint, else the newest; the average of the weights where it is kept
+
+Checkpoints of any strategy and any number of ranks are read: names and rows are the model's own.
+The workload of a run runs if it may be resumed here: its file was typed on this machine, or
+`approve` says yes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.convert import choose_step, with_averages
+from paceline.checkpoint.folder import BEST, LATEST, CheckpointFolder
+from paceline.checkpoint.survey import require_sound
+from paceline.checkpoint.tensors import TensorFiles
+from paceline.errors import ConfigError, RestoreError
+from paceline.job import Job, reload_job
+from paceline.plan.policy import effective_config
+from paceline.records import LaunchPlan
+from paceline.records.rundir import RunDir
+from paceline.strategies.stored import load_module
+from paceline.strategies.weights import fill_weights
+from paceline.workloads.base import Approve, require_trusted
+from paceline.workloads.meta import on_meta
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Which:
+    """Which weights are read: "auto" is the best checkpoint, else the newest; `ema` takes the
+    average of the weights where the checkpoint has one."""
+
+    step: str = "auto"
+    ema: bool = True
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model in eval mode, and the step it was kept at."""
+
+    model: nn.Module
+    step: int
+    is_best: bool
+    is_average: bool
+
+    @property
+    def says(self) -> str:
+        kind = "the average of the weights" if self.is_average else "the weights"
+        return f"{kind} of step {self.step}{' (the best)' if self.is_best else ''}"
+
+
+def choose_device(asked: str) -> torch.device:
+    """Return the device that --device names; auto is the GPU where there is one."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda was asked for, and torch sees no GPU")
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(usual if asked == "auto" else asked)
+
+
+def open_job(run: RunDir, approve: Approve | None = None) -> Job:
+    """Load the job of a run; a file that nobody here has typed is not run."""
+    launch = LaunchPlan.load(run.launch)
+    require_trusted(launch.workload, run.root, approve)
+    return reload_job(run, launch.workload)
+
+
+def load_trained(run: RunDir, job: Job, which: Which, device: torch.device, say: Say) -> Trained:
+    """Build the run's model and fill it from one checkpoint, every byte of which is checked."""
+    folder = CheckpointFolder.of_run(run, job.config.checkpoint)
+    step, is_best = _choose(folder, which.step)
+    manifest = require_sound(folder, step, say)
+    averaged = with_averages(manifest) if which.ema else None
+    source = TensorFiles(folder.path(step), averaged or manifest)
+    model = _build(job, device)
+    with torch.no_grad():
+        load_module(source, model)
+    if source.damages:
+        raise RestoreError(source.damages)
+    return Trained(model.eval(), step, is_best, averaged is not None)
+
+
+def _choose(folder: CheckpointFolder, asked: str) -> tuple[int, bool]:
+    if asked != "auto":
+        return choose_step(folder, asked), False
+    best = folder.pointer(BEST)
+    is_there = best is not None and best in folder.steps()
+    return choose_step(folder, BEST if is_there else LATEST), is_there
+
+
+def _build(job: Job, device: torch.device) -> nn.Module:
+    """Build the model with memory but without first values: all are loaded. What a module computes
+    for itself and no checkpoint has, such as a table of positions, it fills in."""
+    workload, config = job.workload, effective_config(job.config, "sdpa")
+    if not workload.meta_init:
+        with device:
+            return workload.build_model(config)
+    # The weights are the checkpoint's: those that the run began with need not be there any more.
+    workload.prepared = {**workload.prepared, "hf_weights": "random"}
+    with on_meta():
+        model = workload.build_model(config)
+
+    def compute(name: str, module: nn.Module) -> None:
+        if module._non_persistent_buffers_set:
+            workload.init_weights(model, name, module)
+
+    fill_weights(model, compute, 0, device)
+    return model
