@@ -119,7 +119,7 @@ def further(story: Story) -> list[Figure]:
     result = story.result
     if result is None:
         return []
-    figures, kept = [], result.checkpoints
+    figures, kept = _stability_figures(result), result.checkpoints
     if kept is not None:
         failed = f", {kept.num_failed} failed" if kept.num_failed else ""
         last = f"the last at step {kept.last_step}, {size(kept.num_bytes)}; "
@@ -204,6 +204,18 @@ def _rate_figures(result: Result) -> list[Figure]:
         return [*figures, Figure("compute a rank", computed, unit, share)]
     beside = "; ".join(filter(None, [f"{computed} {unit} per rank", share]))
     return [*figures, Figure("MFU", f"{result.mfu:.1%}", beside=beside)]
+
+
+def _stability_figures(result: Result) -> list[Figure]:
+    """Return whether the run was steady: what is not stands first, then what was measured."""
+    found = result.stability
+    if found is None:
+        return []
+    grown = {"GPU": found.gpu_mib_per_min, "rank": found.host_mib_per_min}
+    measured = [f"p90/p50 {found.p90_over_p50:.2f}", f"drift {found.drift:+.1%}"]
+    measured += [f"{n} memory {mib:+.1f} MiB a minute" for n, mib in grown.items() if mib is not None]
+    value = "no" if found.problems else "yes"
+    return [Figure("steady", value, beside="; ".join([*found.problems, *measured]))]
 
 
 def _memory_figures(story: Story, result: Result) -> list[Figure]:
