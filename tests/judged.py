@@ -5,11 +5,15 @@ from typing import Any
 
 import numpy as np
 
+from paceline.config.health import RulesConfig
 from paceline.health import Evidence
+from paceline.health.evidence import Heart
 from paceline.records.cells import DTYPES
 from paceline.records.columns import Layout, Table
+from paceline.records.heartbeats import Beat
 from paceline.records.phases import OWN_PHASES, Phase
 from paceline.records.tables import STEPS, TELEMETRY, TRAINING
+from tests.machines import box, plan
 
 USUAL_S = {
     Phase.DATA: 0.001, Phase.FORWARD: 0.010, Phase.BACKWARD: 0.020, Phase.OPTIMIZER: 0.002,
@@ -68,6 +72,23 @@ def make_evidence(
         columns["warmup"] = columns["step"] <= WARMUP
         steps[rank] = make_table(STEPS, num_steps, **columns)
     return Evidence(num_ranks, steps=steps, **more)
+
+
+def make_all(rules: RulesConfig) -> Evidence:
+    """Return evidence in which every rule has something to look at: two GPUs, a live run."""
+    telemetry = make_telemetry(100, "gpu0", utilisation_percent=99.0, clock_mhz=1980.0)
+    evidence = make_evidence(
+        rules=rules,
+        plan=plan("launch.nproc=2", machine=box(2)),
+        training=make_training(400),
+        telemetry={0: telemetry},
+        hearts={rank: Heart(Beat(1e9, rank, 9, "data", 9), 1e9) for rank in (0, 1)},
+        now=1e9,
+        idle_s=1.0,
+    )
+    for table in evidence.steps.values():
+        table.values["units"][:], table.is_empty["units"][:] = 1.0, False
+    return evidence
 
 
 def make_training(num_steps: int, **columns: Any) -> Table[Any]:
