@@ -20,6 +20,7 @@ from paceline.cli import (
     data,
     demo,
     diagnose,
+    drill,
     generate,
     plan,
     prepare,
@@ -56,6 +57,7 @@ app.command()(watch.watch)
 app.command()(diagnose.diagnose)
 app.command("import")(diagnose.import_files)
 app.command()(generate.generate)
+app.command()(drill.drill)
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(prepare.app, name="prepare")

@@ -106,8 +106,8 @@ def _imbalance(evidence: Evidence, work: Work) -> Iterator[Finding]:
         yield Finding(
             kind="bound_by_imbalance",
             severity="note",
-            words=f"bound by imbalance: in each step some rank takes {duration(apart_s)} longer than"
-            f" the middle one ({share:.0%} of a step), but not always the same",
+            words=f"bound by imbalance: in each step some rank takes {duration(apart_s)} longer"
+            f" than the middle one ({share:.0%} of a step), but not always the same",
             evidence=finite({"share": share, "apart_s": apart_s}),
             to_try="samples of like length together: data.buckets=16",
         )

@@ -2,8 +2,11 @@
 once one has failed. (The recorder: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from statistics import median_low
 from typing import Any
 
 from paceline.health.evidence import Evidence
@@ -11,6 +14,10 @@ from paceline.records.base import Body
 from paceline.records.findings import Finding, finite
 from paceline.records.words import count
 
+SIZES_DIFFER = re.compile(
+    r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)"  # how gloo says it
+)
+FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 Call = tuple[str, str]  # what, and on which shapes
 DESYNC_HINT = (
     "a collective that only some ranks call: look for an `if rank == 0` around one; the numbers"
@@ -21,18 +28,14 @@ DESYNC_HINT = (
 def find_desync(evidence: Evidence) -> Iterator[Finding]:
     """Yield the ranks that have run fewer or more collectives than the others, and the first
     collective to which ranks have given other shapes."""
-    if not _is_pipeline(evidence):
-        yield from _by_counts(evidence)
-    yield from compare_calls(evidence.collectives)
-
-
-def _is_pipeline(evidence: Evidence) -> bool:
-    return evidence.plan is not None and evidence.plan.pipeline is not None
+    yield from _by_counts(evidence)
+    told = list(compare_calls(evidence.collectives))
+    yield from told or _by_logs(evidence)
 
 
 def _by_counts(evidence: Evidence) -> Iterator[Finding]:
     """Compare the counts of all ranks at the end of the same step: equal, or some rank has left one
-    out. The first count is the reference of each rank: some join with collectives of their own."""
+    out. What a rank usually begins in a step is taken off: ranks of a pipeline differ in that."""
     counts = {
         rank: dict(zip(known.column("step"), known.column("collectives"), strict=True))
         for rank, table in evidence.steps.items()
@@ -42,7 +45,7 @@ def _by_counts(evidence: Evidence) -> Iterator[Finding]:
         return
     common = sorted(set.intersection(*(set(steps) for steps in counts.values())))
     for step in common[1:]:
-        made = {r: int(of[step] - of[common[0]]) for r, of in counts.items()}
+        made = {r: _beyond_usual(of, common[0], step) for r, of in counts.items()}
         usual, _ = Counter(made.values()).most_common(1)[0]
         odd = [rank for rank, number in made.items() if number != usual]
         if not odd:
@@ -63,6 +66,43 @@ def _by_counts(evidence: Evidence) -> Iterator[Finding]:
             to_try=DESYNC_HINT,
         )
         return
+
+
+def _beyond_usual(counts: Mapping[int, int], first: int, step: int) -> int:
+    """Return the collectives since step `first` that are more, or less, than a rank's usual."""
+    return int(counts[step] - counts[first]) - _usual(counts) * (step - first)
+
+
+def _usual(counts: Mapping[int, int]) -> int:
+    values = list(counts.values())
+    return int(median_low([b - a for a, b in zip(values, values[1:], strict=False)] or [0]))
+
+
+def _by_logs(evidence: Evidence) -> Iterator[Finding]:
+    """Look for what gloo says as it ends the process: it knows that sizes differ, not whose."""
+    for rank, text in evidence.logs.items():
+        if found := SIZES_DIFFER.search(text):
+            at = _own_line(text)
+            yield Finding(
+                kind="shapes_differ",
+                severity="error",
+                words=f"ranks gave other shapes to one collective: rank {rank} was sent"
+                f" {found[1]} bytes of it where it expected {found[2]}"
+                + (f", in {at}" if at else ""),
+                evidence=finite({"rank": rank, "sent": int(found[1]), "expected": int(found[2])}),
+                to_try="print the shapes on each rank before that line; pad to one shape, or leave"
+                " no rank out of a collective",
+            )
+            return
+
+
+def _own_line(text: str) -> str:
+    """Return `job.py:14 in loss`: the line of the job that stood in the collective."""
+    current = text.rpartition("Current thread")[2] or text
+    for file, line, name in FRAME.findall(current):
+        if not any(part in file for part in ("site-packages", "/paceline/", "/lib/python")):
+            return f"{PurePath(file).name}:{line} in {name}"
+    return ""
 
 
 def compare_calls(dumps: Mapping[int, Body]) -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """What a judgement is made from: the tables and records of a run, as far as they are there."""
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from paceline.records.tables import (
 # Steps that are judged at the end of a run: the last ones, so that a run of a million reads as
 # fast as a short one.
 MAX_STEPS = 2000
+LOG_BYTES = 32 << 10  # of the end of a log: a crash with its stacks
 Known = TypeVar("Known", bound=Record)
 
 
@@ -71,6 +73,7 @@ class Evidence:
     result: Result | None = None
     verdicts: Mapping[int, RankVerdict] = field(default_factory=dict)
     collectives: Mapping[int, Body] = field(default_factory=dict)  # of ranks that failed
+    logs: Mapping[int, str] = field(default_factory=dict)  # the ends of those, of a run that failed
     link_gb_per_s: float | None = None  # the slowest link, as `paceline check` measured it
     now: float | None = None
     idle_s: float | None = None  # for how long no rank has begun a step, where it lives
@@ -108,6 +111,8 @@ def read_evidence(run: RunDir, now: float | None = None) -> Evidence:
         crew = found.plan.crew
         link = load_link(found.env, crew.device.value, crew.num_nodes)
         found = replace(found, link_gb_per_s=link.gb_per_s if link is not None else None)
+    if found.result is not None and found.result.failure is not None:
+        found = replace(found, logs={rank: _log_end(run.rank_log(rank)) for rank in ranks})
     with suppress(PacelineError):
         found = replace(found, training=read_training(run.training))
     with suppress(PacelineError):
@@ -151,6 +156,15 @@ def _load(path: Path, kind: type[Known]) -> Known | None:
     with suppress(PacelineError):
         return kind.load(path)
     return None
+
+
+def _log_end(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _count_ranks(run: RunDir) -> int:

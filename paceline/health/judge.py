@@ -20,6 +20,14 @@ def judge(evidence: Evidence) -> list[Finding]:
     return sort_findings(wanted)
 
 
+def judge_ranks(evidence: Evidence) -> list[Finding]:
+    """Return who is slow and who has left a collective out: what a live run is asked often."""
+    work = measure_work(evidence)
+    slow = find_stragglers(evidence, work) if work is not None else ()
+    found = [*find_desync(evidence), *slow]
+    return [f for f in found if action_for(evidence.rules, f.kind) != "off"]
+
+
 def _judge(evidence: Evidence) -> Iterator[Finding]:
     yield from find_ending(evidence)
     yield from find_desync(evidence)

@@ -18,6 +18,7 @@ def render_markdown(story: Story) -> str:
         basis(story),
         *_failure(story),
         *_unwritten(story),
+        *_findings(story),
         "## Decided",
         table(
             ("choice", "requested", "effective", "because"),
@@ -87,6 +88,14 @@ def _unwritten(story: Story) -> list[str]:
         "## What could not be written",
         "\n".join(f"- {plain(str(each))}" for each in unwritten),
     ]
+
+
+def _findings(story: Story) -> list[str]:
+    """Say what was judged of the run: who is slow, why it waits, is it healthy."""
+    if not story.findings:
+        return []
+    rows = [(f.severity, f.kind, f.words, f.to_try) for f in story.findings]
+    return ["## What stands out", table(("", "kind", "what", "to try"), rows)]
 
 
 def _batch(story: Story) -> str:

@@ -10,6 +10,8 @@ from paceline.config.plain import read_config_text
 from paceline.metrics import TRAIN, VAL
 from paceline.records import Audit, Env, Plan, Result, Window
 from paceline.records.columns import Table
+from paceline.records.findings import Finding as Found
+from paceline.records.findings import Findings
 from paceline.records.phases import STEP_PHASES
 from paceline.records.rundir import RunDir
 from paceline.records.tables import (
@@ -46,6 +48,7 @@ class Story:
     measured: Measured | None = None
     samples: tuple[Sample, ...] = ()  # texts that the model wrote, by step
     sheets: tuple[Sheet, ...] = ()  # of profiles and memory, where there are some
+    findings: tuple[Found, ...] = ()  # what was judged of it, the gravest first
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,15 @@ def read_story(run: RunDir) -> Story:
             *memory_sheets(read_memory(run, plan.world_size)),
             *profile_sheets(read_profile_facts(run)),
         ),
+        findings=_findings(run),
     )
+
+
+def _findings(run: RunDir) -> tuple[Found, ...]:
+    """Return what stands of a run that is over; a run of an older version has none."""
+    if not run.findings.is_file():
+        return ()
+    return tuple(Findings.load(run.findings).findings)
 
 
 def headline(story: Story) -> list[Figure]:

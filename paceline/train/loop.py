@@ -87,7 +87,7 @@ def _train(parts: LoopParts) -> LoopEnd:
         clock.begin(step)
         parts.auditor.begin(step)
         parts.observers.begin(step, is_free=not parts.auditor.is_profiling)
-        batch = parts.feed.next()
+        batch = parts.feed.next(clock)
         try:
             totals = engine.forward_backward(batch.batches, batch.scale, clock)
         except (RuntimeError, ValueError, IndexError) as error:
@@ -107,10 +107,12 @@ def _train(parts: LoopParts) -> LoopEnd:
         if end is not None:
             break
         ledger.settle(step)
-        why_over = parts.feed.why_over()
+        with clock.blocked():
+            why_over = parts.feed.why_over()
         if parts.evaluation.due(step, is_last=bool(why_over)):
             _evaluate(parts, step)
-        wish = keeper.wish(step, is_over=bool(why_over))
+        with clock.blocked():
+            wish = keeper.wish(step, is_over=bool(why_over))
         if wish.reason:
             # The step ends here, once the device has done it; its row is written; and only then can
             # a checkpoint say "after it".

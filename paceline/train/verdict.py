@@ -1,10 +1,12 @@
 """From an exception to what a person can act on: outcome, the user's line, what to change."""
 
+import json
 import re
 import resource
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from paceline.records.rundir import RunDir
 from paceline.records.words import few
 
 Tell = Callable[[RankVerdict | Beat], None]  # a rank's way to its supervisor that needs no disk
+
+KEPT_CALLS = 64
 
 # How gloo and NCCL say that a collective waited longer than the group's timeout.
 TIMED_OUT = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective operation timeout")
@@ -110,6 +114,18 @@ def outcome_of(error: BaseException) -> Outcome:
 def runs_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error says that memory has run out, of a device or of the machine."""
     return outcome_of(error) is Outcome.OUT_OF_RESOURCES and not DiskError.is_meant(error)
+
+
+def save_collectives(run: RunDir, rank: int, error: BaseException) -> None:
+    """Leave the last collectives that this rank has begun, as torch's flight recorder has them, for
+    who asks afterwards where ranks stopped to agree; after other errors than those of collectives,
+    and with a torch that has none, nothing."""
+    if not isinstance(error, RuntimeError):
+        return
+    with suppress(Exception):  # the error is what counts
+        told = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))
+        told["entries"] = told.get("entries", [])[-KEPT_CALLS:]
+        run.lost.keep(run.collectives(rank), json.dumps(told))
 
 
 def save_verdict(run: RunDir, verdict: RankVerdict, tell: Tell) -> None:

@@ -34,6 +34,7 @@ from paceline.strategies.clock import Clock, HostClock, build_clock
 from paceline.strategies.optim import rate_of
 from paceline.train.audit import Auditor
 from paceline.train.control import ControlFiles, Requests
+from paceline.train.drills import plant_asked
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import (
     Feed,
@@ -60,6 +61,7 @@ from paceline.train.verdict import (
     outcome_of,
     peak_memory,
     runs_out_of_memory,
+    save_collectives,
     save_verdict,
 )
 
@@ -107,12 +109,14 @@ class RankRun:
                 with closing(parts.feed), _named_loaders(parts.feed), _settled_heap():
                     settle_rng(found, self.job, self.plan, self.place.rank, self.device)
                     self._use_first_batch(parts)
+                    plant_asked(self.run, parts, self.place.rank)
                     end = self.take_steps(parts)
                     self.notes += parts.feed.notes(end.sample_ids)
                 self.notes += parts.keeper.parts.saver.notes
         except BaseException as error:
             with suppress(Exception):  # the error is what counts
                 self._save_passes()
+            save_collectives(self.run, self.place.rank, error)
             told = explain(error, is_built=self.engine is not None)
             if self.observers is not None and runs_out_of_memory(error):
                 told = self.observers.explain_memory(error, told)

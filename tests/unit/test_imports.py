@@ -24,7 +24,7 @@ LAYERS = [
     ["train"],
     ["launch"],
     ["run"],
-    ["check", "verify", "sweep", "generate", "watch", "foreign", "diagnose"],
+    ["check", "verify", "sweep", "generate", "drill", "watch", "foreign", "diagnose"],
     ["bench", "compare"],
     ["cli"],
     ["api"],
