@@ -77,3 +77,8 @@ class RulesConfig(Section):
     host_share: Share = Field(
         0.15, description="Of a GPU's step without work for it, from which the host is the limit."
     )
+
+    def actions(self) -> dict[str, Action]:
+        """Return what is done about each kind of finding that has a rule."""
+        names = [n for n, field in type(self).model_fields.items() if field.annotation == Action]
+        return {name: getattr(self, name) for name in names}

@@ -43,8 +43,10 @@ def find_stragglers(evidence: Evidence, work: Work) -> Iterator[Finding]:
     rules = evidence.rules
     if len(work.ranks) < 2 or len(work.steps) < rules.straggler_steps:
         return
-    # A live run is judged by its last steps, so that one which becomes slow is named at once.
-    work = work.last(rules.straggler_steps) if evidence.is_live else work
+    # A live run is judged by its last steps, so that one which becomes slow is named at once; one
+    # that is over by its last quarter: what stood at its end.
+    few = rules.straggler_steps
+    work = work.last(few if evidence.is_live else max(3 * few, len(work.steps) // 4))
     total = work.total
     for row, rank in enumerate(work.ranks):
         extra = total[row] - _of_others(total, row)

@@ -17,6 +17,7 @@ from paceline.records.columns import Table
 from paceline.records.phases import OWN_PHASES, Phase
 from paceline.records.tables import StepRow
 
+TINY_S = 1e-9  # no step takes less
 Matrix = NDArray[np.float64]  # ranks x steps, seconds
 
 
@@ -73,7 +74,7 @@ def measure_work(evidence: Evidence) -> Work | None:
     if evidence.plan is not None and evidence.plan.pipeline is not None:
         _level_stages(own, evidence.plan.pipeline, tuple(tables), evidence.plan.batch.dp)
     blocked = np.sum(list(inside.values()), axis=0) + _matrix(rows, Phase.COMM.column)
-    wall = _matrix(rows, "wall_s") - _matrix(rows, Phase.EVAL.column)
+    wall = np.maximum(_matrix(rows, "wall_s") - _matrix(rows, Phase.EVAL.column), TINY_S)
     return Work(tuple(tables), steps, own, blocked, wall, is_whole)
 
 

@@ -11,6 +11,7 @@ import pytest
 from paceline.config.describe import iter_keys
 from paceline.config.load import recipe_names
 from paceline.config.section import Section
+from paceline.health import judge
 from paceline.job import load_job
 from paceline.launch import find_launcher
 from paceline.machine.facts import probe
@@ -18,6 +19,7 @@ from paceline.plan.planner import make_plan
 from paceline.records.rundir import RunDir
 from paceline.run.flow import order_for
 from tests.harness import run_here
+from tests.judged import make_all
 from tests.speech_clip import tiny
 
 # The recipe at a size that a test can afford. The keys are the recipe's own.
@@ -138,6 +140,7 @@ def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, corpus: 
     for settings in PLANNED:
         make_plan(load_job("lm_tiny", ["launch.device=cpu", *settings]), env)
     _draw_launches(tmp_path)
+    judge(make_all(load_job("lm_tiny", []).config.observe.rules))  # as the watcher of a run does
     unread = {
         key.path
         for schema in schemas
