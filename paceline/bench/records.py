@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.records import Fingerprints, Part, Record
+from paceline.records.profiled import KernelTime
 from paceline.stats.intervals import Interval
 
 Status = Literal["ok", "failed", "skipped", "stopped"]
@@ -49,6 +50,20 @@ class ArmResult(Part):
     )
 
 
+class ArmProfile(Part):
+    """What the profiled run of an arm tells of its rank 0; `because` where there is none."""
+
+    arm: str
+    because: str = ""
+    trace: str = Field("", description="Inside the bench's directory, for ui.perfetto.dev.")
+    categories: dict[str, float] = Field({}, description="Seconds by category of kernels.")
+    top: list[KernelTime] = []
+    exposed_share: float | None = Field(None, description="Communication that nothing hides.")
+    idle_share: float | None = None
+    launch_gap_share: float | None = None
+    sentences: list[str] = []
+
+
 class PairResult(Part):
     """One pair. `failed`: a run crashed, or the losses do not agree. Being slower is a result,
     not a failure."""
@@ -70,6 +85,7 @@ class PairResult(Part):
     loss_tolerance: float | None = None
     loss_because: str = ""
     arms: list[ArmResult] = []
+    profiles: list[ArmProfile] = Field([], description="Where --profile asked for them.")
 
     def arm(self, name: str) -> ArmResult:
         return next(arm for arm in self.arms if arm.name == name)

@@ -45,7 +45,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
     "statistics", "bench", "pipelines", "optimizers", "your-job", "speech", "text", "images",
-    "generate", "python", "trackers",
+    "generate", "python", "trackers", "watch", "diagnose", "ddp",
 )  # fmt: skip
 COMMAND_S = 120
 SCHEDULED = ("srun", "salloc", "sbatch")
@@ -58,7 +58,7 @@ FIRST_OF_TWO = {"train", "launch.launcher=torchrun", "launch.nnodes=2"}
 # Files and methods that are called like keys, and a key that is misspelt on purpose.
 NO_KEYS = {
     "audit.json", "launch.json", "train.log", "data.json", "launch.nprocs", "model.safetensors",
-    "model.parameters", "model.named_parameters", "loss.backward",
+    "model.parameters", "model.named_parameters", "loss.backward", "observe.rules", "train.out",
 }  # fmt: skip
 OPEN_MAPS = ("launch.env", "strategy.deepspeed_config", "model.hf_config", "model.speech_config")
 
@@ -187,6 +187,9 @@ IN_CI = {
     "generate": "train.sample_tokens=32",
     "python": "python script.py",
     "trackers": "paceline plan lm_tiny",
+    "watch": "observe.memory=dumps",
+    "diagnose": "paceline import train.out",
+    "ddp": "observe.profile=steps:5-7",
 }
 
 

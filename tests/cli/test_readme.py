@@ -25,11 +25,11 @@ def commands() -> list[str]:
 def test_the_readme_names_every_verb() -> None:
     from paceline.cli import app
 
-    verbs = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    verbs = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
     verbs |= {str(group.name) for group in app.registered_groups}
     assert verbs == {
         "bench", "check", "checkpoints", "compare", "data", "demo", "generate", "prepare",
-        "recipes", "plan", "sweep", "train", "verify", "report",
+        "recipes", "plan", "sweep", "train", "verify", "report", "watch", "diagnose", "import",
     }  # fmt: skip
     text = " ".join(commands()) + " make demo"
     assert all(verb in text for verb in verbs)
