@@ -252,7 +252,7 @@ def test_the_python_of_launching_runs(tmp_path: Path) -> None:
 
 
 def test_every_key_in_the_pages_exists() -> None:
-    names = ("lm_tiny", "mae_tiny", "causal_lm", "speech_tiny")
+    names = ("lm_tiny", "mae_tiny", "causal_lm", "speech_tiny", "whisper_tiny_made")
     jobs = [load_job(name, []).config for name in names]
     known = {key.path for config in jobs for key in iter_keys(type(config))}
     known |= RENAMED.keys() | IMPLIED.keys()
