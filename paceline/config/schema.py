@@ -139,10 +139,13 @@ class DataConfig(Section):
         description="What fills a microbatch: train.micro_batch_size samples, or as many as"
         " data.batch_length holds.",
     )
-    batch_length: Literal["off"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        "off",
-        description="batch_by=length: the longest sample of a microbatch times their number is at"
-        " most this, in the unit of the data set's lengths: tokens, seconds.",
+    batch_length: Literal["off", "auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = (
+        Field(
+            "off",
+            description="batch_by=length: the longest sample of a microbatch times their number is"
+            " at most this, in the unit of the data set's lengths: tokens, seconds. auto: the most"
+            " that fits into memory, found by trial before training.",
+        )
     )
     buckets: Literal["auto", "off"] | Positive = Field(
         "auto",

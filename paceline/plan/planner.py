@@ -110,7 +110,8 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         peak_flops=choose_peak(config.observe.peak_flops, env, device.value, arithmetic),
         findings=[],
     )
-    if plan.epochs is not None and (job.workload.prepared or not _prepares(workload)):
+    is_open = config.data.batch_length == "auto"  # found when the data is there
+    if plan.epochs is not None and not is_open and (workload.prepared or not _prepares(workload)):
         plan = count_steps(job, plan)
     plan = plan.model_copy(update={"engine_config": sharing.engine_config(config, plan)})
     findings = [
@@ -235,7 +236,7 @@ def split_batch(config: RunConfig, dp: int) -> tuple[BatchSplit, list[Finding]]:
         grad_accum=accum,
         dp=dp,
         global_size=micro * accum * dp,
-        length=None if length == "off" or config.data.batch_by == "samples" else length,
+        length=length if isinstance(length, float) and config.data.batch_by == "length" else None,
     )
     return split, problems
 

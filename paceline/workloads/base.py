@@ -324,8 +324,7 @@ def _source_of(kind: type[Workload]) -> str:
 
 @cache
 def _own_fingerprint() -> str:
-    """Sum our sources once: this process and its ranks run what was loaded, whatever becomes of the
-    files."""
+    """Sum our sources once: what was loaded runs, whatever becomes of the files."""
     package = Path(__file__).parents[1]
     sources = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
     return fingerprint(*sources, version("torch"))

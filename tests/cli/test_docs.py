@@ -45,7 +45,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
     "statistics", "bench", "pipelines", "optimizers", "your-job", "speech", "text", "images",
-    "generate", "python", "trackers", "watch", "diagnose", "ddp",
+    "generate", "python", "trackers", "watch", "diagnose", "ddp", "asr",
 )  # fmt: skip
 COMMAND_S = 120
 SCHEDULED = ("srun", "salloc", "sbatch")
@@ -190,6 +190,7 @@ IN_CI = {
     "watch": "observe.memory=dumps",
     "diagnose": "paceline import train.out",
     "ddp": "observe.profile=steps:5-7",
+    "asr": "data.root_dir=speech_16k train.steps=4",
 }
 
 
@@ -254,7 +255,7 @@ def test_the_python_of_launching_runs(tmp_path: Path) -> None:
 
 
 def test_every_key_in_the_pages_exists() -> None:
-    names = ("lm_tiny", "mae_tiny", "causal_lm", "speech_tiny")
+    names = ("lm_tiny", "mae_tiny", "causal_lm", "speech_tiny", "whisper_tiny_made")
     jobs = [load_job(name, []).config for name in names]
     known = {key.path for config in jobs for key in iter_keys(type(config))}
     known |= RENAMED.keys() | IMPLIED.keys()
