@@ -27,7 +27,7 @@ from paceline.plan.policy import effective_config
 from paceline.strategies import find_strategy
 from paceline.strategies.base import EngineParts
 from paceline.strategies.clock import DeviceClock
-from paceline.train.worker import apply_policy
+from paceline.train.torch_settings import apply_policy
 
 WARMUP = 8
 PROFILED = 3

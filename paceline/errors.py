@@ -139,6 +139,10 @@ class DiskError(PacelineError):
         return cls(f"{what} cannot be written: {error.strerror or error}\nhint: {change}")
 
 
+class MemoryFull(PacelineError):
+    outcome = Outcome.OUT_OF_RESOURCES
+
+
 class JobError(PacelineError):
     outcome = Outcome.CRASHED
 

@@ -41,6 +41,12 @@ def slurm_cannot_start() -> bool:
     return why_not() is not None
 
 
+def ssh_hosts_cannot_start() -> bool:
+    from tests.schedulers.sshd import why_not
+
+    return why_not() is not None
+
+
 def namespaces_cannot_be_made() -> bool:
     from tests.schedulers.test_strangers import why_not
 
@@ -57,6 +63,8 @@ EXCUSES = [
     Excuse(r"needs chromium", lacks_program("chromium", "chromium-browser", "chrome"), "chromium"),
     Excuse(r"SLURM: not installed", slurm_cannot_start, "slurm"),
     Excuse(r"SLURM: (needs root|no namespaces)", slurm_cannot_start),
+    Excuse(r"sshd: not installed", ssh_hosts_cannot_start, "sshd"),
+    Excuse(r"sshd: (needs root|no namespaces)", ssh_hosts_cannot_start),
     Excuse(r"namespaces: (not installed|needs root|no namespaces)", namespaces_cannot_be_made),
     Excuse(r"root may write anywhere", lambda: os.geteuid() == 0),
     Excuse(r"only root can mount", lambda: os.geteuid() != 0),

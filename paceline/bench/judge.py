@@ -8,8 +8,9 @@ from statistics import median
 
 from paceline.bench.pairs import Pair, PlannedArm
 from paceline.bench.records import ArmResult, PairResult, Range
-from paceline.records import Fingerprints, Result
+from paceline.records import Fingerprints, Plan, Result
 from paceline.records.rundir import RunDir
+from paceline.stats.balance import Balance, measure_balance
 from paceline.stats.figures import Losses, RunFigures, measure_run
 from paceline.stats.standings import Group, Standings, compare_groups
 from paceline.sweep.folder import SUCCESS, Row, SweepDir
@@ -26,6 +27,7 @@ class ArmRuns:
     run_dirs: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     fingerprints: Fingerprints | None = None
+    balance: Balance | None = None
 
 
 def collect_runs(folder: SweepDir, rows: Sequence[Row], arm: str) -> ArmRuns:
@@ -43,6 +45,7 @@ def collect_runs(folder: SweepDir, rows: Sequence[Row], arm: str) -> ArmRuns:
         result = Result.load(run.result)
         found.peak_bytes += [result.peak_bytes] if result.peak_bytes is not None else []
         found.fingerprints = result.fingerprints
+        found.balance = measure_balance(run, Plan.load(run.plan))
     return found
 
 
@@ -115,6 +118,7 @@ def _measure_arm(
         step_s_p90=median(each.step_s_p90 for each in figures) if figures else None,
         startup_s=median(startups) if startups else None,
         compile_s=median(each.compile_s for each in figures) if figures else None,
+        busy_percent=list(runs.balance.busy) if runs.balance else [],
     )
 
 

@@ -44,6 +44,9 @@ class ArmResult(Part):
     memory_verdict: str = ""
     loss_difference: float | None = Field(None, description="Worst over steps and runs, relative.")
     fingerprints: Fingerprints | None = None
+    busy_percent: list[float] = Field(
+        [], description="Of each GPU of the last run: how much of the time it was busy."
+    )
 
 
 class PairResult(Part):

@@ -4,6 +4,7 @@ from statistics import fmean, geometric_mean
 
 from paceline.bench.records import ArmResult, BenchReport, PairResult, Range
 from paceline.records.words import count, duration, interval, number, ratio, size, table, visible
+from paceline.stats.balance import Balance
 
 COLUMNS = ("arm", "rate", "step p50/p90", "ratio", "memory", "saves", "start-up", "loss", "verdict")
 
@@ -82,7 +83,8 @@ def _claim(pair: PairResult, arm: ArmResult) -> str:
     against = speed_ratio(pair, arm)
     speed = f"{against} of the rate, {arm.verdict}"
     if pair.per_device:
-        speed = f"scaling efficiency {against}"
+        busy = f", GPUs {Balance(tuple(arm.busy_percent))}" if arm.busy_percent else ""
+        speed = f"scaling efficiency {against}{busy}"
     if pair.goal == "speed":
         return f"{arm.name} {speed}"
     if not arm.peak_bytes:

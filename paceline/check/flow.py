@@ -107,6 +107,7 @@ def _keep(
 def _examine(order: LaunchOrder, run: RunDir, rendezvous: Rendezvous | None) -> list[Finding]:
     """Run the ranks; what stopped them from finishing is a finding too."""
     launcher = choose_launcher(order.crew, rendezvous, order.settings.start_s)
+    launcher.require_ready(order)
     launch = launcher.plan(order)
     launch = with_short_limits(launch, launch.limits.total_s or TOTAL_S, COLLECTIVE_S)
     ending = run_short_task(launcher, launch, run, CHECK)

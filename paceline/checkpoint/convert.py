@@ -28,6 +28,7 @@ from paceline.records.folders import appearing, require_unused
 from paceline.records.rundir import RunDir, slug
 from paceline.workloads.base import find_workload
 from paceline.workloads.hf.pretrained import load_layout, save_layout
+from paceline.workloads.meta import on_meta
 
 Say = Callable[[str], None]
 
@@ -172,7 +173,7 @@ def _transformers_model(run: RunDir, tree: dict[str, Any], say: Say) -> Any:
     config = check_plain(rest, run_schema(kind.Model, kind.Data, loss=kind.Loss), str(run.config))
     workload = kind()
     workload.prepared = _prepared(run)
-    with torch.device("meta"):
+    with on_meta():
         return workload.build_model(config)
 
 

@@ -19,6 +19,8 @@ from paceline.cli import (
     compare,
     data,
     demo,
+    diagnose,
+    drill,
     export,
     generate,
     plan,
@@ -30,6 +32,7 @@ from paceline.cli import (
     train,
     transcribe,
     verify,
+    watch,
 )
 from paceline.errors import ConfigError, DiskError, Outcome, PacelineError
 from paceline.machine.process import leave_at_once
@@ -52,7 +55,11 @@ app.command()(verify.verify)
 app.command()(sweep.sweep)
 app.command()(compare.compare)
 app.command()(report.report)
+app.command()(watch.watch)
+app.command()(diagnose.diagnose)
+app.command("import")(diagnose.import_files)
 app.command()(generate.generate)
+app.command()(drill.drill)
 app.command()(export.export)
 app.command()(transcribe.transcribe)
 app.add_typer(bench.app, name="bench")

@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, create_model, field_validator, model_validator
 
+from paceline.config.health import RulesConfig
 from paceline.config.section import Count, Positive, Seconds, Section
 from paceline.config.training import OptimConfig, TrainConfig
+from paceline.records.profiled import parse_profile
 
 DEFAULT_BUCKETS = 16
 SECRET_NAME = re.compile(
@@ -192,6 +194,11 @@ class CheckpointConfig(Section):
     state: Literal["sharded", "full"] = Field(
         "sharded", description="sharded: each rank writes its part. full: one file of each kind."
     )
+    weights: Literal["all", "trained"] = Field(
+        "all",
+        description="trained: without weights that are not, as those below adapters; they are"
+        " loaded from where they came from, and must be the same.",
+    )
     keep: Annotated[int, Field(ge=2)] = Field(
         2, description="Newest checkpoints that stay, once verified; the best one stays too."
     )
@@ -236,6 +243,34 @@ class ObserveConfig(Section):
     sample_ids: bool = Field(
         False, description="Record which samples each step took, in ranks/rank<r>/samples.csv."
     )
+    profile: str = Field(
+        "off",
+        description="steps:20-24: torch's profiler traces these steps on every rank, into"
+        " profiles/. A live run is asked by its file control/profile.",
+    )
+    profile_detail: Literal["minimal", "full"] = Field(
+        "minimal", description="What a trace holds; full: shapes, stacks and memory too. Slower."
+    )
+    nvtx: bool = Field(
+        False, description="NVTX ranges for phases and the model's blocks, which nsys shows."
+    )
+    memory: Literal["off", "dumps", "snapshot"] = Field(
+        "off",
+        description="dumps: mem_boot, mem_step1 and later ones; snapshot: the allocator's history"
+        " of the first steps too (CUDA). Where memory runs out, mem_oom is always written.",
+    )
+    memory_every: Literal["off"] | Positive = Field(
+        "off", description="Steps between memory dumps, where observe.memory asks for them."
+    )
+    rules: RulesConfig = Field(
+        RulesConfig(), description="By which rules the run is judged, and what follows."
+    )
+
+    @field_validator("profile")
+    @classmethod
+    def _profile_names_steps(cls, asked: str) -> str:
+        parse_profile(asked)
+        return asked
 
 
 class AuditConfig(Section):

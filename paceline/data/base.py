@@ -19,6 +19,7 @@ class Dataset(Protocol):
     `collate_fn(samples)`   or `collate`: makes a batch of samples, where the workload does not
     `lengths`               one number for each sample, or `length(index)`: for data.batch_by=length
                             and data.buckets, and to report how much is padding
+    `name(index)`           what a person finds a sample by: said where it does not fit into memory
     `fingerprint`           changes when the data does: a checkpoint is not resumed on other data
     """
 

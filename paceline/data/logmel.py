@@ -7,8 +7,8 @@ They are those of Hugging Face's WhisperFeatureExtractor, which fills every utte
 window of 30 s and then transforms all of it. A frame of silence has one known value, so here only
 the frames that touch a sample are computed: the time is that of the audio, not of the window.
 
-Shape letters: B waveforms, T samples, Q frequencies, M mel bins, F frames of the window, N of them
-that are computed.
+Shape letters: B waveforms, T samples, S of a frame, Q frequencies, M mel bins, F frames of the
+window, N of them that are computed.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,13 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from paceline.data.extras import require_extra
 
 RATE, SIZE, HOP = 16000, 400, 160  # Hz, and samples of a frame and between two
-FLOOR = 1e-10  # the least power that is told from silence
+FLOOR, SILENCE = 1e-10, -10.0  # the least power that is told from silence, and its logarithm
+CACHED = 256  # frames whose spectra stay in a core's cache
 RANGE = 8.0  # powers of ten below the loudest; all that is quieter is that
 
 
@@ -45,20 +47,26 @@ class LogMel:
         # (T + SIZE / 2 - 1) // HOP; beyond the window the signal is mirrored, so that is the end.
         num = min(self.num_frames, (waves_BT.shape[1] + SIZE // 2 - 1) // HOP + 1)
         length = min(self.window, num * HOP + SIZE // 2)
-        padded = torch.nn.functional.pad(waves_BT, (0, length - waves_BT.shape[1]))
-        shape, table = _hann(waves_BT.device), _mels(self.num_mels, waves_BT.device)
-        parts = torch.stft(padded, SIZE, HOP, window=shape, return_complex=True)[..., :num]
-        # The square of a complex number without its root, which is what takes the time.
-        power_BQN = torch.view_as_real(parts).square_().sum(dim=-1)
-        found_BMN = (table @ power_BQN).clamp_(min=FLOOR).log10_()
-        least_B11 = found_BMN.amax(dim=(1, 2), keepdim=True) - RANGE
-        found_BMN = found_BMN.maximum(least_B11).add_(4.0).div_(4.0)
-        if num == self.num_frames:
-            return found_BMN
-        silence_B11 = least_B11.clamp(min=-10.0).add_(4.0).div_(4.0)  # log10 of FLOOR
-        whole = silence_B11.expand(*found_BMN.shape[:2], self.num_frames).contiguous()
-        whole[..., :num] = found_BMN
-        return whole
+        filled = pad(waves_BT, (0, length - waves_BT.shape[1]))
+        around = pad(filled, (SIZE // 2, SIZE // 2), mode="reflect")
+        frames_BNS = around.unfold(1, SIZE, HOP)[:, :num]
+        whole_BMF = waves_BT.new_empty((len(waves_BT), self.num_mels, self.num_frames))
+        step = CACHED if waves_BT.device.type == "cpu" else num
+        for first in range(0, num, step):
+            part = slice(first, min(first + step, num))
+            whole_BMF[..., part] = self._powers(frames_BNS[:, part]).transpose(1, 2)
+        logs_BMF = whole_BMF[..., :num].clamp_(min=FLOOR).log10_()
+        least_B11 = logs_BMF.amax(dim=(1, 2), keepdim=True).sub_(RANGE).clamp_(min=SILENCE)
+        whole_BMF[..., num:] = SILENCE
+        return torch.maximum(whole_BMF, least_B11, out=whole_BMF).add_(4.0).div_(4.0)
+
+    def _powers(self, frames_BNS: Tensor) -> Tensor:
+        """Return the power in each mel bin, (B, N, M): squares without roots, which would cost as
+        much as the transform."""
+        device = frames_BNS.device
+        spectrum_BNQ = torch.fft.rfft(frames_BNS * _hann(device))
+        power_BNQ = spectrum_BNQ.real.square().add_(spectrum_BNQ.imag.square())
+        return power_BNQ @ _mels(self.num_mels, device)
 
 
 @cache
@@ -68,7 +76,7 @@ def _hann(device: torch.device) -> Tensor:
 
 @cache
 def _mels(num_mels: int, device: torch.device) -> Tensor:
-    """Return the filters (M, Q): how much each frequency counts in each bin."""
+    """Return the filters (Q, M): how much each frequency counts in each bin."""
     library = require_extra("transformers.audio_utils", "hf")
     table = library.mel_filter_bank(
         num_frequency_bins=1 + SIZE // 2,
@@ -79,4 +87,4 @@ def _mels(num_mels: int, device: torch.device) -> Tensor:
         norm="slaney",
         mel_scale="slaney",
     )
-    return torch.from_numpy(table).float().T.contiguous().to(device)
+    return torch.from_numpy(table).float().to(device)

@@ -32,6 +32,7 @@ from paceline.workloads.generation import (
     codec_of,
     open_codec,
 )
+from paceline.workloads.meta import on_meta
 
 Told = Callable[[int, str], None]  # a prompt's number, and the next piece of its text
 
@@ -105,7 +106,7 @@ def _open_model(path: str, device: torch.device, say: Say) -> Author:
     config = read_config(path, {}, folder)
     folder, _ = choose_weights("load", path, folder)
     assert folder is not None, "weights are loaded from a folder"
-    with torch.device("meta"):
+    with on_meta():
         model = build_causal_lm(config, "sdpa")
     check_weights(model, folder)
     fill_weights(model, lambda name, module: read(model, name, module, folder), 0, device)

@@ -65,6 +65,11 @@ class LaunchOrder:
 
 
 class Launcher(Protocol):
+    def require_ready(self, order: LaunchOrder) -> None:
+        """Raise what keeps it from starting ranks: programs and machines that are not there. Asked
+        before anything is written or started."""
+        ...
+
     def plan(self, order: LaunchOrder) -> LaunchPlan:
         """Decide which process runs where, with which environment. Touches nothing."""
         ...

@@ -69,7 +69,7 @@ def run_command(launch: LaunchPlan, run: RunDir, stop: int = signal.SIGTERM) -> 
             if process.poll() is None:
                 process.kill()
                 process.wait()
-            _end_session(process.pid, launch.limits.grace_s + EXTRA_S)
+            end_session(process.pid, launch.limits.grace_s + EXTRA_S)
             discard(run.stop_request)
             discard(run.secret)
     return judge_end(run, launch.crew.world_size, watch.seen())
@@ -180,7 +180,7 @@ def _later(limits: Limits) -> Limits:
     return limits.model_copy(update=later)
 
 
-def _end_session(session: int, patience_s: float) -> None:
+def end_session(session: int, patience_s: float) -> None:
     """End what the command started, in the session we made for it, and left behind."""
     deadline = time.monotonic() + patience_s
     while left := _members_of(session):

@@ -49,6 +49,9 @@ class MemberLauncher:
     rendezvous: Rendezvous
     places: list[RankPlace]
 
+    def require_ready(self, order: LaunchOrder) -> None:
+        pass  # all ranks have come already
+
     def plan(self, order: LaunchOrder) -> LaunchPlan:
         hosts = [self.places[0].host] * order.crew.world_size
         places = [

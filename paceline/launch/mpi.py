@@ -8,7 +8,7 @@ from paceline.launch.base import LaunchOrder, Task, draw_plan
 from paceline.launch.command import member_argv, require_program, run_command
 from paceline.launch.ending import Ending
 from paceline.launch.member import TRUSTED
-from paceline.machine.hosts import free_port, read_hostfile
+from paceline.machine.hosts import first_hosts, free_port
 from paceline.machine.launchers import HostfileConfig
 from paceline.records import LaunchPlan
 from paceline.records.rundir import RunDir
@@ -21,7 +21,7 @@ class MpiLauncher:
         where: list[str] = []
         meet: list[str] = []
         if hostfile != "none":
-            hosts = [host.name for host in read_hostfile(hostfile)][: crew.num_nodes]
+            hosts = first_hosts(hostfile, crew.num_nodes)
             where = ["--hostfile", hostfile]
         if crew.num_nodes > 1:
             # MPI does not tell where rank 0 runs; by slot it is the first host of the file.
@@ -39,7 +39,7 @@ class MpiLauncher:
         ]
         return draw_plan(order, argv, hosts)
 
-    def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
+    def require_ready(self, order: LaunchOrder) -> None:
         require_program("mpirun", "install Open MPI, or choose another launch.launcher")
         version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
         if "Open MPI" not in version and "Open RTE" not in version:
@@ -47,5 +47,7 @@ class MpiLauncher:
                 "this mpirun is not Open MPI's, whose flags launch.launcher=mpi uses\n"
                 "hint: start it yourself: mpirun -n 2 paceline train RECIPE"
             )
+
+    def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
         # mpirun kills its ranks a second after TERM, and passes USR2 on.
         return run_command(launch, run, stop=signal.SIGUSR2)

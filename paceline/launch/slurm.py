@@ -75,7 +75,7 @@ class SlurmLauncher:
         ]
         return draw_plan(order, argv, _hosts(order))
 
-    def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
+    def require_ready(self, order: LaunchOrder) -> None:
         if "SLURM_JOB_ID" not in os.environ:
             raise ClusterError(
                 "launch.launcher=slurm starts ranks with srun inside a job, and this is none\n"
@@ -83,6 +83,8 @@ class SlurmLauncher:
                 " launch.launcher=slurm --sbatch job.sh"
             )
         require_program("srun", "run it where SLURM is installed")
+
+    def run(self, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
         # srun kills its tasks outright on TERM, and passes USR2 on.
         return run_command(launch, run, stop=signal.SIGUSR2)
 

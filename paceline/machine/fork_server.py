@@ -17,8 +17,14 @@ from pathlib import Path
 from paceline.errors import DiskError
 from paceline.machine.launchers import LAUNCHERS
 
-# What the server imports, in this order: what a training rank needs.
-PRELOADED = ["paceline.launch.fork_server_init", "paceline.launch.rank", "paceline.train.worker"]
+# What the server imports, in this order: what a training rank needs. DDP, FSDP and torch's
+# optimizers load the compiler with their first step: 2 s in each rank of each attempt.
+PRELOADED = [
+    "paceline.launch.fork_server_init",
+    "paceline.launch.rank",
+    "paceline.train.worker",
+    "torch._dynamo",
+]
 OWNER = "paceline-owner"  # in the temporary folder of a supervisor
 MAX_TEMPORARY = 60  # letters of TMPDIR; with the rest a socket's path may have 107
 

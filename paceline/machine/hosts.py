@@ -27,6 +27,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def first_hosts(path: str, count: int) -> list[str]:
+    """Return the names of the first machines of a hostfile."""
+    names = [host.name for host in read_hostfile(path)]
+    if len(names) < count:
+        raise ConfigError(
+            f"launch.nnodes={count}, and {path} names {len(names)}\n"
+            "hint: add lines of NAME slots=N, or leave launch.nnodes at auto"
+        )
+    return names[:count]
+
+
 def read_hostfile(path: str) -> list[Host]:
     """Return the machines of a hostfile; all lines that name none are refused at once."""
     try:

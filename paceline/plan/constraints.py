@@ -11,10 +11,12 @@ from paceline.config.training import OptimConfig
 from paceline.machine.launchers import foreign_keys, is_allocated, is_local
 from paceline.plan.crew import count_ranks
 from paceline.records import Env, Finding, Plan
+from paceline.records.profiled import AUDITED_STEP, parse_profile
 from paceline.records.words import size
 from paceline.strategies import find_strategy, most_sharding
 from paceline.strategies.base import Strategy
 from paceline.strategies.optimizers import KINDS
+from paceline.strategies.shape import ModelShape
 from paceline.track.sinks import check_installed
 from paceline.workloads.base import Workload
 from paceline.workloads.given import is_given
@@ -48,6 +50,7 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
     if config.data.num_buckets is not None:
         yield from _length_problems(config, plan)
     yield from check_installed(config.observe.trackers)
+    yield from _observe_problems(config, plan)
     if is_given(config.workload) and not is_local(plan.crew.launcher.value):
         yield Finding(
             severity="error",
@@ -57,6 +60,31 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             hint="put the class into a file and name that: FILE.py:Class",
         )
     yield from check_idle_settings(config, plan)
+
+
+def _observe_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Yield what is asked to be observed and cannot be."""
+    observe, steps = config.observe, parse_profile(config.observe.profile)
+    if steps is not None and steps[0] <= AUDITED_STEP < plan.steps:
+        yield Finding(
+            severity="error",
+            where="observe.profile",
+            what=f"step {AUDITED_STEP} is profiled for the audit, and {observe.profile} begins"
+            " before it is over",
+            hint=f"begin at step {AUDITED_STEP + 1}, or later: the first steps are slow anyway",
+        )
+    if steps is not None and steps[-1] > plan.steps > 0:
+        yield Finding(
+            severity="warning",
+            where="observe.profile",
+            what=f"{observe.profile} is asked of a run of {plan.steps} steps",
+        )
+    if observe.memory == "snapshot" and not plan.on_gpu:
+        yield Finding(
+            severity="warning",
+            where="observe.memory",
+            what="only CUDA's allocator has a history: on a CPU snapshot is as dumps",
+        )
 
 
 def _length_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
@@ -172,6 +200,8 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
             "train.eval_every is off",
         ),
         Idle("train", ("eval_ema",), optim.ema == "off", "optim.ema is off"),
+        Idle("observe", ("nvtx",), not plan.on_gpu, "the ranks are on CPU"),
+        Idle("observe", ("memory_every",), config.observe.memory == "off", "observe.memory is off"),
         *_optimizer_rules(optim, plan),
         Idle(
             "optim.schedule",
@@ -243,6 +273,34 @@ def check_pipeline(workload: Workload, is_pipeline: bool) -> Iterator[Finding]:
             where="strategy.name",
             what=f"{type(workload).__name__} cannot be a pipeline: {workload.no_pipeline}",
             hint="use ddp, or zero1 to zero3 where memory is short",
+        )
+
+
+def check_frozen(
+    config: RunConfig, workload: Workload, sharing: Strategy, model: ModelShape
+) -> Iterator[Finding]:
+    """Refuse what cannot be done with weights that are not trained."""
+    name, is_library = config.strategy.name, sharing.updates_itself
+    if model.no_sharding and (sharing.shards(config) or is_library):
+        yield Finding(
+            severity="error",
+            where="strategy.name",
+            what=f"{name} cuts weights into pieces, and here it cannot: {model.no_sharding}",
+            hint="use ddp, or zero1: only what is trained is exchanged",
+        )
+    if config.checkpoint.weights == "all":
+        return
+    whys = []
+    if not workload.knows_base:
+        whys.append(f"{type(workload).__name__} does not say which weights it began with")
+    if is_library:
+        whys.append(f"{name} keeps all weights in one state of its own")
+    for why in whys:
+        yield Finding(
+            severity="error",
+            where="checkpoint.weights",
+            what=f"trained: {why}, so nothing else could be loaded beside it",
+            hint="set checkpoint.weights=all",
         )
 
 

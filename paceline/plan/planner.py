@@ -18,7 +18,13 @@ from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.job import Job
 from paceline.machine.datasheets import choose_arithmetic, choose_peak
 from paceline.machine.topology import Topology
-from paceline.plan.constraints import check, check_host_memory, check_pipeline, check_samples
+from paceline.plan.constraints import (
+    check,
+    check_frozen,
+    check_host_memory,
+    check_pipeline,
+    check_samples,
+)
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
 from paceline.plan.policy import (
     check_policy,
@@ -46,6 +52,7 @@ from paceline.strategies.optim import freeze
 from paceline.strategies.optimizers import check_optimizer, choose_fused, choose_optimizer
 from paceline.strategies.shape import ModelShape
 from paceline.workloads.base import Workload
+from paceline.workloads.meta import on_meta
 from paceline.workloads.methods import check_methods
 
 T = TypeVar("T")
@@ -113,6 +120,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *check_methods(type(workload)),
         *check_pipeline(workload, layout.pipeline is not None),
         *check_samples(config, workload, layout.pipeline is not None),
+        *check_frozen(config, workload, sharing, model),
         *workload.problems(config),
         *check_policy(config, env, plan, workload),
         *sharing.problems(config, crew, model),
@@ -240,7 +248,7 @@ def _micro(config: RunConfig) -> int:
 def sketch_model(workload: Workload, config: RunConfig) -> torch.nn.Module:
     """Build the model on meta: no memory, any size."""
     try:
-        with torch.device("meta"):
+        with on_meta():
             return workload.build_model(config)
     except PacelineError:
         raise

@@ -71,6 +71,9 @@ class Kept(Record):
     global_size: int = Field(description="Samples per optimizer step.")
     config_fingerprint: str
     versions: dict[str, str]
+    base: str = Field(
+        "", description="Of checkpoint.weights=trained: a sum of the weights that it has not."
+    )
 
     @staticmethod
     def update_to_2(body: Body) -> Body:

@@ -26,6 +26,11 @@ class Phase(StrEnum):
         return f"{self}_s"
 
     @property
+    def blocked_column(self) -> str:
+        """Return the column of the seconds of it that were spent in collectives."""
+        return f"{self}_blocked_s"
+
+    @property
     def order(self) -> int:
         return list(Phase).index(self)
 
@@ -33,3 +38,5 @@ class Phase(StrEnum):
 STEP_PHASES = tuple(p for p in Phase if p not in (Phase.START, Phase.CHECKPOINT))
 # What a step is made of, without our own bookkeeping and the evaluation after it.
 WORK_PHASES = tuple(p for p in STEP_PHASES if p not in (Phase.OTHER, Phase.EVAL))
+# Where a rank does work of its own; in a pipeline `comm` is all waiting.
+OWN_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER)

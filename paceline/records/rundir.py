@@ -221,6 +221,30 @@ class RunDir:
         return self.root / ".HALT"
 
     @property
+    def anomaly(self) -> Path:
+        """The name of the rule for which the run was halted."""
+        return self.root / ".anomaly_type"
+
+    @property
+    def events(self) -> Path:
+        """What was noticed while it ran, a line each."""
+        return self.root / "events.jsonl"
+
+    @property
+    def findings(self) -> Path:
+        """What stands at its end."""
+        return self.root / "findings.json"
+
+    @property
+    def drill(self) -> Path:
+        """The fault that ranks plant in themselves, where the run is a drill."""
+        return self.root / "drill.json"
+
+    def collectives(self, rank: int) -> Path:
+        """The last collectives of a rank that failed, as torch's flight recorder has them."""
+        return self.rank(rank) / "collectives.json"
+
+    @property
     def checkpoint_request(self) -> Path:
         """Touched to ask a live run for a checkpoint."""
         return self.root / "control" / "checkpoint"
@@ -237,6 +261,26 @@ class RunDir:
     def dump_request(self) -> Path:
         """Touched to ask a live run for the stacks of all its ranks."""
         return self.root / "control" / "dump"
+
+    @property
+    def profile_request(self) -> Path:
+        """Written to ask a live run for a profile: nothing for the next steps, or steps:20-24."""
+        return self.root / "control" / "profile"
+
+    @property
+    def profiles(self) -> Path:
+        """Traces of profiled steps, one per rank, and what is in them."""
+        return self.root / "profiles"
+
+    def memory_dump(self, rank: int, moment: str) -> Path:
+        """What held memory at a moment, as JSON; as text beside it. Rank 0's is in the root."""
+        folder = self.root if rank == 0 else self.rank(rank)
+        return folder / f"mem_{moment}.json"
+
+    @property
+    def imported(self) -> Path:
+        """What `paceline import` has found in the files of a run that was not started by us."""
+        return self.root / "imported.json"
 
     @property
     def stop_request(self) -> Path:

@@ -22,7 +22,7 @@ from paceline.records.base import damaged
 from paceline.records.cells import DTYPES, parse_chunk
 from paceline.records.columns import Layout, Row, Table
 from paceline.records.files import open_regular
-from paceline.records.phases import STEP_PHASES, Phase
+from paceline.records.phases import OWN_PHASES, STEP_PHASES, Phase
 
 Cell = str | float | None  # and so int and bool
 CHUNK_LETTERS = 2**21
@@ -46,13 +46,18 @@ class TrainingRow:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Phase times of one step of one rank, in seconds."""
+    """Phase times of one step of one rank, in seconds; `blocked_s` is what of a phase it spent in
+    collectives, where others were waited for. `units` are its own share of the step, `collectives`
+    how many it has begun since it joined."""
 
     step: int
     warmup: bool
     wall_s: float
     phases_s: dict[Phase, float]
     unaccounted_s: float
+    blocked_s: dict[Phase, float]
+    units: float | None
+    collectives: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +101,24 @@ TRAINING = Layout(
 STEPS = Layout(
     {"step": int, "warmup": bool, "wall_s": float}
     | {phase.column: float for phase in STEP_PHASES}
-    | {"unaccounted_s": float},
+    | {"unaccounted_s": float}
+    | {phase.blocked_column: float for phase in OWN_PHASES}
+    | {"units": float, "collectives": int},
     lambda cells: StepRow(
         cells["step"],
         cells["warmup"],
         cells["wall_s"],
         {phase: cells[phase.column] or 0.0 for phase in STEP_PHASES},
         cells["unaccounted_s"],
+        {phase: cells[phase.blocked_column] or 0.0 for phase in OWN_PHASES},
+        cells["units"],
+        cells["collectives"],
     ),
-    frozenset(phase.column for phase in STEP_PHASES),
+    frozenset(
+        [phase.column for phase in STEP_PHASES]
+        + [phase.blocked_column for phase in OWN_PHASES]
+        + ["units", "collectives"]
+    ),
 )
 SAMPLES = Layout({"step": int, "microbatch": int, "sample_ids": str}, lambda cells: cells)
 CHECKPOINTS = Layout(

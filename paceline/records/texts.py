@@ -1,4 +1,4 @@
-"""samples.jsonl: what the model wrote at each evaluation, a line per prompt."""
+"""samples.jsonl: what the model wrote at each evaluation, a line per prompt or utterance."""
 
 from pathlib import Path
 
@@ -12,9 +12,12 @@ MAX_BYTES = 64 << 20
 
 
 class Sample(Part):
+    """`text` continues a `prompt`, or, where it was `heard`, is what the model wrote for it."""
+
     step: int
     prompt: str
     text: str
+    heard: bool = False
 
 
 def read_samples(path: Path) -> list[Sample]:

@@ -1,9 +1,11 @@
 """The phases of a step on every rank, as lines of train.log, and how far ranks are apart.
 
     TimingRank step=50 rank=1 loss=3.2110 data_wait=0.41 preprocess=0.00 fwd=80.12 ... iter=190.02
+        blocked=31.40                                                      (at the end of that line)
     TimingSpread step=50 ranks=2 data_wait=0.20 fwd=1.15 bwd=30.90 step=0.31 iter=31.02 slowest=1
 
-All times are milliseconds. A rank writes its own line, and whoever follows the logs writes the
+All times are milliseconds; `blocked` is what it spent in collectives, where it may have waited. A
+rank writes its own line, and whoever follows the logs writes the
 spread below them, which is the largest minus the smallest: no rank waits for another to say it.
 """
 
@@ -25,12 +27,21 @@ MAX_WAITING = 64  # steps of which some rank's line has not come
 
 
 def timing_line(
-    step: int, rank: int, loss: float, phases_s: Mapping[str, float], wall_s: float
+    step: int,
+    rank: int,
+    loss: float,
+    phases_s: Mapping[str, float],
+    wall_s: float,
+    blocked_s: Mapping[str, float] | None = None,
 ) -> str:
-    """Return what a rank says of one step."""
+    """Return what a rank says of one step; None: where it waited is not known."""
     sums = {name: sum(phases_s.get(p, 0.0) for p in phases) for name, phases in NAMES.items()}
     told = " ".join(f"{name}={1e3 * value:.2f}" for name, value in sums.items())
-    return f"TimingRank step={step} rank={rank} loss={loss:.4f} {told} iter={1e3 * wall_s:.2f}"
+    line = f"TimingRank step={step} rank={rank} loss={loss:.4f} {told} iter={1e3 * wall_s:.2f}"
+    if blocked_s is None:
+        return line
+    waited = sum(blocked_s.values()) + phases_s.get(Phase.COMM, 0.0)
+    return f"{line} blocked={1e3 * waited:.2f}"
 
 
 class Spreads:
@@ -57,10 +68,14 @@ class Spreads:
 
 
 def spread_line(step: int, ranks: Mapping[int, Mapping[str, float]]) -> str:
-    """Return how far the ranks of a step are apart, and which one came last to where gradients are
-    summed: data and forward are its own, and what follows has waiting for others in it."""
+    """Return how far the ranks of a step are apart, and which one the others waited for: who spent
+    least in collectives came last to them. Where that is not known, data and forward decide: what
+    follows has waiting for others in it."""
     names = [name for name in (*NAMES, "iter") if name != "preprocess"]
     apart = {name: [each[name] for each in ranks.values()] for name in names}
     told = " ".join(f"{name}={max(of) - min(of):.2f}" for name, of in apart.items())
-    slowest = max(ranks, key=lambda rank: ranks[rank]["data_wait"] + ranks[rank]["fwd"])
+    if all("blocked" in each for each in ranks.values()):
+        slowest = min(ranks, key=lambda rank: ranks[rank]["blocked"])
+    else:
+        slowest = max(ranks, key=lambda rank: ranks[rank]["data_wait"] + ranks[rank]["fwd"])
     return f"TimingSpread step={step} ranks={len(ranks)} {told} slowest={slowest}"

@@ -18,6 +18,7 @@ def render_markdown(story: Story) -> str:
         basis(story),
         *_failure(story),
         *_unwritten(story),
+        *_findings(story),
         "## Decided",
         table(
             ("choice", "requested", "effective", "because"),
@@ -33,6 +34,7 @@ def render_markdown(story: Story) -> str:
         "## Where a step's time goes (median; warm-up left out if there is more)",
         _phases(story),
         *_pipeline(story),
+        *_sheets(story),
         *_samples(story),
         "## Machine",
         _machine(story),
@@ -88,6 +90,14 @@ def _unwritten(story: Story) -> list[str]:
     ]
 
 
+def _findings(story: Story) -> list[str]:
+    """Say what was judged of the run: who is slow, why it waits, is it healthy."""
+    if not story.findings:
+        return []
+    rows = [(f.severity, f.kind, f.words, f.to_try) for f in story.findings]
+    return ["## What stands out", table(("", "kind", "what", "to try"), rows)]
+
+
 def _batch(story: Story) -> str:
     batch, state = story.plan.batch, story.plan.state_bytes
     return (
@@ -133,12 +143,26 @@ def _pipeline(story: Story) -> list[str]:
     ]
 
 
+def _sheets(story: Story) -> list[str]:
+    """Return the profiles of steps, and what held memory."""
+    return [
+        block
+        for sheet in story.sheets
+        for block in (
+            f"## {plain(sheet.title)}",
+            " ".join(plain(sentence) for sentence in sheet.sentences),
+            table(sheet.columns, sheet.rows),
+        )
+    ]
+
+
 def _samples(story: Story) -> list[str]:
     found = last_samples(story)
     if not found:
         return []
     rows = [(sample.prompt, sample.text) for sample in found]
-    return [f"## Samples of step {found[0].step}", table(("prompt", "the model's"), rows)]
+    heads = ("what was said", "the model's") if found[0].heard else ("prompt", "the model's")
+    return [f"## Samples of step {found[0].step}", table(heads, rows)]
 
 
 def _machine(story: Story) -> str:

@@ -10,6 +10,8 @@ from paceline.config.plain import read_config_text
 from paceline.metrics import TRAIN, VAL
 from paceline.records import Audit, Env, Plan, Result, Window
 from paceline.records.columns import Table
+from paceline.records.findings import Finding as Found
+from paceline.records.findings import Findings
 from paceline.records.phases import STEP_PHASES
 from paceline.records.rundir import RunDir
 from paceline.records.tables import (
@@ -21,7 +23,10 @@ from paceline.records.tables import (
 )
 from paceline.records.texts import Sample, read_samples
 from paceline.records.words import count, duration, elapsed, flop_rate, number, size
+from paceline.report.profile import Sheet, memory_sheets, profile_sheets, read_memory
 from paceline.schedules.measured import Measured, load_measured
+from paceline.stats.balance import LEAST_PERCENT, MOST_PERCENT, balance_of
+from paceline.traces.flow import read_profile_facts
 
 # What a bar of the report is made of, and its column in steps.csv.
 PHASES = {str(phase): phase.column for phase in STEP_PHASES} | {"unaccounted": "unaccounted_s"}
@@ -43,6 +48,8 @@ class Story:
     config: str
     measured: Measured | None = None
     samples: tuple[Sample, ...] = ()  # texts that the model wrote, by step
+    findings: tuple[Found, ...] = ()  # what was judged of it, the gravest first
+    sheets: tuple[Sheet, ...] = ()  # of profiles and memory, where there are some
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,19 @@ def read_story(run: RunDir) -> Story:
         config=read_config_text(run.config),
         measured=load_measured(run, plan),
         samples=tuple(read_samples(run.texts)),
+        findings=_findings(run),
+        sheets=(
+            *memory_sheets(read_memory(run, plan.world_size)),
+            *profile_sheets(read_profile_facts(run)),
+        ),
     )
+
+
+def _findings(run: RunDir) -> tuple[Found, ...]:
+    """Return what stands of a run that is over; a run of an older version has none."""
+    if not run.findings.is_file():
+        return ()
+    return tuple(Findings.load(run.findings).findings)
 
 
 def headline(story: Story) -> list[Figure]:
@@ -107,6 +126,10 @@ def further(story: Story) -> list[Figure]:
         beside = f"training waited {duration(kept.stall_s)} for them"
         beside = f"{last if kept.last_step is not None else ''}{beside}"
         figures.append(Figure("checkpoints", f"{kept.num_written}{failed}", beside=beside))
+    balance = balance_of(story.telemetry.items(), story.plan) if story.plan.on_gpu else None
+    if balance is not None:
+        expected = f"{LEAST_PERCENT:.0f} to {MOST_PERCENT:.0f}% on each is what to expect"
+        figures.append(Figure("GPUs", str(balance), beside=expected))
     if result.padding is not None:
         what = "of what was computed: samples filled up to the longest of their batch"
         figures.append(Figure("padding", f"{result.padding:.1%}", beside=what))

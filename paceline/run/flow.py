@@ -26,6 +26,7 @@ from paceline.checkpoint.folder import CheckpointFolder
 from paceline.config.load import dump_config
 from paceline.config.typed_only import iter_typed_only
 from paceline.errors import ClusterError, ConfigError, DataError, DiskError, Outcome, PacelineError
+from paceline.health import judge, read_evidence
 from paceline.job import Job
 from paceline.launch import find_launcher
 from paceline.launch.archive import (
@@ -46,13 +47,16 @@ from paceline.machine.topology import Topology
 from paceline.plan.planner import count_steps, make_plan, wanted_workers
 from paceline.records import Crew, Env, LaunchPlan, Plan, Result
 from paceline.records.disk import release, reserve, save_last
+from paceline.records.drills import Drill
 from paceline.records.files import sweep_torn, write_atomic
+from paceline.records.findings import Findings
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
 from paceline.run.conclude import Circumstances, conclude
 from paceline.run.rank import TRAIN, train_rank
 from paceline.run.resume import Resumption, explain_schedule
+from paceline.run.watching import Watcher
 from paceline.track.flow import Trackers
 from paceline.trust import remember
 from paceline.workloads.base import code_fingerprint
@@ -93,6 +97,7 @@ class Decided:
     prepared: dict[str, Any]
     code: str
     started_at: float
+    drill: Drill | None = None  # a fault that ranks plant in themselves
 
 
 def run_job(job: Job, out: Path | None, talk: Talk, rendezvous: Rendezvous | None = None) -> Result:
@@ -148,6 +153,7 @@ def prepare(
     started_at = wall_time()
     require_feasible(plan)
     launcher = choose_launcher(plan.crew, rendezvous, job.config.launch.start_s)
+    launcher.require_ready(order_for(job, env, plan))
     for finding in plan.findings:
         talk.say(f"{finding.severity}: {finding}")
     prepared = job.workload.prepare(job.config, talk.say)
@@ -214,10 +220,12 @@ def reserved(path: Path, num_ranks: int) -> Iterator[None]:
 
 
 def record(run: RunDir, result: Result, say: Callable[[str], None]) -> None:
-    """Write result.json and the report. Where that cannot be done it is said, and the run has ended
-    as it has."""
+    """Write result.json, findings.json and the report. Where that cannot be done it is said, and
+    the run has ended as it has."""
     if not run.lost.keep(run.result, result.to_json(), save_last):
         say(f"warning: {run.result} cannot be written: {run.lost.by_file[run.result].error}")
+    found = Findings.of(judge(read_evidence(run)))
+    run.lost.keep(run.findings, found.to_json())
     try:
         write_report(run)
     except (OSError, PacelineError) as error:
@@ -252,6 +260,8 @@ def _write_decisions(
     plan.save(run.plan)
     launch.save(run.launch)
     write_atomic(run.data, json.dumps(decided.prepared, indent=2) + "\n")
+    if decided.drill is not None:
+        decided.drill.save(run.drill)
     begin_attempt(
         run,
         resume=resumption is not None,
@@ -267,12 +277,15 @@ def _run_ranks(
     """Run all attempts, while a thread follows their files for the user."""
     plan = decided.plan
     follower = Follower(run, plan.world_size, talk.training(run, plan), talk.say)
+    watcher = Watcher(run, plan, decided.job.config.observe.rules, talk.say)
     follower.start()
+    watcher.start()
     try:
         if signals.first is not None:  # from here on the launcher has a log of its own
             return judge_end(run, plan.world_size, LaunchEnd(signal=signals.first))
         return decided.launcher.run(launch, run, _task(decided.job))
     finally:
+        watcher.stop()
         follower.stop()
         talk.trained()
 

@@ -28,6 +28,7 @@ from paceline.records.rundir import RunDir
 from paceline.strategies.stored import load_module
 from paceline.strategies.weights import fill_weights
 from paceline.workloads.base import Approve, require_trusted
+from paceline.workloads.meta import on_meta
 
 Say = Callable[[str], None]
 
@@ -103,7 +104,7 @@ def _build(job: Job, device: torch.device) -> nn.Module:
             return workload.build_model(config)
     # The weights are the checkpoint's: those that the run began with need not be there any more.
     workload.prepared = {**workload.prepared, "hf_weights": "random"}
-    with torch.device("meta"):
+    with on_meta():
         model = workload.build_model(config)
 
     def compute(name: str, module: nn.Module) -> None:

@@ -111,4 +111,10 @@ def measure_shape(model: nn.Module) -> ModelShape:
             )
     own = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     num_batchnorms = sum(not isinstance(m, nn.SyncBatchNorm) for m in own)
-    return ModelShape(parameters, len(blocks) + 1, is_shared, num_batchnorms=num_batchnorms)
+    return ModelShape(
+        parameters,
+        len(blocks) + 1,
+        is_shared,
+        num_batchnorms=num_batchnorms,
+        no_sharding=str(getattr(model, "no_sharding", "")),
+    )

@@ -5,15 +5,27 @@ ends there. `marks` counts them: it grows in a long evaluation and stands still 
 phase is host time. On GPU phases and the step itself are times between CUDA events on the stream,
 read only once the device has passed them: the host runs ahead, so its own clock would show when
 work was handed over, not how long it took.
+
+    phase     |---- data ----|---- forward ----|-------- backward --------|-- optimizer --|
+    blocked                                                     ^ arrival ~~~~~~~| exchange
+
+`clock.blocked()` is around what waits for other ranks: a collective of ours, FSDP's gathers, the
+end of a backward pass in which DDP's buckets are still on their way. On GPU it is the time in which
+the stream of the step could not go on, so an exchange that is hidden behind work counts as none.
+What is left of a phase is this rank's own work (paceline/health/work.py).
 """
 
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from time import perf_counter
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.schedules.actions import Action
 
@@ -23,11 +35,13 @@ OnAction = Callable[[Action | None], None]
 
 @dataclass(slots=True)
 class StepTimes:
-    """One step of one rank, in seconds. `wall_s` runs from this step's start to the next one's."""
+    """One step of one rank, in seconds. `wall_s` runs from this step's start to the next one's;
+    `blocked_s` is the part of each phase in which it waited in collectives; None: nobody knows."""
 
     step: int
     wall_s: float
     phases_s: dict[str, float]
+    blocked_s: dict[str, float] | None = None
 
     @property
     def step_s(self) -> float:
@@ -47,7 +61,36 @@ class _BaseClock(ABC):
         self.step, self.phase, self.marks = 0, "start", 0
         self.on_step: Callable[[int], None] = lambda step: None
         self.on_action: OnAction = lambda action: None
+        self.on_phase: list[Callable[[str], None]] = []  # told of each phase as it begins
         self._is_open = False
+        self.knows_blocked = False  # an engine says that it tells where it waits
+        self._depth = 0
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Count what is inside as waiting for other ranks."""
+        self.block()
+        try:
+            yield
+        finally:
+            self.unblock()
+
+    def block(self) -> None:
+        """Begin to wait, unless it does already."""
+        self._depth += 1
+        if self._depth == 1:
+            self._note_blocked()
+
+    def unblock(self) -> None:
+        if self._depth == 1:
+            self._note_unblocked()
+        self._depth = max(0, self._depth - 1)
+
+    @abstractmethod
+    def _note_blocked(self) -> None: ...
+
+    @abstractmethod
+    def _note_unblocked(self) -> None: ...
 
     def begin(self, step: int) -> None:
         """End the step before, if there is one, and start `step` in phase data."""
@@ -66,6 +109,8 @@ class _BaseClock(ABC):
     def _turn_to(self, phase: str) -> None:
         self.phase = phase
         self.marks += 1
+        for tell in self.on_phase:
+            tell(phase)
 
 
 class HostClock(_BaseClock):
@@ -74,6 +119,8 @@ class HostClock(_BaseClock):
     def __init__(self) -> None:
         super().__init__()
         self._times: dict[str, float] = {}
+        self._blocked: dict[str, float] = {}
+        self._blocked_at = 0.0
         self._started_at = self._entered_at = perf_counter()
         self._done: list[StepTimes] = []
 
@@ -81,8 +128,9 @@ class HostClock(_BaseClock):
         now = perf_counter()
         if self._is_open:
             self._times[self.phase] = self._times.get(self.phase, 0.0) + now - self._entered_at
-            self._done.append(StepTimes(self.step, now - self._started_at, self._times))
-        self._times, self._is_open = {}, False
+            blocked = self._blocked if self.knows_blocked else None
+            self._done.append(StepTimes(self.step, now - self._started_at, self._times, blocked))
+        self._times, self._blocked, self._is_open = {}, {}, False
         self._started_at = self._entered_at = now
         self._turn_to(phase)
 
@@ -92,10 +140,30 @@ class HostClock(_BaseClock):
         self._entered_at = now
         self._turn_to(phase)
 
+    def _note_blocked(self) -> None:
+        self._blocked_at = perf_counter()
+
+    def _note_unblocked(self) -> None:
+        waited = perf_counter() - self._blocked_at
+        self._blocked[self.phase] = self._blocked.get(self.phase, 0.0) + waited
+
     def finished(self, wait: bool = False) -> list[StepTimes]:
         """Steps whose times are known since the last call."""
         done, self._done = self._done, []
         return done
+
+
+Event = torch.cuda.Event
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """A step by its events: where phases began, and where the stream waited in which of them."""
+
+    step: int
+    marks: list[tuple[str, Event]]
+    waits: list[tuple[str, Event, Event]]
+    knows_blocked: bool
 
 
 class DeviceClock(_BaseClock):
@@ -103,38 +171,56 @@ class DeviceClock(_BaseClock):
 
     def __init__(self) -> None:
         super().__init__()
-        self._free: list[torch.cuda.Event] = []
-        self._marks: list[tuple[str, torch.cuda.Event]] = []
-        self._open: deque[tuple[int, list[tuple[str, torch.cuda.Event]]]] = deque()
+        self._free: list[Event] = []
+        self._marks: list[tuple[str, Event]] = []
+        self._waits: list[tuple[str, Event, Event]] = []
+        self._wait: Event | None = None
+        self._open: deque[_Recorded] = deque()
 
     def pause(self, phase: str) -> None:
         # One event ends a step and starts the next, so that steps add up to the time of all.
         end = self._record()
         if self._is_open:
-            self._open.append((self.step, [*self._marks, ("end", end)]))
-        self._marks, self._is_open = [(phase, end)], False
+            marks = [*self._marks, ("end", end)]
+            self._open.append(_Recorded(self.step, marks, self._waits, self.knows_blocked))
+        self._marks, self._waits, self._is_open = [(phase, end)], [], False
         self._turn_to(phase)
 
     def enter(self, phase: str) -> None:
         self._marks.append((phase, self._record()))
         self._turn_to(phase)
 
+    def _note_blocked(self) -> None:
+        self._wait = self._record()
+
+    def _note_unblocked(self) -> None:
+        assert self._wait is not None, "it was blocked"
+        self._waits.append((self.phase, self._wait, self._record()))
+
     def finished(self, wait: bool = False) -> list[StepTimes]:
         return list(self._iter_finished(wait))
 
     def _iter_finished(self, wait: bool) -> Iterator[StepTimes]:
-        while self._open and (wait or self._open[0][1][-1][1].query()):
-            step, marks = self._open.popleft()
+        while self._open and (wait or self._open[0].marks[-1][1].query()):
+            made = self._open.popleft()
+            marks = made.marks
             marks[-1][1].synchronize()
             phases: dict[str, float] = {}
             for (phase, start), (_, end) in zip(marks, marks[1:], strict=False):
                 phases[phase] = phases.get(phase, 0.0) + start.elapsed_time(end) / 1000
             wall_s = marks[0][1].elapsed_time(marks[-1][1]) / 1000
             self._free += [event for _, event in marks[:-1]]  # the last one starts the next step
-            yield StepTimes(step, wall_s, phases)
+            yield StepTimes(made.step, wall_s, phases, self._blocked_in(made))
 
-    def _record(self) -> torch.cuda.Event:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+    def _blocked_in(self, made: _Recorded) -> dict[str, float] | None:
+        blocked: dict[str, float] = {}
+        for phase, start, end in made.waits:
+            blocked[phase] = blocked.get(phase, 0.0) + start.elapsed_time(end) / 1000
+            self._free += [start, end]
+        return blocked if made.knows_blocked else None
+
+    def _record(self) -> Event:
+        event = self._free.pop() if self._free else Event(enable_timing=True)
         event.record()
         return event
 
@@ -144,3 +230,37 @@ Clock = HostClock | DeviceClock
 
 def build_clock(device: torch.device) -> Clock:
     return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+class Waits:
+    """Tells the clock of the step that this rank waits, from inside what an engine is made of: it
+    is built before there is a clock."""
+
+    def __init__(self) -> None:
+        self.clock: Clock | None = None
+
+    def around(self, owner: Any, name: str) -> None:
+        """Count a method of one object as waiting for other ranks, from now on."""
+        method = getattr(owner, name)
+
+        @wraps(method)
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            if self.clock is None:
+                return method(*args, **kwargs)
+            with self.clock.blocked():
+                return method(*args, **kwargs)
+
+        setattr(owner, name, waiting)
+
+    def until_returned(self, objective: Tensor) -> None:
+        """Count what a backward pass does once all gradients are computed as waiting: there DDP
+        waits for its buckets, and FSDP for what it has scattered. The callback is asked for by the
+        first node of the graph, and so it runs before those of their own."""
+        if not objective.requires_grad or self.clock is None:
+            return
+        block = self.clock.block
+
+        def ask(gradient: Tensor) -> None:
+            torch.autograd.Variable._execution_engine.queue_callback(block)  # type: ignore[attr-defined]
+
+        objective.register_hook(ask)

@@ -22,6 +22,7 @@ from paceline.strategies.blocks import find_blocks, find_tail
 from paceline.strategies.objective import Objective
 from paceline.strategies.optim import freeze
 from paceline.strategies.weights import fill_weights
+from paceline.workloads.meta import on_meta
 
 # What `selective` keeps: the products that cost most to repeat. All else is cheap to redo.
 KEPT_OPS = {
@@ -77,7 +78,7 @@ def build_model(parts: EngineParts) -> nn.Module:
     every rank."""
     torch.manual_seed(parts.config.train.seed)
     if parts.workload.meta_init:
-        with torch.device("meta"):
+        with on_meta():
             model = parts.workload.build_model(parts.config)
         freeze(model, parts.config.optim)
         return model

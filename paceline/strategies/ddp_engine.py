@@ -64,6 +64,7 @@ def build_zero1(parts: EngineParts) -> Engine:
     kind, settings = optimizer_kind(optim, parts.plan.fused_optimizer.value)
     groups = parameter_groups(module, optim)
     optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=kind, **settings)
+    wrapping.waits.around(optimizer, "_sync_params")
     return ModuleEngine(parts, module, optimizer, replace(wrapping, dealt=optimizer.optim))
 
 

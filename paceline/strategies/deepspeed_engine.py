@@ -95,6 +95,8 @@ def _start(
 class DeepSpeedTraining(ModuleEngine):
     """`engine` is DeepSpeed's. Its optimizer is ours at stage 0, and has ours inside above."""
 
+    knows_blocked = False  # its hooks and its step exchange where they like
+
     def __init__(self, parts: EngineParts, deepspeed: ModuleType, engine: Any) -> None:
         wrapping = Wrapping(
             engine,

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from paceline.records.phases import Phase
 from paceline.strategies.average import Average
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
 from paceline.strategies.batchnorm import SharedBuffers
-from paceline.strategies.clock import Clock
+from paceline.strategies.clock import Clock, Waits
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
 from paceline.strategies.objective import compute_loss, compute_metrics
 from paceline.strategies.optim import set_rate, trained_parameters
@@ -50,7 +50,7 @@ class Wrapping:
     step that was vetoed; `shards` are the ranks that each hold a piece of every gradient;
     `rehearsed` is told after a rehearsal, by a wrapper that changes its ways after its first pass;
     `dealt` is the optimizer that does the arithmetic, inside one that deals its state out by whole
-    parameters.
+    parameters; `waits` is told where it waits for other ranks.
     """
 
     model: nn.Module
@@ -61,11 +61,15 @@ class Wrapping:
     shards: ProcessGroup | None = None
     rehearsed: Callable[[], None] | None = None
     dealt: Optimizer | None = None
+    waits: Waits = field(default_factory=Waits)
 
 
 class ModuleEngine:
     """Runs forward and backward through `wrapping.model`; `module` is what holds the weights: the
     workload's model, under its own names."""
+
+    # The clock is told of all waiting for other ranks; False: a library waits where it likes.
+    knows_blocked: ClassVar[bool] = True
 
     def __init__(
         self, parts: EngineParts, module: nn.Module, optimizer: Optimizer, wrapping: Wrapping
@@ -93,17 +97,22 @@ class ModuleEngine:
         count: int | Tensor = 0
         extras: dict[str, Pair] = {}
         scale = self.scaled(scale)
+        waits, clock.knows_blocked = self.wrapping.waits, self.knows_blocked
+        waits.clock = clock
         for number, batch in enumerate(batches, 1):
             with self.wrapping.unsynced() if number < len(batches) else nullcontext():
                 clock.enter(Phase.FORWARD)
                 loss, units, more = compute_loss(self.parts, self.wrapping.model, batch)
                 objective = normalise(loss, scale)
                 clock.enter(Phase.BACKWARD)
+                waits.until_returned(objective)
                 self.backward(objective)
+                clock.unblock()
             loss_sums.append(loss.detach())
             count = count + units
             add_pairs(extras, more)
-        self.buffers.agree()
+        with clock.blocked():
+            self.buffers.agree()
         loss_sum = loss_sums[0] if len(loss_sums) == 1 else torch.stack(loss_sums).sum()
         return Totals(loss_sum, count, extras)
 
@@ -117,7 +126,8 @@ class ModuleEngine:
     def step(self, lr: float, clock: Clock) -> StepInfo:
         clock.enter(Phase.OPTIMIZER)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = self.norm(gradients)
+        with clock.blocked() if self.norm_is_shared else nullcontext():
+            norm = self.norm(gradients)
         # One divisor for both: out of fp16's scale, and down to the largest norm allowed.
         divisor = self.scaler.value if self.scaler is not None else None
         if divisor is not None:
@@ -133,6 +143,11 @@ class ModuleEngine:
         if self.scaler is not None:
             skipped = self.scaler.judge(skipped)
         return StepInfo(norm, skipped)
+
+    @property
+    def norm_is_shared(self) -> bool:
+        """Tell whether ranks sum the norm together, and so wait for each other."""
+        return self.wrapping.shards is not None
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the gradient norm over all parameters of the model, the same on every rank."""
@@ -192,7 +207,8 @@ class ModuleEngine:
         # State that is dealt out by whole parameters: what is here is nowhere else.
         holders = (dist.get_rank(),) if self.wrapping.dealt is not None else None
         moments = moment_pieces(self.module, self.inner, holders)
-        return [*module_pieces(self.module), *moments, *self.other_pieces()]
+        trained_only = self.parts.config.checkpoint.weights == "trained"
+        return [*module_pieces(self.module, trained_only), *moments, *self.other_pieces()]
 
     def other_pieces(self) -> list[Piece]:
         """Return what is kept beside weights and moments."""

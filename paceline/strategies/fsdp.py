@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from paceline.records import Plan, Proof
 from paceline.strategies.base import Engine, EngineParts
 from paceline.strategies.blocks import find_blocks
+from paceline.strategies.clock import Waits
 from paceline.strategies.compose import compose
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.optim import build_optimizer
@@ -37,6 +38,7 @@ def build_sharded(parts: EngineParts, reshards: bool) -> Engine:
         settle=lambda: reshard(objective),
         shards=mesh.get_group(mesh.ndim - 1),
     )
+    tell_waits(objective, wrapping.waits, parts.device)
     return ModuleEngine(parts, module, optimizer, wrapping)
 
 
@@ -75,6 +77,17 @@ def shard_model(root: nn.Module, parts: EngineParts, mesh: DeviceMesh, reshards:
 
 def _offloads(parts: EngineParts) -> bool:
     return Gathering.of(parts.config).offload and parts.device.type != "cpu"
+
+
+def tell_waits(root: nn.Module, waits: Waits, device: torch.device) -> None:
+    """Tell where FSDP waits for other ranks: a host inside its collectives; the stream of a GPU
+    where it needs what was gathered, or what an earlier block has scattered."""
+    gathers = "wait_for_unshard" if device.type == "cuda" else "unshard"
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            for method in (gathers, "post_backward") if group is not None else ():
+                waits.around(group, method)
 
 
 def _precision_policy(precision: str) -> MixedPrecisionPolicy:

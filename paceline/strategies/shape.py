@@ -37,13 +37,15 @@ class ParameterShape:
 @dataclass(frozen=True)
 class ModelShape:
     """Every parameter once, tied ones too. `positions`: how many of a sample go through each block,
-    where they differ. `num_batchnorms`: layers that normalise by what one rank has of a batch."""
+    where they differ. `num_batchnorms`: layers that normalise by what one rank has of a batch.
+    `no_sharding`: why its weights cannot be cut; empty: they can."""
 
     parameters: Sequence[ParameterShape]
     num_units: int
     shares_across_units: bool = False
     positions: Sequence[int] = ()
     num_batchnorms: int = 0
+    no_sharding: str = ""
 
     @property
     def trainable(self) -> list[ParameterShape]:

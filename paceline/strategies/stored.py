@@ -39,8 +39,25 @@ NUMBERS: dict[str, tuple[type, torch.dtype]] = {
 Slots = Mapping[str, Collection[str]]  # what an optimizer keeps, by the parameter's name
 
 
-def module_pieces(module: nn.Module) -> list[Piece]:
-    return _not_empty(piece_of("model", name, value) for name, value in named_tensors(module))
+def module_pieces(module: nn.Module, trained_only: bool = False) -> list[Piece]:
+    """Return weights and buffers; `trained_only`: without weights that are not trained."""
+    left_out = untrained(module) if trained_only else frozenset()
+    return _not_empty(
+        piece_of("model", name, value)
+        for name, value in named_tensors(module)
+        if name not in left_out
+    )
+
+
+def untrained(module: nn.Module) -> frozenset[str]:
+    """Return the names of what never changes: weights that are not trained, and what stands beside
+    them in a state dict, as tables of packed numbers do."""
+    buffers = dict(module.named_buffers())
+    return frozenset(
+        name
+        for name, value in named_tensors(module)
+        if name not in buffers and not value.requires_grad
+    )
 
 
 def moment_pieces(
@@ -64,8 +81,9 @@ def load_module(
     source: Source, module: nn.Module, elsewhere: Mapping[str, tuple[int, ...]] = NOTHING
 ) -> None:
     """Load weights and buffers, as far as this rank holds them; `elsewhere` are others of the
-    model."""
-    held = dict(named_tensors(module))
+    model. What is not trained may be absent (`checkpoint.weights=trained`): the model has it."""
+    absent = untrained(module) - source.shapes("model").keys()
+    held = {name: value for name, value in named_tensors(module) if name not in absent}
     own = {name: tuple(value.shape) for name, value in held.items()}
     require_same_shapes(source, {**elsewhere, **own})
     for name, value in held.items():

@@ -19,10 +19,10 @@ from paceline.config.schema import RunConfig
 from paceline.errors import AuditError
 from paceline.records import Audit, Choice, Plan, Proof
 from paceline.records.disk import Losses
+from paceline.records.profiled import AUDITED_STEP
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Collective
 
-AUDITED_STEP = 3
 # How torch names the kernels that SDPA chooses from, and where each takes a mask.
 KERNELS = {
     "aten::_scaled_dot_product_flash_attention": ("flash", None),
@@ -142,6 +142,10 @@ class Auditor:
         self._profile: StepProfile | None = None
         self._compiled = [0, 0, 0]
         self._counts = (0, 0, 0)
+
+    @property
+    def is_profiling(self) -> bool:
+        return self._profile is not None
 
     def begin(self, step: int) -> None:
         if step <= self.step:

@@ -7,7 +7,7 @@ every rank     is told the numbers: all must agree on what is best and when to s
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +44,8 @@ class Evaluation:
         train = job.config.train
         self.every, self.num_steps = train.eval_every, plan.steps
         self.workload, self.data, self.device = job.workload, data, device
+        self.config = job.config
+        self.shown: Sequence[tuple[str, str]] = ()  # of the last evaluation, on rank 0
         self.collate = own_collate(job.workload)
         # A run that named none goes on: what it learns is worth more than its validation loss.
         self.deciding = "" if train.best == "auto" else Goal.of_best(train.best).name
@@ -94,9 +96,12 @@ class Evaluation:
     def _judge(self, shares: "list[Share]") -> dict[str, float] | PacelineError:
         """Return the numbers, or what all ranks must end with: nobody may wait for rank 0."""
         try:
-            return conclude(self.workload, shares, self.deciding)
+            return conclude(self.workload, shares, self.deciding, self._show)
         except PacelineError as error:
             return error
+
+    def _show(self, found: Mapping[str, Any]) -> None:
+        self.shown = self.workload.shown(found, self.config)
 
 
 def _cut(job: Job, data: Dataset, num_samples: int) -> list[Indices]:
@@ -145,9 +150,15 @@ class Tally:
         return Share(sums, self.items)
 
 
-def conclude(workload: Workload, shares: list[Share], deciding: str = "") -> dict[str, float]:
+def conclude(
+    workload: Workload,
+    shares: list[Share],
+    deciding: str = "",
+    show: Callable[[Mapping[str, Any]], None] = lambda found: None,
+) -> dict[str, float]:
     """Return all numbers of an evaluation by whole name, from what every rank found. The one that
-    is `deciding` which checkpoint is best must be a number wherever anything was counted."""
+    is `deciding` which checkpoint is best must be a number wherever anything was counted. `show` is
+    given what was found."""
     found: dict[str, Any] = {}
     for name in sorted({name for share in shares for name in share.sums}):
         rows = [row for share in shares for row in share.sums.get(name, ())]
@@ -170,6 +181,7 @@ def conclude(workload: Workload, shares: list[Share], deciding: str = "") -> dic
             "%s%s, which %s.metrics made, is not finite", VAL, name, type(workload).__name__
         )
     numbers |= made
+    show(found)
     return {f"{VAL}{name}": value for name, value in numbers.items()}
 
 

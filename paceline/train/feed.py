@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,6 +30,7 @@ from paceline.metrics import PADDING
 from paceline.records import Plan, StreamPlaces
 from paceline.records.files import fingerprint
 from paceline.records.words import count
+from paceline.strategies.clock import Clock
 from paceline.workloads.base import own_collate
 from paceline.workloads.returns import Pair
 
@@ -76,7 +78,7 @@ class Feed:
         self._load(1)
         return self._ahead[0]
 
-    def next(self) -> StepBatch:
+    def next(self, clock: Clock) -> StepBatch:
         self._load(self.plan.batch.grad_accum)
         loaded, self._ahead, self._why_over = self._ahead, [], None
         num_samples = self.source.samples_in_step(self._num_steps)
@@ -84,7 +86,7 @@ class Feed:
         for item in loaded if self.places else ():
             self.places[item.reader] = item.place
             self._names.extend(zip(item.sample_ids.tolist(), item.names, strict=True))
-        units = self._units_in_step(loaded, num_samples)
+        units = self._units_in_step(loaded, num_samples, clock)
         batches = [item.batch for item in loaded]
         if self.device.type != "cpu":
             batches = [to_device(batch, self.device) for batch in batches]
@@ -127,9 +129,15 @@ class Feed:
         return told
 
     def name(self, sample_ids: Iterable[int]) -> list[str]:
-        """Return what people call these samples: by index, or by the shard of a stream."""
-        known = dict(self._names)
-        return [known.get(index, f"sample {index}") for index in map(int, sample_ids)]
+        """Return what people call these samples: by index, by the data set's own name for them, or
+        by the shard of a stream. Where their lengths are known, the longest are first."""
+        ids, known = np.fromiter(sample_ids, np.int64), dict(self._names)
+        tell, data = getattr(self.source, "length_of", None), getattr(self.source, "data", None)
+        if tell is not None:
+            ids = ids[np.argsort(-tell(ids), kind="stable")]
+        own = getattr(data, "name", None)
+        names = {int(i): f"sample {i}, {own(int(i))}" for i in ids} if callable(own) else {}
+        return [known.get(index) or names.get(index, f"sample {index}") for index in ids.tolist()]
 
     def why_over(self) -> str:
         """Say why there is no further step: a stream that does not repeat has come to its end on
@@ -162,7 +170,9 @@ class Feed:
         while len(self._ahead) < wanted:
             self._ahead.append(next(self.microbatches))
 
-    def _units_in_step(self, loaded: list[Microbatch], num_samples: int) -> float | Tensor:
+    def _units_in_step(
+        self, loaded: list[Microbatch], num_samples: int, clock: Clock
+    ) -> float | Tensor:
         """Return the units over all ranks; a collective only where samples differ in size."""
         if self.plan.units_per_sample is not None:
             return num_samples * self.plan.units_per_sample
@@ -172,7 +182,8 @@ class Feed:
         units = units.to(self.device, non_blocking=True)
         # Over every rank: a rank that is not its group's first in the dp axis adds its copies too,
         # so divide them out again.
-        dist.all_reduce(units)
+        with clock.blocked():
+            dist.all_reduce(units)
         return units * self.plan.batch.dp / self.plan.world_size
 
 

@@ -30,6 +30,7 @@ from paceline.strategies.gather import locals_of
 from paceline.strategies.optim import freeze
 from paceline.train.feed import Feed
 from paceline.workloads.base import Workload
+from paceline.workloads.meta import on_meta
 
 LOG = logging.getLogger("paceline")
 CLOSE = 0.05  # of the parts' losses: models that draw random numbers while they evaluate are noisy
@@ -198,7 +199,7 @@ def count_flops(job: Job, plan: Plan, feed: Feed, device: torch.device) -> tuple
     # To load a batch may draw random numbers, as it would in its step; to count must not.
     drawn = capture_rng(device)
     try:
-        counted = _count_on_meta(job, batch) / plan.batch.micro
+        counted = count_on_meta(job, batch) / plan.batch.micro
     except Exception as error:  # any operation of the user's may lack a meta kernel
         return None, f"not counted: {type(error).__name__} on meta tensors: {error}"
     finally:
@@ -206,15 +207,15 @@ def count_flops(job: Job, plan: Plan, feed: Feed, device: torch.device) -> tuple
     return counted, "counted on the first batch by torch.utils.flop_counter"
 
 
-def _count_on_meta(job: Job, batch: Any) -> int:
+def count_on_meta(job: Job, batch: Any) -> int:
     """Count a forward and a backward pass on meta tensors: only shapes are computed."""
-    with torch.device("meta"):
+    with on_meta():
         model = job.workload.build_model(job.config)
     freeze(model, job.config.optim)
-    on_meta = map_tensors(lambda tensor: tensor.to("meta"), batch)
+    shapes = map_tensors(lambda tensor: tensor.to("meta"), batch)
     # The counter sees attention only where it is spelt out as matrix products.
     spelt_out = sdpa_kernel(SDPBackend.MATH)
-    with FlopCounterMode(display=False) as counter, torch.device("meta"), spelt_out:
-        loss, *_ = job.workload.loss(model, on_meta)
+    with FlopCounterMode(display=False) as counter, on_meta(), spelt_out:
+        loss, *_ = job.workload.loss(model, shapes)
         loss.backward()
     return int(counter.get_total_flops())

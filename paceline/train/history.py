@@ -94,10 +94,24 @@ class History:
 
     def resume_from(self, kept: Kept) -> None:
         """Take over the step, the position in the data and the best loss of a checkpoint."""
+        self._require_same_base(kept)
         self._require_same_data(kept.data)
         self.start = Start(kept.step + 1, kept.num_skips, kept.evaluation_is_due)
         self.start_position, self.stream = kept.data.position, kept.data.stream
         self.best, self.num_worse = kept.best, kept.num_worse
+
+    @property
+    def _base(self) -> str:
+        return str(self.job.workload.prepared.get("base_hash", ""))
+
+    def _require_same_base(self, kept: Kept) -> None:
+        """Refuse to put trained weights over others than those that they were trained with."""
+        if kept.base and kept.base != self._base:
+            raise DataError(
+                f"the checkpoint of step {kept.step} has trained weights alone, for the base model"
+                f" {kept.base}, and this one is {self._base or 'unknown'}\n"
+                "hint: bring the base model back as it was: model.hf, its files, train.seed"
+            )
 
     def _require_same_data(self, data: DataPosition) -> None:
         """Refuse other data: a position means the same sample only in the same data, in the same
@@ -132,6 +146,7 @@ class History:
             precision=plan.precision.value,
             global_size=plan.batch.global_size,
             config_fingerprint=self.job.fingerprint,
+            base=self._base if config.checkpoint.weights == "trained" else "",
             versions={"paceline": __version__, "torch": torch.__version__},
         )
 

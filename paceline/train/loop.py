@@ -23,7 +23,8 @@ from paceline.train.feed import Feed
 from paceline.train.hooks import Hooks
 from paceline.train.keeper import Keeper
 from paceline.train.metrics import Ledger
-from paceline.train.verdict import require_fitting
+from paceline.train.observers import Observers
+from paceline.train.verdict import require_fitting, require_memory
 
 LATENESS = 1  # steps after which the host must know how a step went
 
@@ -48,6 +49,7 @@ class LoopParts:
     auditor: Auditor
     evaluation: Evaluation
     keeper: Keeper
+    observers: Observers
     rate: Callable[[int], float]  # the learning rate of a step
     hooks: Hooks = Hooks()
     samples: tuple[Callable[[int], None], ...] = ()  # write texts, where some are asked for
@@ -84,11 +86,13 @@ def _train(parts: LoopParts) -> LoopEnd:
     for step in range(parts.start.first_step, plan.steps + 1) if end is None else ():
         clock.begin(step)
         parts.auditor.begin(step)
-        batch = parts.feed.next()
+        parts.observers.begin(step, is_free=not parts.auditor.is_profiling)
+        batch = parts.feed.next(clock)
         try:
             totals = engine.forward_backward(batch.batches, batch.scale, clock)
         except (RuntimeError, ValueError, IndexError) as error:
             named = parts.feed.name(index for ids in batch.sample_ids for index in ids)
+            require_memory(error, batch.batches, named)
             require_fitting(error, batch.batches, named)
             raise
         lr = parts.rate(step)
@@ -96,6 +100,7 @@ def _train(parts: LoopParts) -> LoopEnd:
         parts.auditor.end(step)
 
         clock.enter(Phase.OTHER)
+        parts.observers.end(step)
         judge.remember(step, batch.sample_ids)
         ledger.record(step, lr, totals, info, batch)
         ledger.note_samples(step, batch.sample_ids)
@@ -103,10 +108,12 @@ def _train(parts: LoopParts) -> LoopEnd:
         if end is not None:
             break
         ledger.settle(step)
-        why_over = parts.feed.why_over()
+        with clock.blocked():
+            why_over = parts.feed.why_over()
         if parts.evaluation.due(step, is_last=bool(why_over)):
             _evaluate(parts, step)
-        wish = keeper.wish(step, is_over=bool(why_over))
+        with clock.blocked():
+            wish = keeper.wish(step, is_over=bool(why_over))
         if wish.reason:
             # The step ends here, once the device has done it; its row is written; and only then can
             # a checkpoint say "after it".
@@ -122,6 +129,7 @@ def _train(parts: LoopParts) -> LoopEnd:
     late = ledger.vetoes(through=plan.steps)
     clock.pause(Phase.CHECKPOINT)  # ends the last step
     late += ledger.close()
+    parts.observers.close()
     keeper.close()
     return end or judge.verdict(plan.steps, late) or LoopEnd(Outcome.OK, plan.steps)
 

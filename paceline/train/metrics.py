@@ -21,7 +21,7 @@ from paceline.metrics import TRAIN
 from paceline.records import Plan
 from paceline.records.columns import LOSS_COLUMNS
 from paceline.records.disk import Losses
-from paceline.records.phases import STEP_PHASES
+from paceline.records.phases import OWN_PHASES, STEP_PHASES
 from paceline.records.rundir import RunDir
 from paceline.records.table_file import TableFile
 from paceline.records.tables import SAMPLES, STEPS, TRAINING, Cell
@@ -34,6 +34,7 @@ from paceline.train.hooks import Hook
 from paceline.train.readback import Readback, on_device
 
 LOG = logging.getLogger("paceline")
+TIMES_EVERY = 10  # steps after which times are written, whatever log_every: who watches needs them
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class _Row:
     is_judged: bool = False
     metrics: dict[str, float | None] = field(default_factory=dict)  # by column
     own_units: float = math.nan
+    collectives: int | None = None  # that this rank has begun so far
     times: StepTimes | None = None
 
     @property
@@ -123,7 +125,8 @@ class Ledger:
     ) -> None:
         """Take in a step, and the batch that it took."""
         own = math.nan if isinstance(totals.units, Tensor) else float(totals.units)
-        self._rows[step] = _Row(lr, batch.num_samples, own_units=own)
+        begun = count_collectives() if self.plan.world_size > 1 else None
+        self._rows[step] = _Row(lr, batch.num_samples, own_units=own, collectives=begun)
         if batch.sums:
             totals = totals._replace(extras={**batch.sums, **totals.extras})
         self._window.append((step, totals, batch.units))
@@ -170,6 +173,9 @@ class Ledger:
         # and collects those of the step before.
         if step % self.log_every == 1 % self.log_every:
             self._collect(through=step - 1, wait=False)
+        elif step % TIMES_EVERY == 1:
+            self._take_times(wait=False)
+            self._steps.flush()
 
     def close(self) -> list[tuple[int, bool]]:
         """Gather, wait for and write what is left; return the vetoes that were not returned yet."""
@@ -214,7 +220,8 @@ class Ledger:
             rows += [_as_vector([pair[n] for pair in pairs], self.device) for n in (0, 1)]
         sums = torch.stack(rows)
         if self.plan.world_size > 1:
-            dist.all_reduce(sums)
+            with self.clock.blocked():
+                dist.all_reduce(sums)
         # What the losses were divided by, known before the step: `_fill` compares the two counts.
         promised = _as_vector([units for *_, units in self._window], self.device)
         last = self._window[-1][0]
@@ -243,17 +250,20 @@ class Ledger:
 
     def _collect(self, through: int, wait: bool) -> None:
         """Take in step times, and the sums of windows that end at step `through` or before."""
-        for times in self.clock.finished(wait):
-            self._rows[times.step].times = times
-            self._steps.add(self._step_row(times))
-            if self._logs_own_times and self._is_due(times.step):
-                LOG.info("%s", self._own_line(times))
+        self._take_times(wait)
         # Always waited for, unlike times: the sums were enqueued a step ago, and a veto that shows
         # only in them must reach all ranks at the same step.
         for tag, sums in self._sums.pop(through, wait=True):
             for step, *values in zip(self._windows.pop(tag), *sums, strict=True):
                 self._fill(step, *values)
         self._write_complete()
+
+    def _take_times(self, wait: bool) -> None:
+        for times in self.clock.finished(wait):
+            self._rows[times.step].times = times
+            self._steps.add(self._step_row(times))
+            if self._logs_own_times and self._is_due(times.step):
+                LOG.info("%s", self._own_line(times))
 
     def _fill(
         self, step: int, promised: float, loss_sum: float, count: float, *further: float
@@ -307,7 +317,8 @@ class Ledger:
 
     def _own_line(self, times: StepTimes) -> str:
         own_loss = self._rows[times.step].own_mean
-        return timing_line(times.step, dist.get_rank(), own_loss, times.phases_s, times.wall_s)
+        step, phases, waits = times.step, times.phases_s, times.blocked_s
+        return timing_line(step, dist.get_rank(), own_loss, phases, times.wall_s, waits)
 
     def _is_due(self, step: int) -> bool:
         return step % self.log_every == 0 or step == self.plan.steps
@@ -331,13 +342,28 @@ class Ledger:
 
     def _step_row(self, times: StepTimes) -> dict[str, Cell]:
         phases = {phase.column: times.phases_s.get(phase, 0.0) for phase in STEP_PHASES}
+        waits, row = times.blocked_s, self._rows.get(times.step)
+        blocked = {
+            phase.blocked_column: waits.get(phase, 0.0) if waits is not None else None
+            for phase in OWN_PHASES
+        }
         return {
             "step": times.step,
             "warmup": times.step <= self.last_warmup,
             "wall_s": times.wall_s,
             **phases,
             "unaccounted_s": times.unaccounted_s,
+            **blocked,
+            "units": row.own_units if row is not None and row.own_units >= 0 else None,
+            "collectives": row.collectives if row is not None else None,
         }
+
+
+def count_collectives() -> int:
+    """Return how many collectives this rank has begun, over all its groups: all ranks of a job have
+    begun equally many, or one has left one out. The groups count for themselves."""
+    groups = dist.distributed_c10d._world.pg_names
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def _as_vector(counts: Sequence[float | Tensor], device: torch.device) -> Tensor:

@@ -1,9 +1,11 @@
-"""Texts that the model writes at evaluations (`train.sample_prompts`), appended to samples.jsonl.
+"""Texts that the model writes at evaluations, appended to samples.jsonl: what it makes of
+`train.sample_prompts`, and what the workload shows of its validation data.
 
 All ranks take part: where weights are sharded each is needed for every token, and elsewhere it
 costs the others nothing but the wait. Rank 0's logits decide, so that all stop together.
 """
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -19,8 +21,10 @@ from paceline.records.rundir import RunDir
 from paceline.records.texts import Sample
 from paceline.strategies.base import Engine
 from paceline.strategies.clock import Clock
+from paceline.train.evaluation import Evaluation
 from paceline.workloads.generation import Request, Sampling, codec_of
 
+LOG = logging.getLogger("paceline")
 # Kernels that take a mask are needed too, whatever `attention.impl` has left.
 KERNELS = [
     SDPBackend.FLASH_ATTENTION,
@@ -31,10 +35,28 @@ KERNELS = [
 
 
 def build_samples(
-    job: Job, engine: Engine, clock: Clock, run: RunDir
+    job: Job, engine: Engine, clock: Clock, run: RunDir, evaluation: Evaluation
 ) -> tuple[Callable[[int], None], ...]:
-    """Return what writes texts after a step's evaluation; nothing where none are asked for."""
-    return (Samples(job, engine, clock, run).write,) if job.config.train.sample_prompts else ()
+    """Return what writes texts after a step's evaluation."""
+    shown = Shown(evaluation, run).write
+    if not job.config.train.sample_prompts:
+        return (shown,)
+    return Samples(job, engine, clock, run).write, shown
+
+
+class Shown:
+    """Writes down what the workload shows of an evaluation, on rank 0, which has heard all."""
+
+    def __init__(self, evaluation: Evaluation, run: RunDir) -> None:
+        self.evaluation, self.file = evaluation, Appender(run.texts, run.lost)
+
+    def write(self, step: int) -> None:
+        for said, written in self.evaluation.shown:
+            sample = Sample(step=step, prompt=said, text=written, heard=True)
+            self.file.append(sample.model_dump_json().encode() + b"\n")
+            LOG.info("step %d: said %r, written %r", step, said, written)
+        if self.evaluation.shown:
+            self.file.flush()
 
 
 class Samples:

@@ -1,17 +1,19 @@
 """From an exception to what a person can act on: outcome, the user's line, what to change."""
 
+import json
 import re
 import resource
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.data.collate import form_of
-from paceline.errors import DataError, DiskError, Outcome, PacelineError
+from paceline.errors import DataError, DiskError, MemoryFull, Outcome, PacelineError
 from paceline.records import RankError, RankVerdict
 from paceline.records.disk import save_last
 from paceline.records.heartbeats import Beat
@@ -19,6 +21,8 @@ from paceline.records.rundir import RunDir
 from paceline.records.words import few
 
 Tell = Callable[[RankVerdict | Beat], None]  # a rank's way to its supervisor that needs no disk
+
+KEPT_CALLS = 64
 
 # How gloo and NCCL say that a collective waited longer than the group's timeout.
 TIMED_OUT = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective operation timeout")
@@ -43,6 +47,26 @@ def require_fitting(error: Exception, batches: Sequence[Any], samples: Sequence[
         f" {type(error).__name__}: {error}\n"
         "hint: compare with the shapes and ids that the model takes"
     ).with_traceback(error.__traceback__) from error
+
+
+def require_memory(error: Exception, batches: Sequence[Any], samples: Sequence[str]) -> None:
+    """Raise an error that names the samples, where memory was not enough for their batches."""
+    if not is_out_of_memory(error):
+        return
+    forms = " and ".join(dict.fromkeys(form_of(batch) for batch in batches))
+    what = " ".join(str(error).split())[:300]
+    raise MemoryFull(
+        f"out of memory on {few(samples)}, in batches of {forms}: {what}\n"
+        "hint: set a smaller train.micro_batch_size and a larger train.grad_accum; leave out long"
+        " samples; data.batch_by=length bounds the length of a batch"
+    ).with_traceback(error.__traceback__) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether a device, or the host, had no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def explain(error: BaseException, is_built: bool = True) -> RankError:
@@ -94,17 +118,30 @@ def outcome_of(error: BaseException) -> Outcome:
     """Return how a run ends that raised this error."""
     if isinstance(error, PacelineError):
         return error.outcome
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return Outcome.OUT_OF_RESOURCES
-    if DiskError.is_meant(error):
-        return Outcome.OUT_OF_RESOURCES
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+    if is_out_of_memory(error) or DiskError.is_meant(error):
         return Outcome.OUT_OF_RESOURCES
     if isinstance(error, RuntimeError) and TIMED_OUT.search(str(error)):
         return Outcome.STALL
     if isinstance(error, KeyboardInterrupt):
         return Outcome.INTERRUPTED
     return Outcome.CRASHED
+
+
+def save_collectives(run: RunDir, rank: int, error: BaseException) -> None:
+    """Leave the last collectives that this rank has begun, as torch's flight recorder has them, for
+    who asks afterwards where ranks stopped to agree; after other errors than those of collectives,
+    and with a torch that has none, nothing."""
+    if not isinstance(error, RuntimeError):
+        return
+    with suppress(Exception):  # the error is what counts
+        told = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))
+        told["entries"] = told.get("entries", [])[-KEPT_CALLS:]
+        run.lost.keep(run.collectives(rank), json.dumps(told))
+
+
+def runs_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that memory has run out, of a device or of the machine."""
+    return outcome_of(error) is Outcome.OUT_OF_RESOURCES and not DiskError.is_meant(error)
 
 
 def save_verdict(run: RunDir, verdict: RankVerdict, tell: Tell) -> None:

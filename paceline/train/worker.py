@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.attention import SDPBackend
 
 from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.restore import Found
@@ -35,6 +34,7 @@ from paceline.strategies.clock import Clock, HostClock, build_clock
 from paceline.strategies.optim import rate_of
 from paceline.train.audit import Auditor
 from paceline.train.control import ControlFiles, Requests
+from paceline.train.drills import plant_asked
 from paceline.train.evaluation import Evaluation
 from paceline.train.feed import (
     Feed,
@@ -52,16 +52,18 @@ from paceline.train.hooks import find_hooks
 from paceline.train.keeper import Best, Keeper, KeeperParts
 from paceline.train.loop import LoopEnd, LoopParts, train
 from paceline.train.metrics import Ledger, LedgerFiles
+from paceline.train.observers import Observers
 from paceline.train.samples import build_samples
-from paceline.train.verdict import Tell, explain, outcome_of, peak_memory, save_verdict
-
-# `attention.impl` to the only kernel that SDPA may then take.
-KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
+from paceline.train.torch_settings import apply_policy
+from paceline.train.verdict import (
+    Tell,
+    explain,
+    outcome_of,
+    peak_memory,
+    runs_out_of_memory,
+    save_collectives,
+    save_verdict,
+)
 
 
 class RankRun:
@@ -84,6 +86,7 @@ class RankRun:
         self.device = torch.device("cpu")
         self.clock: Clock = HostClock()
         self.engine: Engine | None = None
+        self.observers: Observers | None = None
         self.flops: float | None = None
         self.flops_source = ""
         self.data_fingerprint = "n/a"
@@ -96,6 +99,9 @@ class RankRun:
             crew = self.plan.crew
             self.device = claim_device(crew.device.value, self.place, crew.device_indices)
             self.clock = build_clock(self.device)
+            self.observers = Observers(
+                self.job.config.observe, self.run, self.place.rank, self.clock, self.device
+            )
             with self._observed():
                 if self.store is not None:
                     self._join(self.store)
@@ -103,13 +109,17 @@ class RankRun:
                 with closing(parts.feed), _named_loaders(parts.feed), _settled_heap():
                     settle_rng(found, self.job, self.plan, self.place.rank, self.device)
                     self._use_first_batch(parts)
+                    plant_asked(self.run, parts, self.place.rank)
                     end = self.take_steps(parts)
                     self.notes += parts.feed.notes(end.sample_ids)
                 self.notes += parts.keeper.parts.saver.notes
         except BaseException as error:
             with suppress(Exception):  # the error is what counts
                 self._save_passes()
+            save_collectives(self.run, self.place.rank, error)
             told = explain(error, is_built=self.engine is not None)
+            if self.observers is not None and runs_out_of_memory(error):
+                told = self.observers.explain_memory(error, told)
             self._save(self._verdict(outcome_of(error), self.clock.step, error=told))
             raise
         self._save_passes()
@@ -189,7 +199,10 @@ class RankRun:
             self.job, plan, data, place.rank, history.start_position, history.stream
         )
         audit = self.run.audit if place.rank == 0 else None
+        evaluation = Evaluation(self.job, plan, val, plan.dp_rank(place.rank), device)
         hooks, files = self.hooks, self._files(history)
+        assert self.observers is not None
+        self.observers.watch(engine, history.start.first_step)
         parts = LoopParts(
             config=config,
             plan=plan,
@@ -197,11 +210,12 @@ class RankRun:
             clock=self.clock,
             ledger=Ledger(config, plan, self.clock, device, files, hooks.on_step),
             auditor=Auditor(config, plan, device, engine.proofs, audit, self.run.lost),
-            evaluation=Evaluation(self.job, plan, val, plan.dp_rank(place.rank), device),
+            evaluation=evaluation,
             keeper=self._keeper(engine, history),
+            observers=self.observers,
             rate=lambda step: rate_of(step, plan.steps, config, self.job.workload),
             hooks=hooks,
-            samples=build_samples(self.job, engine, self.clock, self.run),
+            samples=build_samples(self.job, engine, self.clock, self.run, evaluation),
             start=history.start,
             # Last: from here on loaders live, and may die.
             feed=build_feed(self.job, plan, source, history.start.first_step, device),
@@ -318,6 +332,7 @@ class RankRun:
         """While inside, threads write heartbeat and telemetry; on rank 0 one watches files too."""
         observe, run, rank = self.job.config.observe, self.run, self.place.rank
         tickers = build_tickers(run, self.place, self.clock, observe, self.tell)
+        tickers += [self.observers.requests] if self.observers is not None else []
         if rank == 0:
             tickers.append(ControlFiles(run, self.requests, self.attempt.halt_seen))
         self.clock.on_step = StepMark(run.step_mark(rank), run.lost).set
@@ -354,36 +369,3 @@ def _settled_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def apply_policy(plan: Plan) -> None:
-    """Set what torch holds for the whole process: once, from the plan, before a model is built.
-
-    A context around the forward pass would not do: recomputation runs in backward.
-    """
-    if plan.compile.value != "off":
-        import torch.compiler.config as compiler_config
-
-        # torch keys its cache of compiled graphs by the graph, not by which kernels were allowed:
-        # without a mark of our own, a run that asks for cudnn gets the flash of the run before it.
-        compiler_config.cache_key_tag = f"paceline: {plan.attention.value} attention"
-    _apply_determinism(plan)
-    torch.set_float32_matmul_precision(plan.matmul.value)
-    torch.backends.cudnn.allow_tf32 = plan.matmul.value != "highest"
-    only = KERNELS.get(plan.attention.value)
-    torch.backends.cuda.enable_flash_sdp(only in (None, SDPBackend.FLASH_ATTENTION))
-    torch.backends.cuda.enable_mem_efficient_sdp(only in (None, SDPBackend.EFFICIENT_ATTENTION))
-    torch.backends.cuda.enable_cudnn_sdp(only in (None, SDPBackend.CUDNN_ATTENTION))
-    torch.backends.cuda.enable_math_sdp(only in (None, SDPBackend.MATH))
-
-
-def _apply_determinism(plan: Plan) -> None:
-    """Allow only kernels that give the same bits again, or any: a process may run several plans."""
-    torch.use_deterministic_algorithms(plan.deterministic)
-    torch.backends.cudnn.deterministic = plan.deterministic
-    if plan.deterministic:
-        torch.backends.cudnn.benchmark = False  # it takes whichever was fastest this time
-    if plan.deterministic and plan.compile.value != "off":
-        import torch._inductor.config as inductor_config
-
-        inductor_config.deterministic = True  # its own kernels are not chosen by timing either

@@ -87,7 +87,7 @@ class TrialRun(RankRun):
 
     def _weigh(self, parts: LoopParts) -> LoopEnd:
         """Take one step by hand: gradients are there only between backward and the update."""
-        engine, clock, batch = parts.engine, parts.clock, parts.feed.next()
+        engine, clock, batch = parts.engine, parts.clock, parts.feed.next(parts.clock)
         clock.begin(1)
         engine.forward_backward(batch.batches, batch.scale, clock)
         gradients = engine.held().gradients

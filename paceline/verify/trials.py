@@ -58,6 +58,7 @@ class Trials:
         job, plan = plans[EQUAL]
         launcher = find_launcher(plan.crew.launcher.value)
         order = order_for(job, self.env, plan, str(self.root))
+        launcher.require_ready(order)
         launch = with_short_limits(launcher.plan(replace(order, task=VERIFY)), TOTAL_S)
         _save_plans(self.run_dir, job, plan)
         return self._failure(run_short_task(launcher, launch, self.run_dir, VERIFY))

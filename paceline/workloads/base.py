@@ -90,6 +90,7 @@ class Workload:
     no_pipeline: ClassVar[str] = ""
     # Which ranks call `on_step`, `on_eval` and `on_checkpoint`.
     hook_ranks: ClassVar[Literal["first", "all"]] = "first"
+    knows_base: ClassVar[bool] = False  # `prepare` returns "base_hash", of its first weights
     # What `prepare` returned, on every rank.
     prepared: Mapping[str, Any] = MappingProxyType({})
 
@@ -150,6 +151,10 @@ class Workload:
         all ranks: for a pair the mean; for Items those of all samples, each once and in order.
         Called on rank 0 alone: no collective may be in it."""
         return {}
+
+    def shown(self, found: Mapping[str, Any], config: Any) -> Sequence[tuple[str, str]]:
+        """Return examples for report and log, of what `metrics` is given: (said, written)."""
+        return ()
 
     def generate(self, model: nn.Module, request: Request) -> list[list[int]]:
         """Continue prompts, which are ids, and return the new ids of each. The model is in eval
@@ -220,8 +225,7 @@ def no_export(workload: Workload) -> ConfigError:
 
 def own_collate(workload: Workload) -> Callable[[list[Any]], Any] | None:
     """Return the workload's rule to make a batch, where it has one."""
-    is_own = type(workload).collate is not Workload.collate
-    return workload.collate if is_own else None
+    return None if type(workload).collate is Workload.collate else workload.collate
 
 
 def find_workload(name: str, typed: bool) -> type[Workload]:
@@ -294,10 +298,6 @@ def load_trusted(name: str) -> type[Workload]:
     return _from_file(name) if ".py:" in name else find_workload(name, typed=False)
 
 
-def _file_of(name: str) -> Path:
-    return Path(name.rpartition(":")[0]).resolve()
-
-
 def code_fingerprint(workload: str) -> str:
     """Return a sum that changes when Paceline's sources, the user's workload file, what that file
     imported from its own folder, or torch's version change. Of a class that was given: its source,
@@ -309,6 +309,10 @@ def code_fingerprint(workload: str) -> str:
         return fingerprint(_own_fingerprint(), *(path.read_bytes() for path in files))
     except FileNotFoundError as error:
         raise ConfigError(f"{error.filename} is gone\nhint: put it back, and resume") from error
+
+
+def _file_of(name: str) -> Path:
+    return Path(name.rpartition(":")[0]).resolve()
 
 
 def _source_of(kind: type[Workload]) -> str:

@@ -15,8 +15,8 @@ LAYERS = [
     ["errors", "metrics"],
     ["records"],
     ["config", "trust"],
-    ["stats", "schedules", "machine", "data", "prepare"],
-    ["report", "workloads", "track"],
+    ["stats", "schedules", "machine", "data", "prepare", "traces"],
+    ["report", "workloads", "track", "health"],
     ["checkpoint"],
     ["strategies"],
     ["job"],
@@ -24,7 +24,8 @@ LAYERS = [
     ["train"],
     ["launch"],
     ["run"],
-    ["check", "verify", "sweep", "generate", "export", "transcribe"],
+    ["check", "verify", "sweep", "generate", "drill", "watch", "foreign", "diagnose"],
+    ["export", "transcribe"],
     ["bench", "compare"],
     ["cli"],
     ["api"],
@@ -32,7 +33,7 @@ LAYERS = [
 ]
 TORCH_FREE = [
     "records", "config", "stats", "report", "errors", "job", "trust", "compare", "schedules",
-    "metrics", "track",
+    "metrics", "track", "health", "traces", "watch", "foreign",
 ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Launch plans without any scheduler: argv, environment with reasons, who runs where."""
 
+import base64
 import json
 import os
 import re
@@ -84,7 +85,26 @@ def test_deepspeed_words(tmp_path: Path) -> None:
     assert alone.argv[:3] == ["deepspeed", "--include", "localhost:0,4"]
     assert "CUDA_VISIBLE_DEVICES" not in alone.env, "--include sets it"
     many = draw(*gpus, hostfile(tmp_path), env=box(8), by="deepspeed")
-    assert "--include a:0,4@b:0,4 --master_addr a" in " ".join(many.argv)
+    text = " ".join(many.argv)
+    assert "-m paceline.launch.each_host RUN_DIR -- " in text and "--master_addr a" in text
+    assert "-m deepspeed.launcher.launch --world_info=" in text and "--node_rank={node}" in text
+    (world,) = re.findall(r"--world_info=(\S+)", text)
+    assert json.loads(base64.urlsafe_b64decode(world)) == {"a": [0, 4], "b": [0, 4]}
+
+
+def test_torchrun_by_hostfile_has_rank_0_on_the_first_machine(tmp_path: Path) -> None:
+    plan = draw(hostfile(tmp_path), "launch.device=cpu", by="torchrun")
+    text = " ".join(plan.argv)
+    assert "-m paceline.launch.each_host RUN_DIR -- " in text
+    assert "--rdzv-backend static --node-rank {node} --rdzv-endpoint a:" in text
+    assert [place.host for place in plan.ranks] == ["a"] * 4 + ["b"] * 4
+    assert plan.findings == [], "nobody has to start it elsewhere"
+
+
+@pytest.mark.parametrize("by", ["deepspeed", "mpi", "torchrun"])
+def test_more_nodes_than_the_hostfile_names_are_refused(by: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="launch.nnodes=3, and .*hosts names 2"):
+        draw(hostfile(tmp_path), "launch.nnodes=3", "launch.device=cpu", by=by)
 
 
 @pytest.mark.parametrize("by", sorted(set(LAUNCHERS) - {"deepspeed"}))

@@ -31,6 +31,9 @@ class ToyConfig(LauncherConfig):
 
 
 class ToyLauncher:
+    def require_ready(self, order: LaunchOrder) -> None:
+        pass
+
     def plan(self, order: LaunchOrder) -> LaunchPlan:
         colour = ToyConfig.of(order.settings).toy_colour
         argv = ["toyrun", "--colour", colour, *member_argv(order)]

@@ -1,5 +1,8 @@
 """The language model: FLOPs as torch counts them, attention that looks back only."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -96,3 +99,16 @@ def test_targets_are_shifted_once() -> None:
     counting = torch.arange(T + 1).unsqueeze(0)
     loss, count = LanguageModel().loss(oracle, {"tokens": counting})  # type: ignore[arg-type]
     assert loss.item() == pytest.approx(0.0, abs=1e-4) and count == T
+
+
+@pytest.mark.slow
+def test_a_sketch_does_not_load_the_compiler() -> None:
+    """torch would draw its numbers by way of torch._dynamo, and every supervisor makes a sketch."""
+    program = (
+        "import sys; from paceline.job import load_job;"
+        "from paceline.plan.planner import sketch_model;"
+        "job = load_job('lm_tiny', []); sketch_model(job.workload, job.config);"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

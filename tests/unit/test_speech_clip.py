@@ -19,11 +19,14 @@ from paceline.errors import ConfigError, DataError
 from paceline.job import load_job
 from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
+from paceline.train.first_batch import count_on_meta
 from paceline.workloads.speech_clip.model import SpeechClip, fewest_samples, num_frames
 from paceline.workloads.speech_clip.negatives import loss_of, retrieval
+from paceline.workloads.speech_clip.wide_conv import WideConv, quicken
 from tests.speech_clip import RECIPE, corpus, tiny
 
 pytest.importorskip("transformers")
+from transformers import Wav2Vec2Config, Wav2Vec2Model  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,45 @@ def test_what_is_padding_changes_nothing(model: SpeechClip) -> None:
         torch.testing.assert_close(one_speech[0], speech[row], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(one_text[0], text[row], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(speech[0], speech[1], atol=1e-3), "rows are told apart"
+
+
+def test_shapes_alone_tell_the_flops() -> None:
+    """No answer of the device is asked for in a pass: on meta tensors there is none."""
+    job = load_job(RECIPE, tiny())
+    sizes = [count_on_meta(job, waves(*[length] * 2)) for length in (4000, 8000)]
+    assert 1.6 < sizes[1] / sizes[0] < 2.2, "twice as long, not quite twice: words are the same"
+
+
+@pytest.mark.parametrize(("width", "padding"), [(5, 2), (4, 2), (6, 0)])
+def test_a_wide_convolution_is_what_torch_computes(width: int, padding: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 6, 9).double(), torch.randn(6, 2, width).double()
+    both = [(x.clone().requires_grad_(), weight.clone().requires_grad_()) for _ in range(2)]
+    made = [
+        WideConv.apply(*both[0], 3, padding),
+        torch.nn.functional.conv1d(*both[1], padding=padding, groups=3),
+    ]
+    torch.testing.assert_close(made[0], made[1])
+    for out in made:
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    for found, expected in zip(*both, strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+def test_a_quick_encoder_has_the_same_names_and_numbers() -> None:
+    config = Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        conv_dim=(8,), conv_kernel=(20,), conv_stride=(10,), num_conv_pos_embeddings=32,
+        num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = Wav2Vec2Model(config).eval()
+    names, heard = list(plain.state_dict()), plain(torch.zeros(1, 400) + 0.1)
+    quick = quicken(plain)
+    assert type(quick.encoder.pos_conv_embed.conv).__name__ == "WideConv1d"
+    assert list(quick.state_dict()) == names
+    again = quick(torch.zeros(1, 400) + 0.1)
+    torch.testing.assert_close(again.last_hidden_state, heard.last_hidden_state)
 
 
 def test_frames_are_counted_as_the_encoder_makes_them(model: SpeechClip) -> None:

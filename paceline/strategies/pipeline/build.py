@@ -17,7 +17,7 @@ from paceline.strategies.base import Engine, EngineParts
 from paceline.strategies.blocks import find_blocks, place_modules
 from paceline.strategies.compose import compose
 from paceline.strategies.engine import Wrapping
-from paceline.strategies.fsdp import build_mesh, reshard, shard_model
+from paceline.strategies.fsdp import build_mesh, reshard, shard_model, tell_waits
 from paceline.strategies.objective import Objective
 from paceline.strategies.optim import build_optimizer
 from paceline.strategies.pipeline.dualpipe import LANES, Lane
@@ -55,6 +55,8 @@ def build_pipeline(parts: EngineParts, inner: Sharded | None) -> Engine:
         is_sharded=inner is not None,
     )
     wrapping = Wrapping(stages, settle=(lambda: reshard(stages)) if inner else lambda: None)
+    if inner is not None:
+        tell_waits(stages, wrapping.waits, parts.device)
     return PipelineEngine(parts, optimizer, line, wrapping)
 
 

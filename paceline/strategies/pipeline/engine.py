@@ -79,6 +79,7 @@ class PipelineEngine(ModuleEngine):
         self, batches: Sequence[Any], scale: float | Tensor, clock: Clock
     ) -> Totals:
         self.scale = self.scaled(scale)
+        self.wrapping.waits.clock, clock.knows_blocked = clock, self.knows_blocked
         cut = [cut_batch(batch, self.num_microbatches) for batch in batches]
         runners = [self._runner(microbatches[0]) for microbatches in cut]
         self._clear()
@@ -99,6 +100,10 @@ class PipelineEngine(ModuleEngine):
             group, size = self.line.mesh.get_group("dp"), self.line.mesh.size(1)
             bucket_mb = Buckets.of(self.parts.config).bucket_mb
             all_reduce_gradients(self.parameters, group, bucket_mb, divisor=size)
+
+    @property
+    def norm_is_shared(self) -> bool:
+        return True
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the gradient norm; each weight counts once, whichever ranks hold it."""

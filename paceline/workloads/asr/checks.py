@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from paceline.data.logmel import RATE
 from paceline.errors import DataError
 from paceline.records import Finding
@@ -15,6 +13,7 @@ from paceline.workloads.asr.keys import AsrModel
 from paceline.workloads.asr.lora import require_adapter
 from paceline.workloads.asr.model import WHISPER, build_asr, check_asr
 from paceline.workloads.hf.pretrained import choose_weights
+from paceline.workloads.meta import on_meta
 
 if TYPE_CHECKING:
     from paceline.workloads.asr.workload import SpeechRecognition
@@ -88,6 +87,13 @@ def _adapter_problems(config: Any) -> Iterator[Finding]:
             "set precision.mode=bf16, or model.base=fp32",
         )
 
+    if settings.base == "nf4" and config.checkpoint.weights == "all":
+        yield _error(
+            "checkpoint.weights",
+            "all, and model.base=nf4 is packed by bitsandbytes, for one kind of device",
+            "set checkpoint.weights=trained: the base is packed again from its files",
+        )
+
 
 def _weight_problems(workload: SpeechRecognition, settings: AsrModel) -> Iterator[Finding]:
     """Look at a folder's weights while planning; those of the hub are looked at when they are
@@ -137,6 +143,6 @@ def _teacher_problems(
 def require_adapter_fits(workload: SpeechRecognition, config: Any, base: str) -> None:
     """Refuse `model.adapter` where it is of another base or shape, before ranks load it."""
     settings = config.model
-    with torch.device("meta"):
+    with on_meta():
         model = build_asr(workload.known(config), settings, config.attention.impl)
     require_adapter(model, Path(settings.adapter).expanduser(), base)

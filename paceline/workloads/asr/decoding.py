@@ -50,6 +50,7 @@ def write_whisper(
             rows = library.GenerationMixin.generate(
                 model,
                 inputs=features_BMF,
+                attention_mask=torch.ones_like(features_BMF[:, 0], dtype=torch.int64),
                 decoder_input_ids=prompts,
                 generation_config=asked,
                 synced_gpus=dist.is_initialized() and dist.get_world_size() > 1,

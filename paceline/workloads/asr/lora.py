@@ -1,6 +1,6 @@
 """Adapters (LoRA) in a model of transformers, by peft: put in, frozen around, loaded, merged.
 
-    pack_base(model, targets)         QLoRA: linear layers in 4 bits, by bitsandbytes
+    pack_base(model)                  QLoRA: linear layers in 4 bits, by bitsandbytes
     add_adapters(model, settings)     in place: NAME.lora_A.default.weight, NAME.base_layer.weight
     keep_base(model, "bf16")          what is not trained takes less room
     merge_adapters(model)             in place: the plain model again, adapters added in
@@ -29,6 +29,7 @@ ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 BASE_HASH = "base_hash"  # in adapter_config.json, where Paceline wrote it
 NAME = "default"  # peft's name of an adapter that has none
 EXTRA = "lora"
+NO_SHARDING = "what bitsandbytes packs has a table for each block of numbers beside it, not rows"
 
 
 def add_adapters(model: nn.Module, settings: Any) -> None:
@@ -63,7 +64,7 @@ def keep_base(model: nn.Module, kind: str) -> None:
                 module.weight.data = module.weight.data.to(torch.bfloat16)
 
 
-def pack_base(model: nn.Module, targets: list[str]) -> None:
+def pack_base(model: nn.Module) -> None:
     """Replace the linear layers inside blocks by bitsandbytes' of 4 bits (NF4), in place."""
     library = require_extra("bitsandbytes", EXTRA)
     for name, module in list(model.named_modules()):
@@ -83,6 +84,7 @@ def pack_base(model: nn.Module, targets: list[str]) -> None:
             )
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, packed)
+    model.no_sharding = NO_SHARDING  # type: ignore[assignment]
 
 
 def _is_in_block(name: str) -> bool:

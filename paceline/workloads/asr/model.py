@@ -76,7 +76,7 @@ def build_asr(known: Any, settings: Any, impl: str, folder: Path | None = None) 
     if settings.lora_rank == "off":
         return model
     if settings.base == "nf4":
-        pack_base(model, list(settings.lora_targets))
+        pack_base(model)
     add_adapters(model, settings)
     if known.model_type != WHISPER:
         model.get_submodule("lm_head").requires_grad_(True)  # no base has learned these letters

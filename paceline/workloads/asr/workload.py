@@ -58,6 +58,7 @@ class SpeechRecognition(Workload):
     unit = "tokens"
     attention = "full"
     own_attention = frozenset({"eager"})
+    knows_base = True
     no_pipeline = "an encoder and a decoder that looks at all of it are not one chain of blocks"
 
     def build_model(self, config: Any) -> nn.Module:
@@ -125,6 +126,10 @@ class SpeechRecognition(Workload):
         from paceline.workloads.asr.scores import error_rates
 
         return error_rates(found["compared"])
+
+    def shown(self, found: Any, config: Any) -> list[tuple[str, str]]:
+        pairs: list[tuple[str, str]] = found["pairs"][: config.data.num_predictions]
+        return pairs
 
     def export(self, request: ExportRequest) -> Exported:
         from paceline.workloads.asr.export import export_asr

@@ -11,6 +11,7 @@ from paceline.data.packing import Rows
 from paceline.records import Finding
 from paceline.workloads.generation import Request, Writing
 from paceline.workloads.hf.model import WHERE, build_from_config, require_extra
+from paceline.workloads.meta import on_meta
 
 # Keys that say a model is not a plain decoder: experts, compressed attention, state spaces.
 NOT_PLAIN = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")
@@ -88,7 +89,7 @@ def flops_per_token(config: Any, seq_len: int, causal: bool = True) -> float | N
     head = head_width(config)
     if head is None or not _is_plain(config, seq_len):
         return None
-    with torch.device("meta"):
+    with on_meta():
         matrices = _matrix_numel(build_causal_lm(config, "eager"))
     if matrices is None:
         return None

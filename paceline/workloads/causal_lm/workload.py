@@ -17,6 +17,7 @@ from paceline.data.base import Dataset
 from paceline.records import Finding
 from paceline.workloads.base import Split, prepared_path
 from paceline.workloads.lm.workload import LanguageModel
+from paceline.workloads.meta import on_meta
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -110,7 +111,6 @@ class CausalLM(LanguageModel):
 
     def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, Any]:
         """Fetch the model's files once, and check the weights before any rank needs them."""
-        import torch
 
         from paceline.workloads.hf.pretrained import check_weights, choose_weights, find_folder
 
@@ -118,7 +118,7 @@ class CausalLM(LanguageModel):
         prepared = super().prepare(config, say)
         folder, source = choose_weights(settings.weights, settings.hf, find_folder(settings.hf))
         if folder is not None and source == "load":
-            with torch.device("meta"):
+            with on_meta():
                 check_weights(self.build_model(config), folder)
             say(f"weights are loaded from {folder}")
         place = {} if folder is None else {"hf_folder": str(folder)}
@@ -169,7 +169,6 @@ class CausalLM(LanguageModel):
     def _fit_problems(self, config: Any) -> Sequence[Finding]:
         """Look at the weights of a folder while planning; those of the hub are looked at when they
         are here."""
-        import torch
 
         from paceline.errors import DataError
         from paceline.workloads.hf.pretrained import check_weights, choose_weights
@@ -182,7 +181,7 @@ class CausalLM(LanguageModel):
                 settings.weights, settings.hf, self._folder(settings.hf)
             )
             if folder is not None and source == "load":
-                with torch.device("meta"):
+                with on_meta():
                     check_weights(self.build_model(config), folder)
         except DataError as error:
             what, _, hint = str(error).partition("\nhint: ")

@@ -6,12 +6,12 @@ blocks.N.ffn.gate_up       (2 F, D)          gate_proj, up_proj
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 from paceline.workloads.hf.model import build_from_config, require_extra
 from paceline.workloads.lm.model import LM
+from paceline.workloads.meta import on_meta
 
 SAME = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -28,7 +28,7 @@ OUTSIDE = {
 
 def as_llama(model: LM) -> nn.Module:
     """Return a LlamaForCausalLM with the weights of this model."""
-    with torch.device("meta"):
+    with on_meta():
         made = build_from_config("AutoModelForCausalLM", _llama_config(model), "sdpa")
     made.to_empty(device="cpu")
     ours = model.config

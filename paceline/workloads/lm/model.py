@@ -1,7 +1,7 @@
 """A decoder language model: RMSNorm, RoPE, grouped-query attention, SwiGLU, optional tied head.
 
 Attention goes by name: spelt out, through torch's SDPA, or through FlexAttention. Which kernel SDPA
-takes is a setting of the process (train/worker.py:apply_policy), not of the call.
+takes is a setting of the process (train/torch_settings.py:apply_policy), not of the call.
 
 Shape letters: B batch, T tokens, S keys, D model width, H query heads, K key/value heads, E head
 width, F width inside SwiGLU, V vocabulary.
@@ -248,7 +248,7 @@ class LM(nn.Module):
         self.blocks = nn.ModuleList(Block(config, impl) for _ in range(config.num_layers))
         self.tail = Tail(config)
         for name, table in zip(("rope_cos", "rope_sin"), self._rope_tables(), strict=True):
-            self.register_buffer(name, table, persistent=False)
+            self.register_buffer(name, table.to(torch.get_default_device()), persistent=False)
 
     def forward(
         self,
@@ -293,12 +293,14 @@ class LM(nn.Module):
             self.rope_sin.copy_(sin)
 
     def _rope_tables(self) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of every position's angle, (T, E), with both halves of E alike."""
-        E = self.config.head_dim
-        frequency = self.config.rope_theta ** (-torch.arange(0, E, 2, dtype=torch.float32) / E)
-        angle_TE = torch.outer(torch.arange(self.seq_len, dtype=torch.float32), frequency)
-        angle_TE = torch.cat((angle_TE, angle_TE), dim=-1)
-        return angle_TE.cos(), angle_TE.sin()
+        """Return cos and sin of every position's angle, (T, E), with both halves of E alike. On
+        the CPU: so they are the same on every device, and on meta torch would load its compiler."""
+        with torch.device("cpu"):
+            E = self.config.head_dim
+            frequency = self.config.rope_theta ** (-torch.arange(0, E, 2, dtype=torch.float32) / E)
+            angle_TE = torch.outer(torch.arange(self.seq_len, dtype=torch.float32), frequency)
+            angle_TE = torch.cat((angle_TE, angle_TE), dim=-1)
+            return angle_TE.cos(), angle_TE.sin()
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from paceline.workloads.hf.model import (
     check_keys,
     require_extra,
 )
+from paceline.workloads.speech_clip.wide_conv import quicken
 
 # Over what the config of an encoder comes with; keys of the user go over these.
 SPEECH_DEFAULTS: Mapping[str, Any] = {
@@ -33,6 +34,7 @@ SPEECH_DEFAULTS: Mapping[str, Any] = {
     "mask_time_prob": 0.0,
     "mask_feature_prob": 0.0,
 }
+MASKED = "paceline_sdpa"  # SDPA with a mask, as transformers is told to call it
 # Parameters that a file of weights need not have: they are not used, or have no trained value.
 SPARE = ("pooler.", "masked_spec_embed")
 
@@ -69,11 +71,17 @@ class SpeechClip(nn.Module):
         self.text.requires_grad_(False).eval()
         self.max_scale, self.negatives = 100.0, "local"
         self.capacity: int | None = None
+        self.train()
 
     def train(self, mode: bool = True) -> "SpeechClip":
-        """The text encoder says the same of the same words, whatever is done with the rest."""
+        """The text encoder says the same of the same words, whatever is done with the rest. Nor does
+        the stack of layers itself train, only what is in it: it would draw a number per layer to
+        see whether LayerDrop, which is refused, leaves it out; a graph would end there, and FLOPs
+        could not be counted."""
         super().train(mode)
         self.text.eval()
+        if (layers := getattr(self.speech, "encoder", None)) is not None:
+            layers.training = False
         return self
 
     @property
@@ -130,13 +138,31 @@ def fewest_samples(config: Any) -> int:
 def build_speech_clip(speech: Any, text: Any, settings: Any, impl: str) -> SpeechClip:
     """Build it from the configs of both encoders, with random weights."""
     width = None if settings.projection_dim == "text" else settings.projection_dim
-    hears = build_from_config("AutoModel", speech, impl)
-    reads = build_from_config("AutoModel", text, impl)
+    hears = quicken(keep_masks(build_from_config("AutoModel", speech, impl)))
+    reads = keep_masks(build_from_config("AutoModel", text, impl))
     model = SpeechClip(hears, reads, width, settings.dropout)
     with torch.no_grad():
         model.log_scale.fill_(math.log(settings.scale))
     model.max_scale = settings.max_scale
     return model
+
+
+def keep_masks(encoder: nn.Module) -> nn.Module:
+    """Let attention by SDPA always have its mask. transformers leaves it out where nothing is padded,
+    and to know that the host waits for the device, twice in every step; and no shapes can be computed
+    without data, so nobody could count FLOPs."""
+    if encoder.config._attn_implementation == "sdpa":  # type: ignore[union-attr]
+        transformers = require_extra()
+        sdpa = require_extra("transformers.integrations.sdpa_attention").sdpa_attention_forward
+        transformers.AttentionInterface.register(MASKED, sdpa)
+        transformers.AttentionMaskInterface.register(MASKED, _whole_mask)
+        encoder.config._attn_implementation = MASKED  # type: ignore[union-attr,assignment]
+    return encoder
+
+
+def _whole_mask(*args: Any, **more: Any) -> Any:
+    make_mask = require_extra("transformers.masking_utils").sdpa_mask
+    return make_mask(*args, **{**more, "allow_is_bidirectional_skip": False})
 
 
 def load_encoder(model: nn.Module, folder: Path, impl: str, spare: tuple[str, ...] = SPARE) -> None:

@@ -1,0 +1,116 @@
+"""`paceline drill` from a fault to an answer: train with it planted, judge, compare.
+
+    paceline drill lm_tiny --fault slow_forward launch.nproc=2
+
+The run is one like any other; the only thing that knows of the fault is the rank that has it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, Outcome
+from paceline.health import judge, read_evidence
+from paceline.job import Job, load_job
+from paceline.launch.rendezvous import Rendezvous
+from paceline.records import Result
+from paceline.records.drills import Drill, Fault
+from paceline.records.findings import Finding
+from paceline.records.rundir import RunDir
+from paceline.records.words import did_you_mean
+from paceline.run.flow import Talk, decide, prepare, run_decided
+
+# What a drill needs unless the user says otherwise: enough steps, and an end where it hangs.
+DEFAULTS = {"train.steps": "60", "launch.progress_s": "20", "launch.max_restarts": "0"}
+
+
+class DrillEnd:
+    """What came of a drill: the run, all that was found, and the finding that names the fault."""
+
+    def __init__(self, drill: Drill, result: Result, found: Sequence[Finding]) -> None:
+        self.drill, self.result, self.found = drill, result, list(found)
+        self.named = next((f for f in self.found if names_fault(drill, f)), None)
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome.OK if self.named is not None else Outcome.CHECK_FAILED
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `--json` prints of it."""
+        return {
+            "drill": self.drill.model_dump(mode="json"),
+            "named": self.named is not None,
+            "findings": [finding.model_dump(mode="json") for finding in self.found],
+            "run_dir": self.result.run_dir,
+            "outcome": str(self.result.outcome),
+        }
+
+
+def names_fault(drill: Drill, finding: Finding) -> bool:
+    """Tell whether a finding is the right one: its kind, the rank where one has it, and the part of
+    the step where it is about one."""
+    fault = drill.fault
+    if finding.kind not in fault.found_as:
+        return False
+    if fault.phase is not None and not fault.is_everywhere:
+        return finding.rank == drill.rank and finding.evidence.get("part") == fault.phase
+    is_about_all = fault.is_everywhere or fault in (Fault.NAN, Fault.FULL_DISK)
+    return is_about_all or finding.rank == drill.rank
+
+
+def which_faults(names: Sequence[str]) -> list[Fault]:
+    """Return the faults that were asked for; all of them where none was."""
+    known = [str(fault) for fault in Fault]
+    if wrong := [name for name in names if name not in known]:
+        raise ConfigError(
+            [
+                f"{name!r} is no fault that can be planted\n"
+                f"hint: {did_you_mean(name, known)}one of {', '.join(known)}"
+                for name in wrong
+            ]
+        )
+    return [Fault(name) for name in names] or list(Fault)
+
+
+def load_drilled(source: str, overrides: Sequence[str]) -> Job:
+    """Load the job, with what a drill needs where the user has not set it."""
+    given = {word.partition("=")[0].lstrip("+") for word in overrides}
+    more = [f"{key}={value}" for key, value in DEFAULTS.items() if key not in given]
+    if {"train.epochs"} & given:
+        more = [word for word in more if not word.startswith("train.steps")]
+    return load_job(source, [*more, *overrides])
+
+
+def run_drill(
+    job: Job, drill: Drill, out: Path | None, talk: Talk, rendezvous: Rendezvous | None = None
+) -> DrillEnd:
+    """Train a job with a fault planted, and say whether it was named."""
+    RunDir.require_place(out)
+    env, plan = decide(job, rendezvous.topology if rendezvous else None)
+    require_possible(drill, plan.world_size, plan.steps)
+    decided = replace(prepare(job, env, plan, talk, rendezvous), drill=drill)
+    result = run_decided(decided, out, talk)
+    run = RunDir(Path(result.run_dir))
+    return DrillEnd(drill, result, judge(read_evidence(run)))
+
+
+def require_possible(drill: Drill, world_size: int, num_steps: int) -> None:
+    """Refuse a drill in which nothing would happen."""
+    problems = []
+    if drill.rank >= world_size:
+        problems.append(
+            f"the fault is for rank {drill.rank}, and there are {world_size}\n"
+            "hint: launch.nproc=2, or --rank 0"
+        )
+    if world_size == 1 and (drill.fault.found_as[0] in ("straggler", "desync")):
+        problems.append(
+            f"{drill.fault} is about ranks that differ, and there is one\nhint: launch.nproc=2"
+        )
+    if num_steps and num_steps < drill.step + 20:
+        problems.append(
+            f"the fault begins at step {drill.step} of {num_steps}: too late to be seen\n"
+            f"hint: train.steps={drill.step + 30}, or an earlier --step"
+        )
+    if problems:
+        raise ConfigError(problems)

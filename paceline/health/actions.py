@@ -1,0 +1,38 @@
+"""What a broken rule leads to: all through files that a live run looks at anyway."""
+
+from contextlib import suppress
+
+from paceline.config.health import Action, RulesConfig
+from paceline.records.files import write_atomic
+from paceline.records.findings import Finding
+from paceline.records.rundir import RunDir
+
+
+def action_for(rules: RulesConfig, kind: str) -> Action:
+    """Return what is done about findings of a kind; a verdict, which has no rule, is only told."""
+    asked: Action = getattr(rules, kind, "warn")
+    return asked if isinstance(asked, str) else "warn"
+
+
+def act_on(run: RunDir, finding: Finding, action: Action) -> str:
+    """Do what the rule asks for beside the word; return what was done, empty for nothing. It never
+    waits, and a disk that takes no file ends nothing."""
+    if action in ("off", "warn"):
+        return ""
+    with suppress(OSError):
+        run.dump_request.parent.mkdir(exist_ok=True)
+        if action == "dump":
+            run.dump_request.touch()
+            return "asked for the stacks of all ranks"
+        if action == "checkpoint":
+            run.checkpoint_request.touch()
+            return "asked for a checkpoint"
+        halt(run, finding.kind)
+        return "asked all ranks to stop (.HALT)"
+    return f"{action} could not be asked for: the disk takes no file"
+
+
+def halt(run: RunDir, kind: str) -> None:
+    """Ask all ranks to write a checkpoint and stop, and leave the reason beside it."""
+    write_atomic(run.anomaly, f"{kind}\n")
+    write_atomic(run.halt, f"halt: {kind}\n")

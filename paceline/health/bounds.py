@@ -1,0 +1,205 @@
+"""Why a step takes as long as it does: the verdicts, each with its numbers and what to try first.
+
+shares of a step    data        the least that any rank waits for its loader
+                    exchange    the least that any rank is in collectives: nobody waits there
+                                for a late one, so it is transfer that nothing hides
+                    imbalance   what the others are in them beyond that
+                    idle GPU    by telemetry: no kernel was running
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from paceline.health.evidence import Evidence
+from paceline.health.stragglers import gpu_samples
+from paceline.health.work import Work
+from paceline.records.findings import Finding, finite
+from paceline.records.phases import Phase
+from paceline.records.words import duration, number, size
+
+MIN_STEPS = 10
+IMBALANCE_SHARE = 0.15
+
+
+def find_bounds(evidence: Evidence, work: Work, slow: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield what the run is bound by; where nothing holds it up, that it computes."""
+    if len(work.steps) < MIN_STEPS:
+        return
+    found = [
+        *_data(evidence, work),
+        *_exchange(evidence, work),
+        *(_imbalance(evidence, work) if not slow else ()),
+        *_host(evidence, work),
+        *_memory(evidence, work),
+    ]
+    yield from found
+    if not found and not slow and not evidence.is_live:
+        yield _compute(evidence, work)
+
+
+def _data(evidence: Evidence, work: Work) -> Iterator[Finding]:
+    share = float(np.median(work.own[Phase.DATA] / work.wall, axis=1).min())
+    if share < evidence.rules.data_starvation_share:
+        return
+    workers = evidence.plan.loader_workers.value if evidence.plan is not None else 0
+    stage = (
+        f"its {workers} loader processes are too slow together"
+        if workers
+        else "samples are read and put together in the rank's own process, between two steps"
+    )
+    tried = f"{workers},{max(1, 2 * workers)},{max(2, 4 * workers)}"
+    yield Finding(
+        kind="bound_by_data",
+        severity="note",
+        words=f"bound by data: {share:.0%} of each {duration(work.step_s)}; {stage}",
+        evidence=finite({"share": share, "num_workers": workers}),
+        to_try=_sweep(f"data.num_workers={tried}"),
+    )
+
+
+def _exchange(evidence: Evidence, work: Work) -> Iterator[Finding]:
+    """A pipeline has no exchange to speak of: what it waits for is another stage."""
+    if not work.is_whole or len(work.ranks) < 2 or _is_pipeline(evidence):
+        return
+    seconds = float(np.median(work.blocked.min(axis=0)))
+    share = seconds / work.step_s
+    if share < evidence.rules.exchange_share:
+        return
+    plan, told, rate = evidence.plan, "", None
+    if plan is not None and plan.exchange.sent:
+        # A ring sends each byte twice, but for each rank's own part (nccl-tests' busbw).
+        moved = 2 * (len(work.ranks) - 1) / len(work.ranks) * plan.exchange.sent
+        rate = moved / seconds / 1e9
+        told = f": {size(plan.exchange.sent)} of gradients at {number(rate, 3)} GB/s"
+        if evidence.link_gb_per_s:
+            told += f", where paceline check measured {number(evidence.link_gb_per_s, 3)} GB/s"
+    yield Finding(
+        kind="bound_by_exchange",
+        severity="note",
+        words=f"bound by the exchange: even the last rank is {duration(seconds)} of each"
+        f" {duration(work.step_s)} in it ({share:.0%}){told}",
+        evidence=finite(
+            {
+                "share": share,
+                "exchange_s": seconds,
+                "gb_per_s": rate,
+                "link": evidence.link_gb_per_s,
+            }
+        ),
+        to_try=f"train.grad_accum exchanges less often; {_sweep('train.grad_accum=1,2,4')}; or"
+        " paceline bench run ddp_compression",
+    )
+
+
+def _imbalance(evidence: Evidence, work: Work) -> Iterator[Finding]:
+    """Name it where no rank is always the slow one, and yet they wait for each other."""
+    if len(work.ranks) < 2 or not work.is_whole:
+        return
+    if _is_pipeline(evidence):
+        yield from _stages(evidence, work)
+        return
+    spread = work.total.max(axis=0) - np.median(work.total, axis=0)
+    apart_s = float(np.median(spread))
+    share = apart_s / work.step_s
+    if share > IMBALANCE_SHARE:
+        yield Finding(
+            kind="bound_by_imbalance",
+            severity="note",
+            words=f"bound by imbalance: in each step some rank takes {duration(apart_s)} longer"
+            f" than the middle one ({share:.0%} of a step), but not always the same",
+            evidence=finite({"share": share, "apart_s": apart_s}),
+            to_try="samples of like length together: data.buckets=16",
+        )
+
+
+def _stages(evidence: Evidence, work: Work) -> Iterator[Finding]:
+    plan = evidence.plan.pipeline if evidence.plan is not None else None
+    facts = evidence.result.pipeline if evidence.result is not None else None
+    if plan is None or facts is None:
+        return
+    shares = {rank.rank: rank.busy_s for rank in facts.ranks}
+    slowest = max(shares, key=lambda rank: shares[rank])
+    mean_s = float(np.mean(list(shares.values())))
+    over = shares[slowest] / mean_s - 1 if mean_s else 0.0
+    if over > IMBALANCE_SHARE:
+        yield Finding(
+            kind="bound_by_imbalance",
+            severity="note",
+            words=f"bound by uneven stages: rank {slowest} is busy for {duration(shares[slowest])}"
+            f" of a pass, the mean rank for {duration(mean_s)} ({over:.0%} less)",
+            evidence=finite({"share": over, "busy_s": shares}),
+            to_try="another cut of the model, or a schedule with more stages a rank"
+            " (paceline plan --schedule compares them)",
+        )
+
+
+def _host(evidence: Evidence, work: Work) -> Iterator[Finding]:
+    """A GPU that is idle while nobody waits for data or others lacks work from its host."""
+    gpus = gpu_samples(evidence)
+    used = [
+        r.values["utilisation_percent"]
+        for rows in gpus.values()
+        for r in rows[5:]
+        if "utilisation_percent" in r.values
+    ]
+    if len(used) < 5:
+        return
+    waits = float(np.median(work.own[Phase.DATA] / work.wall) + np.median(work.blocked / work.wall))
+    idle = 1 - float(np.median(used)) / 100 - waits
+    if idle > evidence.rules.host_share:
+        yield Finding(
+            kind="bound_by_host",
+            severity="note",
+            words=f"bound by the host: GPUs have nothing to run for {idle:.0%} of a step, beside"
+            " data and exchange: kernels are too small, or launched too slowly",
+            evidence=finite({"idle_share": idle, "utilisation_percent": np.median(used)}),
+            to_try="paceline bench run compile; a larger train.micro_batch_size",
+        )
+
+
+def _memory(evidence: Evidence, work: Work) -> Iterator[Finding]:
+    tables = evidence.telemetry.values()
+    retries = [
+        row.values["alloc_retries"] for t in tables for row in t if "alloc_retries" in row.values
+    ]
+    if retries and max(retries) > 0:
+        yield Finding(
+            kind="bound_by_memory",
+            severity="warning",
+            words=f"bound by memory: the allocator had to free its cache and ask again"
+            f" {max(retries):.0f} times, each of which waits for the device",
+            evidence=finite({"alloc_retries": max(retries)}),
+            to_try="a smaller train.micro_batch_size with more train.grad_accum, or"
+            " train.recompute=selective",
+        )
+
+
+def _compute(evidence: Evidence, work: Work) -> Finding:
+    own = {str(p): float(np.median(part)) for p, part in work.own.items()}
+    share = evidence.result.matmul_share if evidence.result is not None else None
+    told = f", at {share:.0%} of the matmul rate of paceline check" if share is not None else ""
+    recompute = evidence.plan.recompute.value if evidence.plan is not None else "none"
+    again = "; recomputation repeats forward passes" if recompute == "full" else ""
+    return Finding(
+        kind="compute_bound",
+        severity="note",
+        words=f"compute-bound: {_share(own, work, Phase.FORWARD, Phase.BACKWARD):.0%} of each"
+        f" {duration(work.step_s)} is forward and backward{told}{again}",
+        evidence=finite({"own_s": own, "step_s": work.step_s, "matmul_share": share}),
+        to_try="paceline bench run compile"
+        if evidence.plan is None or not evidence.plan.on_gpu
+        else "paceline bench run sdpa_backends; paceline bench run compile",
+    )
+
+
+def _share(own: dict[str, float], work: Work, *phases: Phase) -> float:
+    return sum(own.get(str(phase), 0.0) for phase in phases) / work.step_s
+
+
+def _is_pipeline(evidence: Evidence) -> bool:
+    return evidence.plan is not None and evidence.plan.pipeline is not None
+
+
+def _sweep(axis: str) -> str:
+    return f"paceline sweep RUN_DIR/run.yaml --axis {axis}"

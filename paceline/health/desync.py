@@ -1,0 +1,151 @@
+"""Do ranks run the same collectives: by their counts while they run, by torch's flight recorder
+once one has failed. (The recorder: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from statistics import median_low
+from typing import Any
+
+from paceline.health.evidence import Evidence
+from paceline.records.base import Body
+from paceline.records.findings import Finding, finite
+from paceline.records.words import count
+
+SIZES_DIFFER = re.compile(
+    r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)"  # how gloo says it
+)
+FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+Call = tuple[str, str]  # what, and on which shapes
+DESYNC_HINT = (
+    "a collective that only some ranks call: look for an `if rank == 0` around one; the numbers"
+    " since then are wrong"
+)
+
+
+def find_desync(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the ranks that have run fewer or more collectives than the others, and the first
+    collective to which ranks have given other shapes."""
+    yield from _by_counts(evidence)
+    told = list(compare_calls(evidence.collectives))
+    yield from told or _by_logs(evidence)
+
+
+def _by_counts(evidence: Evidence) -> Iterator[Finding]:
+    """Compare the counts of all ranks at the end of the same step: equal, or some rank has left one
+    out. What a rank usually begins in a step is taken off: ranks of a pipeline differ in that."""
+    counts = {
+        rank: dict(zip(known.column("step"), known.column("collectives"), strict=True))
+        for rank, table in evidence.steps.items()
+        if len(known := table.known("collectives"))
+    }
+    if len(counts) < 2:
+        return
+    common = sorted(set.intersection(*(set(steps) for steps in counts.values())))
+    for step in common[1:]:
+        made = {r: _beyond_usual(of, common[0], step) for r, of in counts.items()}
+        usual, _ = Counter(made.values()).most_common(1)[0]
+        odd = [rank for rank, number in made.items() if number != usual]
+        if not odd:
+            continue
+        # Of two ranks neither is in the majority: who has run fewer has left one out.
+        rank = min(made, key=lambda r: made[r]) if len(made) == 2 else odd[0]
+        other = next(r for r in made if made[r] != made[rank])
+        apart = made[rank] - made[other]
+        yield Finding(
+            kind="desync",
+            rank=rank,
+            step=int(step),
+            severity="error",
+            words=f"rank {rank} has run {count(abs(apart), 'collective')}"
+            f" {'fewer' if apart < 0 else 'more'} than rank {other} by the end of step {step}: from"
+            " there on they sum what does not belong together",
+            evidence=finite({"step": int(step), "collectives": made}),
+            to_try=DESYNC_HINT,
+        )
+        return
+
+
+def _beyond_usual(counts: Mapping[int, int], first: int, step: int) -> int:
+    """Return the collectives since step `first` that are more, or less, than a rank's usual."""
+    return int(counts[step] - counts[first]) - _usual(counts) * (step - first)
+
+
+def _usual(counts: Mapping[int, int]) -> int:
+    values = list(counts.values())
+    return int(median_low([b - a for a, b in zip(values, values[1:], strict=False)] or [0]))
+
+
+def _by_logs(evidence: Evidence) -> Iterator[Finding]:
+    """Look for what gloo says as it ends the process: it knows that sizes differ, not whose."""
+    for rank, text in evidence.logs.items():
+        if found := SIZES_DIFFER.search(text):
+            at = _own_line(text)
+            yield Finding(
+                kind="shapes_differ",
+                severity="error",
+                words=f"ranks gave other shapes to one collective: rank {rank} was sent"
+                f" {found[1]} bytes of it where it expected {found[2]}"
+                + (f", in {at}" if at else ""),
+                evidence=finite({"rank": rank, "sent": int(found[1]), "expected": int(found[2])}),
+                to_try="print the shapes on each rank before that line; pad to one shape, or leave"
+                " no rank out of a collective",
+            )
+            return
+
+
+def _own_line(text: str) -> str:
+    """Return `job.py:14 in loss`: the line of the job that stood in the collective."""
+    current = text.rpartition("Current thread")[2] or text
+    for file, line, name in FRAME.findall(current):
+        if not any(part in file for part in ("site-packages", "/paceline/", "/lib/python")):
+            return f"{PurePath(file).name}:{line} in {name}"
+    return ""
+
+
+def compare_calls(dumps: Mapping[int, Body]) -> Iterator[Finding]:
+    """Yield where the flight recorders of ranks first disagree: another collective, or other
+    shapes, under the same number of one group."""
+    calls = {rank: _calls(body) for rank, body in dumps.items()}
+    calls = {rank: found for rank, found in calls.items() if found}
+    if len(calls) < 2:
+        return
+    for key in sorted(set.intersection(*(set(found) for found in calls.values()))):
+        made = {rank: found[key] for rank, found in calls.items()}
+        if len(set(made.values())) == 1:
+            continue
+        usual, _ = Counter(made.values()).most_common(1)[0]
+        odd = [rank for rank, call in made.items() if call != usual]
+        is_shape = len({what for what, _ in made.values()}) == 1
+        told = "; ".join(f"rank {r}: {what} of {shape}" for r, (what, shape) in made.items())
+        yield Finding(
+            kind="shapes_differ" if is_shape else "desync",
+            rank=odd[0] if len(odd) == 1 and len(made) > 2 else None,
+            severity="error",
+            words=f"ranks do not agree about collective {key[1]} of group {key[0]}: {told}",
+            evidence=finite(
+                {
+                    "group": key[0],
+                    "number": key[1],
+                    "calls": {r: " ".join(c) for r, c in made.items()},
+                }
+            ),
+            to_try="pad to one shape before the collective" if is_shape else DESYNC_HINT,
+        )
+        return
+
+
+def _calls(body: Body) -> dict[tuple[str, int], Call]:
+    """Return what a dump says was called, by group and number; calls between two ranks, which have
+    no counterpart of the same shape on all, are left out."""
+    entries: Any = body.get("entries")
+    found = {}
+    for entry in entries if isinstance(entries, Sequence) else ():
+        if isinstance(entry, dict) and not entry.get("is_p2p"):
+            group = entry.get("process_group") or ["?"]
+            key = str(group[0]), int(entry.get("collective_seq_id") or 0)
+            sizes = entry.get("input_sizes")
+            found[key] = (str(entry.get("profiling_name")), str(sizes))
+    return found

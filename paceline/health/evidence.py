@@ -1,0 +1,172 @@
+"""What a judgement is made from: the tables and records of a run, as far as they are there."""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from paceline.config.health import RulesConfig
+from paceline.config.plain import read_plain
+from paceline.errors import PacelineError
+from paceline.machine.measures import load_link
+from paceline.records import Audit, Env, LaunchPlan, Plan, RankVerdict, Record, Result
+from paceline.records.base import Body, load_map
+from paceline.records.cells import DTYPES
+from paceline.records.columns import Layout, Row, Table
+from paceline.records.heartbeats import Beat, last_beat
+from paceline.records.rundir import RunDir
+from paceline.records.tables import (
+    STEPS,
+    TRAINING,
+    StepRow,
+    TelemetryRow,
+    TrainingRow,
+    read_steps,
+    read_telemetry,
+    read_training,
+)
+
+# Steps that are judged at the end of a run: the last ones, so that a run of a million reads as
+# fast as a short one.
+MAX_STEPS = 2000
+LOG_BYTES = 32 << 10  # of the end of a log: a crash with its stacks
+Known = TypeVar("Known", bound=Record)
+
+
+def empty_table(layout: Layout[Row]) -> Table[Row]:
+    """Return a table without rows."""
+    return Table(
+        layout,
+        {name: np.empty(0, DTYPES[kind]) for name, kind in layout.columns.items()},
+        {name: np.empty(0, bool) for name in layout.optional},
+    )
+
+
+@dataclass(frozen=True)
+class Heart:
+    """The last heartbeat of a rank, and when its file was last written by the clock of who keeps
+    the file."""
+
+    beat: Beat
+    written_at: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a run. All of it may be missing but the number of ranks: a run that has just
+    begun, one that died, one of another trainer. `now` is the time of who looks, where it lives."""
+
+    num_ranks: int
+    rules: RulesConfig = RulesConfig()
+    steps: Mapping[int, Table[StepRow]] = field(default_factory=dict)  # by rank
+    training: Table[TrainingRow] = field(default_factory=lambda: empty_table(TRAINING))
+    telemetry: Mapping[int, Table[TelemetryRow]] = field(default_factory=dict)  # by rank
+    hearts: Mapping[int, Heart] = field(default_factory=dict)
+    plan: Plan | None = None
+    env: Env | None = None
+    audit: Audit | None = None
+    launch: LaunchPlan | None = None
+    result: Result | None = None
+    verdicts: Mapping[int, RankVerdict] = field(default_factory=dict)
+    collectives: Mapping[int, Body] = field(default_factory=dict)  # of ranks that failed
+    logs: Mapping[int, str] = field(default_factory=dict)  # the ends of those, of a run that failed
+    link_gb_per_s: float | None = None  # the slowest link, as `paceline check` measured it
+    now: float | None = None
+    idle_s: float | None = None  # for how long no rank has begun a step, where it lives
+
+    @property
+    def is_live(self) -> bool:
+        return self.now is not None
+
+    def steps_of(self, rank: int) -> Table[StepRow]:
+        return self.steps.get(rank) or empty_table(STEPS)
+
+
+def read_evidence(run: RunDir, now: float | None = None) -> Evidence:
+    """Read what a run has recorded. A file that is damaged counts as absent: a judgement of the
+    rest is better than none. `now`: it lives."""
+    plan = _load(run.plan, Plan)
+    num_ranks = plan.world_size if plan is not None else _count_ranks(run)
+    ranks = range(num_ranks)
+    steps = {rank: _table(run.steps(rank)) for rank in ranks}
+    found = Evidence(
+        num_ranks,
+        rules=read_rules(run),
+        steps={rank: table[-MAX_STEPS:] for rank, table in steps.items() if table is not None},
+        hearts={r: heart for r in ranks if (heart := read_heart(run.heartbeat(r))) is not None},
+        plan=plan,
+        env=_load(run.env, Env),
+        audit=_load(run.audit, Audit),
+        launch=_load(run.launch, LaunchPlan),
+        result=_load(run.result, Result),
+        verdicts={r: v for r in ranks if (v := _load(run.verdict(r), RankVerdict)) is not None},
+        collectives={r: body for r in ranks if (body := _map(run.collectives(r))) is not None},
+        now=now,
+    )
+    if found.plan is not None and found.env is not None:
+        crew = found.plan.crew
+        link = load_link(found.env, crew.device.value, crew.num_nodes)
+        found = replace(found, link_gb_per_s=link.gb_per_s if link is not None else None)
+    if found.result is not None and found.result.failure is not None:
+        found = replace(found, logs={rank: _log_end(run.rank_log(rank)) for rank in ranks})
+    with suppress(PacelineError):
+        found = replace(found, training=read_training(run.training))
+    with suppress(PacelineError):
+        tables = {rank: read_telemetry(run.telemetry_of(rank)) for rank in ranks}
+        found = replace(found, telemetry=tables)
+    return found
+
+
+def read_rules(run: RunDir) -> RulesConfig:
+    """Return the rules of a run; the defaults where it has none, or some of another version."""
+    try:
+        asked = read_plain(run.config)["observe"]["rules"]
+        known = {key: asked[key] for key in RulesConfig.model_fields if key in asked}
+        return RulesConfig.model_validate(known)
+    except (PacelineError, KeyError, TypeError, ValueError):
+        return RulesConfig()
+
+
+def read_heart(path: Path) -> Heart | None:
+    try:
+        written_at = path.stat().st_mtime
+    except OSError:
+        return None
+    beat = last_beat(path)
+    return Heart(beat, written_at) if beat.time else None
+
+
+def _table(path: Path) -> Table[StepRow] | None:
+    with suppress(PacelineError):
+        return read_steps(path)
+    return None
+
+
+def _map(path: Path) -> Body | None:
+    with suppress(PacelineError):
+        return load_map(path) if path.is_file() else None
+    return None
+
+
+def _load(path: Path, kind: type[Known]) -> Known | None:
+    with suppress(PacelineError):
+        return kind.load(path)
+    return None
+
+
+def _log_end(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _count_ranks(run: RunDir) -> int:
+    numbers = [folder.name.removeprefix("rank") for folder in run.ranks.glob("rank*")]
+    return 1 + max((int(number) for number in numbers if number.isdigit()), default=0)

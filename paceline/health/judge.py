@@ -1,0 +1,40 @@
+"""From what a run has recorded to what is found: the one entry for all who judge."""
+
+from collections.abc import Iterator
+
+from paceline.health.actions import action_for
+from paceline.health.bounds import find_bounds
+from paceline.health.desync import find_desync
+from paceline.health.endings import find_ending
+from paceline.health.evidence import Evidence
+from paceline.health.rules import find_unhealthy
+from paceline.health.stragglers import find_spikes, find_stragglers
+from paceline.health.work import measure_work
+from paceline.records.findings import Finding, sort_findings
+
+
+def judge(evidence: Evidence) -> list[Finding]:
+    """Return what there is to say of a run, the gravest first. Pure: nothing is read or written."""
+    found = {finding.key: finding for finding in _judge(evidence)}
+    wanted = [f for f in found.values() if action_for(evidence.rules, f.kind) != "off"]
+    return sort_findings(wanted)
+
+
+def judge_ranks(evidence: Evidence) -> list[Finding]:
+    """Return who is slow and who has left a collective out: what a live run is asked often."""
+    work = measure_work(evidence)
+    slow = find_stragglers(evidence, work) if work is not None else ()
+    found = [*find_desync(evidence), *slow]
+    return [f for f in found if action_for(evidence.rules, f.kind) != "off"]
+
+
+def _judge(evidence: Evidence) -> Iterator[Finding]:
+    yield from find_ending(evidence)
+    yield from find_desync(evidence)
+    work = measure_work(evidence)
+    yield from find_unhealthy(evidence, work)
+    if work is not None:
+        slow = list(find_stragglers(evidence, work))
+        yield from slow
+        yield from find_spikes(evidence, work)
+        yield from find_bounds(evidence, work, slow)

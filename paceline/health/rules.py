@@ -1,0 +1,333 @@
+"""Is it healthy: the rules about loss, gradient, speed, memory, GPUs, clocks and equal shares."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.health.evidence import Evidence
+from paceline.health.stragglers import gpu_samples
+from paceline.health.work import Work
+from paceline.records.findings import Finding, finite
+from paceline.records.phases import Phase
+from paceline.records.tables import TelemetryRow
+from paceline.records.words import count, duration, number, size
+
+Values = NDArray[np.float64]
+MIN_STEPS = 20  # from which a level of loss, gradient or speed is known
+MIN_DRIFT_STEPS = 200
+NORMAL = 1.4826  # by which a median deviation is that of a normal distribution
+MINUTE = 60.0
+GPU_MIB_SHARE = 0.2
+FLAT_STEPS = 10
+# NVML's reasons for a lower clock that are faults: power and heat, by software or hardware.
+THROTTLE_BITS = {
+    0x4: "its power limit", 0x8: "a hardware slowdown", 0x20: "heat (software)",
+    0x40: "heat (hardware)", 0x80: "a power brake",
+}  # fmt: skip
+
+
+def find_unhealthy(evidence: Evidence, work: Work | None) -> Iterator[Finding]:
+    """Yield what breaks a rule, whether the run lives or is over."""
+    yield from _loss(evidence)
+    yield from _gradient(evidence)
+    yield from _drift(evidence)
+    yield from _memory(evidence)
+    yield from _gpus(evidence)
+    yield from _skew(evidence)
+    yield from _units(evidence)
+    if work is not None:
+        yield from _starvation(evidence, work)
+    if evidence.is_live:
+        yield from _stalls(evidence)
+
+
+def _loss(evidence: Evidence) -> Iterator[Finding]:
+    rows, rules = evidence.training, evidence.rules
+    losses, steps = rows.column("loss"), rows.column("step")
+    bad = rows.column("skipped") | ~np.isfinite(losses)
+    if bad.any():
+        first = int(steps[bad][0])
+        times = count(int(bad.sum()), "step")
+        yield Finding(
+            kind="nan_loss",
+            step=first,
+            severity="error" if bad[-1] else "warning",
+            words=f"loss or gradient was not finite in {times}, first in step {first}; their"
+            " updates were left out",
+            evidence=finite({"num_steps": int(bad.sum()), "steps": steps[bad][:8].tolist()}),
+            to_try="a lower optim.lr or optim.clip=1; observe.sample_ids=true names the samples",
+        )
+    losses, steps = losses[~bad], steps[~bad]
+    if len(losses) > MIN_STEPS and (spikes := _jumps(losses, rules.loss_spike_sigmas)):
+        last = spikes[-1]
+        yield Finding(
+            kind="loss_spike",
+            step=int(steps[last]),
+            words=f"the loss jumped to {number(losses[last])} in step {steps[last]}, from"
+            f" {number(float(np.median(losses[max(0, last - MIN_STEPS) : last])))} before"
+            + (f" (the last of {len(spikes)} such steps)" if len(spikes) > 1 else ""),
+            evidence=finite({"steps": [int(steps[n]) for n in spikes[-8:]], "loss": losses[last]}),
+            to_try="a lower optim.lr, a longer warm-up, optim.clip=1",
+        )
+    yield from _plateau(losses, steps, rules.loss_plateau_steps)
+
+
+def _jumps(losses: Values, sigmas: float) -> list[int]:
+    """Return where the loss is above that of the steps before it by `sigmas` times what it usually
+    differs by from one step to the next."""
+    usual = NORMAL * float(np.median(np.abs(np.diff(losses)))) or 1e-12
+    found = []
+    for place in np.flatnonzero(np.diff(losses) > sigmas * usual) + 1:
+        before = losses[max(0, place - MIN_STEPS) : place]
+        level = float(np.median(before))
+        if len(before) >= MIN_STEPS and losses[place] - level > max(
+            sigmas * usual, 0.1 * abs(level)
+        ):
+            found.append(int(place))
+    return found
+
+
+def _plateau(losses: Values, steps: Values, span: int) -> Iterator[Finding]:
+    if len(losses) < 2 * span:
+        return
+    new, old = losses[-span:], losses[-2 * span : -span]
+    gain = float(old.mean() - new.mean())
+    noise = float(np.sqrt((new.var() + old.var()) / span))
+    if gain < noise:
+        yield Finding(
+            kind="loss_plateau",
+            step=int(steps[-1]),
+            severity="note",
+            words=f"the loss no longer falls: {number(float(new.mean()))} over the last {span:,}"
+            f" steps, {number(float(old.mean()))} over as many before",
+            evidence=finite({"mean": new.mean(), "before": old.mean(), "num_steps": span}),
+            to_try="end the run, or lower the learning rate (optim.schedule)",
+        )
+
+
+def _gradient(evidence: Evidence) -> Iterator[Finding]:
+    rows, limit = evidence.training, evidence.rules.gradient_explosion_factor
+    is_known = np.isfinite(rows.column("grad_norm")) & ~rows.column("skipped")
+    norms, steps = rows.column("grad_norm")[is_known], rows.column("step")[is_known]
+    if (zeros := norms == 0.0).any():
+        first = int(steps[zeros][0])
+        yield Finding(
+            kind="zero_grad",
+            step=first,
+            severity="error",
+            words=f"the gradient norm is 0 in {count(int(zeros.sum()), 'step')}, first in step"
+            f" {first}: nothing is learnt there",
+            evidence=finite({"num_steps": int(zeros.sum()), "first_step": first}),
+            to_try="look for a detached loss, a frozen model (optim.freeze) or a mask of zeros",
+        )
+    usual = float(np.median(norms)) if len(norms) > MIN_STEPS else 0.0
+    if usual > 0 and (large := norms > limit * usual).any():
+        last = int(steps[large][-1])
+        yield Finding(
+            kind="gradient_explosion",
+            step=last,
+            words=f"the gradient norm was {number(float(norms[large][-1]))} in step {last}, the"
+            f" median is {number(usual)}",
+            evidence=finite(
+                {"largest": norms.max(), "median": usual, "steps": steps[large][-8:].tolist()}
+            ),
+            to_try="optim.clip=1, a lower optim.lr, a longer warm-up",
+        )
+
+
+def _drift(evidence: Evidence) -> Iterator[Finding]:
+    rows = evidence.training.pick(~evidence.training.column("warmup"))
+    if len(rows) < MIN_DRIFT_STEPS:
+        return
+    times, tenth = rows.column("step_s"), len(rows) // 10
+    # Behind the second tenth: caches fill and clocks settle in the first.
+    early, late = float(np.median(times[tenth : 2 * tenth])), float(np.median(times[-tenth:]))
+    if late > (1 + evidence.rules.throughput_drift_share) * early:
+        yield Finding(
+            kind="throughput_drift",
+            step=int(rows.column("step")[-1]),
+            words=f"steps have become slower: {duration(late)} in the last tenth of the run,"
+            f" {duration(early)} at its beginning ({late / early - 1:.0%} more)",
+            evidence=finite({"early_s": early, "late_s": late, "share": late / early - 1}),
+            to_try="look at memory growth, clocks and the disk in telemetry.csv",
+        )
+
+
+def _memory(evidence: Evidence) -> Iterator[Finding]:
+    limit = evidence.rules.memory_growth_mib_per_min
+    for rank, table in evidence.telemetry.items():
+        own = [row for row in table if row.source in ("host", "rank")]
+        yield from _growth(rank, own, "rss_bytes", limit, "its process")
+    for rank, rows in gpu_samples(evidence).items():
+        yield from _growth(rank, rows, "memory_bytes", GPU_MIB_SHARE * limit, "its GPU")
+
+
+def _growth(
+    rank: int, rows: list[TelemetryRow], name: str, limit: float, where: str
+) -> Iterator[Finding]:
+    """Judge by the slope behind the first fifth, in which everything grows, and only where nearly
+    all of it is growth: not one large allocation."""
+    known = [(row.time, row.values[name]) for row in rows if name in row.values]
+    known = known[len(known) // 5 :]
+    if len(known) < 10 or known[-1][0] - known[0][0] < min(MINUTE, 3.0 * len(known)):
+        return
+    times, held = (np.array(values) for values in zip(*known, strict=True))
+    slope, start = np.polyfit(times - times[0], held, 1)
+    spread = float(np.ptp(held)) or 1.0
+    residue = float(np.abs(held - (start + slope * (times - times[0]))).max())
+    per_minute = slope * MINUTE
+    if per_minute > limit * 2**20 and residue < 0.25 * spread and spread > 0.05 * held[0]:
+        yield Finding(
+            kind="memory_growth",
+            rank=rank,
+            words=f"memory of rank {rank} grows all the time ({where}): {size(per_minute)} a"
+            f" minute, from {size(held[0])} to {size(held[-1])}",
+            evidence=finite({"bytes_per_min": per_minute, "first": held[0], "last": held[-1]}),
+            to_try="look for lists that keep tensors, and for losses summed with their graph",
+        )
+
+
+def _gpus(evidence: Evidence) -> Iterator[Finding]:
+    gpus, share = gpu_samples(evidence), evidence.rules.gpu_throttle_share
+    for rank, rows in gpus.items():
+        busy = [row for row in rows if row.values.get("utilisation_percent", 100) > 50]
+        reasons = [int(row.values.get("throttle_reasons", 0)) for row in busy[-30:]]
+        named = {
+            w
+            for bit, w in THROTTLE_BITS.items()
+            if sum(bool(r & bit) for r in reasons) * 2 > len(reasons) > 4
+        }
+        clocks = np.array([row.values["clock_mhz"] for row in busy if "clock_mhz" in row.values])
+        if named and len(clocks) and float(np.median(clocks[-30:])) < (1 - share) * clocks.max():
+            now = float(np.median(clocks[-30:]))
+            yield Finding(
+                kind="gpu_throttle",
+                rank=rank,
+                words=f"the GPU of rank {rank} is throttled by {', '.join(sorted(named))}:"
+                f" {now:.0f} MHz, {clocks.max():.0f} at its best",
+                evidence=finite(
+                    {"clock_mhz": now, "best_mhz": clocks.max(), "reasons": sorted(named)}
+                ),
+                to_try="look at its cooling and power limit (nvidia-smi -q -d PERFORMANCE)",
+            )
+        for name, what in (("ecc_errors", "uncorrected ECC errors"), ("xid", "Xid")):
+            seen = [row.values[name] for row in rows if name in row.values]
+            if seen and max(seen) > (seen[0] if name == "ecc_errors" else 0):
+                yield Finding(
+                    kind="gpu_errors",
+                    rank=rank,
+                    severity="error",
+                    words=f"the GPU of rank {rank} reports {what}: {max(seen):.0f}",
+                    evidence=finite({name: max(seen)}),
+                    to_try="take that GPU out of the job; its driver's log (dmesg) says more",
+                )
+
+
+def _skew(evidence: Evidence) -> Iterator[Finding]:
+    """Compare each rank's clock with that of who keeps the files; a machine whose clock is off
+    writes moments of the past or the future."""
+    off = {rank: heart.beat.time - heart.written_at for rank, heart in evidence.hearts.items()}
+    usual = float(np.median(list(off.values()))) if off else 0.0
+    for rank, seconds in off.items():
+        if abs(seconds - usual) > evidence.rules.clock_skew_s and len(off) > 1:
+            yield Finding(
+                kind="clock_skew",
+                rank=rank,
+                words=f"the clock of rank {rank}'s machine is {duration(abs(seconds - usual))}"
+                f" {'ahead of' if seconds > usual else 'behind'} the others'",
+                evidence=finite({"skew_s": seconds - usual}),
+                to_try="start a time service (chronyd, systemd-timesyncd) on that machine",
+            )
+
+
+def _units(evidence: Evidence) -> Iterator[Finding]:
+    """Compare ranks' shares of a step: the largest holds all others up."""
+    tables = {r: t for r, t in evidence.steps.items() if len(t) and not t.is_empty["units"].all()}
+    if len(tables) < 2 or (evidence.plan is not None and evidence.plan.pipeline is not None):
+        return
+    length = min(len(table) for table in tables.values())
+    units = np.array([table.column("units")[-length:] for table in tables.values()])
+    usual = np.nanmedian(units, axis=0)
+    over = np.nanmedian(units / np.where(usual > 0, usual, np.nan), axis=1) - 1
+    largest = float(np.nanmedian(units.max(axis=0) / np.where(usual > 0, usual, np.nan))) - 1
+    if np.nanmax([largest, 0.0]) > evidence.rules.unequal_batches_share:
+        row = int(np.nanargmax(over))
+        always = over[row] > evidence.rules.unequal_batches_share
+        who = list(tables)[row] if always else None
+        yield Finding(
+            kind="unequal_batches",
+            rank=who,
+            words=f"ranks get unequal shares of a step: the largest has {largest:.0%} more than the"
+            " median one" + (f", and it is always rank {who}'s" if always else ""),
+            evidence=finite({"share": largest, "by_rank": dict(zip(tables, over, strict=True))}),
+            to_try="data.buckets puts samples of like length together; data.batch_by=length fills"
+            " batches evenly",
+        )
+
+
+def _starvation(evidence: Evidence, work: Work) -> Iterator[Finding]:
+    """Judge by the rank that waits least: where one alone does, it is a straggler."""
+    if Phase.DATA not in work.own:
+        return
+    shares = np.median(work.own[Phase.DATA] / work.wall, axis=1)
+    share = float(shares.min())
+    if share > evidence.rules.data_starvation_share:
+        waits_s = float(np.median(work.own[Phase.DATA]))
+        yield Finding(
+            kind="data_starvation",
+            step=int(work.steps[-1]),
+            words=f"all ranks wait for data: {duration(waits_s)} of each {duration(work.step_s)}"
+            f" ({share:.0%} of a step)",
+            evidence=finite({"share": share, "data_s": waits_s, "step_s": work.step_s}),
+            to_try=_loader_hint(evidence),
+        )
+
+
+def _loader_hint(evidence: Evidence) -> str:
+    workers = evidence.plan.loader_workers.value if evidence.plan is not None else 0
+    more = max(2, 2 * workers)
+    return (
+        f"data.num_workers={more} (now {workers}); a source that is slow itself needs a faster"
+        " disk, or data that is prepared once (paceline prepare)"
+    )
+
+
+def _stalls(evidence: Evidence) -> Iterator[Finding]:
+    """Judge a live run by the time of who looks."""
+    now, rules = evidence.now, evidence.rules
+    assert now is not None, "asked of a live run only"
+    for rank, heart in evidence.hearts.items():
+        silent_s = now - heart.written_at
+        if silent_s > rules.heartbeat_stall_s:
+            yield Finding(
+                kind="heartbeat_stall",
+                rank=rank,
+                step=heart.beat.step,
+                severity="error",
+                words=f"rank {rank} has written no heartbeat for {duration(silent_s)}: frozen, or"
+                f" stuck in C code in {heart.beat.phase} of step {heart.beat.step}",
+                evidence=finite({"silent_s": silent_s, "phase": heart.beat.phase}),
+                to_try=f"ranks/rank{rank}/stacks.txt; launch.progress_s ends such a run",
+            )
+    yield from _flatline(evidence, now)
+
+
+def _flatline(evidence: Evidence, now: float) -> Iterator[Finding]:
+    moved = [heart.beat for heart in evidence.hearts.values()]
+    times = evidence.training.column("step_s")
+    if not moved or min(beat.step for beat in moved) == 0 or evidence.idle_s is None:
+        return
+    usual_s = float(np.median(times)) if len(times) else 0.0
+    limit_s = max(evidence.rules.throughput_flatline_s, FLAT_STEPS * usual_s)
+    if evidence.idle_s > limit_s:
+        behind = min(moved, key=lambda beat: (beat.step, beat.marks))
+        yield Finding(
+            kind="throughput_flatline",
+            step=behind.step,
+            severity="error",
+            words=f"no step has ended for {duration(evidence.idle_s)}: step {behind.step} stands in"
+            f" {behind.phase} on rank {behind.rank}",
+            evidence=finite({"idle_s": evidence.idle_s, "step_s": usual_s, "rank": behind.rank}),
+            to_try="touch control/dump in the run directory for the stacks of all ranks",
+        )

@@ -1,0 +1,212 @@
+"""Who is slow, by its own work; and who only stalls now and then, which is another thing."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.health.evidence import Evidence
+from paceline.health.work import Work
+from paceline.records.findings import Finding, finite
+from paceline.records.phases import Phase
+from paceline.records.tables import TelemetryRow
+from paceline.records.words import count, duration
+
+# A rank is slow when it is in four of five steps: a stall in some of them is a spike.
+STEADY_SHARE = 0.2
+# Shares of the FLOPs do not tell the time of stages to the percent: what a pipeline's compute must
+# exceed further to count.
+STAGE_SLACK = 0.25
+MIN_EXTRA_S = 0.0005  # below that the clocks of ranks and their bookkeeping differ, too
+MIN_SPIKES = 3
+PART_SHARE = 0.3  # of the extra time, from which a part is named
+WORDS = {
+    Phase.DATA: "loading data",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.OPTIMIZER: "the optimizer",
+    Phase.OTHER: "between steps (hooks, logging, files)",
+}
+TO_TRY = {
+    Phase.DATA: "look at that machine's disk and cores; more data.num_workers hide a slow source",
+    Phase.FORWARD: "look for code that only this rank runs, and for another process on its device",
+    Phase.BACKWARD: "look for hooks that only this rank has, and for another process on its device",
+    Phase.OPTIMIZER: "look for what only this rank does around its update, such as logging",
+    Phase.OTHER: "look at what hooks of the job do on this rank only, and at its disk",
+}
+COMPUTE = (Phase.FORWARD, Phase.BACKWARD)
+
+
+def find_stragglers(evidence: Evidence, work: Work) -> Iterator[Finding]:
+    """Yield a finding for each rank whose own work takes longer than that of the others, in nearly
+    all steps."""
+    rules = evidence.rules
+    if len(work.ranks) < 2 or len(work.steps) < rules.straggler_steps:
+        return
+    # A live run is judged by its last steps, so that one which becomes slow is named at once.
+    work = work.last(rules.straggler_steps) if evidence.is_live else work
+    total = work.total
+    for row, rank in enumerate(work.ranks):
+        extra = total[row] - _of_others(total, row)
+        usual_s = float(np.median(_of_others(total, row)))
+        share = rules.straggler_share + (STAGE_SLACK if _is_pipeline(evidence) else 0.0)
+        if np.quantile(extra, STEADY_SHARE) >= max(share * usual_s, MIN_EXTRA_S):
+            yield _describe(evidence, work, row, rank)
+
+
+def _of_others(part: NDArray[np.float64], row: int) -> NDArray[np.float64]:
+    """Return what the other ranks take, step by step: the middle one of them."""
+    made: NDArray[np.float64] = np.median(np.delete(part, row, axis=0), axis=0)
+    return made
+
+
+def _is_pipeline(evidence: Evidence) -> bool:
+    return evidence.plan is not None and evidence.plan.pipeline is not None
+
+
+def _describe(evidence: Evidence, work: Work, row: int, rank: int) -> Finding:
+    extras = {p: float(np.median(own[row] - _of_others(own, row))) for p, own in work.own.items()}
+    part, is_all = _part_of(work, row, extras)
+    own = work.total if is_all else work.own[part]
+    takes_s, usual_s = float(np.median(own[row])), float(np.median(_of_others(own, row)))
+    total = work.total
+    second = np.max(np.delete(total, row, axis=0), axis=0)
+    lost_s = max(0.0, float(np.median(total[row] - second)))
+    where = "all its work" if is_all else WORDS[part]
+    words = (
+        f"rank {rank} is slow: {where} takes it {duration(takes_s)} a step, the others"
+        f" {duration(usual_s)}; every rank waits for it, which costs the job"
+        f" {duration(lost_s)} of each {duration(work.step_s)} ({lost_s / work.step_s:.0%})"
+    )
+    device = _device_words(evidence, rank)
+    return Finding(
+        kind="straggler",
+        rank=rank,
+        step=int(work.steps[-1]),
+        words=words + (f"; {device}" if device else ""),
+        evidence=finite(
+            {
+                "part": "all" if is_all else str(part),
+                "extra_s": takes_s - usual_s,
+                "own_s": takes_s,
+                "others_s": usual_s,
+                "lost_s": lost_s,
+                "lost_share": lost_s / work.step_s,
+                "extra_by_part_s": {str(phase): extra for phase, extra in extras.items()},
+                "first_step": int(work.steps[0]),
+                "last_step": int(work.steps[-1]),
+            }
+        ),
+        to_try=(
+            "all of it is slower, so look at the device: its clock, temperature and other processes"
+            if is_all
+            else TO_TRY[part]
+        ),
+    )
+
+
+def _part_of(work: Work, row: int, extras: dict[Phase, float]) -> tuple[Phase, bool]:
+    """Return the part with most of the extra time, and whether all computing is slower alike, so
+    that it is the device and not a part of the program."""
+    part = max(extras, key=lambda phase: extras[phase])
+    ratios = []
+    for phase in (*COMPUTE, Phase.OPTIMIZER):
+        if phase in work.own:
+            usual_s = float(np.median(_of_others(work.own[phase], row)))
+            ratios.append(extras[phase] / usual_s if usual_s > 0 else 0.0)
+    is_all = part in COMPUTE and len(ratios) == 3 and min(ratios) > 0.5 * max(ratios) > 0
+    return part, is_all
+
+
+def _device_words(evidence: Evidence, rank: int) -> str:
+    """Say how this rank's GPU differs from the others', where telemetry has seen them."""
+    gpus = gpu_samples(evidence)
+    if rank not in gpus or len(gpus) < 2:
+        return ""
+    told = []
+    for name, unit, is_worse in (
+        ("clock_mhz", "MHz", lambda own, rest: own < 0.95 * rest),
+        ("temperature_c", "°C", lambda own, rest: own > rest + 10),
+        ("num_processes", "processes on it", lambda own, rest: own > rest),
+    ):
+        values = {r: _median_of(rows, name) for r, rows in gpus.items()}
+        rest = [v for r, v in values.items() if r != rank and v is not None]
+        own = values[rank]
+        if own is not None and rest and is_worse(own, float(np.median(rest))):
+            told.append(f"its GPU has {own:.0f} {unit}, the others {float(np.median(rest)):.0f}")
+    return "; ".join(told)
+
+
+def gpu_samples(evidence: Evidence) -> dict[int, list[TelemetryRow]]:
+    """Return the samples of each rank's GPU: a machine's first rank samples all of its GPUs."""
+    plan, found = evidence.plan, dict[int, list[TelemetryRow]]()
+    if plan is None or not plan.on_gpu:
+        return found
+    per_node, indices = plan.crew.per_node, plan.crew.device_indices
+    for rank in range(evidence.num_ranks):
+        local = rank % per_node
+        source = f"gpu{indices[local] if local < len(indices) else local}"
+        rows = evidence.telemetry.get(rank - local)
+        own = [row for row in rows if row.source == source] if rows is not None else []
+        if own:
+            found[rank] = own
+    return found
+
+
+def _median_of(rows: list[TelemetryRow], name: str) -> float | None:
+    values = [row.values[name] for row in rows if name in row.values]
+    return float(np.median(values)) if values else None
+
+
+def find_spikes(evidence: Evidence, work: Work) -> Iterator[Finding]:
+    """Yield a finding for each rank that stalls in single steps; one where all stall together."""
+    total, usual = work.total, np.median(work.total, axis=1, keepdims=True)
+    is_long = (total > evidence.rules.spike_factor * usual) & (total - usual > 10 * MIN_EXTRA_S)
+    together = is_long.all(axis=0) & (len(work.ranks) > 1)
+    if together.sum() >= MIN_SPIKES:
+        yield _spike(work, None, together, np.max(total - usual, axis=0))
+    for row, rank in enumerate(work.ranks):
+        alone = is_long[row] & ~together
+        if alone.sum() >= MIN_SPIKES:
+            yield _spike(work, rank, alone, (total - usual)[row])
+
+
+def _spike(
+    work: Work, rank: int | None, at: NDArray[np.bool_], extra: NDArray[np.float64]
+) -> Finding:
+    steps, stall_s = work.steps[at], float(np.median(extra[at]))
+    gaps = np.diff(steps)
+    is_regular = len(gaps) >= 2 and np.ptp(gaps) <= 0.2 * float(np.median(gaps))
+    rhythm = f", every {int(np.median(gaps))} steps" if is_regular else ""
+    who = f"rank {rank} stalls" if rank is not None else "all ranks stall together"
+    p90, p50 = np.quantile(work.wall, [0.9, 0.5])
+    row = work.ranks.index(rank) if rank is not None else 0
+    parts = {
+        p: float(np.median(own[row][at])) - float(np.median(own[row]))
+        for p, own in work.own.items()
+    }
+    part = max(parts, key=lambda phase: parts[phase])
+    words = (
+        f"{who} now and then: {count(int(at.sum()), 'step')} of {len(work.steps)} took"
+        f" {duration(stall_s)} longer in {WORDS[part]}{rhythm}; no straggler: its other steps are"
+        " as those of the others"
+    )
+    return Finding(
+        kind="spikes",
+        rank=rank,
+        step=int(steps[-1]),
+        words=words,
+        evidence=finite(
+            {
+                "part": str(part),
+                "stall_s": stall_s,
+                "num_steps": int(at.sum()),
+                "of_steps": len(work.steps),
+                "every_steps": float(np.median(gaps)) if is_regular else None,
+                "p90_over_p50": p90 / p50,
+                "steps": steps[-8:].tolist(),
+            }
+        ),
+        to_try="look for what runs at that rhythm: garbage collection, saving, a cron job, a slow"
+        " file; paceline's observe.profile shows such a step",
+    )

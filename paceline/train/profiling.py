@@ -1,0 +1,151 @@
+"""Profiles of some steps on every rank: `observe.profile=steps:20-24`, or asked of a live run by
+its file control/profile. One trace per rank, profiles/rank<r>_steps<a>-<b>.json.gz.
+
+No rank waits for another: where nothing but "now" was asked, rank 0 writes into the file which
+steps are meant, a few seconds ahead, and every rank finds them there.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from paceline.records.disk import Losses
+from paceline.records.files import read_text, write_atomic
+from paceline.records.profiled import parse_profile
+from paceline.records.rundir import RunDir
+from paceline.strategies.clock import Clock
+from paceline.traces.events import STEP
+from paceline.traces.flow import trace_name
+from paceline.train.control import modified_at
+from paceline.train.heartbeat import Progress, Ticker
+from paceline.train.ranges import PHASE, Ranges
+
+POLL_S = 0.5
+AHEAD_S = 3.0  # of what rank 0 chooses: all ranks must have read it by then
+NUM_STEPS = 5
+MAX_REQUEST = 200
+Detail = Literal["minimal", "full"]
+
+
+class ProfileRequests(Ticker):
+    """Looks at control/profile; `wanted` is what stands in it. One that was there before the run
+    is not a request."""
+
+    def __init__(self, path: Path, progress: Progress, is_first: bool) -> None:
+        super().__init__(POLL_S, "profile requests")
+        self.wanted: range | None = None
+        self._path, self._progress, self._is_first = path, progress, is_first
+        self._seen = modified_at(path)
+        self._begun_at, self._begun_step = time.monotonic(), progress.step
+
+    def tick(self) -> None:
+        found = modified_at(self._path)
+        if found is None or found == self._seen:
+            return
+        self._seen = found
+        asked = read_text(self._path, MAX_REQUEST).strip()
+        if asked.startswith("steps:"):
+            with suppress(ValueError):  # a request that cannot be read asks for nothing
+                self.wanted = parse_profile(asked)
+        elif self._is_first:
+            first = self._progress.step + self._steps_ahead()
+            last = first + (int(asked) if asked.isdigit() and int(asked) else NUM_STEPS) - 1
+            write_atomic(self._path, f"steps:{first}-{last}\n")
+            self._seen, self.wanted = modified_at(self._path), range(first, last + 1)
+
+    def _steps_ahead(self) -> int:
+        taken = self._progress.step - self._begun_step
+        step_s = (time.monotonic() - self._begun_at) / max(1, taken)
+        return 2 + math.ceil(AHEAD_S / max(step_s, 1e-3))
+
+
+class Profiler:
+    """Call `begin` and `end` around each step. While it traces, the phases of a step stand in the
+    trace too."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        rank: int,
+        clock: Clock,
+        device: torch.device,
+        wanted: range | None,
+        detail: Detail = "minimal",
+    ) -> None:
+        self._files, self._rank, self._clock, self._device = run, rank, clock, device
+        self._wanted, self._detail = wanted, detail
+        self._live: tuple[profile, range] | None = None
+        self._steps, self._phases = Ranges(_recorded, STEP), Ranges(_recorded, PHASE)
+        self.requests = ProfileRequests(run.profile_request, clock, rank == 0)
+
+    def begin(self, step: int, is_free: bool = True) -> None:
+        """`is_free`: no other profile is being taken of this step; there is one at a time."""
+        if self._live is not None:
+            self._steps.turn_to(step)
+            return
+        steps = self.requests.wanted or self._wanted
+        if steps is None or not is_free or not steps[0] <= step <= steps[-1]:
+            return
+        # A rank that learns of it late takes what is left.
+        self._start(range(step, steps[-1] + 1))
+
+    def end(self, step: int) -> None:
+        if self._live is not None and step >= self._live[1][-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was traced, also where the run ends before the last of the steps."""
+        if self._live is None:
+            return
+        traced, steps = self._live
+        self._live = self.requests.wanted = self._wanted = None
+        self._clock.on_phase.remove(self._phases.turn_to)
+        self._phases.close()
+        self._steps.close()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        traced.stop()
+        path = self._files.profiles / trace_name(self._rank, steps)
+        _export(traced, path, self._files.lost)
+
+    def _start(self, steps: range) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # see audit.py
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        is_full = self._detail == "full"
+        traced = profile(
+            activities=activities, record_shapes=is_full, with_stack=is_full, profile_memory=is_full
+        )
+        traced.start()
+        self._steps.turn_to(steps[0])
+        self._clock.on_phase.append(self._phases.turn_to)
+        self._phases.turn_to(self._clock.phase)
+        self._live = (traced, steps)
+
+
+def _recorded(name: str) -> Callable[[], None]:
+    """Open a range in torch's profile; return what closes it."""
+    mark: Any = record_function(name)
+    mark.__enter__()
+    return lambda: mark.__exit__(None, None, None)
+
+
+def _export(traced: profile, path: Path, lost: Losses) -> None:
+    """Write a trace under its name once it is whole."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.json.gz")
+        traced.export_chrome_trace(str(partial))
+        os.replace(partial, path)
+    except OSError as error:
+        lost.note(path, error)
+    except RuntimeError as error:  # kineto, which says no errno
+        lost.note(path, OSError(0, str(error)[:120]))

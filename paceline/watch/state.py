@@ -1,0 +1,70 @@
+"""Whether a run lives: from its result, its heartbeats and its lock, wherever it runs."""
+
+import socket
+from pathlib import Path
+
+import psutil
+
+from paceline.errors import Outcome
+from paceline.records.rundir import RunDir
+from paceline.records.runlock import RunLock
+from paceline.records.words import elapsed
+from paceline.watch.view import RunView, State
+
+SILENT_S = 15.0  # heartbeats come every second; a network file system may hold them back this long
+DEAD_S = 90.0
+STILL_S = 60.0
+
+
+def judge_state(run: RunDir, view: RunView, now: float) -> State:
+    """Say in one word how a run is, and beside it what makes one think so."""
+    if view.result is not None:
+        outcome = view.result.outcome
+        if outcome is Outcome.OK:
+            return State("ok", view.result.why_early)
+        said = view.result.failure.message.partition("\n")[0] if view.result.failure else ""
+        return State("stopped" if outcome.is_stop else "failed", f"{outcome}: {said}".rstrip(": "))
+    if run.imported.is_file():
+        return State("foreign", "imported: paceline diagnose tells what can be known of it")
+    silent = {each.rank: each.silent_s for each in view.ranks if each.silent_s is not None}
+    if not silent:
+        return _without_beats(run, now)
+    least = min(silent.values())
+    if least > SILENT_S and _has_left(run.root / RunLock.NAME):
+        return State("died", f"no rank and no supervisor lives: silent for {elapsed(least)}")
+    if least > DEAD_S:
+        return State("died", f"no heartbeat for {elapsed(least)}, and no result was written")
+    quiet = {rank: age for rank, age in silent.items() if age > SILENT_S}
+    if quiet:
+        rank = max(quiet, key=lambda each: quiet[each])
+        return State("silent", f"rank {rank} has been silent for {elapsed(quiet[rank])}")
+    still = max(view.ranks, key=lambda each: each.still_s)
+    if still.still_s > STILL_S:
+        where = f"rank {still.rank} has been in {still.phase} of step {still.step}"
+        return State("silent", f"{where} for {elapsed(still.still_s)}")
+    return State("running", f"attempt {view.attempt}" if view.attempt > 1 else "")
+
+
+def _without_beats(run: RunDir, now: float) -> State:
+    """Judge a run whose ranks have not spoken: they start, or died before they could."""
+    try:
+        age = now - run.config.stat().st_mtime
+    except OSError:
+        return State("starting")
+    if age > SILENT_S and _has_left(run.root / RunLock.NAME):
+        return State("died", "no rank ever spoke, and no supervisor lives")
+    return State("starting", "ranks are starting")
+
+
+def _has_left(path: Path) -> bool:
+    """Tell whether the process that the lock names has surely ended: it said so, or it was one of
+    this machine and is not there any more. The lock itself is not touched, not even for a moment: a
+    run that starts just then must get it."""
+    try:
+        process, _, host = path.read_text(errors="replace").strip().partition(" ")
+    except OSError:
+        return False
+    if not process:
+        return True
+    is_known = host == socket.gethostname() and process.isdigit()
+    return is_known and not psutil.pid_exists(int(process))

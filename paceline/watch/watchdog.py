@@ -1,0 +1,114 @@
+"""The external watchdog of seed 003: looks at a run's files every so often, from whatever machine
+shares them, and asks it to stop where a rule is broken.
+
+    paceline watch RUN_DIR --halt --interval 30
+
+It may be started before the run is: it waits for the directory. What an earlier attempt has left is
+not judged. An old .HALT is not cleared: a run ignores one that was there before it. Ranks that hang
+cannot read .HALT; their supervisor ends them at launch.progress_s.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.errors import DataError
+from paceline.health import Evidence, judge, read_evidence
+from paceline.health.actions import halt
+from paceline.records import Attempt
+from paceline.records.events import Event, EventLog
+from paceline.records.files import write_atomic
+from paceline.records.findings import Finding
+from paceline.records.moments import wall_time
+from paceline.records.rundir import RunDir
+from paceline.watch.reader import RunReader
+from paceline.watch.view import RunView
+
+# What stops a run: it is stuck, or what it does is worth nothing. All else is told.
+HALTING = frozenset({"heartbeat_stall", "throughput_flatline", "zero_grad", "nan_loss", "desync"})
+NEEDS_STACKS = frozenset({"heartbeat_stall", "throughput_flatline", "desync"})
+Say = Callable[[str], None]
+
+
+class Watchdog:
+    """Call `tick` every so often; `anomaly` is the name of the rule that was broken first."""
+
+    def __init__(self, run: RunDir, halts: bool, say: Say) -> None:
+        self.run, self._halts, self._say = run, halts, say
+        self.anomaly = ""
+        self._reader = RunReader(run)
+        self._told: set[tuple[str, int | None]] = set()
+        self._moved: tuple[int, float] | None = None  # the furthest step, and since when
+
+    def tick(self) -> RunView:
+        """Look once; tell what is new, and ask for the end where that is needed."""
+        view = self._reader.read()
+        if view.state.is_over or not view.ranks:
+            return view
+        for finding in judge(self._evidence(view)):
+            if finding.key not in self._told:
+                self._told.add(finding.key)
+                self._note(finding)
+        return view
+
+    def _evidence(self, view: RunView) -> Evidence:
+        """Return what is known now. Heartbeats count by this process's own clock, and only those of
+        the attempt that lives."""
+        now, step = wall_time(), min(each.step for each in view.ranks)
+        if self._moved is None or step != self._moved[0]:
+            self._moved = (step, time.monotonic())
+        found = read_evidence(self.run, now)
+        since = _started_at(self.run)
+        silent = {each.rank: each.silent_s for each in view.ranks if each.silent_s is not None}
+        hearts = {
+            rank: replace(heart, written_at=now - silent[rank])
+            for rank, heart in found.hearts.items()
+            if rank in silent and heart.beat.time >= since
+        }
+        return replace(found, hearts=hearts, idle_s=time.monotonic() - self._moved[1])
+
+    def _note(self, finding: Finding) -> None:
+        self._say(str(finding))
+        stops = finding.kind in HALTING and finding.severity == "error"
+        if not stops or self.anomaly:
+            return
+        self.anomaly = finding.kind
+        if finding.kind in NEEDS_STACKS:  # before the end is asked for: the stacks say why
+            self.run.dump_request.parent.mkdir(exist_ok=True)
+            self.run.dump_request.touch()
+        done = "wrote .anomaly_type"
+        if self._halts:
+            halt(self.run, finding.kind)
+            done = "wrote .anomaly_type and .HALT"
+        else:
+            write_atomic(self.run.anomaly, f"{finding.kind}\n")
+        self._say(f"{done}: {finding.kind}")
+        log = EventLog(self.run.events)
+        log.append(
+            Event(
+                rank=finding.rank,
+                step=finding.step,
+                kind=finding.kind,
+                severity=finding.severity,
+                words=f"{finding.words} (watchdog: {done})",
+                evidence=finding.evidence,
+            )
+        )
+        log.close()
+
+
+def _started_at(run: RunDir) -> float:
+    try:
+        return Attempt.load(run.attempt).started_at
+    except DataError:
+        return 0.0
+
+
+def wait_for_run(path: Path, interval_s: float, say: Say) -> RunDir:
+    """Return the run once its directory is there: the runbook starts its watchdog first."""
+    if not (path / "run.yaml").is_file():
+        say(f"waiting for {path} to be a run directory")
+    while not (path / "run.yaml").is_file():
+        time.sleep(min(interval_s, 1.0))
+    return RunDir.open(path)

@@ -1,0 +1,152 @@
+"""Files of other trainers, real ones kept under tests/data/foreign, become a run that is judged.
+
+deepspeed.log is written by hand, in the formats of DeepSpeed 0.19's timer.py and engine.py."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from paceline.diagnose.flow import diagnose
+from paceline.errors import DataError
+from paceline.foreign.flight import find_waiting
+from paceline.foreign.flow import import_run
+from paceline.foreign.pickles import read_plain_pickle
+from paceline.records.imported import Imported
+from paceline.records.rundir import RunDir
+from paceline.records.tables import read_steps, read_training
+
+FILES = Path(__file__).parents[1] / "data" / "foreign"
+
+
+def imported(tmp_path: Path, *names: str) -> tuple[RunDir, Imported]:
+    return import_run([FILES / name for name in names], tmp_path / "theirs")
+
+
+def test_hf_trainer(tmp_path: Path) -> None:
+    run, found = imported(tmp_path, "hf_trainer.log")
+    rows = read_training(run.training)
+    assert found.trainer == "hf trainer" and found.last_step == 60
+    assert rows.column("step").tolist() == [10, 20, 30, 40, 50, 60], "the bar below has the step"
+    assert rows.column("loss").tolist()[-1] == 4.168
+    assert rows.known("val_loss").column("step").tolist() == [30, 60]
+
+
+def test_lightning(tmp_path: Path) -> None:
+    run, found = imported(tmp_path, "metrics.csv")
+    rows = read_training(run.training)
+    assert found.trainer == "lightning" and rows.column("step").tolist()[:2] == [10, 20]
+    log = tmp_path / "bar.log"
+    log.write_text(
+        "Epoch 1:  50%|#####     | 50/100 [00:05<00:05,  9.80it/s, v_num=0, train_loss=0.123]\r"
+        "Epoch 1/1  ━━━━━━━━ 64/100 0:00:00 • 0:00:00 50.00it/s v_num: 0.000 train_loss: 0.003\n"
+    )
+    run, found = import_run([log], tmp_path / "bar")
+    rows = read_training(run.training)
+    assert rows.column("step").tolist() == [150, 164] and found.trainer == "lightning"
+    assert rows.column("loss").tolist() == [0.123, 0.003] and rows.column("step_s")[1] == 0.02
+
+
+def test_deepspeed(tmp_path: Path) -> None:
+    run, found = imported(tmp_path, "deepspeed.log")
+    steps = read_steps(run.steps(0))
+    assert found.trainer == "deepspeed" and found.notes, "it logs no loss"
+    assert not run.training.exists()
+    assert steps[0].phases_s["forward"] == pytest.approx(0.01025)
+    assert steps[0].phases_s["backward"] == pytest.approx(0.0205)
+    assert len(steps) == 5
+
+
+def test_torchrun_names_the_rank_that_failed_first(tmp_path: Path) -> None:
+    run, found = imported(tmp_path, "torchrun.log")
+    assert found.trainer == "torchrun" and found.num_ranks == 2
+    (finding,) = [f for f in diagnose(run.root).findings if f.severity == "error"]
+    assert (finding.kind, finding.rank) == ("crash", 1)
+    assert "RuntimeError: the disk of this rank is gone" in finding.words
+    rows = read_training(run.training)
+    assert rows.column("step").tolist() == [5, 10, 15, 20]
+    assert rows.column("tokens_per_s").tolist() == [900] * 4
+
+
+LOG = {
+    "out_of_memory": "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+    "hang": "[rank0]:[E ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught collective operation"
+    " timeout: WorkNCCL(SeqNum=35, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran"
+    " for 600029 milliseconds before timing out.",
+    "killed": "[rank2]: Signal 9 (SIGKILL) received by PID 4711",
+}
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("out_of_memory", 3), ("hang", 0), ("killed", 2)])
+def test_what_logs_say_of_failures(tmp_path: Path, kind: str, rank: int) -> None:
+    log = tmp_path / "slurm-1.out"
+    log.write_text(f"step 100 | loss 2.5 | lr 1e-4\n{LOG[kind]}\n")
+    run, _ = import_run([log], tmp_path / "theirs")
+    (finding,) = [f for f in diagnose(run.root).findings if f.severity == "error"]
+    assert (finding.kind, finding.rank, finding.step) == (kind, rank, 100)
+
+
+def test_a_log_with_a_loss_that_is_not_a_number(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("".join(f"step {s} loss {'nan' if s > 30 else 2.0}\n" for s in range(1, 41)))
+    run, _ = import_run([log], tmp_path / "theirs")
+    assert "nan_loss" in {f.kind for f in diagnose(run.root).findings}
+
+
+def test_files_that_tell_nothing_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("buy milk\n")
+    with pytest.raises(DataError, match="nothing was found that tells of a run"):
+        import_run([tmp_path / "notes.txt"], tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+    with pytest.raises(DataError, match="does not exist"):
+        import_run([tmp_path / "absent"], None)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch pwned",)
+
+
+def test_a_pickle_is_read_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    real = read_plain_pickle((FILES / "nccl_trace_rank_0").read_bytes(), "dump")
+    assert [entry["collective_seq_id"] for entry in real["entries"]] == [1, 2, 3, 4]
+    for protocol in range(2, 6):
+        plain = {"entries": [{"a": (1, 2.5, None, True)}, "x" * 300], "n": -(2**70)}
+        assert read_plain_pickle(pickle.dumps(plain, protocol), "dump") == plain
+        with pytest.raises(DataError, match="does more than build plain values"):
+            read_plain_pickle(pickle.dumps({"entries": [Evil()]}, protocol), "dump")
+    assert not (tmp_path / "pwned").exists()
+    with pytest.raises(DataError):
+        read_plain_pickle(pickle.dumps({"a": 1})[:-3], "dump")
+
+
+def dump(last: int, open_from: int, name: str = "nccl:all_reduce") -> dict[str, object]:
+    return {
+        "entries": [
+            {
+                "process_group": ["0", "default_pg"], "collective_seq_id": n, "is_p2p": False,
+                "profiling_name": name, "input_sizes": [[1000]],
+                "state": "started" if n >= open_from else "completed",
+            }
+            for n in range(1, last + 1)
+        ]
+    }  # fmt: skip
+
+
+def test_the_rank_that_never_came_to_a_collective_is_named(tmp_path: Path) -> None:
+    dumps = {0: dump(42, 42), 1: dump(42, 42), 2: dump(41, 99), 3: dump(42, 42)}
+    (finding,) = find_waiting(dumps)
+    assert (finding.kind, finding.rank) == ("hang", 2)
+    assert finding.words == (
+        "rank 2 never came to nccl:all_reduce of [[1000]] (collective 42 of group 0): ranks 0, 1, 3"
+        " wait there; its own last one was nccl:all_reduce of [[1000]]"
+    )
+    assert not list(find_waiting({0: dump(42, 99), 1: dump(42, 99)})), "all is done"
+    for rank, body in dumps.items():
+        (tmp_path / f"nccl_trace_rank_{rank}.json").write_text(json.dumps(body))
+    run, found = import_run([tmp_path], tmp_path / "theirs")
+    assert found.num_ranks == 4
+    assert [f.rank for f in diagnose(run.root).findings if f.kind == "hang"] == [2]

@@ -1,0 +1,288 @@
+"""The live view of runs: files that grow, runs that die, many of them, what a page lets in."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from paceline.records import Attempt
+from paceline.records.events import Event, EventLog
+from paceline.records.heartbeats import Beat
+from paceline.records.rundir import RunDir
+from paceline.records.table_file import TableFile
+from paceline.records.tables import TRAINING
+from paceline.watch import page
+from paceline.watch.fleet import Fleet
+from paceline.watch.fragments import draw_run
+from paceline.watch.page import Address, Channel, build_app, stream
+from paceline.watch.reader import RunReader
+from paceline.watch.series import MAX_BINS, Series
+from paceline.watch.tables import GrowingTable, num_rows
+from paceline.watch.view import Balance
+from paceline.watch.watchdog import Watchdog
+from tests.reported import HEADER, finish, write_run
+
+ROW = "{step},{loss},0.1,1.5,0.5,32,4096,0,0,{val}\n"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return write_run(tmp_path / "runs" / "one")
+
+
+def beat(run: RunDir, rank: int, at: float, step: int = 20, marks: int = 7) -> None:
+    with run.heartbeat(rank).open("a") as file:
+        file.write(Beat(at, rank, step, "backward", marks).to_line())
+
+
+def test_a_series_is_bounded_and_keeps_a_spike() -> None:
+    one, many = Series(), Series()
+    values = np.zeros(100_000)
+    values[77_777] = 9.0
+    steps = np.arange(1, 100_001)
+    many.extend(steps, values)
+    for step, value in zip(steps[:3000], values[:3000], strict=True):
+        one.add(step, value)
+    assert len(many.x) <= MAX_BINS and len(one.x) <= MAX_BINS
+    assert sum(many.count) == 100_000 and many.x[-1] == 100_000
+    assert max(high for _, _, high in many.band) == 9.0
+    assert sum(one.count) == 3000 and one.last == 0.0
+
+
+def test_many_values_at_once_are_the_same_as_one_by_one() -> None:
+    values = np.random.default_rng(0).normal(size=2500)
+    steps = np.arange(2500)
+    one, parts = Series(), Series()
+    for step, value in zip(steps, values, strict=True):
+        one.add(step, float(value))
+    for start in range(0, 2500, 37):
+        parts.extend(steps[start : start + 37], values[start : start + 37])
+    assert parts.count == one.count and parts.x == one.x
+    np.testing.assert_allclose(parts.mean, one.mean)
+    assert parts.low == one.low and parts.high == one.high
+
+
+def test_a_table_that_grows_is_cut_off_and_gains_a_column(tmp_path: Path) -> None:
+    path = tmp_path / "training.csv"
+    table = GrowingTable(path, TRAINING)
+    assert table.read() == ({}, False)
+    path.write_text(HEADER + ROW.format(step=1, loss=5, val="") + "2,4")
+    chunk, is_reset = table.read()
+    assert (num_rows(chunk), is_reset) == (1, False), "half a row is none"
+    path.write_text(HEADER + "".join(ROW.format(step=s, loss=5, val="") for s in (1, 2, 3)))
+    assert num_rows(table.read()[0]) == 2
+    path.write_text(HEADER + ROW.format(step=1, loss=5, val=""))
+    chunk, is_reset = table.read()
+    assert is_reset and chunk["step"][0].tolist() == [1], "a new attempt has cut it off"
+    path.write_text(
+        HEADER.strip() + ",val/acc\n" + ROW.format(step=1, loss=5, val=2).strip() + ",1\n"
+    )
+    chunk, is_reset = table.read()
+    assert is_reset and chunk["val/acc"][0].tolist() == [1.0]
+
+
+def test_an_evaluation_that_is_put_into_a_row_that_was_read_is_seen(run: RunDir) -> None:
+    file = TableFile(run.training, TRAINING)
+    reader = RunReader(run)
+    assert reader.read().step == 20
+    cells = {
+        "step": 21,
+        "loss": 0.2,
+        "lr": 0.1,
+        "grad_norm": 1.0,
+        "step_s": 0.5,
+        "samples_per_s": 1,
+    }
+    file.add({**cells, "skipped": False, "warmup": False})
+    file.flush()
+    view = reader.read()
+    assert view.step == 21 and view.last["val_loss"] == 2.0
+    file.amend_last("val_loss", 1.25)
+    view = reader.read()
+    assert view.last["val_loss"] == 1.25
+    assert view.series["loss"].count == [1] * 21, "the row itself counts once"
+    file.close()
+
+
+def test_a_run_lives_is_silent_and_dies(run: RunDir) -> None:
+    clock = Clock()
+    reader = RunReader(run, clock)
+    (run.root / ".lock").write_text("1 elsewhere\n")  # of a machine whose processes are not seen
+    for rank in (0, 1):
+        beat(run, rank, time.time())
+    assert reader.read().state.kind == "running"
+    clock.now += 20
+    beat(run, 0, time.time() + 1)
+    view = reader.read()
+    assert view.state.kind == "silent" and "rank 1 has been silent for 20 s" in view.state.said
+    clock.now += 100
+    assert reader.read().state.kind == "died"
+    finish(run)
+    view = reader.read()
+    assert view.state.kind == "ok" and view.state.is_over
+
+
+def test_a_run_whose_supervisor_was_killed_is_dead_at_once(run: RunDir) -> None:
+    import socket
+
+    clock = Clock()
+    reader = RunReader(run, clock)
+    (run.root / ".lock").write_text(f"{2**22 + 5} {socket.gethostname()}\n")  # no such process
+    for rank in (0, 1):
+        beat(run, rank, time.time())
+    reader.read()
+    clock.now += 16
+    assert reader.read().state.kind == "died"
+
+
+def test_a_rank_whose_heart_beats_but_which_does_not_move(run: RunDir) -> None:
+    clock = Clock()
+    reader = RunReader(run, clock)
+    (run.root / ".lock").write_text("1 elsewhere\n")
+    at = time.time()
+    for second in range(0, 80, 10):
+        clock.now += 10
+        beat(run, 0, at + second, marks=7 + second)
+        beat(run, 1, at + second)
+        view = reader.read()
+    assert view.state.kind == "silent"
+    assert view.state.said == "rank 1 has been in backward of step 20 for 70 s"
+
+
+def test_phases_and_memory_of_each_rank(run: RunDir) -> None:
+    view = RunReader(run).read()
+    assert [r.wall_s for r in view.ranks] == [0.5, 0.5]
+    assert view.ranks[1].phases_s["backward"] == 0.3 and view.ranks[0].host == "box"
+
+
+def test_how_evenly_gpus_work() -> None:
+    balance = Balance()
+    balance.note({0: 95.0, 1: 5.0})
+    balance.note({0: 95.0, 1: 91.0})
+    balance.note({0: 2291.0})  # as NVML answers now and then
+    assert (balance.num_rounds, balance.num_extreme, balance.num_rejected) == (2, 1, 1)
+    assert "least 91% (rank 1)" in str(balance) and "in 50% of samples" in str(balance)
+
+
+def test_many_runs_and_those_of_a_sweep_are_one_list(tmp_path: Path, run: RunDir) -> None:
+    other = write_run(tmp_path / "runs" / "sweep" / "runs" / "cell_r1")
+    (tmp_path / "runs" / "latest").symlink_to("one")
+    finish(other)
+    fleet = Fleet(tmp_path / "runs")
+    views = fleet.read()
+    assert [fleet.names()[view.path] for view in views] == ["one", "sweep/runs/cell_r1"]
+    assert views[1].state.kind == "ok" and views[1].last["loss"] == 0.25
+    assert fleet.follow("../one") is None and fleet.follow("one") is not None
+
+
+def lived(run: RunDir, started_at: float) -> None:
+    Attempt(number=1, resume=False, started_at=started_at).save(run.attempt)
+    (run.root / ".lock").write_text("1 elsewhere\n")
+
+
+def test_the_watchdog_halts_a_run_whose_rank_is_silent(run: RunDir) -> None:
+    said: list[str] = []
+    lived(run, time.time() - 500)
+    beat(run, 0, time.time())
+    beat(run, 1, time.time() - 300)
+    dog = Watchdog(run, halts=True, say=said.append)
+    dog.tick()
+    assert dog.anomaly == "heartbeat_stall"
+    assert run.anomaly.read_text() == "heartbeat_stall\n"
+    assert run.halt.read_text() == "halt: heartbeat_stall\n"
+    assert run.dump_request.exists(), "the stacks say why"
+    assert json.loads(run.events.read_text().splitlines()[0])["rank"] == 1
+
+
+def test_the_watchdog_leaves_alone_what_is_well_and_what_is_old(run: RunDir) -> None:
+    lived(run, time.time() - 10)  # resumed: the heartbeat of rank 1 is of the attempt before
+    beat(run, 0, time.time())
+    beat(run, 1, time.time() - 300)
+    dog = Watchdog(run, halts=True, say=lambda text: None)
+    dog.tick()
+    assert dog.anomaly == "" and not run.halt.exists()
+
+
+def test_zero_gradients_halt_too(run: RunDir) -> None:
+    lived(run, time.time() - 10)
+    for rank in (0, 1):
+        beat(run, rank, time.time())
+    text = run.training.read_text()
+    run.training.write_text(text.replace(",1.5,", ",0,"))
+    dog = Watchdog(run, halts=True, say=lambda text: None)
+    dog.tick()
+    assert run.anomaly.read_text() == "zero_grad\n"
+
+
+def client(run: RunDir, token: str = "", host: str = "localhost") -> TestClient:
+    return TestClient(build_app(Fleet(run.root.parent), token), base_url=f"http://{host}")
+
+
+def test_the_page_is_read_only_and_has_no_other_host(run: RunDir) -> None:
+    local = client(run)
+    assert local.get("/").status_code == 200 and local.get("/run/one").status_code == 200
+    for path in ("/run/../../etc/passwd", "/run/two", "/events/two", "/run//etc"):
+        assert local.get(path).status_code == 404, path
+    assert local.post("/").status_code == 405 and local.delete("/run/one").status_code == 405
+    assert client(run, host="evil.example").get("/").status_code == 400
+    assert "script-src 'self'" in local.get("/").headers["content-security-policy"]
+
+
+def test_elsewhere_a_token_is_asked_for(run: RunDir) -> None:
+    far = client(run, "s3cret", host="node7")
+    assert far.get("/").status_code == 401 and far.get("/?token=wrong").status_code == 401
+    assert far.get("/events").status_code == 401 and far.get("/live.js").status_code == 401
+    first = far.get("/?token=s3cret", follow_redirects=False)
+    assert first.status_code == 307 and "token" not in first.headers["location"]
+    assert "httponly" in first.headers["set-cookie"].lower()
+    assert far.get("/").status_code == 200, "by the cookie"
+
+
+def test_names_from_outside_are_escaped(run: RunDir) -> None:
+    log = EventLog(run.events)
+    log.append(Event(kind="<b>", words="<script>alert(1)</script>\x1b[2J"))
+    log.close()
+    drawn = "".join(draw_run(RunReader(run).read()).values())
+    assert "<script>" not in drawn and "&lt;script&gt;" in drawn and "\x1b" not in drawn
+
+
+def test_only_what_has_changed_is_sent(monkeypatch: pytest.MonkeyPatch, run: RunDir) -> None:
+    monkeypatch.setattr(page, "TICK_S", 0.001)
+    drawn = iter([{"a": "1", "b": "1"}, {"a": "1", "b": "2"}, {"a": "1", "b": "2"}])
+    last = {"a": "1", "b": "3"}
+
+    async def read() -> list[dict[str, str]]:
+        gone = iter([False] * 4 + [True])
+
+        async def is_gone() -> bool:
+            await asyncio.sleep(0.005)
+            return next(gone)
+
+        told = stream(Channel(lambda: (next(drawn, last), None)), is_gone)
+        return [json.loads(event.removeprefix("data: "))["html"] async for event in told]
+
+    assert asyncio.run(read()) == [{"a": "1", "b": "1"}, {"b": "2"}, {"b": "3"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("localhost:9000", "http://localhost:9000/"), (":80", "http://localhost:80/"),
+        ("node1", "http://node1:8765/?token=t"), ("[::1]:90", "http://[::1]:90/"),
+    ],
+)  # fmt: skip
+def test_addresses(text: str, link: str) -> None:
+    address = Address.parse(text)
+    assert address.link("" if address.is_local else "t") == link
