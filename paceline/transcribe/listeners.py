@@ -12,7 +12,7 @@ The last two do not know who computes: torch (`ids_by_torch`, `logits_by_torch`)
 from what `paceline export --format onnx` wrote (`ids_by_graphs`, `logits_by_graph`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -176,20 +176,27 @@ def logits_by_torch(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def ids_by_graphs(
-    folder: Path, config: Any, speller: WhisperSpeller, num_threads: int
+    folder: Path, config: Any, speller: WhisperSpeller, asked: Mapping[str, Any], num_threads: int
 ) -> Callable[[Tensor], list[list[int]]]:
-    """Return greedy decoding by encoder and decoder. The decoder reads all ids for every token."""
+    """Return greedy decoding by encoder and decoder. The decoder reads all ids for every token.
+    `asked` is the folder's generation_config.json, which names ids that are never written."""
     encoder = open_session(folder / "encoder_model.onnx", num_threads)
     decoder = open_session(folder / "decoder_model.onnx", num_threads)
     room = config.max_target_positions - len(speller.prompt)
+    never = np.array(asked.get("suppress_tokens") or [], np.int64)
+    not_first = np.array(asked.get("begin_suppress_tokens") or [], np.int64)
 
     def decode(features_BMF: Tensor) -> list[list[int]]:
         (heard,) = encoder.run(None, {"input_features": features_BMF.numpy()})
         ids_BL = np.array([speller.prompt] * len(features_BMF), np.int64)
         has_ended = np.zeros(len(ids_BL), bool)
-        for _ in range(room):
+        for number in range(room):
             (logits,) = decoder.run(None, {"input_ids": ids_BL, "encoder_hidden_states": heard})
-            chosen = np.where(has_ended, speller.end_id, logits[:, -1].argmax(axis=-1))
+            last_BV = logits[:, -1]
+            last_BV[:, never] = -np.inf
+            if number == 0:
+                last_BV[:, not_first] = -np.inf
+            chosen = np.where(has_ended, speller.end_id, last_BV.argmax(axis=-1))
             has_ended |= chosen == speller.end_id
             ids_BL = np.concatenate((ids_BL, chosen[:, None]), axis=1)
             if has_ended.all():

@@ -134,7 +134,7 @@ def _require_weights(folder: Path) -> None:
 
 
 def _speller(folder: Path, config: Any, wanted: Wanted) -> Speller:
-    said = load_map(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    said = _generation(folder)
     language = said.get("language") if wanted.language == "auto" else wanted.language
     task = said.get("task") if wanted.task == "auto" else wanted.task
     language = str(language or "english").strip("<|>")
@@ -145,6 +145,10 @@ def _speller(folder: Path, config: Any, wanted: Wanted) -> Speller:
     except ConfigError as error:
         told = str(error).replace("model.language=", "--language ")
         raise ConfigError(told) from error
+
+
+def _generation(folder: Path) -> dict[str, Any]:
+    return load_map(folder / GENERATION) if (folder / GENERATION).is_file() else {}
 
 
 def _load(folder: Path, config: Any) -> Any:
@@ -209,7 +213,7 @@ def _open_graphs(
     says = f"ONNX graphs of {folder} by onnxruntime, on cpu"
     if isinstance(speller, LetterSpeller):
         return Letters(config, speller, logits_by_graph(folder, num_threads)), says
-    decode = ids_by_graphs(folder, config, speller, num_threads)
+    decode = ids_by_graphs(folder, config, speller, _generation(folder), num_threads)
     return WindowedWhisper(config, speller, decode), says
 
 

@@ -45,7 +45,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
     "statistics", "bench", "pipelines", "optimizers", "your-job", "speech", "text", "images",
-    "generate", "python", "trackers", "watch", "diagnose", "ddp", "asr",
+    "generate", "export", "python", "trackers", "watch", "diagnose", "ddp", "asr",
 )  # fmt: skip
 COMMAND_S = 120
 SCHEDULED = ("srun", "salloc", "sbatch")
@@ -185,6 +185,7 @@ IN_CI = {
     "text": "--train-bpe 280",
     "images": "shapes.py:Shapes",
     "generate": "train.sample_tokens=32",
+    "export": "run/exported/safetensors \"def main(\"",
     "python": "python script.py",
     "trackers": "paceline plan lm_tiny",
     "watch": "observe.memory=dumps",

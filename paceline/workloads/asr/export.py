@@ -157,6 +157,9 @@ def _asked_ids(config: Any, speller: WhisperSpeller) -> dict[str, Any]:
         "lang_to_id": languages,
         "task_to_id": {word.strip("<|>"): known[word] for word in TASKS if word in known},
         "return_timestamps": False,
+        # Rows of the table that no token has. The library takes ids behind <|notimestamps|> for
+        # times, and goes over the same audio for ever where one of them is written.
+        "suppress_tokens": list(range(speller.num_ids, config.vocab_size)) or None,
         "max_length": config.max_target_positions,
     }
 
