@@ -152,7 +152,7 @@ def check_idle_settings(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
     optim, train = config.optim, config.train
     no_workers = plan.loader_workers.value == 0
-    not_fp16 = plan.precision.value != "fp16"
+    not_fp16, not_fp8 = plan.precision.value != "fp16", plan.precision.value != "fp8"
     return (
         *_strategy_rules(config, plan),
         *_launch_rules(plan),
@@ -160,11 +160,18 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
         *_batch_rules(config),
         Idle("precision", ("loss_scale",), not_fp16, f"precision is {plan.precision.value}"),
         Idle(
+            "precision",
+            ("fp8_recipe", "fp8_layers", "fp8_all_gather"),
+            not_fp8,
+            f"precision is {plan.precision.value}",
+        ),
+        Idle(
             "train",
             ("compile_dynamic", "compile_scope"),
             train.compile == "off",
             "train.compile is off",
         ),
+        Idle("train", ("activation_offload",), not plan.on_gpu, "the ranks are on CPU already"),
         Idle(
             "train",
             ("eval_samples", "eval_ema", "best", "stop_after"),

@@ -20,6 +20,9 @@ from paceline.machine.datasheets import choose_arithmetic, choose_peak
 from paceline.machine.topology import Topology
 from paceline.plan.constraints import check, check_host_memory, check_pipeline, check_samples
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
+from paceline.plan.fp8 import check_fp8, plan_fp8
+from paceline.plan.kernels import check_kernels, choose_kernels
+from paceline.plan.memory import as_recompute, check_memory, plan_memory
 from paceline.plan.policy import (
     check_policy,
     choose_attention,
@@ -61,6 +64,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     strategy = _choose_strategy(config, world)
     precision = choose_precision(config, env, device)
     attention = choose_attention(config, env, device, workload)
+    kernels = choose_kernels(config, env, device, precision.value, workload)
     matmul = choose_matmul(config, env, device)
     arithmetic = choose_arithmetic(env, device.value, precision.value, matmul.value)
     workers = _choose_workers(config, env, crew)
@@ -87,6 +91,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         precision=precision,
         matmul=matmul,
         attention=attention,
+        kernels=kernels,
         compile=_as_asked(config.train.compile),
         compile_scope=_choose_scope(config, sharing),
         recompute=_as_asked(config.train.activation_checkpointing, idle="none"),
@@ -105,6 +110,12 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     )
     if plan.epochs is not None and (job.workload.prepared or not _prepares(workload)):
         plan = count_steps(job, plan)
+    if precision.value == "fp8":
+        fp8 = plan_fp8(config, workload, model, sharing, plan.on_gpu)
+        plan = plan.model_copy(update={"fp8": fp8})
+    built_from = effective_config(config, attention.value)
+    if memory := plan_memory(config, env, plan, workload, built_from):
+        plan = plan.model_copy(update={"memory": memory, "recompute": as_recompute(memory)})
     plan = plan.model_copy(update={"engine_config": sharing.engine_config(config, plan)})
     findings = [
         *check_crew(config.launch, env, crew, topology),
@@ -115,9 +126,12 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *check_samples(config, workload, layout.pipeline is not None),
         *workload.problems(config),
         *check_policy(config, env, plan, workload),
+        *check_fp8(config, env, plan, sharing, workload),
+        *check_kernels(config, kernels.value, plan.on_gpu),
         *sharing.problems(config, crew, model),
         *check_optimizer(config, sharing, workload, model),
         *_recompute_problems(config, model),
+        *check_memory(config, plan, workload),
         *batchnorm_findings(config, sharing, batch, model),
         *_host_memory_problems(config, env, plan, model),
         *check(config, env, plan),

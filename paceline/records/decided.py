@@ -17,11 +17,12 @@ def _only(value: str) -> Body:
 
 Device = Literal["cpu", "cuda"]
 Backend = Literal["gloo", "nccl"]
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Matmul = Literal["highest", "high", "medium"]
 Attention = Literal["eager", "sdpa", "flash", "cudnn", "efficient", "math", "flex"]
+Kernels = Literal["torch", "triton"]
 CompileScope = Literal["blocks", "model"]
-Recompute = Literal["none", "full", "selective"]
+Recompute = Literal["none", "full", "selective", "mixed"]
 T = TypeVar("T", default=Any)
 
 
@@ -108,6 +109,27 @@ class Exchange(Part):
     because: str
 
 
+class Fp8Plan(Part):
+    """Which layers multiply in fp8, and how."""
+
+    recipe: str
+    gathers_fp8: bool = Field(description="Sharded weights travel in fp8, not in bf16.")
+    is_emulated: bool = Field(description="A CPU computes the rounding, and products in fp32.")
+    layers: list[str]
+    kept: dict[str, str] = Field(description="Matrices that stay in bf16, each with the reason.")
+    products_gain: float = Field(description="Estimated time of products in bf16 over theirs.")
+
+
+class MemoryPlan(Part):
+    """What a budget of memory leads to, as estimated."""
+
+    budget: Choice[int] = Field(description="Bytes on one device.")
+    state_bytes: int
+    activation_bytes: int = Field(description="At the peak of a microbatch, beside the state.")
+    without_bytes: int = Field(description="The same if nothing were recomputed.")
+    blocks: list[Recompute] = Field(description="What each block recomputes.")
+
+
 class StagePlan(Part):
     """A part of the model: its blocks, and what stands between them and the next stage's."""
 
@@ -168,13 +190,19 @@ class Plan(Record):
     backend: Choice[Backend]
     strategy: Choice[str]
     precision: Choice[Precision]
+    fp8: Fp8Plan | None = Field(None, description="Where precision is fp8.")
     matmul: Choice[Matmul] = Field(
         description="Products of fp32 matrices: highest is fp32, others TF32."
     )
     attention: Choice[Attention]
+    kernels: Choice[Kernels] = Field(
+        Choice(requested="torch", value="torch", because=NO_OTHER, matters=False),
+        description="What layers and AdamW run on where we have kernels of our own.",
+    )
     compile: Choice[str] = Field(description="torch.compile's mode, or off.")
     compile_scope: Choice[CompileScope] = Field(description="What one compiled graph holds.")
     recompute: Choice[Recompute] = Field(description="Activation checkpointing.")
+    memory: MemoryPlan | None = Field(None, description="Where train.memory_budget is set.")
     optimizer: Choice[str] = Field(
         Choice(requested="n/a", value="n/a", because=NO_OTHER, matters=False),
         description="One of optim.name's, or the workload's own.",
@@ -234,6 +262,11 @@ class Plan(Record):
     def dp_rank(self, rank: int) -> int:
         """Which share of the batch is this rank's: those of one pipeline have the same."""
         return rank % self.batch.dp
+
+    def recompute_of(self, block: int) -> Recompute:
+        """Return what a block recomputes in backward."""
+        mixed = self.recompute.value == "mixed" and self.memory is not None
+        return self.memory.blocks[block] if mixed and self.memory else self.recompute.value
 
     def choices(self) -> dict[str, Choice]:
         """Return the choices that can matter in this job, by name."""

@@ -21,7 +21,7 @@ from paceline.strategies.compose import compose
 from paceline.strategies.ddp import MIN_RATE, DDPSettings
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.objective import Objective
-from paceline.strategies.optim import build_optimizer, optimizer_kind, parameter_groups
+from paceline.strategies.optim import build_optimizer, by_kernel, optimizer_kind, parameter_groups
 
 MIB = 2**20
 CAST_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -61,7 +61,8 @@ def build_zero1(parts: EngineParts) -> Engine:
     objective = compose(parts)
     module = objective.model
     wrapping, optim = wrap_ddp(parts, objective), parts.config.optim
-    kind, settings = optimizer_kind(optim, parts.plan.fused_optimizer.value)
+    fused = parts.plan.fused_optimizer.value
+    kind, settings = optimizer_kind(optim, fused, by_kernel(parts, module))
     groups = parameter_groups(module, optim)
     optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=kind, **settings)
     return ModuleEngine(parts, module, optimizer, replace(wrapping, dealt=optimizer.optim))

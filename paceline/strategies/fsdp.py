@@ -17,6 +17,7 @@ from paceline.strategies.base import Engine, EngineParts
 from paceline.strategies.blocks import find_blocks
 from paceline.strategies.compose import compose
 from paceline.strategies.engine import ModuleEngine, Wrapping
+from paceline.strategies.fp8 import scale_after_updates
 from paceline.strategies.optim import build_optimizer
 from paceline.strategies.precision import COMPUTE_TYPES
 from paceline.strategies.zero import Gathering, ShardedSettings
@@ -29,6 +30,8 @@ def build_sharded(parts: EngineParts, reshards: bool) -> Engine:
     module = objective.model
     # Optimizer last: fully_shard replaces every parameter, an earlier one would step orphans.
     optimizer = build_optimizer(parts, module)
+    if parts.plan.fp8 is not None and parts.plan.fp8.gathers_fp8:
+        scale_after_updates(optimizer, module)
     defers = ShardedSettings.of(parts.config).accumulate == "defer"
     wrapping = Wrapping(
         objective,

@@ -24,6 +24,9 @@ COUNT_BYTES = 4  # a count of steps is one fp32 number
 NUM_NEAR = 3
 MUON_MOMENTUM = 0.95  # https://kellerjordan.github.io/posts/muon
 ADAM_EPS = 1e-8
+EIGHT_BIT_BLOCK = 256  # numbers that share a scale
+EIGHT_BIT_MIN = 4096  # as bitsandbytes and torchao: fewer numbers are not worth the error
+CODES = "_codes"
 
 
 class Shaped(Protocol):
@@ -67,6 +70,24 @@ def _two_moments(parameter: Shaped, optim: OptimConfig) -> dict[str, Shape]:
     return {"step": (), "exp_avg": (*parameter.shape,), "exp_avg_sq": (*parameter.shape,)}
 
 
+def takes_8_bits(shape: Sequence[int]) -> bool:
+    """Say whether moments of this shape are kept in 8 bits: many numbers, in whole blocks of a row,
+    so that rows can be cut over ranks."""
+    width = prod(shape[1:])
+    return len(shape) > 1 and width % EIGHT_BIT_BLOCK == 0 and prod(shape) >= EIGHT_BIT_MIN
+
+
+def _moments_in_8_bits(parameter: Shaped, optim: OptimConfig) -> dict[str, Shape]:
+    if not takes_8_bits(parameter.shape):
+        return _two_moments(parameter, optim)
+    rows, width = parameter.shape[0], prod(parameter.shape[1:])
+    kept: dict[str, Shape] = {"step": ()}
+    for name in ("exp_avg", "exp_avg_sq"):
+        kept[f"{name}_codes"] = (*parameter.shape,)
+        kept[f"{name}_scales"] = (rows, width // EIGHT_BIT_BLOCK)
+    return kept
+
+
 def _sgd_momentum(optim: OptimConfig) -> float:
     return 0.0 if optim.momentum == "auto" else optim.momentum
 
@@ -97,6 +118,12 @@ def _muon_keeps(parameter: Shaped, optim: OptimConfig) -> dict[str, Shape]:
 KINDS: Mapping[str, Kind] = {
     "adamw": Kind(
         "torch.optim:AdamW", ("beta1", "beta2", "eps"), _adam, _two_moments, is_fused=True
+    ),
+    "adamw8bit": Kind(
+        "paceline.strategies.eight_bit:AdamW8bit",
+        ("beta1", "beta2", "eps"),
+        _adam,
+        _moments_in_8_bits,
     ),
     "adam": Kind("torch.optim:Adam", ("beta1", "beta2", "eps"), _adam, _two_moments, is_fused=True),
     "sgd": Kind(
@@ -139,10 +166,16 @@ def optimizer_bytes(config: RunConfig, parameters: Iterable[ParameterShape]) -> 
     """Return the bytes of the state that the optimizer keeps for these, counts of steps included;
     they may be pieces of parameters."""
     return sum(
-        COUNT_BYTES if slot == "step" else prod(shape) * parameter.itemsize
+        _slot_bytes(slot, shape, parameter.itemsize)
         for parameter in parameters
         for slot, shape in state_shapes(parameter, config.optim).items()
     )
+
+
+def _slot_bytes(slot: str, shape: Shape, itemsize: int) -> int:
+    if slot == "step":
+        return COUNT_BYTES
+    return prod(shape) * (1 if slot.endswith(CODES) else itemsize)
 
 
 def ema_bytes(config: RunConfig, parameters: Iterable[ParameterShape]) -> int:

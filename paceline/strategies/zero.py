@@ -241,8 +241,12 @@ def wire(plan: Plan) -> list[Collective]:
     where the last axis of the mesh has one rank, which holds every piece."""
     if list(plan.mesh.values())[-1] == 1:
         return []
+    gathered: str = plan.precision.value
+    if plan.fp8 is not None:
+        # Weights in fp8 travel with the norms beside them, as bytes; what is outside of blocks as bf16.
+        gathered = "uint8 and bf16" if plan.fp8.gathers_fp8 else "bf16"
     return [
-        Collective("FSDP gather", "c10d::_allgather_base_", plan.precision.value),
+        Collective("FSDP gather", "c10d::_allgather_base_", gathered),
         Collective("FSDP reduce", "c10d::_reduce_scatter_base_", "fp32"),
     ]
 

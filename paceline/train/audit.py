@@ -17,10 +17,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from paceline.config.schema import RunConfig
 from paceline.errors import AuditError
-from paceline.records import Audit, Choice, Plan, Proof
+from paceline.records import Audit, Choice, Fp8Plan, Plan, Proof
 from paceline.records.disk import Losses
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Collective
+from paceline.strategies.update_rules import ONE_READ
 
 AUDITED_STEP = 3
 # How torch names the kernels that SDPA chooses from, and where each takes a mask.
@@ -33,9 +34,15 @@ KERNELS = {
     "aten::_scaled_dot_product_fused_attention_overrideable": ("overrideable", 3),
 }
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-FUSED = ("aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_sgd_")
+FUSED = ("aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_sgd_", ONE_READ)
 PROFILE = "profile of the step"
-TYPE_NAMES = {"float": "fp32", "double": "fp64", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
+TYPE_NAMES = {
+    "float": "fp32",
+    "double": "fp64",
+    "c10::BFloat16": "bf16",
+    "c10::Half": "fp16",
+    "unsigned char": "uint8",
+}
 
 
 @dataclass(frozen=True)
@@ -233,6 +240,9 @@ def _call(op: Op) -> tuple[str, str]:
 def _precision(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
     """Compare the type that most matrix products took. Kernels that a compiler wrote itself are not
     among them."""
+    if plan.fp8 is not None:
+        yield from _scaled_products(plan.fp8, seen)
+        return
     types = seen.types_of(*PRODUCTS)
     if types:
         most, _ = types.most_common(1)[0]
@@ -240,6 +250,15 @@ def _precision(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
         ok = most == plan.precision.value
         said = _asked(plan.precision)
         yield _proof("precision", said, effective, f"{PROFILE}: matrix products", ok)
+
+
+def _scaled_products(fp8: Fp8Plan, seen: StepProfile) -> Iterator[Proof]:
+    """Count products of matrices with scales; on a CPU there are none, and the engine shows its
+    layers instead."""
+    count, asked = seen.names["aten::_scaled_mm"], len(fp8.layers)
+    if not fp8.is_emulated:
+        effective = f"{count} products with scales"
+        yield _proof("precision", f"fp8 in {asked} layers", effective, PROFILE, count >= 2 * asked)
 
 
 def _matmul(plan: Plan) -> Proof:
@@ -257,7 +276,9 @@ def _recompute(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
     if not backward or plan.compile.value != "off":
         return
     asked = plan.recompute.value
-    expected = backward if asked == "none" else 2 * backward
+    kinds = plan.memory.blocks if asked == "mixed" and plan.memory is not None else None
+    share = sum(kind != "none" for kind in kinds) / len(kinds) if kinds else asked != "none"
+    expected = backward + round(share * backward)
     effective = f"{forward} attention calls forward, {backward} backward"
     yield _proof("activation checkpointing", asked, effective, PROFILE, forward == expected)
 
@@ -285,7 +306,7 @@ def _collectives(expected: Sequence[Collective], seen: StepProfile) -> Iterator[
     for what, op, asked in expected:
         types = seen.types_of(op)
         effective = ", ".join(f"{kind} x {count}" for kind, count in types.items()) or "none seen"
-        yield _proof(what, asked, effective, PROFILE, set(types) == {asked})
+        yield _proof(what, asked, effective, PROFILE, set(types) == set(asked.split(" and ")))
 
 
 def _timeouts(asked_s: float, device: torch.device) -> Proof:

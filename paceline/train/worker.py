@@ -163,7 +163,7 @@ class RankRun:
         """Apply the plan's settings of torch, then build: kernels are chosen under them."""
         plan = self.plan
         apply_policy(plan)
-        config = effective_config(self.job.config, plan.attention.value)
+        config = effective_config(self.job.config, plan.attention.value, plan.kernels.value)
         parts = EngineParts(config, plan, self.job.workload, self.device)
         return find_strategy(plan.strategy.value).build(parts)
 

@@ -46,6 +46,8 @@ class CausalLM(LanguageModel):
     """The language model's data and units, around another model."""
 
     Model = CausalLMModel  # type: ignore[assignment]
+    Loss = Section
+    own_kernels = ""
     from_transformers = True
 
     def build_model(self, config: Any) -> nn.Module:
