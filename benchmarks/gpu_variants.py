@@ -1,14 +1,13 @@
 """One GPU: settings of one recipe side by side, each through our engine: time, memory, losses.
 
-    python benchmarks/gpu_variants.py lm_1b --variant train.kernels=torch --variant precision.mode=fp8
-        [--steps 12] [--profile] [--common KEY=VALUE ...]
+    python benchmarks/gpu_variants.py lm_1b --variant train.kernels=torch
+        --variant precision.mode=fp8 [--steps 12] [--profile] [--common KEY=VALUE ...]
 
-Each variant is `KEY=VALUE,KEY=VALUE`, or `hand`: the hand-written loop of gpu_throughput.py. They run one
-after the other in this process, each on an empty device: milliseconds a step (median, by CUDA events),
-tokens/s, MFU against the bf16 peak, the peak of allocated memory, seconds until the first step has
-ended, and the losses of some steps, which must agree within the noise of the number format. One that
-runs out of memory says so.
-"""
+Each variant is `KEY=VALUE,KEY=VALUE`, or `hand`: the hand-written loop of gpu_throughput.py. They
+run one after the other in this process, each on an empty device: milliseconds a step (median, by
+CUDA events), tokens/s, MFU against the bf16 peak, the peak of allocated memory, seconds until the
+first step has ended, and the losses of some steps, which must agree within the noise of the number
+format. One that runs out of memory says so."""
 
 import argparse
 import gc

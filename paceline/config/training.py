@@ -89,8 +89,8 @@ class TrainConfig(Section):
 
     memory_budget: Literal["off", "auto"] | Annotated[float, Field(gt=0)] = Field(
         "off",
-        description="GB that a rank may use on its device: as few blocks as possible recompute their"
-        " activations, the cheaper way first. auto: 92 % of the GPU.",
+        description="GB that a rank may use on its device: as few blocks as possible recompute"
+        " their activations, the cheaper way first. auto: 92 % of the GPU.",
     )
     activation_offload: bool = Field(
         False,

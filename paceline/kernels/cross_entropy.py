@@ -1,10 +1,11 @@
 """The head and its cross-entropy, a chunk of tokens at a time: the logits never exist as a whole.
 
-With a vocabulary of 128k, the logits of 8192 tokens take 2 GiB in bf16, and their softmax and gradient
-as much again or more: most of the memory of a long step. But they can be used up as soon as they are
-there. The gradient of a summed loss by its logits is softmax - one, known before any backward pass; so
-each chunk's products with it are taken in the forward pass and its logits forgotten. No product is
-computed twice: the time stays the same, and the gradient of the head is kept instead.
+With a vocabulary of 128k, the logits of 8192 tokens take 2 GiB in bf16, and their softmax and
+gradient as much again or more: most of the memory of a long step. But they can be used up as soon
+as they are there. The gradient of a summed loss by its logits is softmax - one, known before any
+backward pass; so each chunk's products with it are taken in the forward pass and its logits
+forgotten. No product is computed twice: the time stays the same, and the gradient of the head is
+kept instead.
 
 Shape letters: N tokens, D model width, V vocabulary.
 """
@@ -52,7 +53,7 @@ def loss_and_gradients(
     nobody needs them."""
     x_ND = x_ND.contiguous()
     d_x = torch.empty_like(x_ND if has_gradients else x_ND[:0])
-    d_head = x_ND.new_zeros(head_VD.shape if has_gradients else (0,), dtype=torch.float32)
+    d_head = x_ND.new_empty(head_VD.shape if has_gradients else (0,), dtype=torch.float32)
     losses_N = x_ND.new_empty(len(x_ND), dtype=torch.float32)
     for first in range(0, len(x_ND), chunk):
         rows = slice(first, first + chunk)
@@ -60,7 +61,7 @@ def loss_and_gradients(
         losses_N[rows] = take_losses(logits_NV, targets_N[rows], has_gradients)
         if has_gradients:
             torch.mm(logits_NV, head_VD, out=d_x[rows])
-            add_outer(d_head, logits_NV, x_ND[rows])
+            add_outer(d_head, logits_NV, x_ND[rows], is_first=first == 0)
     return losses_N.sum(), d_x, d_head
 
 

@@ -1,8 +1,8 @@
 """Matrix products whose weight gradient is written once, in the weight's own type.
 
-Under autocast torch writes the gradient of an fp32 weight in bf16 and casts it: ten bytes of traffic for
-each weight, and a rounding. cuBLAS sums in fp32 anyway, so it can write that itself: four bytes.
-"""
+Under autocast torch writes the gradient of an fp32 weight in bf16 and casts it: ten bytes of
+traffic for each weight, and a rounding. cuBLAS sums in fp32 anyway, so it can write that itself:
+four bytes."""
 
 from typing import Any
 
@@ -65,15 +65,12 @@ def _(g_NF: Tensor, x_ND: Tensor) -> Tensor:
     return g_NF.new_empty((g_NF.shape[1], x_ND.shape[1]), dtype=torch.float32)
 
 
-@torch.library.custom_op("paceline::add_outer", mutates_args={"total_FD"})
-def add_outer(total_FD: Tensor, g_NF: Tensor, x_ND: Tensor) -> None:
-    """Add g.T @ x to `total`, which is fp32, in place."""
-    if g_NF.is_cuda and g_NF.dtype != torch.float32:
-        torch.addmm(total_FD, g_NF.t(), x_ND, out_dtype=torch.float32, out=total_FD)
+def add_outer(total_FD: Tensor, g_NF: Tensor, x_ND: Tensor, is_first: bool) -> None:
+    """Add g.T @ x to `total`, which is fp32, in place; the first one is written over what is
+    there."""
+    if not g_NF.is_cuda or g_NF.dtype == torch.float32:
+        total_FD.addmm_(g_NF.t().float(), x_ND.float(), beta=0 if is_first else 1)
+    elif is_first:
+        torch.mm(g_NF.t(), x_ND, out_dtype=torch.float32, out=total_FD)
     else:
-        total_FD.addmm_(g_NF.t().float(), x_ND.float())
-
-
-@add_outer.register_fake
-def _(total_FD: Tensor, g_NF: Tensor, x_ND: Tensor) -> None:
-    return None
+        torch.addmm(total_FD, g_NF.t(), x_ND, out_dtype=torch.float32, out=total_FD)

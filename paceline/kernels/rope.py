@@ -1,12 +1,12 @@
-"""Rotary position embedding between the product that makes q, k and v and attention: one Triton kernel
-each way.
+"""Rotary position embedding between the product that makes q, k and v and attention: one Triton
+kernel each way.
 
-Forward it reads q and k where the product left them and writes them turned; v is a view. Backward it
-turns the gradients of q and k back and writes them, with v's, side by side, where the product's own
-backward pass reads them: there is no concat, no negation, no slice.
+Forward it reads q and k where the product left them and writes them turned; v is a view. Backward
+it turns the gradients of q and k back and writes them, with v's, side by side, where the product's
+own backward pass reads them: there is no concat, no negation, no slice.
 
-Shape letters: B batch, T tokens, H query heads, K key/value heads, E head width, X all of q, k and v.
-"""
+Shape letters: B batch, T tokens, H query heads, K key/value heads, E head width, X all of q, k and
+v."""
 
 from typing import Any
 
@@ -98,7 +98,7 @@ def _settings(num_heads: int, num_kv_heads: int, width: int) -> dict[str, int]:
 
 
 @triton.jit
-def _angles(cos, sin, position, HALF: tl.constexpr, HALF_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+def _angles(cos, sin, position, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
     column = tl.arange(0, HALF_PAD)
     at, is_in = position * 2 * HALF + column, column < HALF
     c = tl.load(cos + at, mask=is_in, other=0.0).to(tl.float32)
@@ -107,14 +107,16 @@ def _angles(cos, sin, position, HALF: tl.constexpr, HALF_PAD: tl.constexpr):  # 
 
 
 @triton.jit
-def _place(stride, NUM: tl.constexpr, PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+def _place(
+    stride, NUM: tl.constexpr, PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr
+):
     """Where the first halves of NUM heads lie, `stride` apart, and which of them there are."""
     head, column = tl.arange(0, PAD)[:, None], tl.arange(0, HALF_PAD)[None, :]
     return head * stride + column, (head < NUM) & (column < HALF)
 
 
 @triton.jit
-def _rotate(source, target, c, s, at_source, at_target, is_in, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rotate(source, target, c, s, at_source, at_target, is_in, HALF: tl.constexpr):
     """Turn pairs (e, e + HALF) by the angles; with -s it turns them back."""
     a = tl.load(source + at_source, mask=is_in, other=0.0).to(tl.float32)
     b = tl.load(source + at_source + HALF, mask=is_in, other=0.0).to(tl.float32)
@@ -123,7 +125,7 @@ def _rotate(source, target, c, s, at_source, at_target, is_in, HALF: tl.constexp
 
 
 @triton.jit
-def _rope_forward(  # type: ignore[no-untyped-def]
+def _rope_forward(
     qkv, cos, sin, q, k, T, X,
     H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
     H_PAD: tl.constexpr, K_PAD: tl.constexpr, HALF_PAD: tl.constexpr,
@@ -137,7 +139,7 @@ def _rope_forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rope_backward(  # type: ignore[no-untyped-def]
+def _rope_backward(
     d_q, d_k, d_v, cos, sin, d_qkv, T, X,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
     H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,

@@ -1,5 +1,5 @@
-"""Losses of tokens, and their gradients in the place of the logits: one Triton kernel that reads the
-logits twice and writes them once.
+"""Losses of tokens, and their gradients in the place of the logits: one Triton kernel that reads
+the logits twice and writes them once.
 
 Shape letters: N tokens, V vocabulary.
 """
@@ -27,7 +27,7 @@ def take_losses(logits_NV: Tensor, targets_N: Tensor, has_gradients: bool) -> Te
 
 
 @triton.jit
-def _token_losses(logits, targets, losses, V, stride, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _token_losses(logits, targets, losses, V, stride, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     target = tl.load(targets + row * stride)

@@ -1,9 +1,9 @@
 """fp8 on paper: which layers take it and why the others do not, and whether it is worth it.
 
-fp8 products run at less than twice the rate of bf16, and three times a step every layer has to find scales
-and cast: that grows with a side of its matrix, the product with both. So large layers gain and small ones
-lose. The rates are those of an H200 (benchmarks/results/gpu_fp8_h200.txt); what matters is their ratio.
-"""
+fp8 products run at less than twice the rate of bf16, and three times a step every layer has to find
+scales and cast: that grows with a side of its matrix, the product with both. So large layers gain
+and small ones lose. The rates are those of an H200 (benchmarks/results/gpu_fp8_h200.txt); what
+matters is their ratio."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -66,7 +66,8 @@ def count_tokens(config: RunConfig, workload: Workload) -> int:
 
 
 def product_seconds(parameter: ParameterShape, tokens: int, recipe: str) -> tuple[float, float]:
-    """Estimate a layer's three products of a step in bf16, and in fp8 with the casts around them."""
+    """Estimate a layer's three products of a step in bf16, and in fp8 with the casts around
+    them."""
     rows, columns = parameter.shape
     flops = 6 * tokens * rows * columns
     each, of_weight = CAST_BYTES[recipe]

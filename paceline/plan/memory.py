@@ -1,9 +1,9 @@
-"""How much a step keeps for its backward pass, and which blocks compute theirs again so that it fits.
+"""How much a step keeps for its backward pass, and which blocks compute theirs again so that it
+fits.
 
-The model runs forward once on fake tensors, which have shapes and no memory, and autograd tells what it
-saves, block by block. A block may keep all of it; its products only (`selective`); or its input only
-(`full`). The fewest blocks recompute, and the cheaper way first.
-"""
+The model runs forward once on fake tensors, which have shapes and no memory, and autograd tells
+what it saves, block by block. A block may keep all of it; its products only (`selective`); or its
+input only (`full`). The fewest blocks recompute, and the cheaper way first."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -52,11 +52,11 @@ class Saved:
     seen: set[int] = field(default_factory=set)
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the results that `selective` keeps, for the block that runs."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.block: Kept | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,10 +1,10 @@
 """AdamW with its moments in 8 bits: 2 bytes of state for a weight in place of 8.
 
-Each 256 numbers of a row share a scale, and each is the nearest of 256 values that lie densest around 0
-(https://arxiv.org/abs/2110.02861); torchao has the map and the search. The update itself is in fp32.
-Codes and scales are plain tensors with a parameter's rows, so they are sharded, saved and resumed bit by
-bit as any others. What has rows of another width, or few numbers, keeps fp32 moments.
-"""
+Each 256 numbers of a row share a scale, and each is the nearest of 256 values that lie densest
+around 0 (https://arxiv.org/abs/2110.02861); torchao has the map and the search. The update itself
+is in fp32. Codes and scales are plain tensors with a parameter's rows, so they are sharded, saved
+and resumed bit by bit as any others. What has rows of another width, or few numbers, keeps fp32
+moments."""
 
 from collections.abc import Callable
 from functools import cache
@@ -46,6 +46,7 @@ class AdamW8bit(Optimizer):
             state |= _first_state(parameter)
         state["step"] += 1
         names = [name for name in state if name != "step"]
+        assert parameter.grad is not None, "asked by step"
         pieces = locals_of([parameter, parameter.grad, *(state[name] for name in names)])
         weight, gradient, kept = pieces[0], pieces[1], dict(zip(names, pieces[2:], strict=True))
         if not weight.numel():
@@ -150,4 +151,3 @@ def _write(
     scaled, scales = scale_tensor(value.contiguous(), EIGHT_BIT_BLOCK)
     kept[f"{name}_codes"].copy_(quantize_8bit_with_qmap(scaled, maps[name]))
     kept[f"{name}_scales"].copy_(scales.view(kept[f"{name}_scales"].shape))
-

@@ -1,9 +1,8 @@
 """Matrix products in fp8: layers of a model replaced by torchao's, as the plan says.
 
 A layer casts its input, its weight and the gradient of its output to 8 bits, each with a scale, and
-multiplies those; weights, optimizer state and everything between layers stay what they are. On a CPU the
-same casts are computed and the product is taken in fp32: right, and slow.
-"""
+multiplies those; weights, optimizer state and everything between layers stay what they are. On a
+CPU the same casts are computed and the product is taken in fp32: right, and slow."""
 
 import logging
 import os

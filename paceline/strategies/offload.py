@@ -1,10 +1,9 @@
-"""Activations on the host between forward and backward: each block's saved tensors go to pinned memory
-while the next block computes, and come back while the one behind it does.
+"""Activations on the host between forward and backward: each block's saved tensors go to pinned
+memory while the next block computes, and come back while the one behind it does.
 
-Copies run on two streams of their own. When backward asks for the first tensor of a block, those of the
-block before it start on their way too, so that only the last block's are waited for. What autograd saves
-twice is sent once. Weights and small tensors stay.
-"""
+Copies run on two streams of their own. When backward asks for the first tensor of a block, those of
+the block before it start on their way too, so that only the last block's are waited for. What
+autograd saves twice is sent once. Weights and small tensors stay."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,9 +30,8 @@ class Offloader:
     def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES) -> None:
         self.device, self.min_bytes = device, min_bytes
         self.is_async = device.type == "cuda"
-        self.out, self.into = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if (
-            self.is_async
-        ) else (None, None)  # fmt: skip
+        self.out: Any = torch.cuda.Stream(device) if self.is_async else None
+        self.into: Any = torch.cuda.Stream(device) if self.is_async else None
         self.parked: dict[int, list[Parked]] = {}
         self.num_bytes = 0  # sent so far, for the audit
 
@@ -81,7 +79,6 @@ class Offloader:
         if not self.is_async:
             return Parked(value.detach().clone(), None, number)
         host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
-        assert self.out is not None
         self.out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.out):
             host.copy_(value, non_blocking=True)
@@ -106,7 +103,6 @@ class Offloader:
         if not self.is_async:
             kept.back = kept.host
             return
-        assert self.into is not None
         with torch.cuda.stream(self.into):
             self.into.wait_event(kept.sent)
             kept.back = torch.empty_like(kept.host, device=self.device)

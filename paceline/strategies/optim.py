@@ -47,7 +47,9 @@ def build_optimizer(parts: EngineParts, module: nn.Module) -> Optimizer:
     if builds_own(parts.workload):
         return _build_own(parts.workload, module, parts.config)
     optim = parts.config.optim
-    kind, settings = optimizer_kind(optim, parts.plan.fused_optimizer.value, by_kernel(parts, module))
+    kind, settings = optimizer_kind(
+        optim, parts.plan.fused_optimizer.value, by_kernel(parts, module)
+    )
     return kind(parameter_groups(module, optim), **settings)
 
 

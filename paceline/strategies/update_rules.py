@@ -1,5 +1,5 @@
-"""Optimizers that torch has not: Lion, Muon with AdamW for what Muon is not made for, and AdamW that reads
-each gradient once."""
+"""Optimizers that torch has not: Lion, Muon with AdamW for what Muon is not made for, and AdamW
+that reads each gradient once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -131,9 +131,8 @@ class OneReadAdamW(AdamW):
                 veto, scale = self._scalars(moved[0].device)
                 states = [self._state_of(p) for p in moved]
                 torch._foreach_add_([state["step"] for state in states], 1 - veto)
-                rates = Rates(
-                    group["lr"], *group["betas"], group["eps"], decay=group["weight_decay"]
-                )
+                beta1, beta2 = group["betas"]
+                rates = Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
                 for p, state in zip(moved, states, strict=True):
                     w, g, m, v = locals_of([p, p.grad, state["exp_avg"], state["exp_avg_sq"]])
                     update_weight((w, g.contiguous(), m, v), (state["step"], scale, veto), rates)

@@ -243,7 +243,7 @@ def wire(plan: Plan) -> list[Collective]:
         return []
     gathered: str = plan.precision.value
     if plan.fp8 is not None:
-        # Weights in fp8 travel with the norms beside them, as bytes; what is outside of blocks as bf16.
+        # Weights in fp8 travel as bytes, with the norms beside them; the rest of the model as bf16.
         gathered = "uint8 and bf16" if plan.fp8.gathers_fp8 else "bf16"
     return [
         Collective("FSDP gather", "c10d::_allgather_base_", gathered),

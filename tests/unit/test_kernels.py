@@ -1,4 +1,5 @@
-"""Kernels against plain torch, forward and backward: by Triton's interpreter where there is no GPU."""
+"""Kernels against plain torch, forward and backward: by Triton's interpreter where there is no
+GPU."""
 
 import os
 from typing import Any

@@ -46,7 +46,7 @@ class CausalLM(LanguageModel):
     """The language model's data and units, around another model."""
 
     Model = CausalLMModel  # type: ignore[assignment]
-    Loss = Section
+    Loss = Section  # type: ignore[assignment]
     own_kernels = ""
     from_transformers = True
 

@@ -241,9 +241,9 @@ class Tail(nn.Module):
     """From the last block to logits, or to the summed loss, so that one graph can hold both. The
     loss of `chunk` tokens at a time never has the logits of all; 0: of all at once."""
 
-    def __init__(self, config: LMModel, chunk: int = 0) -> None:
+    def __init__(self, config: LMModel, kernels: str = "torch", chunk: int = 0) -> None:
         super().__init__()
-        self.chunk = chunk
+        self.kernels, self.chunk = kernels, chunk
         self.norm = Norm(config.dim)
         # Tied by having one matrix, not two names for it: moving off meta would part them.
         self.head = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -255,7 +255,12 @@ class Tail(nn.Module):
             from paceline.kernels.cross_entropy import chunked_loss
 
             return chunked_loss(x_BTD.flatten(0, 1), head_VD, targets_BT.flatten(), self.chunk)
-        logits_BTV = F.linear(x_BTD, head_VD)
+        if self.kernels == "triton":
+            from paceline.kernels.products import linear
+
+            logits_BTV = linear(x_BTD, head_VD)
+        else:
+            logits_BTV = F.linear(x_BTD, head_VD)
         if targets_BT is None:
             return logits_BTV
         return F.cross_entropy(
@@ -283,10 +288,8 @@ class LM(nn.Module):
         self.config, self.seq_len, self.impl = config, seq_len, impl
         self.tail_reads = ("embedding",) if config.tied else ()
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(
-            Block(config, impl, kernels) for _ in range(config.num_layers)
-        )
-        self.tail = Tail(config, chunk)
+        self.blocks = nn.ModuleList(Block(config, impl, kernels) for _ in range(config.num_layers))
+        self.tail = Tail(config, kernels, chunk)
         for name, table in zip(("rope_cos", "rope_sin"), self._rope_tables(), strict=True):
             self.register_buffer(name, table, persistent=False)
 
