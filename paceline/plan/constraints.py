@@ -45,6 +45,13 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             what="without the fused kernel the host waits for the device before each update, to"
             " know whether the gradient is finite",
         )
+    if plan.exchange_by.requested != plan.exchange_by.value:
+        yield Finding(
+            severity="warning",
+            where="strategy.exchange",
+            what=f"{plan.exchange_by.requested} was asked, {plan.exchange_by.value} are used:"
+            f" {plan.exchange_by.because}",
+        )
     if config.data.num_buckets is not None:
         yield from _length_problems(config, plan)
     yield from check_installed(config.observe.trackers)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from paceline.config.schema import RunConfig
 from paceline.plan.policy import capability_of
-from paceline.records import Choice, Device, Env, Finding, Kernels
+from paceline.records import Choice, Device, Env, Finding, Kernels, Plan
 from paceline.strategies.optimizers import builds_own
 from paceline.workloads.base import Workload
 
@@ -37,11 +37,11 @@ def choose_kernels(
     return Choice(requested=asked, value=value, because=because, matters=value == "triton")
 
 
-def check_kernels(config: RunConfig, value: str, on_gpu: bool) -> Iterator[Finding]:
+def check_kernels(plan: Plan) -> Iterator[Finding]:
     """Yield why kernels that were asked for cannot run here."""
-    if value != "triton":
+    if plan.kernels.value != "triton" or plan.kernels.requested == "auto":
         return
-    if not on_gpu:
+    if not plan.on_gpu:
         yield Finding(
             severity="error",
             where="train.kernels",

@@ -169,7 +169,7 @@ def _budget(config: RunConfig, env: Env, plan: Plan) -> Choice[int] | None:
     return Choice(requested=asked, value=int(USABLE * smallest), because=because)
 
 
-def check_memory(config: RunConfig, plan: Plan, workload: Workload) -> Iterator[Finding]:
+def check_memory(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Yield what the budget leads to, or why it cannot."""
     asked, where = config.train.memory_budget, "train.memory_budget"
     if asked == "off":

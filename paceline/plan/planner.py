@@ -20,9 +20,9 @@ from paceline.machine.datasheets import choose_arithmetic, choose_peak
 from paceline.machine.topology import Topology
 from paceline.plan.constraints import check, check_host_memory, check_pipeline, check_samples
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
-from paceline.plan.fp8 import check_fp8, plan_fp8
-from paceline.plan.kernels import check_kernels, choose_kernels
-from paceline.plan.memory import as_recompute, check_memory, plan_memory
+from paceline.plan.exchange import choose_exchange
+from paceline.plan.kernels import choose_kernels
+from paceline.plan.limits import add_limits, check_limits
 from paceline.plan.policy import (
     check_policy,
     choose_attention,
@@ -103,6 +103,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         model=model.size(),
         state_bytes=sharing.estimate(held, config, share),
         exchange=sharing.exchange(held, config, share),
+        exchange_by=choose_exchange(config, env, crew, sharing),
         pipeline=layout.pipeline,
         flops_per_sample=_choose_flops(workload, config),
         peak_flops=choose_peak(config.observe.peak_flops, env, device.value, arithmetic),
@@ -110,12 +111,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     )
     if plan.epochs is not None and (job.workload.prepared or not _prepares(workload)):
         plan = count_steps(job, plan)
-    if precision.value == "fp8":
-        fp8 = plan_fp8(config, workload, model, sharing, plan.on_gpu)
-        plan = plan.model_copy(update={"fp8": fp8})
-    built_from = effective_config(config, attention.value)
-    if memory := plan_memory(config, env, plan, workload, built_from):
-        plan = plan.model_copy(update={"memory": memory, "recompute": as_recompute(memory)})
+    plan = add_limits(plan, config, env, workload, model, sharing)
     plan = plan.model_copy(update={"engine_config": sharing.engine_config(config, plan)})
     findings = [
         *check_crew(config.launch, env, crew, topology),
@@ -126,12 +122,10 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *check_samples(config, workload, layout.pipeline is not None),
         *workload.problems(config),
         *check_policy(config, env, plan, workload),
-        *check_fp8(config, env, plan, sharing, workload),
-        *check_kernels(config, kernels.value, plan.on_gpu),
+        *check_limits(config, env, plan, workload, sharing),
         *sharing.problems(config, crew, model),
         *check_optimizer(config, sharing, workload, model),
         *_recompute_problems(config, model),
-        *check_memory(config, plan, workload),
         *batchnorm_findings(config, sharing, batch, model),
         *_host_memory_problems(config, env, plan, model),
         *check(config, env, plan),

@@ -20,6 +20,7 @@ Backend = Literal["gloo", "nccl"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Matmul = Literal["highest", "high", "medium"]
 Attention = Literal["eager", "sdpa", "flash", "cudnn", "efficient", "math", "flex"]
+ExchangeBy = Literal["collectives", "symmetric"]
 Kernels = Literal["torch", "triton"]
 CompileScope = Literal["blocks", "model"]
 Recompute = Literal["none", "full", "selective", "mixed"]
@@ -117,7 +118,7 @@ class Fp8Plan(Part):
     is_emulated: bool = Field(description="A CPU computes the rounding, and products in fp32.")
     layers: list[str]
     kept: dict[str, str] = Field(description="Matrices that stay in bf16, each with the reason.")
-    products_gain: float = Field(description="Estimated time of products in bf16 over theirs.")
+    gain: float = Field(description="Estimated time of a step in bf16 over that in fp8.")
 
 
 class MemoryPlan(Part):
@@ -214,6 +215,10 @@ class Plan(Record):
     model: ModelSize
     state_bytes: StateBytes = Field(description="Of the rank that holds most.")
     exchange: Exchange
+    exchange_by: Choice[ExchangeBy] = Field(
+        Choice(requested="collectives", value="collectives", because=NO_OTHER, matters=False),
+        description="Who moves gradients and weights between ranks.",
+    )
     pipeline: PipelinePlan | None = Field(None, description="Where strategy is pipeline.")
     engine_config: dict[str, Any] = Field(
         {}, description="Config of the library that the strategy drives, where it has its own."

@@ -82,16 +82,44 @@ def wrap_ddp(parts: EngineParts, objective: Objective) -> Wrapping:
     # warns of the argument, and has another name for it.)
     wrapped.broadcast_buffers = False
     traffic = register_hook(wrapped, settings)
+    shared = _share_memory(parts, wrapped)
     unsynced = _Unsynced(wrapped, parts.plan.batch.grad_accum - 1, settings.static_graph)
     return Wrapping(
         wrapped,
         unsynced,
-        proofs=lambda: _proofs(parts, wrapped, traffic),
+        proofs=lambda: [*_proofs(parts, wrapped, traffic), *exchange_proofs(parts, shared)],
         forget=traffic.forget if traffic.power is not None else None,
         # It sorts its buckets by the order in which the first gradients came; PowerSGD, which
         # counts passes, must not see one more.
         rehearsed=unsynced.has_learnt if traffic.power is None else None,
     )
+
+
+def _share_memory(parts: EngineParts, wrapped: DistributedDataParallel) -> Any:
+    """Sum gradients through symmetric memory, where the plan says so."""
+    if parts.plan.exchange_by.value != "symmetric":
+        return None
+    from paceline.strategies.symmetric import Exchange, ddp_hook
+
+    assert dist.group.WORLD is not None, "ranks have met"
+    shared = Exchange(dist.group.WORLD)
+    wrapped.register_comm_hook(shared, ddp_hook)
+    return shared
+
+
+def exchange_proofs(parts: EngineParts, shared: Any) -> list[Proof]:
+    """Show the bytes that went through symmetric memory, where that was planned."""
+    if shared is None:
+        return []
+    return [
+        Proof(
+            what="exchange",
+            requested=parts.plan.exchange_by.value,
+            effective=f"{shared.num_bytes:,} bytes through symmetric memory so far",
+            proof="counted where they are copied",
+            ok=shared.num_bytes > 0,
+        )
+    ]
 
 
 class _Unsynced:

@@ -16,6 +16,7 @@ from paceline.records import Plan, Proof
 from paceline.strategies.base import Engine, EngineParts
 from paceline.strategies.blocks import find_blocks
 from paceline.strategies.compose import compose
+from paceline.strategies.ddp_engine import exchange_proofs
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.fp8 import scale_after_updates
 from paceline.strategies.optim import build_optimizer
@@ -32,11 +33,17 @@ def build_sharded(parts: EngineParts, reshards: bool) -> Engine:
     optimizer = build_optimizer(parts, module)
     if parts.plan.fp8 is not None and parts.plan.fp8.gathers_fp8:
         scale_after_updates(optimizer, module)
+    shared = None
+    if parts.plan.exchange_by.value == "symmetric":
+        from paceline.strategies.symmetric import use_in_fsdp
+
+        assert isinstance(objective, FSDPModule), "fully_shard has been applied"
+        shared = use_in_fsdp(objective, mesh.get_group(mesh.ndim - 1))
     defers = ShardedSettings.of(parts.config).accumulate == "defer"
     wrapping = Wrapping(
         objective,
         unsynced=(lambda: _deferred(objective)) if defers else nullcontext,
-        proofs=lambda: _proofs(objective),
+        proofs=lambda: [*_proofs(objective), *exchange_proofs(parts, shared)],
         settle=lambda: reshard(objective),
         shards=mesh.get_group(mesh.ndim - 1),
     )

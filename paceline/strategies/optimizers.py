@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from math import prod
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -59,6 +60,7 @@ class Kind:
     needs_whole: str = ""
     gathers: bool = False
     is_fused: bool = False
+    needs: str = ""  # a library of the extra fp8
 
 
 def _adam(optim: OptimConfig) -> dict[str, Any]:
@@ -124,6 +126,7 @@ KINDS: Mapping[str, Kind] = {
         ("beta1", "beta2", "eps"),
         _adam,
         _moments_in_8_bits,
+        needs="torchao",
     ),
     "adam": Kind("torch.optim:Adam", ("beta1", "beta2", "eps"), _adam, _two_moments, is_fused=True),
     "sgd": Kind(
@@ -298,6 +301,14 @@ def _check_kind(config: RunConfig, strategy: Strategy, model: ModelShape) -> Ite
             " part of every matrix",
             hint="set strategy.name=zero1, which deals out whole matrices, or ddp; or"
             " optim.name=adamw or lion",
+        )
+    if kind.needs and find_spec(kind.needs) is None:
+        yield Finding(
+            severity="error",
+            where="optim.name",
+            what=f"{optim.name} needs {kind.needs}, which is not installed",
+            hint="pip install 'paceline[fp8]'",
+            cause="cluster",
         )
     if optim.name == "muon" and not any(p.is_hidden for p in model.trainable):
         yield Finding(

@@ -26,7 +26,7 @@ from paceline.strategies.base import (
     Strategy,
     Unread,
 )
-from paceline.strategies.ddp import Replicated
+from paceline.strategies.ddp import Exchanging, Replicated
 from paceline.strategies.optimizers import ema_bytes, optimizer_bytes, split_groups
 from paceline.strategies.shape import ModelShape, ParameterShape, sum_bytes
 
@@ -41,7 +41,7 @@ class Offloading(StrategyConfig):
     )
 
 
-class Gathering(Offloading):
+class Gathering(Offloading, Exchanging):
     """What every use of FSDP2 reads, that of a pipeline's stages too."""
 
     reshard_after_forward: Literal["auto"] | bool = Field(
