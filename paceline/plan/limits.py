@@ -7,6 +7,7 @@ from paceline.config.schema import RunConfig
 from paceline.plan.fp8 import check_fp8, plan_fp8
 from paceline.plan.kernels import check_kernels
 from paceline.plan.memory import as_recompute, check_memory, plan_memory
+from paceline.plan.overlap import choose_prefetch
 from paceline.plan.policy import effective_config
 from paceline.records import Env, Finding, Plan
 from paceline.strategies.base import Strategy
@@ -17,14 +18,17 @@ from paceline.workloads.base import Workload
 def add_limits(
     plan: Plan, config: RunConfig, env: Env, workload: Workload, model: ModelShape, by: Strategy
 ) -> Plan:
-    """Return the plan with its layers in fp8, and with what each block recomputes."""
+    """Return the plan with its layers in fp8, what each block recomputes and gathers ahead."""
     if plan.precision.value == "fp8":
         fp8 = plan_fp8(config, workload, model, by, plan.on_gpu)
         plan = plan.model_copy(update={"fp8": fp8})
     built_from = effective_config(config, plan.attention.value)
     if memory := plan_memory(config, env, plan, workload, built_from):
         plan = plan.model_copy(update={"memory": memory, "recompute": as_recompute(memory)})
-    return plan
+    each = plan.flops_per_sample.value
+    flops = each * plan.batch.micro if each else None
+    prefetch = choose_prefetch(config, env, plan.crew, model, by, flops)
+    return plan.model_copy(update={"prefetch": prefetch})
 
 
 def check_limits(

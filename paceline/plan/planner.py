@@ -23,6 +23,7 @@ from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ra
 from paceline.plan.exchange import choose_exchange
 from paceline.plan.kernels import choose_kernels
 from paceline.plan.limits import add_limits, check_limits
+from paceline.plan.overlap import choose_bucket
 from paceline.plan.policy import (
     check_policy,
     choose_attention,
@@ -104,6 +105,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         state_bytes=sharing.estimate(held, config, share),
         exchange=sharing.exchange(held, config, share),
         exchange_by=choose_exchange(config, env, crew, sharing),
+        bucket_mb=choose_bucket(config, env, crew, model, sharing),
         pipeline=layout.pipeline,
         flops_per_sample=_choose_flops(workload, config),
         peak_flops=choose_peak(config.observe.peak_flops, env, device.value, arithmetic),

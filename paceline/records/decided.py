@@ -219,6 +219,14 @@ class Plan(Record):
         Choice(requested="collectives", value="collectives", because=NO_OTHER, matters=False),
         description="Who moves gradients and weights between ranks.",
     )
+    bucket_mb: Choice[float] = Field(
+        Choice(requested="auto", value=25.0, because=NO_OTHER, matters=False),
+        description="MiB of gradients in one all-reduce.",
+    )
+    prefetch: Choice[int] = Field(
+        Choice(requested="auto", value=0, because=NO_OTHER, matters=False),
+        description="Blocks whose weights are gathered ahead, where that is left to us.",
+    )
     pipeline: PipelinePlan | None = Field(None, description="Where strategy is pipeline.")
     engine_config: dict[str, Any] = Field(
         {}, description="Config of the library that the strategy drives, where it has its own."

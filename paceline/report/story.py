@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from paceline.config.plain import read_config_text
 from paceline.metrics import TRAIN, VAL
-from paceline.records import Audit, Env, Plan, Result, Window
+from paceline.records import Audit, Env, Overlap, Plan, Result, Window
 from paceline.records.columns import Table
 from paceline.records.phases import STEP_PHASES
 from paceline.records.rundir import RunDir
@@ -42,6 +42,7 @@ class Story:
     telemetry: dict[int, Table[TelemetryRow]]  # by rank
     config: str
     measured: Measured | None = None
+    overlaps: tuple[Overlap, ...] = ()  # of the ranks that exchange something
     samples: tuple[Sample, ...] = ()  # texts that the model wrote, by step
 
 
@@ -73,8 +74,23 @@ def read_story(run: RunDir) -> Story:
         telemetry={rank: read_telemetry(run.telemetry_of(rank)) for rank in range(plan.world_size)},
         config=read_config_text(run.config),
         measured=load_measured(run, plan),
+        overlaps=read_overlaps(run, plan.world_size),
         samples=tuple(read_samples(run.texts)),
     )
+
+
+def read_overlaps(run: RunDir, num_ranks: int) -> tuple[Overlap, ...]:
+    """Return what each rank's profiled step spent on communication, where it was measured."""
+    paths = [run.overlap(rank) for rank in range(num_ranks)]
+    return tuple(Overlap.load(path) for path in paths if path.is_file())
+
+
+def _overlap_figures(story: Story) -> list[Figure]:
+    if not story.overlaps:
+        return []
+    worst = max(story.overlaps, key=lambda each: each.exposed_s)
+    beside = f"of {duration(worst.communication_s)}, rank {worst.rank}, step {worst.step}"
+    return [Figure("exposed communication", duration(worst.exposed_s), beside=beside)]
 
 
 def headline(story: Story) -> list[Figure]:
@@ -100,7 +116,7 @@ def further(story: Story) -> list[Figure]:
     result = story.result
     if result is None:
         return []
-    figures, kept = [], result.checkpoints
+    figures, kept = _overlap_figures(story), result.checkpoints
     if kept is not None:
         failed = f", {kept.num_failed} failed" if kept.num_failed else ""
         last = f"the last at step {kept.last_step}, {size(kept.num_bytes)}; "

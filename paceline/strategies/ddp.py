@@ -25,8 +25,10 @@ class Exchanging(StrategyConfig):
 
 
 class Buckets(StrategyConfig):
-    bucket_mb: Annotated[float, Field(gt=0)] = Field(
-        25.0, description="MiB of gradients per all-reduce."
+    bucket_mb: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
+        "auto",
+        description="MiB of gradients per all-reduce. auto: by the link that `paceline check` has"
+        " measured, else 25.",
     )
 
 

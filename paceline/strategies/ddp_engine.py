@@ -72,7 +72,7 @@ def wrap_ddp(parts: EngineParts, objective: Objective) -> Wrapping:
     settings = DDPSettings.of(parts.config)
     wrapped = DistributedDataParallel(
         objective,
-        bucket_cap_mb=settings.bucket_mb,
+        bucket_cap_mb=parts.plan.bucket_mb.value,
         # Gradients live inside the buckets: no copy after the all-reduce, no second set.
         gradient_as_bucket_view=True,
         static_graph=settings.static_graph,
@@ -148,14 +148,15 @@ class _Unsynced:
 def _proofs(parts: EngineParts, wrapped: DistributedDataParallel, traffic: Traffic) -> list[Proof]:
     """Show the buckets as DDP logs them, and the bytes that went through the hook."""
     settings, told = DDPSettings.of(parts.config), wrapped._get_ddp_logging_data()
+    asked = parts.plan.bucket_mb.value
     sizes = str(told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes", ""))
     largest = max((int(size) for size in sizes.replace(" ", "").split(",") if size), default=0)
     buckets = Proof(
         what="DDP buckets",
-        requested=f"{settings.bucket_mb:g} MiB each",
+        requested=f"{asked:g} MiB each",
         effective=f"{sizes.count(',') + 1} of up to {largest / MIB:.3g} MiB",
         proof="DDP's logging data",
-        ok=int(told.get("bucket_cap_bytes", 0)) == int(settings.bucket_mb * MIB),
+        ok=int(told.get("bucket_cap_bytes", 0)) == int(asked * MIB),
     )
     if settings.comm_hook == "none":
         return [buckets]

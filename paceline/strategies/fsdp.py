@@ -80,7 +80,9 @@ def shard_model(root: nn.Module, parts: EngineParts, mesh: DeviceMesh, reshards:
     # given the batch: what of it meets no weight, such as targets, must not be rounded.
     policy = replace(settings["mp_policy"], cast_forward_inputs=False)
     fully_shard(root, **(settings | {"reshard_after_forward": False, "mp_policy": policy}))
-    _prefetch(blocks, asked.forward_prefetch, asked.backward_prefetch)
+    ahead = (asked.forward_prefetch, asked.backward_prefetch)
+    chosen = parts.plan.prefetch.value
+    _prefetch(blocks, *(chosen if number == "auto" else number for number in ahead))
 
 
 def _offloads(parts: EngineParts) -> bool:

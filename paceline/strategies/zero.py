@@ -47,11 +47,13 @@ class Gathering(Offloading, Exchanging):
     reshard_after_forward: Literal["auto"] | bool = Field(
         "auto", description="Free gathered weights after forward. auto: zero3 does."
     )
-    forward_prefetch: Count = Field(
-        0, description="Blocks to gather ahead in forward; 0: torch's own order."
+    forward_prefetch: Literal["auto"] | Count = Field(
+        "auto",
+        description="Blocks to gather ahead in forward; 0: torch's own order. auto: 1 where the"
+        " link that `paceline check` has measured is slow for that.",
     )
-    backward_prefetch: Count = Field(
-        0, description="Blocks to gather ahead in backward; 0: torch's own order."
+    backward_prefetch: Literal["auto"] | Count = Field(
+        "auto", description="Blocks to gather ahead in backward; as forward_prefetch."
     )
 
 
@@ -177,7 +179,8 @@ class Sharded(Strategy):
         *blocks, rest = _gathered_numels(model, share)
         if self.reshards(config):
             settings = Gathering.of(config)
-            ahead = max(1, settings.forward_prefetch, settings.backward_prefetch)
+            asked = (settings.forward_prefetch, settings.backward_prefetch)
+            ahead = max([1, *(number for number in asked if number != "auto")])
             blocks = sorted(blocks, reverse=True)[: 1 + ahead]
         return (rest + sum(blocks)) * share.compute_bytes
 

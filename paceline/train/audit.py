@@ -22,6 +22,7 @@ from paceline.records.disk import Losses
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Collective
 from paceline.strategies.update_rules import ONE_READ
+from paceline.train.overlap import measure_overlap
 
 AUDITED_STEP = 3
 # How torch names the kernels that SDPA chooses from, and where each takes a mask.
@@ -64,6 +65,7 @@ class StepProfile:
         if with_kernels:
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities, record_shapes=True)
+        self.events: Any = []
         self.ops: list[Op] = []
         self.names: Counter[str] = Counter()
 
@@ -75,7 +77,11 @@ class StepProfile:
 
     def stop(self) -> None:
         self._profile.stop()
-        self.ops = list(_iter_ops(self._profile))
+        results = self._profile.profiler.kineto_results if self._profile.profiler else None
+        assert results is not None, "stopped after it was started"
+        # The public list of events has shapes, but not the types.
+        self.events = results.events()
+        self.ops = list(_iter_ops(self.events))
         self.names = Counter(op.name for op in self.ops)
 
     def find(self, *names: str) -> list[Op]:
@@ -87,11 +93,8 @@ class StepProfile:
         return Counter(next(types, "other") for types in firsts)
 
 
-def _iter_ops(profiled: profile) -> Iterator[Op]:
-    # The public list of events has shapes, but not the types.
-    results = profiled.profiler.kineto_results if profiled.profiler else None
-    assert results is not None, "stopped after it was started"
-    for event in _outermost(results.events()):
+def _iter_ops(events: Any) -> Iterator[Op]:
+    for event in _outermost(events):
         yield Op(
             event.name(),
             tuple(tuple(shape) for shape in event.shapes()),
@@ -131,7 +134,8 @@ def group_timeouts_s(device: torch.device) -> list[float]:
 
 
 class Auditor:
-    """Call `begin` and `end` around every step. On every rank but 0 it does nothing."""
+    """Call `begin` and `end` around every step. Every rank but 0 only tells what of its
+    communication was exposed."""
 
     def __init__(
         self,
@@ -145,18 +149,25 @@ class Auditor:
         self.config, self.plan, self.device = config, plan, device
         self.engine_proofs, self.path = engine_proofs, path
         self.lost = Losses() if lost is None else lost
+        self.overlap: tuple[int, Path] | None = None
         self.step = min(AUDITED_STEP, plan.steps) if path else 0
         self._profile: StepProfile | None = None
         self._compiled = [0, 0, 0]
         self._counts = (0, 0, 0)
 
+    def tell_overlap(self, rank: int, path: Path) -> None:
+        """Write there, too, what of this rank's communication was exposed."""
+        if self.plan.world_size > 1:
+            self.overlap, self.step = (rank, path), min(AUDITED_STEP, self.plan.steps)
+
     def begin(self, step: int) -> None:
         if step <= self.step:
             self._counts = compile_counts()
         if step == self.step:
-            # Only a compiled flex kernel leaves no trace but its own name on the device.
-            with_kernels = self.plan.attention.value == "flex" and self.device.type == "cuda"
-            self._profile = StepProfile(with_kernels)
+            # A compiled flex kernel leaves no trace but its own name on the device, and what runs
+            # beside communication is seen there only.
+            needs_kernels = self.plan.attention.value == "flex" or self.overlap is not None
+            self._profile = StepProfile(needs_kernels and self.device.type == "cuda")
             self._profile.start()
 
     def end(self, step: int) -> None:
@@ -164,9 +175,16 @@ class Auditor:
         if step <= self.step:  # evaluation compiles too, between steps: that is not a recompilation
             now = zip(self._compiled, compile_counts(), self._counts, strict=True)
             self._compiled = [total + after - before for total, after, before in now]
-        if self._profile is None or step != self.step or self.path is None:
+        if self._profile is None or step != self.step:
             return
         self._profile.stop()
+        if self.overlap is not None:
+            rank, place = self.overlap
+            found = measure_overlap(self._profile.events, rank, step)
+            self.lost.keep(place, found.to_json())
+        if self.path is None:
+            self._profile = None
+            return
         if self._was_skipped(self._profile) and step < self.plan.steps:
             self._profile, self.step = None, step + 1
             return

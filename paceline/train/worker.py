@@ -190,13 +190,15 @@ class RankRun:
         )
         audit = self.run.audit if place.rank == 0 else None
         hooks, files = self.hooks, self._files(history)
+        auditor = Auditor(config, plan, device, engine.proofs, audit, self.run.lost)
+        auditor.tell_overlap(place.rank, self.run.overlap(place.rank))
         parts = LoopParts(
             config=config,
             plan=plan,
             engine=engine,
             clock=self.clock,
             ledger=Ledger(config, plan, self.clock, device, files, hooks.on_step),
-            auditor=Auditor(config, plan, device, engine.proofs, audit, self.run.lost),
+            auditor=auditor,
             evaluation=Evaluation(self.job, plan, val, plan.dp_rank(place.rank), device),
             keeper=self._keeper(engine, history),
             rate=lambda step: rate_of(step, plan.steps, config, self.job.workload),
