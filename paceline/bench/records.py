@@ -39,6 +39,9 @@ class ArmResult(Part):
     step_s_p90: float | None = None
     startup_s: float | None = Field(None, description="Until step 1, apart from every rate.")
     compile_s: float | None = Field(None, description="Of steps that compiled, also apart.")
+    exposed_s: float | None = Field(
+        None, description="Communication of a step that nothing hid; the worst rank's, median."
+    )
     speedup: Range | None = Field(None, description="Rate over the baseline's.")
     verdict: str = ""
     memory_ratio: Range | None = Field(None, description="Baseline's peak bytes over this one's.")

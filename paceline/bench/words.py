@@ -16,7 +16,18 @@ from paceline.records.words import (
 )
 from paceline.stats.balance import Balance
 
-COLUMNS = ("arm", "rate", "step p50/p90", "ratio", "memory", "saves", "start-up", "loss", "verdict")
+COLUMNS = (
+    "arm",
+    "rate",
+    "step p50/p90",
+    "ratio",
+    "memory",
+    "saves",
+    "exposed",
+    "start-up",
+    "loss",
+    "verdict",
+)
 
 MIN_RUNS = 3  # an interval of two runs is honest, and so wide that it says nothing to a reader
 
@@ -80,6 +91,7 @@ def _row(pair: PairResult, arm: ArmResult) -> tuple[str, ...]:
         speed_ratio(pair, arm),
         size(max(arm.peak_bytes)) if arm.peak_bytes else "",
         memory_ratio(pair, arm),
+        "" if arm.exposed_s is None else duration(arm.exposed_s),
         _startup(arm),
         "" if arm.loss_difference is None else f"{arm.loss_difference:.1e}",
         _verdict(pair, arm),

@@ -23,10 +23,21 @@ SECRET_NAME = re.compile(
 
 
 class PrecisionConfig(Section):
-    mode: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+    mode: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
         "auto",
         description="Compute type; weights and optimizer stay fp32. auto: bf16 from compute"
-        " capability 8.0, fp16 below, fp32 on CPU.",
+        " capability 8.0, fp16 below, fp32 on CPU. fp8: products of large layers, the rest bf16.",
+    )
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_gw_hp"] = Field(
+        "tensorwise",
+        description="fp8: a scale for each matrix, or for each of its rows; gw_hp: rows, and"
+        " gradients of weights in bf16.",
+    )
+    fp8_layers: Literal["auto", "all"] = Field(
+        "auto", description="fp8: layers that are estimated to gain, or all that can take it."
+    )
+    fp8_all_gather: Literal["auto", "off"] = Field(
+        "auto", description="fp8: sharded weights travel in it. auto: where tensorwise."
     )
     loss_scale: Literal["auto", "off"] | Annotated[float, Field(ge=1)] = Field(
         "auto", description="fp16: where the gradient scaler starts. auto: 65536."

@@ -18,7 +18,7 @@ def choose_precision(config: RunConfig, env: Env, device: Choice[Device]) -> Cho
         return Choice(requested=asked, value=asked, because="as asked")
     if device.value == "cpu":
         return Choice(requested=asked, value="fp32", because="every CPU computes it")
-    capability = _capability(env)
+    capability = capability_of(env)
     if capability is None:
         return Choice(requested=asked, value="bf16", because="cuda was asked; no GPU to look at")
     value = "bf16" if capability >= FAST_BF16 else "fp16"
@@ -31,7 +31,7 @@ def choose_attention(
     asked = config.attention.impl
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
-    capability = _capability(env) if device.value == "cuda" else None
+    capability = capability_of(env) if device.value == "cuda" else None
     value, because = "sdpa", "torch chooses the kernel"
     if capability is not None and capability >= FAST_BF16:
         because = _because(capability)
@@ -53,10 +53,11 @@ def choose_matmul(config: RunConfig, env: Env, device: Choice[Device]) -> Choice
     return Choice(requested=asked, value=asked, because=means, matters=has_tf32 or asked != "high")
 
 
-def effective_config(config: RunConfig, attention: str) -> RunConfig:
-    """Return what a workload builds its model from: the choice, where the user left it to us."""
+def effective_config(config: RunConfig, attention: str, kernels: str = "torch") -> RunConfig:
+    """Return what a workload builds its model from: the choices, where the user left them to us."""
     section = config.attention.model_copy(update={"impl": attention})
-    return config.model_copy(update={"attention": section})
+    train = config.train.model_copy(update={"kernels": kernels})
+    return config.model_copy(update={"attention": section, "train": train})
 
 
 def check_policy(config: RunConfig, env: Env, plan: Plan, workload: Workload) -> Iterator[Finding]:
@@ -65,7 +66,7 @@ def check_policy(config: RunConfig, env: Env, plan: Plan, workload: Workload) ->
 
 
 def _precision_problems(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
-    capability = _capability(env) if plan.on_gpu else None
+    capability = capability_of(env) if plan.on_gpu else None
     if plan.precision.value == "bf16" and capability is not None and capability < FAST_BF16:
         yield Finding(
             severity="error",
@@ -96,7 +97,7 @@ def _attention_problems(
         yield _refused(impl, f"{impl} is a kernel for GPUs, and the ranks are on CPU", "use sdpa")
     head = workload.head_dim(config)
     if impl in ("flash", "cudnn") and not on_cpu and head is not None:
-        yield from _head_problems(impl, head, plan, _capability(env))
+        yield from _head_problems(impl, head, plan, capability_of(env))
 
 
 def _head_problems(
@@ -123,7 +124,7 @@ def _offer(own: frozenset[str], on_cpu: bool) -> str:
     return f"set attention.impl to {' or '.join(names)}"
 
 
-def _capability(env: Env) -> tuple[int, int] | None:
+def capability_of(env: Env) -> tuple[int, int] | None:
     """Return the compute capability of the weakest GPU; None where there is none to look at."""
     found = [gpu.compute_capability.partition(".") for gpu in env.gpus]
     return min(((int(major), int(minor or 0)) for major, _, minor in found), default=None)

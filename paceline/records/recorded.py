@@ -36,6 +36,16 @@ class Audit(Record):
         return [proof for proof in self.proofs if not proof.ok]
 
 
+class Overlap(Record):
+    """Where the communication of one step went, on one rank."""
+
+    rank: int
+    step: int
+    communication_s: float = Field(description="While at least one collective was on its way.")
+    exposed_s: float = Field(description="Of it, while nothing was computed.")
+    compute_s: float
+
+
 class RankError(Part):
     kind: str
     message: str

@@ -84,6 +84,7 @@ class Workload:
     from_transformers: ClassVar[bool] = False
     # What `attention.impl` may be beside the kernels of torch's SDPA.
     own_attention: ClassVar[frozenset[str]] = frozenset()
+    own_kernels: ClassVar[str] = ""  # which of its layers `train.kernels` is for, in words
     # How the model attends; FLOPs count half of causal attention. "unknown": nothing is said of it.
     attention: ClassVar[Literal["causal", "full", "none", "unknown"]] = "unknown"
     # Why a pipeline cannot run it; empty: it may.
@@ -113,6 +114,9 @@ class Workload:
         """Return the samples of a split, by index; None when this workload has no such split.
         Training data may be a stream: what can be iterated, or has `shards` and `open(shard)`."""
         raise ConfigError(f"{type(self).__name__} must define build_data(self, config, split)")
+
+    def sketch_batch(self, config: Any) -> Any:
+        """Return a microbatch of zeros, for the plan to see what a step keeps; None: not known."""
 
     def collate(self, samples: list[Any]) -> Any:
         """Return a batch of these samples, as by `paceline.data.pad`. By default the data set's

@@ -16,6 +16,7 @@ from paceline.data.base import Dataset, TextData
 from paceline.errors import ConfigError, DataError
 from paceline.metrics import LOSS, bits_per_byte, perplexity
 from paceline.records import Finding
+from paceline.records.words import size
 from paceline.workloads.base import Split, Workload, prepared_path
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from paceline.data.tokenizer import Tokenizer
     from paceline.workloads.exporting import Exported, ExportRequest
     from paceline.workloads.generation import Request
+
+
+AUTO_CHUNK = 4096  # tokens: enough rows for products at their full rate
+LARGE_LOGITS = 4 * 2**30
+LOGIT_BYTES = 2  # of a logit in bf16
 
 
 class LMModel(Section):
@@ -63,8 +69,18 @@ class LMModel(Section):
         return -(-8 * self.dim // 3 // 64) * 64
 
 
+class LMLoss(Section):
+    chunk: Literal["auto", "off"] | Positive = Field(
+        "auto",
+        description="Tokens whose logits exist at a time; no product is computed twice. auto: all,"
+        " or 4096 where a microbatch's logits would take 4 GiB or more. off: all.",
+    )
+
+
 class LanguageModel(Workload):
     Model = LMModel
+    Loss = LMLoss
+    own_kernels = "RoPE, SwiGLU and weight gradients"
     Data = TextData
     unit = "tokens"
     attention = "causal"
@@ -74,13 +90,21 @@ class LanguageModel(Workload):
     def build_model(self, config: Any) -> nn.Module:
         from paceline.workloads.lm.model import LM
 
-        return LM(config.model, config.data.seq_len, config.attention.impl)
+        kernels = "triton" if config.train.kernels == "triton" else "torch"
+        chunk = choose_chunk(config)
+        return LM(config.model, config.data.seq_len, config.attention.impl, kernels, chunk)
 
     def init_weights(self, model: nn.Module, name: str, module: nn.Module) -> None:
         model.init_module(name, module)  # type: ignore[operator]
 
     def head_dim(self, config: Any) -> int:
         return int(config.model.head_dim)
+
+    def sketch_batch(self, config: Any) -> Any:
+        import torch
+
+        rows = config.train.micro_batch_size, config.data.seq_len + 1
+        return {"tokens": torch.zeros(rows, dtype=torch.int64)}
 
     def build_data(self, config: Any, split: Split) -> Dataset | None:
         from paceline.data.synthetic import SyntheticTokens
@@ -175,7 +199,7 @@ class LanguageModel(Workload):
         return config.model.vocab_size, "model.vocab_size"
 
     def problems(self, config: Any) -> Sequence[Finding]:
-        return (*check_data(config), *self.tokenizer_problems(config))
+        return (*check_data(config), *check_chunk(config), *self.tokenizer_problems(config))
 
     def tokenizer_problems(self, config: Any) -> Sequence[Finding]:
         """Look at a tokenizer that lies here; one of the hub is looked at when it is here."""
@@ -231,6 +255,42 @@ def check_vocabulary(name: str, size: int, num_rows: int, where: str) -> Finding
         what=f"{num_rows} rows cannot hold {what} {size}",
         hint=f"set {where}={size} or more, or choose another data.tokenizer",
     )
+
+
+def choose_chunk(config: Any) -> int:
+    """Return how many tokens' logits exist at a time; 0: those of all. A section that another
+    workload has made of this one may have no such key."""
+    asked = getattr(config.loss, "chunk", "off")
+    if asked == "off" or config.precision.mode == "fp16":
+        return 0
+    if asked == "auto":
+        return AUTO_CHUNK if _logits_bytes(config) >= LARGE_LOGITS else 0
+    return int(asked)
+
+
+def _logits_bytes(config: Any) -> int:
+    tokens = config.train.micro_batch_size * config.data.seq_len
+    return int(tokens * config.model.vocab_size * LOGIT_BYTES)
+
+
+def check_chunk(config: Any) -> Iterator[Finding]:
+    """Yield why the loss is computed in chunks, or cannot be."""
+    asked, chunk = getattr(config.loss, "chunk", "off"), choose_chunk(config)
+    if asked not in ("auto", "off") and config.precision.mode == "fp16":
+        yield Finding(
+            severity="error",
+            where="loss.chunk",
+            what="the gradient of a chunk's logits is taken before fp16's loss scale is known, and"
+            " small ones would become 0",
+            hint="set loss.chunk=off, or precision.mode=bf16",
+        )
+    elif asked == "auto" and chunk:
+        yield Finding(
+            severity="note",
+            where="loss.chunk",
+            what=f"the logits of a microbatch would take {size(_logits_bytes(config))}, and their"
+            f" gradient as much: the loss is computed {chunk} tokens at a time",
+        )
 
 
 def check_data(config: Any) -> Iterator[Finding]:
