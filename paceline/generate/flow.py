@@ -103,13 +103,13 @@ def _open_run(
     manifest = require_sound(folder, step, say)
     averaged = with_averages(manifest) if which.ema else None
     source = TensorFiles(folder.path(step), averaged or manifest)
-    model = _build(job, device)
+    plan, codec = Plan.load(run.plan), codec_of(job.workload.prepared)
+    model = _build(job, plan, device)
     with torch.no_grad():
         load_module(source, model)
     if source.damages:
         raise RestoreError(source.damages)
     kind = "the average of the weights" if averaged else "the weights"
-    plan, codec = Plan.load(run.plan), codec_of(job.workload.prepared)
     precision = plan.precision.value if device.type == "cuda" else "fp32"
     says = f"{kind} of step {step}{name}, text as {codec.name}, on {device.type} in {precision}"
     return Author(job.workload, model.eval(), codec, device, precision, says)
@@ -123,10 +123,12 @@ def _choose(folder: CheckpointFolder, asked: str) -> tuple[int, str]:
     return choose_step(folder, BEST if is_there else LATEST), " (the best)" if is_there else ""
 
 
-def _build(job: Job, device: torch.device) -> nn.Module:
+def _build(job: Job, plan: Plan, device: torch.device) -> nn.Module:
     """Build the model with memory but without first values: all are loaded. What a module computes
     for itself and no checkpoint has, such as a table of positions, it fills in."""
-    workload, config = job.workload, effective_config(job.config, "sdpa")
+    # Other kernels of the same attention give the same text; nsa has weights of its own.
+    impl = "nsa" if plan.attention.value == "nsa" else "sdpa"
+    workload, config = job.workload, effective_config(job.config, impl)
     if not workload.meta_init:
         with device:
             return workload.build_model(config)

@@ -19,7 +19,7 @@ Device = Literal["cpu", "cuda"]
 Backend = Literal["gloo", "nccl"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Matmul = Literal["highest", "high", "medium"]
-Attention = Literal["eager", "sdpa", "flash", "cudnn", "efficient", "math", "flex"]
+Attention = Literal["eager", "sdpa", "flash", "cudnn", "efficient", "math", "flex", "nsa"]
 CompileScope = Literal["blocks", "model"]
 Recompute = Literal["none", "full", "selective"]
 T = TypeVar("T", default=Any)

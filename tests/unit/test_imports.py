@@ -15,7 +15,7 @@ LAYERS = [
     ["errors", "metrics"],
     ["records"],
     ["config", "trust"],
-    ["stats", "schedules", "machine", "data", "prepare"],
+    ["stats", "schedules", "machine", "data", "prepare", "attention"],
     ["report", "workloads", "track"],
     ["checkpoint"],
     ["strategies"],
