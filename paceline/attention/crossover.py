@@ -166,7 +166,7 @@ def sparse_step(shape: Shape, length: int) -> Callable[[], None]:
     three branches and their sum by gates."""
     import torch
 
-    from paceline.attention.nsa import Keys, Settings, attend, blend
+    from paceline.attention.nsa import Keys, Settings, attend
     from paceline.attention.plain import mean_blocks
 
     settings = Settings(shape.sizes)
@@ -179,8 +179,8 @@ def sparse_step(shape: Shape, length: int) -> Callable[[], None]:
 
     def step() -> None:
         compressed = [mean_blocks(x, shape.sizes) for x in kv[:2]]
-        branches = attend(q, Keys(*compressed, *kv[2:]), None, settings)
-        torch.autograd.grad(blend(branches, gates), (q, *kv, gates), grad)
+        out = attend(q, Keys(*compressed, *kv[2:]), gates, None, settings).out
+        torch.autograd.grad(out, (q, *kv, gates), grad)
 
     return step
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.attention import plain
-from paceline.attention.nsa import Branches, Keys
+from paceline.attention.nsa import Attended, Keys, blend
 from paceline.attention.sizes import Sizes
 
 Compress = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -44,7 +44,9 @@ class Cache:
         self.recent = tuple(_ring(x, lengths_B, z.l) for x in (raw.k_cmp, raw.v_cmp))
         assert T <= self.num_places, f"{T} tokens and {self.num_places} places of {like.shape}"
 
-    def attend(self, q_B1HE: Tensor, new: Keys, at_B: Tensor, longest: int) -> Branches:
+    def attend(
+        self, q_B1HE: Tensor, new: Keys, gates_B1H3: Tensor, at_B: Tensor, longest: int
+    ) -> Attended:
         """Keep one token per row, at positions `at_B`, and attend from it. `longest` is the number
         of tokens of the longest row, with this one."""
         assert self.sel is not None, "filled by the prompt"
@@ -63,7 +65,7 @@ class Cache:
         slot_W = torch.arange(z.w, device=at_B.device)
         holds_BW = at_B1 - (at_B1 - slot_W) % z.w  # the position that a slot of the ring holds
         win = plain.masked(q_B1HE, *self.win, (holds_BW >= 0)[:, None, None])
-        return Branches(cmp, sel, win, blocks)
+        return Attended(blend(cmp, sel, win, gates_B1H3), cmp, sel, win, blocks)
 
     def _compress(self, at_B: Tensor) -> None:
         """Make a compressed key where a block has become whole; elsewhere it goes to the last

@@ -10,8 +10,8 @@ is a part of its sum, and is written to the place of the pair (query, n-th block
 adds the N parts of a query. So nothing is added in an order that changes, but for keys of a block
 that several programs share.
 
-Shapes: q, o (B, T, H, E), k, v (B, S, G, E), blocks (B, T, G, N), contiguous; lse and delta
-(B, T, H) in fp32; parts (B, T, G, N, R, E).
+Shapes: q, o (B, T, H, E), k, v (B, S, G, E), blocks (B, T, G, N), contiguous; lse (B, T, H)
+and dots (B, T, H, 3) in fp32; banded.py has the formulas; parts (B, T, G, N, R, E).
 """
 
 from typing import Any
@@ -61,8 +61,8 @@ def _forward_by_query(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pairs_of(order_ptr, at, end, T, t_base, H, G, bg, N: tl.constexpr, R: tl.constexpr,
-              RP: tl.constexpr, TQ: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _pairs_of(order_ptr, at, end, T, t_base, t_count, H, G, bg, N: tl.constexpr,
+              R: tl.constexpr, RP: tl.constexpr, TQ: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     """Return the rows of the next TQ queries in a block's list: their tokens, where their heads lie
     in q and in the parts, and whether they are real."""
     m = tl.arange(0, TQ * RP)
@@ -70,9 +70,11 @@ def _pairs_of(order_ptr, at, end, T, t_base, H, G, bg, N: tl.constexpr, R: tl.co
     r = m % RP
     is_real = (place < end) & (r < R)
     pair = tl.load(order_ptr + place, mask=place < end, other=0)
-    t = t_base + pair // N
+    t = pair // N
     row = (((bg // G) * T + t).to(tl.int64) * H + (bg % G) * R) + r
-    return t, pair.to(tl.int64) * R + r, row, is_real
+    # Parts lie by (B, G, t, n), with the tokens of this piece of the sequence alone.
+    part = (bg.to(tl.int64) * t_count - t_base) * N + pair
+    return t, part * R + r, row, is_real
 
 
 @triton.jit
@@ -91,10 +93,10 @@ def _forward_by_block(  # type: ignore[no-untyped-def]
         place = ((bg // G * S + i).to(tl.int64) * G + bg % G) * E
         k = tl.load(k_ptr + place[None, :] + e[:, None], mask=(i < S)[None, :], other=0.0)
         v = tl.load(v_ptr + place[:, None] + e[None, :], mask=(i < S)[:, None], other=0.0)
-        # Parts lie by (B, G, t, n): pairs count inside one (b, g).
-        base = bg.to(tl.int64) * t_count * N * R
         for at in range(begin, end, TQ):
-            t, part, row, is_real = _pairs_of(order_ptr, at, end, T, t_base, H, G, bg, N, R, RP, TQ)
+            t, part, row, is_real = _pairs_of(
+                order_ptr, at, end, T, t_base, t_count, H, G, bg, N, R, RP, TQ
+            )
             first = tl.load(first_ptr + bg // G * T + t, mask=is_real, other=0)
             q = tl.load(q_ptr + row[:, None] * E + e[None, :], mask=is_real[:, None], other=0.0)
             s = tl.dot(q, k, input_precision="ieee") * (scale * LOG2E)
@@ -104,9 +106,9 @@ def _forward_by_block(  # type: ignore[no-untyped-def]
             p = tl.exp2(s - tl.where(top == float("-inf"), 0.0, top)[:, None])
             total = tl.maximum(tl.sum(p, axis=1), 1e-30)
             o = tl.dot(p.to(v.dtype), v, input_precision="ieee") / total[:, None]
-            tl.store(parts_ptr + (base + part)[:, None] * E + e[None, :],
+            tl.store(parts_ptr + part[:, None] * E + e[None, :],
                      o.to(parts_ptr.dtype.element_ty), mask=is_real[:, None])  # fmt: skip
-            tl.store(part_lse_ptr + base + part, top + tl.log2(total), mask=is_real)
+            tl.store(part_lse_ptr + part, top + tl.log2(total), mask=is_real)
 
 
 @triton.jit
@@ -146,7 +148,7 @@ def _join_parts(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _backward_by_block(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, first_ptr, do_ptr, lse_ptr, delta_ptr, order_ptr, item_ptr,
+    q_ptr, k_ptr, v_ptr, first_ptr, grad_ptr, lse_ptr, dots_ptr, gates_ptr, order_ptr, item_ptr,
     parts_ptr, dk_ptr, dv_ptr, T, t_base, t_count, S, H, G, scale,
     N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TQ: tl.constexpr,
     E: tl.constexpr,
@@ -163,24 +165,27 @@ def _backward_by_block(  # type: ignore[no-untyped-def]
         v = tl.load(v_ptr + place[:, None] + e[None, :], mask=inside, other=0.0)
         dk = tl.zeros([L, E], tl.float32)
         dv = tl.zeros([L, E], tl.float32)
-        base = bg.to(tl.int64) * t_count * N * R
         for at in range(begin, end, TQ):
-            t, part, row, is_real = _pairs_of(order_ptr, at, end, T, t_base, H, G, bg, N, R, RP, TQ)
+            t, part, row, is_real = _pairs_of(
+                order_ptr, at, end, T, t_base, t_count, H, G, bg, N, R, RP, TQ
+            )
             first = tl.load(first_ptr + bg // G * T + t, mask=is_real, other=0)
             lie = row[:, None] * E + e[None, :]
             q = tl.load(q_ptr + lie, mask=is_real[:, None], other=0.0)
-            do = tl.load(do_ptr + lie, mask=is_real[:, None], other=0.0)
+            grad = tl.load(grad_ptr + lie, mask=is_real[:, None], other=0.0)
             lse = tl.load(lse_ptr + row, mask=is_real, other=float("inf")) * LOG2E
-            delta = tl.load(delta_ptr + row, mask=is_real, other=0.0)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
-            sees = (i[None, :] <= t[:, None]) & (i[None, :] >= first[:, None])
-            p = tl.where(sees, tl.exp2(s - lse[:, None]), 0.0)
-            dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
-            dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-            ds = (p * (dp - delta[:, None])).to(q.dtype)
-            dk = tl.dot(tl.trans(ds), q, dk, input_precision="ieee")
-            dq = tl.dot(ds, k, input_precision="ieee") * scale
-            tl.store(parts_ptr + (base + part)[:, None] * E + e[None, :],
+            dots = tl.load(dots_ptr + row * 3 + 1, mask=is_real, other=0.0)
+            gate = tl.load(gates_ptr + row * 3 + 1, mask=is_real, other=0.0).to(tl.float32)
+            # Keys as rows: the two products with weights then take them as they are, not turned.
+            s = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2E)
+            sees = (i[:, None] <= t[None, :]) & (i[:, None] >= first[None, :])
+            p = tl.where(sees, tl.exp2(s - lse[None, :]) * gate[None, :], 0.0)
+            dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
+            dp = tl.dot(v, tl.trans(grad), input_precision="ieee")
+            ds = (p * (dp - dots[None, :])).to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision="ieee")
+            dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * scale
+            tl.store(parts_ptr + part[:, None] * E + e[None, :],
                      dq.to(parts_ptr.dtype.element_ty), mask=is_real[:, None])  # fmt: skip
         out = place[:, None] + e[None, :]
         tl.atomic_add(dk_ptr + out, dk * scale, mask=inside, sem="relaxed")
@@ -192,23 +197,24 @@ def _sum_parts(  # type: ignore[no-untyped-def]
     parts_ptr, blocks_ptr, dq_ptr, T, t_base, t_count, H, G,
     N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
+    """Add the N parts of a query's gradient to what other branches have written."""
     t, bg = tl.program_id(0), tl.program_id(1)
     e, r = tl.arange(0, E), tl.arange(0, RP)
     token = (bg // G * T + t_base + t).to(tl.int64)
     chosen = blocks_ptr + (token * G + bg % G) * N
     base = (bg.to(tl.int64) * t_count + t) * N * R
-    acc = tl.zeros([RP, E], tl.float32)
+    row = token * H + bg % G * R + r
+    out = row[:, None] * E + e[None, :]
+    acc = tl.load(dq_ptr + out, mask=(r < R)[:, None], other=0.0).to(tl.float32)
     for turn in range(N):
         there = (r < R) & (tl.load(chosen + turn + r * 0) >= 0)
         at = (base + turn * R + r)[:, None] * E + e[None, :]
         acc += tl.load(parts_ptr + at, mask=there[:, None], other=0.0).to(tl.float32)
-    row = token * H + bg % G * R + r
-    tl.store(dq_ptr + row[:, None] * E + e[None, :], acc.to(dq_ptr.dtype.element_ty),
-             mask=(r < R)[:, None])  # fmt: skip
+    tl.store(dq_ptr + out, acc.to(dq_ptr.dtype.element_ty), mask=(r < R)[:, None])
 
 
-forward_by_query: Any = _forward_by_query
-forward_by_block: Any = _forward_by_block
-join_parts: Any = _join_parts
-backward_by_block: Any = _backward_by_block
-sum_parts: Any = _sum_parts
+nsa_selected_by_query: Any = _forward_by_query
+nsa_selected_by_block: Any = _forward_by_block
+nsa_join_parts: Any = _join_parts
+nsa_selected_backward: Any = _backward_by_block
+nsa_sum_parts: Any = _sum_parts

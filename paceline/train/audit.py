@@ -21,6 +21,7 @@ from paceline.records import Audit, Choice, Plan, Proof
 from paceline.records.disk import Losses
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Collective
+from paceline.train.audit_sparse import find_ranges, sparse_proofs
 
 AUDITED_STEP = 3
 # How torch names the kernels that SDPA chooses from, and where each takes a mask.
@@ -59,6 +60,7 @@ class StepProfile:
         self._profile = profile(activities=activities, record_shapes=True)
         self.ops: list[Op] = []
         self.names: Counter[str] = Counter()
+        self.ranges: dict[str, Counter[str]] = {}  # of sparse attention's branches
 
     def start(self) -> None:
         # kineto announces each start and stop on stderr, as if it were graver than an error (5). It
@@ -68,7 +70,8 @@ class StepProfile:
 
     def stop(self) -> None:
         self._profile.stop()
-        self.ops = list(_iter_ops(self._profile))
+        events = _events_of(self._profile)
+        self.ops, self.ranges = list(_iter_ops(events)), find_ranges(events)
         self.names = Counter(op.name for op in self.ops)
 
     def find(self, *names: str) -> list[Op]:
@@ -80,11 +83,15 @@ class StepProfile:
         return Counter(next(types, "other") for types in firsts)
 
 
-def _iter_ops(profiled: profile) -> Iterator[Op]:
+def _events_of(profiled: profile) -> Any:
     # The public list of events has shapes, but not the types.
     results = profiled.profiler.kineto_results if profiled.profiler else None
     assert results is not None, "stopped after it was started"
-    for event in _outermost(results.events()):
+    return results.events()
+
+
+def _iter_ops(events: Any) -> Iterator[Op]:
+    for event in _outermost(events):
         yield Op(
             event.name(),
             tuple(tuple(shape) for shape in event.shapes()),
@@ -147,8 +154,9 @@ class Auditor:
         if step <= self.step:
             self._counts = compile_counts()
         if step == self.step:
-            # Only a compiled flex kernel leaves no trace but its own name on the device.
-            with_kernels = self.plan.attention.value == "flex" and self.device.type == "cuda"
+            # Kernels that a compiler wrote leave no trace but their own name on the device.
+            by_name = self.plan.attention.value in ("flex", "nsa")
+            with_kernels = by_name and self.device.type == "cuda"
             self._profile = StepProfile(with_kernels)
             self._profile.start()
 
@@ -203,6 +211,9 @@ class Auditor:
 def _attention(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
     """Yield one row for each distinct call: kernel, shapes, type, mask."""
     asked, said = plan.attention.value, _asked(plan.attention)
+    if asked == "nsa":
+        yield from sparse_proofs(plan, seen.ranges)
+        return
     calls = Counter(_call(op) for op in seen.find(*KERNELS))
     for (kernel, text), count in sorted(calls.items()):
         ok = asked in ("sdpa", kernel)
@@ -252,8 +263,9 @@ def _matmul(plan: Plan) -> Proof:
 def _recompute(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
     """Count calls of attention: a recomputed block has two forward for one backward; `selective`
     finds the second one's result already there, but asks for it all the same."""
-    forward = sum(seen.names[name] for name in KERNELS)
-    backward = sum(seen.names[f"{name}_backward"] for name in KERNELS)
+    counted = (*KERNELS, "paceline::nsa")
+    forward = sum(seen.names[name] for name in counted)
+    backward = sum(seen.names[f"{name}_backward"] for name in counted)
     if not backward or plan.compile.value != "off":
         return
     asked = plan.recompute.value

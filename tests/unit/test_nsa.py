@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.attention import plain
-from paceline.attention.nsa import Branches, Keys, Settings, attend, blend
+from paceline.attention.nsa import Attended, Keys, Settings, attend
 from paceline.attention.ranges import ranges_to_mask, ranges_v1, ranges_v2
 from paceline.attention.sizes import Sizes
 from tests import nsa_reference as reference
@@ -29,11 +29,10 @@ def draw(T: int, H: int, G: int, E: int, B: int = 1, seed: int = 0) -> list[Tens
     return [x.requires_grad_() for x in (*made[:-1], torch.sigmoid(made[-1]))]
 
 
-def run(made: list[Tensor], sizes: Sizes, first: Tensor | None = None) -> tuple[Tensor, Branches]:
+def run(made: list[Tensor], sizes: Sizes, first: Tensor | None = None) -> Attended:
     q, *kv, gates = made
     compressed = [plain.mean_blocks(x, sizes) for x in kv[:2]]
-    branches = attend(q, Keys(*compressed, *kv[2:]), first, Settings(sizes))
-    return blend(branches, gates), branches
+    return attend(q, Keys(*compressed, *kv[2:]), gates, first, Settings(sizes))
 
 
 def expect(made: list[Tensor], z: Sizes, firsts: list[int]) -> tuple[Tensor, list[list[list[int]]]]:
@@ -61,11 +60,12 @@ def test_equals_the_paper(T: int, H: int, G: int, begins: list[int]) -> None:
     made = draw(T, H, G, E=6)
     firsts = [max((b for b in begins if b <= t), default=0) for t in range(T)]
     first = torch.tensor([firsts]) if begins else None
-    out, branches = run(made, SIZES, first)
+    found = run(made, SIZES, first)
+    out = found.out
     expected, chosen = expect(made, SIZES, firsts)
     for t in range(T):
         for g in range(G):
-            assert real(branches.blocks[0, t, g]) == chosen[t][g]
+            assert real(found.blocks[0, t, g]) == chosen[t][g]
     torch.testing.assert_close(out[0], expected, rtol=0, atol=1e-12)
     weight = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     ours = torch.autograd.grad((out * weight).sum(), made, allow_unused=True)
@@ -79,10 +79,10 @@ def test_equals_the_paper(T: int, H: int, G: int, begins: list[int]) -> None:
 def test_rounds_as_its_type_does(dtype: torch.dtype) -> None:
     """fp32 to 1e-5; bf16 no further from fp64 than twice what dense attention is in bf16."""
     made = draw(33, 4, 1, E=16)
-    exact, _ = run(made, SIZES)
+    exact = run(made, SIZES).out
     rounded = [x.detach().to(dtype) for x in made]
     # The choice of the exact ones: a rounded score may choose another block.
-    error = (run(rounded, SIZES)[0].double() - exact).abs().max().item()
+    error = (run(rounded, SIZES).out.double() - exact).abs().max().item()
     q, _, _, k, v, *_ = rounded
     wide = [x.double() for x in (q, k, v)]
     own = (_dense(q, k, v).double() - _dense(*wide)).abs().max().item()
@@ -104,9 +104,9 @@ def test_wide_windows_and_many_blocks_are_dense_attention(
 ) -> None:
     made = draw(T, G * R, G, E=4, seed=seed)
     q, _, _, k_sel, v_sel, k_win, v_win, _ = made
-    _, branches = run(made, Sizes(l=4, d=2, l_sel=8, n_sel=5, w=40))
-    torch.testing.assert_close(branches.win, _dense(q, k_win, v_win))
-    torch.testing.assert_close(branches.sel, _dense(q, k_sel, v_sel))
+    found = run(made, Sizes(l=4, d=2, l_sel=8, n_sel=5, w=40))
+    torch.testing.assert_close(found.win, _dense(q, k_win, v_win))
+    torch.testing.assert_close(found.sel, _dense(q, k_sel, v_sel))
 
 
 @given(data=st.data())
@@ -119,10 +119,10 @@ def test_no_later_token_changes_an_earlier_output(data: st.DataObject) -> None:
     made = [x.detach() for x in draw(T, G * 2, G, E=4, B=2, seed=data.draw(st.integers(0, 99)))]
     cut = data.draw(st.integers(1, T - 1))
     changed = [x.clone() for x in made]
-    for x in changed[:-1]:
+    for x in changed:
         x[:, cut:] = 9 * torch.randn_like(x[:, cut:])
-    before, after = run(made, sizes)[1], run(changed, sizes)[1]
-    for name, mine, other in zip(Branches._fields, before, after, strict=True):
+    before, after = run(made, sizes), run(changed, sizes)
+    for name, mine, other in zip(Attended._fields, before, after, strict=True):
         assert torch.equal(mine[:, :cut], other[:, :cut]), f"{name} of {sizes}, T {T}, cut {cut}"
 
 
@@ -130,24 +130,24 @@ def test_one_choice_per_group_and_more_than_one_key() -> None:
     """All heads of a group read the same blocks, chosen by their sum: turning one head's queries
     changes the choice of all its group, and of no other."""
     made = [x.detach() for x in draw(64, 4, 2, E=8)]
-    base = run(made, SIZES)[1].blocks
+    base = run(made, SIZES).blocks
     made[0] = made[0].clone()
     made[0][:, :, 1] *= -8
-    turned = run(made, SIZES)[1].blocks
+    turned = run(made, SIZES).blocks
     assert base.shape == (1, 64, 2, 4)  # no axis of heads
     assert not torch.equal(base[:, :, 0], turned[:, :, 0])
     assert torch.equal(base[:, :, 1], turned[:, :, 1])
     values = made[4].clone()
     values[:, 0] += 1
     made[4] = values
-    with_first = run(made, SIZES)[1].sel[:, -1]
+    with_first = run(made, SIZES).sel[:, -1]
     assert (with_first != values[:, 0, :1]).any(), "more than the first key is seen"
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
     sizes = Sizes(l=2, d=1, l_sel=2, n_sel=3, w=2)
     made = draw(7, 2, 1, E=2, seed=3)
-    assert torch.autograd.gradcheck(lambda *x: run(list(x), sizes)[0], made, atol=1e-6)
+    assert torch.autograd.gradcheck(lambda *x: run(list(x), sizes).out, made, atol=1e-6)
 
 
 def patterns() -> Iterator[tuple[str, Tensor]]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from paceline.attention.nsa import Branches, Keys, Settings, attend
+from paceline.attention.nsa import Attended, Keys, Settings, attend
 from paceline.attention.plain import mean_blocks
 from paceline.attention.sizes import Sizes
 
@@ -26,11 +26,11 @@ def test_kernels_equal_plain_torch(name: str) -> None:
     other, other_grads = run(name, "triton")
     N = one.blocks.shape[-1]
     assert torch.equal(one.blocks, other.blocks[..., :N]) and (other.blocks[..., N:] < 0).all()
-    for mine, theirs in zip((*one[:3], *one_grads), (*other[:3], *other_grads), strict=True):
+    for mine, theirs in zip((*one[:4], *one_grads), (*other[:4], *other_grads), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-def run(name: str, kernels: str) -> tuple[Branches, list[Tensor]]:
+def run(name: str, kernels: str) -> tuple[Attended, list[Tensor]]:
     """Return the branches, and gradients of queries, keys and values."""
     T, H, G, E, letters, begins = CASES[name]
     sizes, noise = Sizes(*letters), torch.Generator().manual_seed(0)
@@ -39,7 +39,11 @@ def run(name: str, kernels: str) -> tuple[Branches, list[Tensor]]:
     firsts = [max((b for b in begins if b <= t), default=0) for t in range(T)]
     first = torch.tensor([firsts], dtype=torch.int32) if begins else None
     compressed = [mean_blocks(x, sizes) for x in kv[:2]]
-    branches = attend(q, Keys(*compressed, *kv[2:]), first, Settings(sizes, kernels=kernels))  # type: ignore[arg-type]
-    total = sum((x * torch.randn(x.shape, generator=noise)).sum() for x in branches[:3])
-    grads = torch.autograd.grad(total, [q, *kv], allow_unused=True)
-    return branches, [torch.zeros_like(y) if x is None else x for x, y in zip(grads, (q, *kv), strict=True)]
+    gates = torch.rand(1, T, H, 3, generator=noise, requires_grad=True)
+    settings = Settings(sizes, kernels=kernels)  # type: ignore[arg-type]
+    found = attend(q, Keys(*compressed, *kv[2:]), gates, first, settings)
+    leaves = [q, *kv, gates]
+    total = (found.out * torch.randn(found.out.shape, generator=noise)).sum()
+    grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    pairs = zip(grads, leaves, strict=True)
+    return found, [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs]

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from paceline.attention import stats
 from paceline.attention.decode import Cache
-from paceline.attention.nsa import BRANCHES, Branches, Keys, Settings, attend, blend, mark
+from paceline.attention.marks import mark
+from paceline.attention.nsa import BRANCHES, Attended, Keys, Settings, attend
 from paceline.attention.plain import mean_blocks
 from paceline.attention.sizes import Sizes
 from paceline.workloads.lm.model import LM, Past, rotate
@@ -36,8 +37,8 @@ class Sparse:
     def of(cls, config: Any) -> Self:
         """Return it from a run's config."""
         asked = config.attention.nsa
-        marks = bool(getattr(config.observe, "nvtx", False))
-        settings = Settings(Sizes.of(asked), asked.ranges, asked.kernels, marks)
+        nvtx = bool(getattr(config.observe, "nvtx", False))
+        settings = Settings(Sizes.of(asked), asked.ranges, asked.kernels, nvtx)
         return cls(settings, asked.phi, asked.stats)
 
 
@@ -85,19 +86,17 @@ class SparseAttention(nn.Module):
     def forward(self, x_BTD: Tensor, rope_TE: tuple[Tensor, Tensor], mask: Any = None) -> Tensor:
         B, T, D = x_BTD.shape
         settings = self.sparse.settings
-        with mark("projections+rope", settings, x_BTD):
+        with mark("projections+rope", x_BTD, settings.nvtx):
             q_BTHE, raw = self._project(x_BTD, rope_TE)
         gates_BTH3 = self._gates(x_BTD)
         if isinstance(mask, SparseSeen):
-            found = mask.attend(self, q_BTHE, raw)
+            found = mask.attend(self, q_BTHE, raw, gates_BTH3)
         else:
-            found = attend(q_BTHE, self.compressed(raw), mask, settings)
+            found = attend(q_BTHE, self.compressed(raw), gates_BTH3, mask, settings)
             if self.sparse.stats:
                 # Written, not added: a block that is recomputed says the same again.
                 self.stats.copy_(stats.measure(gates_BTH3, found.blocks, settings.sizes.l_sel))
-        with mark("gate", settings, x_BTD):
-            y_BTHE = blend(found, gates_BTH3)
-        return self.out(y_BTHE.reshape(B, T, D))
+        return self.out(found.out.reshape(B, T, D))
 
     def _project(self, x_BTD: Tensor, rope_TE: tuple[Tensor, Tensor]) -> tuple[Tensor, Keys]:
         """Return queries, and keys and values of each branch; keys are rotated as queries are."""
@@ -184,13 +183,15 @@ class SparseSeen:
         self.past = past
         self.cache: Cache | None = None
 
-    def attend(self, layer: SparseAttention, q_BTHE: Tensor, raw: Keys) -> Branches:
+    def attend(
+        self, layer: SparseAttention, q_BTHE: Tensor, raw: Keys, gates_BTH3: Tensor
+    ) -> Attended:
         """Attend from new tokens to all that are seen, and keep them: a prompt, then one token at a
         time."""
         past, settings = self.past, layer.sparse.settings
         if self.cache is not None:
             at_B = past.num_seen - 1 - past.pads_B
-            return self.cache.attend(q_BTHE, raw, at_B, past.num_seen)
+            return self.cache.attend(q_BTHE, raw, gates_BTH3, at_B, past.num_seen)
         # To the front of each row, where the places before its first token were. What is then
         # behind its last one is seen by none that counts.
         T = q_BTHE.shape[1]
@@ -198,12 +199,13 @@ class SparseSeen:
         ahead_BT, back_BT = ((place_T + sign * past.pads_B[:, None]) % T for sign in (1, -1))
         raw = Keys(*(_moved(x, ahead_BT) for x in raw))
         keys = layer.compressed(raw)
-        found = attend(_moved(q_BTHE, ahead_BT), keys, None, settings)
+        q_BTHE, gates_BTH3 = _moved(q_BTHE, ahead_BT), _moved(gates_BTH3, ahead_BT)
+        found = attend(q_BTHE, keys, gates_BTH3, None, settings)
         self.cache = Cache(
             settings.sizes, past.num_places, lambda k, v: (layer.compress_k(k), layer.compress_v(v))
         )
         self.cache.fill(raw, keys, T - past.pads_B)
-        return Branches(*(_moved(x, back_BT) for x in found))
+        return Attended(*(_moved(x, back_BT) for x in found))
 
 
 def _moved(x_BTXE: Tensor, place_BT: Tensor) -> Tensor:
