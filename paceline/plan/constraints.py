@@ -193,6 +193,12 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
         *_launch_rules(plan),
         Idle("data", ("prefetch",), no_workers, plan.loader_workers.because),
         *_batch_rules(config),
+        Idle(
+            "attention",
+            ("nsa",),
+            plan.attention.value != "nsa",
+            f"attention.impl is {plan.attention.value}",
+        ),
         Idle("precision", ("loss_scale",), not_fp16, f"precision is {plan.precision.value}"),
         Idle(
             "precision",

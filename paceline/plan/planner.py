@@ -114,7 +114,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         exchange_by=choose_exchange(config, env, crew, sharing),
         bucket_mb=choose_bucket(config, env, crew, model, sharing),
         pipeline=layout.pipeline,
-        flops_per_sample=_choose_flops(workload, config),
+        flops_per_sample=_choose_flops(workload, effective_config(config, attention.value)),
         peak_flops=choose_peak(config.observe.peak_flops, env, device.value, arithmetic),
         findings=[],
     )
@@ -375,6 +375,5 @@ def _choose_flops(workload: Workload, config: RunConfig) -> Choice[float | None]
     if counted is None:
         because = "counted on the first batch by torch.utils.flop_counter"
         return Choice(requested="auto", value=None, because=because)
-    counts = {"causal": ", causal attention counted half", "full": ", attention counted in full"}
-    because = f"counted by the workload: forward and backward{counts.get(workload.attention, '')}"
+    because = f"counted by the workload: forward and backward{workload.flops_counted(config)}"
     return Choice(requested="auto", value=counted, because=because)

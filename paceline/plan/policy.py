@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from paceline.attention.crossover import find_crossover
 from paceline.config.schema import RunConfig
 from paceline.machine.datasheets import choose_arithmetic
 from paceline.records import Attention, Choice, Device, Env, Finding, Matmul, Plan, Precision
@@ -29,6 +30,8 @@ def choose_attention(
     config: RunConfig, env: Env, device: Choice[Device], workload: Workload
 ) -> Choice[Attention]:
     asked = config.attention.impl
+    if asked == "nsa":
+        return _route_nsa(config, env, device, workload)
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
     capability = capability_of(env) if device.value == "cuda" else None
@@ -41,6 +44,27 @@ def choose_attention(
         because = f"{_because(capability)}, but this workload has no eager attention"
     attends = workload.attention in ("causal", "full")
     return Choice(requested=asked, value=value, because=because, matters=attends)
+
+
+def _route_nsa(
+    config: RunConfig, env: Env, device: Choice[Device], workload: Workload
+) -> Choice[Attention]:
+    """Choose dense attention where it was measured to be faster: nsa is for long contexts."""
+    shape = workload.sparse_shape(config)
+    as_asked: Choice[Attention] = Choice(requested="nsa", value="nsa", because="as asked")
+    if config.attention.nsa.route == "sparse" or device.value == "cpu" or not env.gpus:
+        return as_asked
+    if shape is None or "nsa" not in workload.own_attention:
+        return as_asked  # refused below
+    length, attention = shape
+    found = find_crossover(env, attention)
+    if isinstance(found, str):
+        because = f"as asked; where dense attention is faster could not be measured: {found}"
+        return Choice(requested="nsa", value="nsa", because=because)
+    where = f"faster than dense from {found.length} tokens on" if found.length else "never faster"
+    because = f"on {env.gpus[0].name} nsa was measured to be {where}, and a sequence has {length}"
+    is_faster = found.length is not None and length >= found.length
+    return Choice(requested="nsa", value="nsa" if is_faster else "sdpa", because=because)
 
 
 def choose_matmul(config: RunConfig, env: Env, device: Choice[Device]) -> Choice[Matmul]:
@@ -89,11 +113,11 @@ def _attention_problems(
 ) -> Iterator[Finding]:
     impl, on_cpu = plan.attention.value, not plan.on_gpu
     own = workload.own_attention
-    if impl in ("eager", "flex") and impl not in own:
+    if impl in ("eager", "flex", "nsa") and impl not in own:
         yield _refused(impl, f"{plan.workload} has no {impl} attention", _offer(own, on_cpu))
     elif on_cpu and impl == "flex":
         yield _refused(impl, "flex_attention has no backward pass on CPU", _offer(own, on_cpu))
-    elif on_cpu and impl not in (*SDPA_ON_CPU, "eager"):
+    elif on_cpu and impl not in (*SDPA_ON_CPU, "eager", "nsa"):
         yield _refused(impl, f"{impl} is a kernel for GPUs, and the ranks are on CPU", "use sdpa")
     head = workload.head_dim(config)
     if impl in ("flash", "cudnn") and not on_cpu and head is not None:

@@ -23,6 +23,7 @@ from paceline.records.profiled import AUDITED_STEP
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Collective
 from paceline.strategies.update_rules import ONE_READ
+from paceline.train.audit_sparse import find_ranges, sparse_proofs
 from paceline.train.overlap import measure_overlap
 
 # How torch names the kernels that SDPA chooses from, and where each takes a mask.
@@ -68,6 +69,7 @@ class StepProfile:
         self.events: Any = []
         self.ops: list[Op] = []
         self.names: Counter[str] = Counter()
+        self.ranges: dict[str, Counter[str]] = {}  # of sparse attention's branches
 
     def start(self) -> None:
         # kineto announces each start and stop on stderr, as if it were graver than an error (5). It
@@ -77,11 +79,11 @@ class StepProfile:
 
     def stop(self) -> None:
         self._profile.stop()
+        # The public list of events has shapes, but not the types.
         results = self._profile.profiler.kineto_results if self._profile.profiler else None
         assert results is not None, "stopped after it was started"
-        # The public list of events has shapes, but not the types.
         self.events = results.events()
-        self.ops = list(_iter_ops(self.events))
+        self.ops, self.ranges = list(_iter_ops(self.events)), find_ranges(self.events)
         self.names = Counter(op.name for op in self.ops)
 
     def find(self, *names: str) -> list[Op]:
@@ -168,9 +170,10 @@ class Auditor:
         if step <= self.step:
             self._counts = compile_counts()
         if step == self.step:
-            # A compiled flex kernel leaves no trace but its own name on the device, and what runs
-            # beside communication is seen there only.
-            needs_kernels = self.plan.attention.value == "flex" or self.overlap is not None
+            # Kernels that a compiler wrote leave no trace but their own name on the device, and what
+            # runs beside communication is seen there only.
+            by_name = self.plan.attention.value in ("flex", "nsa")
+            needs_kernels = by_name or self.overlap is not None
             self._profile = StepProfile(needs_kernels and self.device.type == "cuda")
             self._profile.start()
 
@@ -232,6 +235,9 @@ class Auditor:
 def _attention(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
     """Yield one row for each distinct call: kernel, shapes, type, mask."""
     asked, said = plan.attention.value, _asked(plan.attention)
+    if asked == "nsa":
+        yield from sparse_proofs(plan, seen.ranges)
+        return
     calls = Counter(_call(op) for op in seen.find(*KERNELS))
     for (kernel, text), count in sorted(calls.items()):
         ok = asked in ("sdpa", kernel)
@@ -293,8 +299,9 @@ def _matmul(plan: Plan) -> Proof:
 def _recompute(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
     """Count calls of attention: a recomputed block has two forward for one backward; `selective`
     finds the second one's result already there, but asks for it all the same."""
-    forward = sum(seen.names[name] for name in KERNELS)
-    backward = sum(seen.names[f"{name}_backward"] for name in KERNELS)
+    counted = (*KERNELS, "paceline::nsa")
+    forward = sum(seen.names[name] for name in counted)
+    backward = sum(seen.names[f"{name}_backward"] for name in counted)
     if not backward or plan.compile.value != "off":
         return
     asked = plan.recompute.value

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-
 from paceline.data.collate import collate
 from paceline.job import load_job
 from paceline.launch.archive import archive_left_over, begin_attempt

@@ -41,7 +41,12 @@ CASES = {
     "zero3": ["strategy.name=zero3"],
     "bf16": ["strategy.name=zero1", "precision.mode=bf16"],
     "fp16": ["strategy.name=ddp", "precision.mode=fp16", "precision.loss_scale=64"],
-    "by_length": ["strategy.name=ddp", "data.batch_by=length", "data.batch_length=4", "data.buckets=3"],
+    "by_length": [
+        "strategy.name=ddp",
+        "data.batch_by=length",
+        "data.batch_length=4",
+        "data.buckets=3",
+    ],
 }
 
 

@@ -43,8 +43,11 @@ def attend(impl: str, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: Any 
 
 def keep_apart(impl: str, positions_BT: Tensor) -> Any:
     """Return the mask of attention that is causal and stays inside documents, whose tokens are
-    counted from 0: (B, 1, T, T), True where a query may see a key; for flex a block mask."""
+    counted from 0: (B, 1, T, T), True where a query may see a key; for flex a block mask, for
+    nsa where each token's document begins (B, T)."""
     T = positions_BT.shape[1]
+    if impl == "nsa":  # the first token of each one's document
+        return (torch.arange(T, device=positions_BT.device) - positions_BT).int()
     document_BT = (positions_BT == 0).cumsum(dim=1)
     if impl == "flex":
         from torch.nn.attention.flex_attention import create_block_mask
@@ -320,6 +323,10 @@ class LM(nn.Module):
             x_BTD = x_BTD[:, -1:]
         return self.tail(x_BTD, self.embedding.weight, targets_BT)
 
+    def new_past(self, pads_B: Tensor, num_places: int) -> Past:
+        """Return an empty past for a text that is to be written."""
+        return Past(len(self.blocks), pads_B, num_places)
+
     @torch.no_grad()
     def init_module(self, name: str, module: nn.Module) -> None:
         """Fill one module's own parameters and buffers: what a model built on meta still needs."""
@@ -357,7 +364,7 @@ def generate(model: LM, request: Request) -> list[list[int]]:
     pads_B = torch.tensor([length - len(ids) for ids in request.prompts], device=device)
     rows = [[0] * (length - len(ids)) + list(ids) for ids in request.prompts]
     all_BT = new_BT = torch.tensor(rows, device=device)
-    past = Past(len(model.blocks), pads_B, length + room)
+    past = model.new_past(pads_B, length + room)
     for _ in range(room):
         ids_B = writing.take(model(new_BT, past=past)[:, -1])
         if writing.is_over:
@@ -365,7 +372,7 @@ def generate(model: LM, request: Request) -> list[list[int]]:
         new_BT = ids_B[:, None]
         if not request.use_cache:
             all_BT = new_BT = torch.cat((all_BT, new_BT), dim=1)
-            past = Past(len(model.blocks), pads_B, length + room)
+            past = model.new_past(pads_B, length + room)
     return writing.rows
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from paceline.attention.crossover import Shape
+from paceline.attention.sizes import Sizes
 from paceline.config.section import Positive, Section
 from paceline.data.base import Dataset, TextData
 from paceline.errors import ConfigError, DataError
@@ -85,13 +87,18 @@ class LanguageModel(Workload):
     unit = "tokens"
     attention = "causal"
     meta_init = True
-    own_attention = frozenset({"eager", "flex"})
+    own_attention = frozenset({"eager", "flex", "nsa"})
 
     def build_model(self, config: Any) -> nn.Module:
         from paceline.workloads.lm.model import LM
 
         kernels = "triton" if config.train.kernels == "triton" else "torch"
         chunk = choose_chunk(config)
+        if config.attention.impl == "nsa":
+            from paceline.workloads.lm.nsa import Sparse, SparseLM
+
+            sparse = Sparse.of(config)
+            return SparseLM(config.model, config.data.seq_len, sparse, kernels=kernels, chunk=chunk)
         return LM(config.model, config.data.seq_len, config.attention.impl, kernels, chunk)
 
     def init_weights(self, model: nn.Module, name: str, module: nn.Module) -> None:
@@ -121,12 +128,14 @@ class LanguageModel(Workload):
             )
         return open_tokens(prepared_path(self.prepared, "shards"), config.data, split)
 
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int | Tensor]:
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Any, ...]:
         from paceline.data.packing import split_rows
 
         rows = split_rows(batch)
         apart = () if rows.positions_BT is None else (rows.positions_BT,)
-        return model(rows.inputs_BT, rows.targets_BT, *apart), rows.num_targets
+        loss = model(rows.inputs_BT, rows.targets_BT, *apart)
+        told = getattr(model, "told", None)  # of sparse attention's gates and choices
+        return (loss, rows.num_targets) if told is None else (loss, rows.num_targets, told())
 
     def metrics(self, found: Mapping[str, Any]) -> dict[str, float]:
         if LOSS not in found:  # a subclass may evaluate something else
@@ -165,7 +174,30 @@ class LanguageModel(Workload):
         from paceline.workloads.lm.model import flops_per_token
 
         seq_len: int = config.data.seq_len
+        if config.attention.impl == "nsa":
+            from paceline.workloads.lm.nsa import sparse_flops_per_token
+
+            return sparse_flops_per_token(config.model, seq_len, config.attention.nsa) * seq_len
         return flops_per_token(config.model, seq_len) * seq_len
+
+    def flops_counted(self, config: Any) -> str:
+        if config.attention.impl != "nsa":
+            return super().flops_counted(config)
+        from paceline.workloads.lm.model import flops_per_token
+
+        sizes, seq_len = Sizes.of(config.attention.nsa), config.data.seq_len
+        keys = " + ".join(f"{number:.0f}" for number in sizes.seen(seq_len))
+        dense = flops_per_token(config.model, seq_len) * seq_len
+        return (
+            f", attention as computed: a query sees {keys} keys (compressed, selected, window) on"
+            f" average; with dense attention it would be {dense:.4g}"
+        )
+
+    def sparse_shape(self, config: Any) -> tuple[int, Shape] | None:
+        model = config.model
+        sizes = Sizes.of(config.attention.nsa)
+        shape = Shape(model.num_heads, model.num_kv_heads, model.head_dim, sizes)
+        return config.data.seq_len, shape
 
     def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, Any]:
         from paceline.data.text import find_prepared, prepare_tokens, require_same_tokenizer

@@ -34,9 +34,7 @@ class WideConv(torch.autograd.Function):
         how = ([1], [context.padding], [1], False, [0], context.groups)
         wanted = (*context.needs_input_grad[:2], False)
         backward = torch.ops.aten.convolution_backward
-        grad_x, grad_weight, _ = backward(
-            grads[0].contiguous(), x_BCT, weight, None, *how, wanted
-        )
+        grad_x, grad_weight, _ = backward(grads[0].contiguous(), x_BCT, weight, None, *how, wanted)
         return grad_x, grad_weight, None, None
 
 
