@@ -127,7 +127,8 @@ def test_the_live_page_fills_itself_and_follows(run: RunDir, tmp_path: Path, wid
     # The page says what it sees once it was filled twice; only then is the page around it loaded.
     watching = (
         "<script>const asked = setInterval(() => { if (!(document.body.dataset.ticks > 1)) return;"
-        " clearInterval(asked); fetch('/seen?' + [document.documentElement.scrollWidth <= innerWidth,"
+        " clearInterval(asked); const page = document.documentElement;"
+        " fetch('/seen?' + [page.scrollWidth <= innerWidth,"
         " document.querySelectorAll('svg').length > 3, document.getElementById('link').textContent,"
         " document.querySelectorAll('#log span').length].join()) }, 50)</script>"
     )
@@ -140,12 +141,8 @@ def test_the_live_page_fills_itself_and_follows(run: RunDir, tmp_path: Path, wid
             seen.append(scope["query_string"].decode())
         for _ in range(300 if path == "/hold" else 0):
             await asyncio.sleep(0.1 if not seen else 0)
-        pages = {
-            "/": render_page(run.root.name, "/", True),
-            "/frame": frame,
-            "/hold": "",
-            "/seen": "",
-        }
+        pages = {"/frame": frame, "/hold": "", "/seen": ""}
+        pages["/"] = render_page(run.root.name, "/", True)
         if path not in pages:
             await app(scope, receive, send)
             return
