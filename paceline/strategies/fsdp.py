@@ -80,13 +80,15 @@ def _offloads(parts: EngineParts) -> bool:
 
 
 def tell_waits(root: nn.Module, waits: Waits, device: torch.device) -> None:
-    """Tell where FSDP waits for other ranks: a host inside its collectives; the stream of a GPU
-    where it needs what was gathered, or what an earlier block has scattered."""
-    gathers = "wait_for_unshard" if device.type == "cuda" else "unshard"
+    """Tell where FSDP waits for other ranks: the host inside a collective of gloo, which it waits
+    for at once; the stream of a GPU where it needs what NCCL has gathered, or what an earlier block
+    has scattered."""
+    methods = ["unshard", "post_backward"]
+    methods += ["wait_for_unshard"] if device.type == "cuda" else []
     for module in root.modules():
         if isinstance(module, FSDPModule):
             group = module._get_fsdp_state()._fsdp_param_group
-            for method in (gathers, "post_backward") if group is not None else ():
+            for method in methods if group is not None else ():
                 waits.around(group, method)
 
 
