@@ -129,7 +129,8 @@ def test_the_live_page_fills_itself_and_follows(run: RunDir, tmp_path: Path, wid
         "<script>const asked = setInterval(() => { if (!(document.body.dataset.ticks > 1)) return;"
         " clearInterval(asked); const page = document.documentElement;"
         " fetch('/seen?' + [page.scrollWidth <= innerWidth,"
-        " document.querySelectorAll('svg').length > 3, document.getElementById('link').textContent,"
+        " document.querySelectorAll('svg').length > 3,"
+        " document.getElementById('link').textContent,"
         " document.querySelectorAll('#log span').length].join()) }, 50)</script>"
     )
     frame = f"<iframe src='/' style='width: {width}px; height: 900px'></iframe><img src='/hold'>"
