@@ -120,7 +120,7 @@ def test_a_picture_of_a_sweep_is_not_blank(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1100, 390])
 def test_the_live_page_fills_itself_and_follows(run: RunDir, tmp_path: Path, width: int) -> None:
-    """Seen by a page around it, which has the width that is asked for: a window has at least 500."""
+    """Seen by a page around it, which has the width that is asked for; a window has 500."""
     port = int(free_port())
     run.train_log.write_text("[rank 0] step 20 loss 0.25\n")
     app = build_app(Fleet(run.root), "")
