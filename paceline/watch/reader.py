@@ -1,7 +1,7 @@
 """Follows one run directory: each call of `RunReader.read` takes in what its files have gained.
 
-    training.csv          whole, into bounded series       telemetry*.csv   the last 512 KiB and on
-    ranks/*/steps.csv     the last 64 KiB and on           heartbeats       their last lines
+    training.csv          whole, into bounded series       telemetry*.csv   the last 256 KiB and on
+    ranks/*/steps.csv     the last 16 KiB and on           heartbeats       their last lines
     events.jsonl          as it grows                      train.log        its last lines and on
 
 Memory and time of a call do not grow with the length of a run, but for the first call, which reads
@@ -36,7 +36,7 @@ from paceline.watch.tables import GrowingTable, known, num_rows
 from paceline.watch.view import RankView, RunView
 
 NUM_RECENT = 50  # steps whose medians are shown
-STEPS_BYTES, TELEMETRY_BYTES, LOG_BYTES = 64 << 10, 512 << 10, 32 << 10
+STEPS_BYTES, TELEMETRY_BYTES, LOG_BYTES = 16 << 10, 256 << 10, 32 << 10
 DRAWN = ("loss", "val_loss", "grad_norm", "lr", "step_s", "samples_per_s", "tokens_per_s")
 PHASES = {str(phase): phase.column for phase in STEP_PHASES} | {"unaccounted": "unaccounted_s"}
 
@@ -237,6 +237,8 @@ class _RankReader:
         self.view.phases_s = {name: median(self._times[name]) for name in PHASES}
 
     def _read_telemetry(self) -> None:
+        if self._on_gpu and self.first_of_machine != self.view.rank:
+            return  # its GPU is in the table of the first rank of its machine
         chunk, _ = self._telemetry.read()
         if not num_rows(chunk):
             return

@@ -8,8 +8,9 @@ from paceline.records.memory import MemoryDump
 from paceline.records.rundir import RunDir
 from paceline.traces.flow import read_profile_facts, write_profile_facts
 from tests.harness import run_here
+from tests.skips import needs_gpu
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_gpu]
 SMALL = [
     "data.synthetic_samples=64", "model.dim=256", "model.num_layers=2", "model.num_heads=4",
     "model.num_kv_heads=4", "data.seq_len=128", "train.micro_batch_size=8", "train.compile=off",
