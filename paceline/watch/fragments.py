@@ -37,8 +37,8 @@ def draw_run(view: RunView) -> Pieces:
     }
 
 
-def draw_list(views: list[RunView], names: Mapping[Path, str]) -> Pieces:
-    """Return the list of all runs, each a link to its page."""
+def draw_list(views: list[RunView], names: Mapping[Path, str], sweeps: list[str]) -> Pieces:
+    """Return the list of all runs, each a link to its page, below how far sweeps are."""
     live = sum(not view.state.is_over for view in views)
     rows = "".join(_run_row(view, names.get(view.path, "")) for view in views)
     head = (
@@ -46,7 +46,8 @@ def draw_list(views: list[RunView], names: Mapping[Path, str]) -> Pieces:
     )
     body = f'<div class="scroll"><table class="runs">{head}{rows}</table></div>' if views else ""
     said = f"{len(views)} runs, {live} live" if views else "no run here yet"
-    return {"count": escape(said), "runs": body or NOTHING}
+    told = "".join(f'<p class="soft">{escape(visible(text))}</p>' for text in sweeps)
+    return {"count": escape(said), "runs": told + (body or NOTHING)}
 
 
 def _run_row(view: RunView, name: str) -> str:

@@ -14,9 +14,7 @@ from paceline.watch.series import Series
 MAX_EVENTS, MAX_LINES = 200, 400
 # Of one GPU beside another of the same run, in percent: as the sweeps of speech models count it.
 BUSY, IDLE = 90.0, 10.0
-Kind = Literal[
-    "starting", "running", "silent", "died", "ok", "stopped", "failed", "sweep", "foreign"
-]
+Kind = Literal["starting", "running", "silent", "died", "ok", "stopped", "failed", "foreign"]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from paceline.records.tables import TRAINING
 from paceline.watch import page
 from paceline.watch.fleet import Fleet
 from paceline.watch.fragments import draw_run
-from paceline.watch.page import Address, Channel, build_app, stream
+from paceline.watch.page import Address, Channel, Drawn, build_app, stream
 from paceline.watch.reader import RunReader
 from paceline.watch.series import MAX_BINS, Series
 from paceline.watch.tables import GrowingTable, num_rows
@@ -182,6 +182,7 @@ def test_many_runs_and_those_of_a_sweep_are_one_list(tmp_path: Path, run: RunDir
     finish(other)
     fleet = Fleet(tmp_path / "runs")
     views = fleet.read()
+    assert fleet.sweeps() == [], "the folder has no sweep.json"
     assert [fleet.names()[view.path] for view in views] == ["one", "sweep/runs/cell_r1"]
     assert views[1].state.kind == "ok" and views[1].last["loss"] == 0.25
     assert fleet.follow("../one") is None and fleet.follow("one") is not None
@@ -270,7 +271,7 @@ def test_only_what_has_changed_is_sent(monkeypatch: pytest.MonkeyPatch, run: Run
             await asyncio.sleep(0.005)
             return next(gone)
 
-        told = stream(Channel(lambda: (next(drawn, last), None)), is_gone)
+        told = stream(Channel(lambda: Drawn(next(drawn, last), None)), is_gone)
         return [json.loads(event.removeprefix("data: "))["html"] async for event in told]
 
     assert asyncio.run(read()) == [{"a": "1", "b": "1"}, {"b": "2"}, {"b": "3"}]
