@@ -16,6 +16,7 @@ from paceline.cli.bar import Bar
 from paceline.errors import Outcome, PacelineError
 from paceline.metrics import TRAIN, VAL
 from paceline.records import Plan, Result, words
+from paceline.records.findings import Finding, Findings
 from paceline.records.rundir import RunDir
 from paceline.records.words import count, duration, elapsed, number, visible
 
@@ -123,6 +124,8 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
         say_failure(talk, result)
     for note in result.notes:
         talk.say(f"note: {note}")
+    for finding in _warnings(run):
+        talk.say(str(finding))
     if result.window and result.step_s:
         rate, unit = result.tokens_per_s or result.samples_per_s, "samples/s"
         unit = "tokens/s" if result.tokens_per_s else unit
@@ -132,6 +135,15 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
         )
     if run.report.is_file():
         talk.say(f"report: {shown(run.report)}")
+
+
+def _warnings(run: RunDir) -> list[Finding]:
+    """Return what was judged of a run that a person should act on; how it ended has been said."""
+    try:
+        found = Findings.load(run.findings).findings
+    except PacelineError:
+        return []
+    return [finding for finding in found if finding.severity == "warning"]
 
 
 def _way_on(result: Result, run: RunDir) -> str:

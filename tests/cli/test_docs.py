@@ -45,7 +45,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
     "statistics", "bench", "pipelines", "optimizers", "your-job", "speech", "text", "images",
-    "generate", "python", "trackers", "watch", "diagnose", "ddp",
+    "generate", "python", "trackers", "health", "watch", "diagnose", "ddp",
 )  # fmt: skip
 COMMAND_S = 120
 SCHEDULED = ("srun", "salloc", "sbatch")
@@ -187,6 +187,7 @@ IN_CI = {
     "generate": "train.sample_tokens=32",
     "python": "python script.py",
     "trackers": "paceline plan lm_tiny",
+    "health": "observe.rules.zero_grad=halt",
     "watch": "observe.memory=dumps",
     "diagnose": "paceline import train.out",
     "ddp": "observe.profile=steps:5-7",
