@@ -29,7 +29,8 @@ def test_the_readme_names_every_verb() -> None:
     verbs |= {str(group.name) for group in app.registered_groups}
     assert verbs == {
         "bench", "check", "checkpoints", "compare", "data", "demo", "generate", "prepare",
-        "recipes", "plan", "sweep", "train", "verify", "report", "watch", "diagnose", "import",
+        "recipes", "plan", "sweep", "train", "verify", "report", "watch", "diagnose",
+        "import", "drill",
     }  # fmt: skip
     text = " ".join(commands()) + " make demo"
     assert all(verb in text for verb in verbs)
