@@ -11,6 +11,7 @@ ours). On any other address a token is asked for, which stands in the link that 
 import asyncio
 import json
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -219,8 +220,20 @@ def serve(fleet: Fleet, address: Address, say: Callable[[str], None]) -> None:
     token = "" if address.is_local else secrets.token_urlsafe(24)
     app = build_app(fleet, token)
     config = uvicorn.Config(
-        app, host=address.host, port=address.port, log_level="warning", access_log=False,
-        server_header=False, timeout_graceful_shutdown=1,
-    )  # fmt: skip
+        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
+    )
+    opened = _open(address)
     say(f"watching {fleet.root}: {address.link(token)} (Ctrl-C ends it)")
-    uvicorn.Server(config).run()
+    uvicorn.Server(config).run(sockets=[opened])
+
+
+def _open(address: Address) -> socket.socket:
+    """Take the address before anything is said of it."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        return socket.create_server((address.host, address.port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot serve on {address.host}:{address.port}: {error.strerror or error}\n"
+            "hint: give --serve another HOST:PORT"
+        ) from error

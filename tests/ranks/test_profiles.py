@@ -40,6 +40,7 @@ def test_steps_are_profiled_and_memory_is_dumped(tmp_path: Path) -> None:
     assert (facts.first_step, facts.last_step) == (5, 6)
     assert facts.categories["matrix products"] > 0 and facts.window_s >= facts.busy_s > 0
     assert "Profile of rank 0, steps 5 to 6" in run.summary.read_text()
+    assert any("steps 5 to 6 were profiled" in note for note in ends.verdicts[0].notes)
     assert "ui.perfetto.dev" in run.report.read_text()
     boot, first = (MemoryDump.load(run.memory_dump(0, m)) for m in ("boot", "step1"))
     assert run.memory_dump(0, "step4").is_file() and not run.memory_dump(0, "step5").exists()

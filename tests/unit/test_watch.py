@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from paceline.errors import ConfigError
 from paceline.records import Attempt
 from paceline.records.events import Event, EventLog
 from paceline.records.heartbeats import Beat
@@ -135,8 +137,6 @@ def test_a_run_lives_is_silent_and_dies(run: RunDir) -> None:
 
 
 def test_a_run_whose_supervisor_was_killed_is_dead_at_once(run: RunDir) -> None:
-    import socket
-
     clock = Clock()
     reader = RunReader(run, clock)
     (run.root / ".lock").write_text(f"{2**22 + 5} {socket.gethostname()}\n")  # no such process
@@ -275,6 +275,13 @@ def test_only_what_has_changed_is_sent(monkeypatch: pytest.MonkeyPatch, run: Run
         return [json.loads(event.removeprefix("data: "))["html"] async for event in told]
 
     assert asyncio.run(read()) == [{"a": "1", "b": "1"}, {"b": "2"}, {"b": "3"}]
+
+
+def test_an_address_that_is_taken_is_a_plain_error(run: RunDir) -> None:
+    with socket.create_server(("localhost", 0)) as taken:
+        address = Address("localhost", taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="cannot serve on localhost:"):
+            page.serve(Fleet(run.root), address, lambda text: None)
 
 
 @pytest.mark.parametrize(
