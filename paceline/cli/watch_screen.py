@@ -15,11 +15,11 @@ from paceline.watch.view import RankView, RunView
 BLOCKS = "▁▂▃▄▅▆▇█"
 COLOURS = {
     "data": "cyan", "forward": "blue", "backward": "green", "comm": "red", "optimizer": "magenta",
-    "other": "white", "eval": "yellow", "unaccounted": "bright_black",
+    "other": "white", "eval": "yellow", "waiting": "bright_black", "unaccounted": "bright_black",
 }  # fmt: skip
 LETTERS = {
     "data": "d", "forward": "F", "backward": "B", "comm": "x", "optimizer": "o", "other": "-",
-    "eval": "e", "unaccounted": ".",
+    "eval": "e", "waiting": "~", "unaccounted": ".",
 }  # fmt: skip
 STYLES = {
     "running": "bold green", "ok": "bold green", "starting": "bold yellow", "silent": "bold red",
@@ -87,7 +87,7 @@ def _ranks(view: RunView, room: int) -> Table:
     shown = view.ranks
     caption = None
     if len(shown) > room:
-        by_worry = sorted(shown, key=lambda r: ((r.silent_s or 0) + r.still_s, r.wall_s))
+        by_worry = sorted(shown, key=lambda r: r.worry)
         shown = sorted(by_worry[-room:], key=lambda r: r.rank)
         caption = f"and {count(len(view.ranks) - room, 'rank')} more, no slower and no quieter"
     table = Table(box=None, pad_edge=False, caption=caption, caption_justify="left")

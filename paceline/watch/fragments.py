@@ -201,9 +201,9 @@ def _gpus(view: RunView) -> str:
 
 def _ranks(view: RunView, most: int = MAX_ROWS) -> str:
     """Return a table of ranks: of many, those that one would look at first."""
-    shown = sorted(view.ranks, key=_worry, reverse=True)[:most]
+    shown = sorted(view.ranks, key=lambda r: r.worry, reverse=True)[:most]
     shown.sort(key=lambda r: r.rank)
-    names = ("rank", "host", "step", "in", "heard", "step time", "memory")
+    names = ("rank", "host", "step", "in", "heard", "step time", "own work", "memory")
     head = "".join(f"<th>{name}</th>" for name in names)
     rows = "".join(_rank_row(r, view.state.is_over) for r in shown)
     more = len(view.ranks) - len(shown)
@@ -211,10 +211,6 @@ def _ranks(view: RunView, most: int = MAX_ROWS) -> str:
         f'<p class="soft">and {more} ranks more, no slower and no quieter</p>' if more > 0 else ""
     )
     return f'<div class="scroll"><table class="labelled"><tr>{head}</tr>{rows}</table></div>{rest}'
-
-
-def _worry(rank: RankView) -> tuple[float, float]:
-    return (rank.silent_s or 0.0) + rank.still_s, rank.wall_s
 
 
 def _rank_row(rank: RankView, is_over: bool) -> str:
@@ -225,6 +221,7 @@ def _rank_row(rank: RankView, is_over: bool) -> str:
         "in": rank.phase,
         "heard": heard,
         "step time": duration(rank.wall_s) if rank.wall_s else "",
+        "own work": duration(rank.own_s) if rank.own_s else "",
         "memory": size(rank.memory_bytes) if rank.memory_bytes else "",
     }
     told = "".join(f'<td data-label="{k}">{escape(visible(v))}</td>' for k, v in cells.items())

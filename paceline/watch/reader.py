@@ -25,7 +25,7 @@ from paceline.records.events import parse_event
 from paceline.records.findings import Findings
 from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.moments import wall_time
-from paceline.records.phases import STEP_PHASES
+from paceline.records.phases import OWN_PHASES, STEP_PHASES
 from paceline.records.rundir import RunDir
 from paceline.records.tables import STEPS, TELEMETRY, TRAINING
 from paceline.records.tails import Tail
@@ -33,12 +33,13 @@ from paceline.records.words import count, visible
 from paceline.watch.series import Series
 from paceline.watch.state import judge_state
 from paceline.watch.tables import GrowingTable, known, num_rows
-from paceline.watch.view import RankView, RunView
+from paceline.watch.view import WAITING, RankView, RunView
 
 NUM_RECENT = 50  # steps whose medians are shown
 STEPS_BYTES, TELEMETRY_BYTES, LOG_BYTES = 16 << 10, 256 << 10, 32 << 10
 DRAWN = ("loss", "val_loss", "grad_norm", "lr", "step_s", "samples_per_s", "tokens_per_s")
-PHASES = {str(phase): phase.column for phase in STEP_PHASES} | {"unaccounted": "unaccounted_s"}
+# What a step is made of: each phase without the time in collectives, which is waiting for others.
+PARTS = (*(str(phase) for phase in STEP_PHASES), WAITING, "unaccounted")
 
 
 class RunReader:
@@ -195,7 +196,7 @@ class _RankReader:
         self._steps = GrowingTable(run.steps(rank), STEPS, STEPS_BYTES)
         self._telemetry = GrowingTable(run.telemetry_of(rank), TELEMETRY, TELEMETRY_BYTES)
         self._times: dict[str, deque[float]] = {
-            name: deque(maxlen=NUM_RECENT) for name in ("wall", *PHASES)
+            name: deque(maxlen=NUM_RECENT) for name in ("wall", *PARTS)
         }
         self._began_at: float | None = None
 
@@ -230,11 +231,15 @@ class _RankReader:
                 times.clear()
         if not num_rows(chunk):
             return
-        self._times["wall"].extend(np.nan_to_num(chunk["wall_s"][0][-NUM_RECENT:]).tolist())
-        for name, column in PHASES.items():
-            self._times[name].extend(np.nan_to_num(chunk[column][0][-NUM_RECENT:]).tolist())
+        last = {name: np.nan_to_num(values[-NUM_RECENT:]) for name, (values, _) in chunk.items()}
+        blocked = {str(phase): last[phase.blocked_column] for phase in OWN_PHASES}
+        parts = {str(p): last[p.column] - blocked.get(str(p), 0.0) for p in STEP_PHASES}
+        parts |= {"wall": last["wall_s"], WAITING: sum(blocked.values(), np.zeros(1))}
+        parts["unaccounted"] = last["unaccounted_s"]
+        for name, times in self._times.items():
+            times.extend(parts[name].tolist())
         self.view.wall_s = median(self._times["wall"])
-        self.view.phases_s = {name: median(self._times[name]) for name in PHASES}
+        self.view.phases_s = {name: median(self._times[name]) for name in PARTS}
 
     def _read_telemetry(self) -> None:
         if self._on_gpu and self.first_of_machine != self.view.rank:

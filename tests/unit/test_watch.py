@@ -26,7 +26,7 @@ from paceline.watch.series import MAX_BINS, Series
 from paceline.watch.tables import GrowingTable, num_rows
 from paceline.watch.view import Balance
 from paceline.watch.watchdog import Watchdog
-from tests.reported import HEADER, finish, write_run
+from tests.reported import HEADER, STEPS_HEADER, finish, write_run
 
 ROW = "{step},{loss},0.1,1.5,0.5,32,4096,0,0,{val}\n"
 
@@ -165,6 +165,16 @@ def test_phases_and_memory_of_each_rank(run: RunDir) -> None:
     view = RunReader(run).read()
     assert [r.wall_s for r in view.ranks] == [0.5, 0.5]
     assert view.ranks[1].phases_s["backward"] == 0.3 and view.ranks[0].host == "box"
+
+
+def test_waiting_is_told_from_own_work(run: RunDir) -> None:
+    for rank, blocked in ((0, 0.25), (1, 0.05)):
+        row = f"21,0,0.5,0.01,0.1,0.3,0.05,0,0.01,0.03,{blocked}\n"
+        run.steps(rank).write_text(f"{STEPS_HEADER.strip()},backward_blocked_s\n{row}")
+    first, second = RunReader(run).read().ranks
+    assert first.phases_s["backward"] == pytest.approx(0.05) and first.wall_s == second.wall_s
+    assert first.phases_s["waiting"] == 0.25 and second.own_s == pytest.approx(first.own_s + 0.2)
+    assert second.worry > first.worry, "the slow one is looked at first"
 
 
 def test_how_evenly_gpus_work() -> None:
