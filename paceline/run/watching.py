@@ -32,6 +32,7 @@ from paceline.train.heartbeat import Ticker
 
 TICK_S = 0.25
 RULES_S = 10.0  # between two judgements by all rules: these read whole tables
+RULES_SHARE = 0.005  # of the time at most, which makes them rarer in a long run
 KEPT_STEPS = 200
 NEW_STEPS = 5  # of all ranks, after which they are compared again: as often as they are written
 MAX_REPEATS = 20  # events of one kind about one rank
@@ -93,7 +94,8 @@ class Watcher(Ticker):
         ranks = range(plan.world_size)
         self._steps: dict[int, Window] = {r: Window(run.steps(r), STEPS) for r in ranks}
         self._num_new = dict.fromkeys(ranks, 0)
-        self._moved_at = self._judged_at = wall_time()
+        self._moved_at = wall_time()
+        self._rules_at = self._moved_at + RULES_S
         self._standing: dict[tuple[str, int | None], int] = {}  # -> judgements without it
         self._num_told: dict[tuple[str, int | None], int] = {}
 
@@ -109,9 +111,10 @@ class Watcher(Ticker):
             self._num_new = dict.fromkeys(self._num_new, 0)
             self._moved_at = now
             self._note(judge_ranks(self._recent(now)), of_ranks=True)
-        if now - self._judged_at >= RULES_S and not self._stop.is_set():
-            self._judged_at = now
+        if now >= self._rules_at and not self._stop.is_set():
             self._note(judge(self._all(now)), of_ranks=False)
+            took_s = wall_time() - now
+            self._rules_at = now + max(RULES_S, took_s / RULES_SHARE)
 
     def _recent(self, now: float) -> Evidence:
         """Return the last steps alone, which is what is looked at often."""

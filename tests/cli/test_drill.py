@@ -1,15 +1,20 @@
 """Faults that are planted in a real run are named: the rank and the part, while it runs and at its
-end."""
+end; a terminal that takes no more of it holds nobody up."""
 
+import fcntl
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.records.events import Event, iter_events
-from tests.cli.bench import SMALL, Bench, finish
-from tests.cli.program import Ran, paceline
+from tests import warm
+from tests.cli.bench import SMALL, Bench, finish, wait_until
+from tests.cli.program import Ran, environment, paceline
 
 pytestmark = pytest.mark.slow
 
@@ -91,3 +96,24 @@ def test_a_rule_that_halts_leaves_its_name_and_a_checkpoint(bench: Bench) -> Non
     assert (bench.folder / "run/.anomaly_type").read_text() == "straggler\n"
     assert (bench.folder / "run/.HALT").read_text() == "halt: straggler\n"
     assert bench.result()["checkpoints"]["num_written"] >= 1
+
+
+def test_f26_a_terminal_that_takes_no_more_holds_no_rank_up(bench: Bench) -> None:
+    """Its pipe is full after the first words, and nobody reads until the run is over."""
+    reader, writer = os.pipe()
+    room = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"." * (room - 400))
+    words = ["train", bench.job(""), *SMALL, "launch.nproc=2", "train.steps=30", "--out", "run"]
+    talk = ["train.log_every=1", "observe.timing_ranks=all", f"name={'long' * 40}"]
+    process = warm.start(
+        [sys.executable, "-m", "paceline", *words, *talk], cwd=bench.folder, env=environment(),
+        stdout=subprocess.PIPE, stderr=writer, text=True, start_new_session=True,
+    )  # fmt: skip
+    bench.sessions.add(process.pid)
+    os.close(writer)
+    wait_until((bench.folder / "run/report.html").is_file, 100, "the run is over")
+    assert bench.result()["outcome"] == "ok" and bench.result()["steps"] == 30
+    assert process.poll() is None, "it still has something to say"
+    with os.fdopen(reader) as file:
+        told = file.read()
+    assert process.wait(30) == 0 and "finished 30 steps" in told
