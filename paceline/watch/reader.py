@@ -94,15 +94,12 @@ class RunReader:
             launch = LaunchPlan.load(self.run.launch)
         except DataError:
             return
-        firsts: dict[int, int] = {}
-        for place in launch.ranks:
-            if place.rank < len(self._ranks):
-                firsts[place.rank] = place.rank - place.local_rank
-                index = launch.crew.device_indices or list(range(launch.crew.per_node))
-                reader = self._ranks[place.rank]
-                reader.view.host = place.host
-                reader.view.gpu = f"gpu{index[place.local_rank % len(index)]}"
-                reader.first_of_machine = firsts[place.rank]
+        index = launch.crew.device_indices or list(range(launch.crew.per_node))
+        for place in launch.ranks[: len(self._ranks)]:
+            reader = self._ranks[place.rank]
+            reader.first_of_machine = place.rank - place.local_rank
+            reader.view.host = place.host
+            reader.view.gpu = f"gpu{index[place.local_rank % len(index)]}"
 
     def _read_training(self) -> None:
         chunk, is_reset = self._training.read()

@@ -28,7 +28,7 @@ def test_a_profile_has_kernels_and_a_snapshot_has_modules(tmp_path: Path) -> Non
     peak = MemoryDump.load(run.memory_dump(0, "peak"))
     assert any(o.kind == "activations" and o.module.startswith("blocks.") for o in peak.owners)
     # All that the allocator had handed out at its peak has a name, to within its rounding.
-    assert sum(peak.by_kind.values()) == pytest.approx(peak.counted_bytes, rel=0.1)
+    assert sum(peak.by_kind.values()) == pytest.approx(peak.counted_bytes, rel=0.2)
     assert (run.rank(0) / "memory_snapshot.pickle").stat().st_size > 1000
 
 
@@ -39,6 +39,5 @@ def test_out_of_memory_names_what_was_saved_for_backward(tmp_path: Path) -> None
     with pytest.raises(RuntimeError, match="out of memory"):
         run_here(tmp_path / "run", "lm_tiny", [*SMALL, *large])
     dump = MemoryDump.load(RunDir(tmp_path / "run").memory_dump(0, "oom"))
-    saved = dump.by_kind["activations"]
     assert dump.owners[0].kind == "activations" and dump.inside
-    assert saved + dump.by_kind["parameters"] > 0.6 * dump.counted_bytes
+    assert dump.by_kind["activations"] > 0.3 * dump.counted_bytes
