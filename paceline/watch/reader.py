@@ -154,14 +154,15 @@ class RunReader:
             each.gpu_samples = {}
 
     def _read_events(self) -> None:
-        for line in self._events.lines():
+        for line in self._events.lines() if self.run.events.is_file() else ():
             event = parse_event(line)
             if event is not None:
                 self.view.events.append(event)
                 self.view.num_events += 1
 
     def _read_lines(self) -> None:
-        new = [visible(line) for line in self._log.lines()]
+        is_plain = self.run.train_log.is_file()  # a FIFO would be waited for
+        new = [visible(line) for line in self._log.lines()] if is_plain else []
         self.view.lines.extend(new)
         self.view.num_lines += len(new)
 

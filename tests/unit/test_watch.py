@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ from paceline.watch.view import Balance
 from paceline.watch.watchdog import Watchdog
 from tests.reported import HEADER, STEPS_HEADER, finish, write_run
 
+OLD = Path(__file__).parents[1] / "data" / "runs"
 ROW = "{step},{loss},0.1,1.5,0.5,32,4096,0,0,{val}\n"
 
 
@@ -159,6 +161,22 @@ def test_a_rank_whose_heart_beats_but_which_does_not_move(run: RunDir) -> None:
         view = reader.read()
     assert view.state.kind == "silent"
     assert view.state.said == "rank 1 has been in backward of step 20 for 70 s"
+
+
+def test_files_that_are_not_plain_or_are_damaged_end_no_view(run: RunDir) -> None:
+    for path in (run.telemetry, run.train_log, run.events):
+        os.mkfifo(path)
+    run.steps(1).write_bytes(b"step,wall_s\n1,\xff\n2,x\n")
+    run.heartbeat(0).write_text("{nonsense\n")
+    run.result.write_text("[]")
+    view = RunReader(run).read()
+    assert view.step == 20 and draw_run(view)["loss"].count("<svg") > 1
+
+
+@pytest.mark.parametrize("path", sorted(OLD.glob("*/*/run.yaml")), ids=lambda p: str(p.parent))
+def test_runs_of_every_version_are_shown(path: Path) -> None:
+    view = RunReader(RunDir(path.parent)).read()
+    assert view.state.is_over and view.step > 0 and draw_run(view)["phases"]
 
 
 def test_phases_and_memory_of_each_rank(run: RunDir) -> None:
