@@ -10,7 +10,7 @@ from paceline.metrics import TRAIN, VAL
 from paceline.records.events import Event
 from paceline.records.words import duration, elapsed, number, short, size, visible
 from paceline.report import plots
-from paceline.report.plots import Axes, line_chart, stacked_bars
+from paceline.report.plots import MAX_BARS, Axes, line_chart, stacked_bars
 from paceline.watch.series import Series
 from paceline.watch.view import RankView, RunView
 
@@ -27,7 +27,7 @@ def draw_run(view: RunView) -> Pieces:
         "loss": _loss(view),
         "rate": _rate(view),
         "metrics": _metrics(view),
-        "phases": stacked_bars({f"rank {r.rank}": r.phases_s for r in view.ranks if r.phases_s}),
+        "phases": _phases(view),
         "memory": _by_rank(view, "memory"),
         "gpus": _gpus(view),
         "ranks": _ranks(view),
@@ -135,6 +135,20 @@ def _loss(view: RunView) -> str:
         _line(view.series.get("val_loss"), "validation", "c2", marked=True),
     ]
     return line_chart(lines, Axes("step", "loss", size="tall"))
+
+
+def _phases(view: RunView) -> str:
+    """Draw the step of each rank; of many, those that work most and least themselves: all take as
+    long for a step, waiting included."""
+    ranks = [rank for rank in view.ranks if rank.phases_s]
+    note = ""
+    if len(ranks) > MAX_BARS:
+        ranks.sort(key=lambda rank: -rank.own_s)
+        half = MAX_BARS // 2
+        said = f"the {half} ranks of {len(ranks)} with most own work, and those with least"
+        note = f'<p class="soft">{said}</p>'
+        ranks = ranks[:half] + ranks[-half:]
+    return note + stacked_bars({f"rank {rank.rank}": rank.phases_s for rank in ranks})
 
 
 def _rate(view: RunView) -> str:
