@@ -28,7 +28,7 @@ def test_the_readme_names_every_verb() -> None:
     verbs = {command.callback.__name__ for command in app.registered_commands if command.callback}
     verbs |= {str(group.name) for group in app.registered_groups}
     assert verbs == {
-        "bench", "check", "checkpoints", "compare", "data", "demo", "generate", "prepare",
+        "bench", "check", "checkpoints", "compare", "data", "demo", "drill", "generate", "prepare",
         "recipes", "plan", "sweep", "train", "verify", "report",
     }  # fmt: skip
     text = " ".join(commands()) + " make demo"
