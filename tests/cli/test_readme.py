@@ -28,9 +28,8 @@ def test_the_readme_names_every_verb() -> None:
     verbs = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
     verbs |= {str(group.name) for group in app.registered_groups}
     assert verbs == {
-        "bench", "check", "checkpoints", "compare", "data", "demo", "generate", "prepare",
-        "recipes", "plan", "sweep", "train", "verify", "report", "watch", "diagnose",
-        "import", "drill",
+        "bench", "check", "checkpoints", "compare", "data", "demo", "drill", "generate", "prepare",
+        "recipes", "plan", "sweep", "train", "verify", "report", "watch", "diagnose", "import",
     }  # fmt: skip
     text = " ".join(commands()) + " make demo"
     assert all(verb in text for verb in verbs)
