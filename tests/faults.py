@@ -10,6 +10,7 @@ MEMBERS = "tests/cli/test_keep_members.py"
 FULL = "tests/cli/test_disk.py"
 MORE = "tests/cli/test_more_faults.py"
 SPEECH = "tests/cli/test_prepare_speech.py"
+DRILL = "tests/cli/test_drill.py"
 DAMAGED = f"{DISK}::test_a_damaged_checkpoint_is_named_and_the_one_before_is_used"
 
 
@@ -131,6 +132,27 @@ LIST = [
         "", "a pipeline's rank dies, raises or hangs", "named with stage and microbatch",
         "tests/cli/test_pipeline_faults.py::"
         "test_a_rank_that_fails_is_named_with_its_stage_and_microbatch",
+    ),
+    # Ranks that differ
+    Fault(
+        "F21", "one rank leaves a collective out", "named with the step, while it runs",
+        f"{DRILL}::test_f21_a_collective_that_is_left_out_is_named_with_rank_and_step",
+    ),
+    Fault(
+        "F22", "shapes that differ in a collective", "named with the line of the job",
+        f"{DRILL}::test_f22_shapes_that_differ_are_named_with_the_users_line",
+    ),
+    Fault(
+        "F24", "one rank is slow in backward", "named with the part within 20 steps",
+        f"{DRILL}::test_f24_a_slow_rank_is_named_while_it_runs_and_in_the_report",
+    ),
+    Fault(
+        "F25", "one rank stalls in every eighth step", "spikes, and no straggler",
+        f"{DRILL}::test_f25_a_stall_now_and_then_is_a_spike_and_no_straggler",
+    ),
+    Fault(
+        "F26", "the terminal's pipe is full, and nobody reads", "the run ends as if it were not",
+        f"{DRILL}::test_f26_a_terminal_that_takes_no_more_holds_no_rank_up",
     ),
     # Asked to stop
     Fault(
@@ -328,7 +350,5 @@ LIST = [
 
 # Of the matrix, not shown by a test yet.
 OPEN = {
-    "F21": "one rank skips a collective", "F22": "shapes that differ in a collective",
     "F23": "uneven streams of data: a map-style data set is dealt out evenly",
-    "F24": "a rank that is 20 % slow", "F25": "a periodic stall", "F26": "a log that blocks",
 }  # fmt: skip

@@ -137,8 +137,8 @@ def _print_report(report: "BenchReport") -> None:
             table.add_row(*(literal(cell) for cell in row))
         if pair.arms:
             console.print(table)
-        for line in profile_lines(pair):
-            console.print(literal(line))
+        for told in profile_lines(pair):
+            console.print(literal(told))
     for line in report.gate:
         console.print(literal(str(line)))
     counts = {word: sum(p.status == word for p in report.pairs) for word in STATUSES}

@@ -41,8 +41,9 @@ def drill(
     talk = ConsoleTalk()
     ends: list[DrillEnd] = []
     with refusals_on_stdout(as_json), stoppable():
-        from paceline.drill.flow import Drill, load_drilled, run_drill, which_faults
+        from paceline.drill.flow import load_drilled, run_drill, which_faults
         from paceline.machine.fork_server import start_early
+        from paceline.records.drills import Drill
 
         job = load_drilled(source, overrides or [])
         start_early(job.config.launch.launcher)

@@ -16,6 +16,7 @@ from paceline.cli.bar import Bar
 from paceline.errors import Outcome, PacelineError
 from paceline.metrics import TRAIN, VAL
 from paceline.records import Audit, Plan, Result, words
+from paceline.records.findings import Finding, Findings
 from paceline.records.rundir import RunDir
 from paceline.records.words import count, duration, elapsed, number, visible
 
@@ -125,6 +126,8 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
         talk.say(f"note: {note}")
     for line in _branches(run):
         talk.say(line)
+    for finding in _warnings(run):
+        talk.say(str(finding))
     if result.window and result.step_s:
         rate, unit = result.tokens_per_s or result.samples_per_s, "samples/s"
         unit = "tokens/s" if result.tokens_per_s else unit
@@ -142,6 +145,15 @@ def _branches(run: RunDir) -> Iterator[str]:
     for proof in proofs:
         if proof.what.startswith("attention: "):
             yield f"{proof.what}: {proof.effective}"
+
+
+def _warnings(run: RunDir) -> list[Finding]:
+    """Return what was judged of a run that a person should act on; how it ended has been said."""
+    try:
+        found = Findings.load(run.findings).findings
+    except PacelineError:
+        return []
+    return [finding for finding in found if finding.severity == "warning"]
 
 
 def _way_on(result: Result, run: RunDir) -> str:

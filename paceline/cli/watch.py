@@ -86,7 +86,7 @@ def _show(fleet: "Fleet", interval: float, once: bool) -> None:
             fleet.scan()
             view = next(iter(fleet.readers.values())).read()
             return draw_run(view, console.width, console.height), view.state.is_over
-        return draw_list(fleet.read(), fleet.names(), console.height), False
+        return draw_list(fleet.read(), fleet.names(), fleet.sweeps(), console.height), False
 
     picture, is_over = drawn()
     if once or is_over or not console.is_terminal:

@@ -15,11 +15,11 @@ from paceline.watch.view import RankView, RunView
 BLOCKS = "▁▂▃▄▅▆▇█"
 COLOURS = {
     "data": "cyan", "forward": "blue", "backward": "green", "comm": "red", "optimizer": "magenta",
-    "other": "white", "eval": "yellow", "unaccounted": "bright_black",
+    "other": "white", "eval": "yellow", "waiting": "bright_black", "unaccounted": "bright_black",
 }  # fmt: skip
 LETTERS = {
     "data": "d", "forward": "F", "backward": "B", "comm": "x", "optimizer": "o", "other": "-",
-    "eval": "e", "unaccounted": ".",
+    "eval": "e", "waiting": "~", "unaccounted": ".",
 }  # fmt: skip
 STYLES = {
     "running": "bold green", "ok": "bold green", "starting": "bold yellow", "silent": "bold red",
@@ -87,7 +87,7 @@ def _ranks(view: RunView, room: int) -> Table:
     shown = view.ranks
     caption = None
     if len(shown) > room:
-        by_worry = sorted(shown, key=lambda r: ((r.silent_s or 0) + r.still_s, r.wall_s))
+        by_worry = sorted(shown, key=lambda r: r.worry)
         shown = sorted(by_worry[-room:], key=lambda r: r.rank)
         caption = f"and {count(len(view.ranks) - room, 'rank')} more, no slower and no quieter"
     table = Table(box=None, pad_edge=False, caption=caption, caption_justify="left")
@@ -137,18 +137,21 @@ def _events(view: RunView) -> list[Text]:
     ]
 
 
-def draw_list(views: list[RunView], names: Mapping[Path, str], height: int) -> RenderableType:
-    """Return all runs, the live and the newest first."""
+def draw_list(
+    views: list[RunView], names: Mapping[Path, str], sweeps: list[str], height: int
+) -> RenderableType:
+    """Return how far sweeps are, and all runs, the live and the newest first."""
     live = sum(not view.state.is_over for view in views)
     table = Table(box=None, pad_edge=False, title=f"{count(len(views), 'run')}, {live} live",
                   title_justify="left")  # fmt: skip
-    for name in ("run", "state", "steps", "loss", "speed", "what"):
-        table.add_column(name, no_wrap=name != "what", overflow="ellipsis")
-    for view in views[: max(5, height - 5)]:
+    widths = {"run": None, "state": 8, "steps": 9, "loss": 7, "speed": 14, "what": None}
+    for name, width in widths.items():
+        table.add_column(name, no_wrap=name != "what", overflow="ellipsis", min_width=width)
+    for view in views[: max(5, height - 5 - len(sweeps))]:
         steps = f"{view.step:,}" + (f"/{view.num_steps:,}" if view.num_steps else "")
         rate = f"{number(view.rate)} {view.unit}" if view.rate is not None else ""
         state = Text(view.state.kind, style=STYLES.get(view.state.kind, ""))
         loss = number(view.last["loss"]) if "loss" in view.last else ""
         said = visible(view.state.said or view.title)
         table.add_row(visible(names.get(view.path, view.name)), state, steps, loss, rate, said)
-    return table
+    return Group(*(Text(visible(text)) for text in sweeps), table)

@@ -13,14 +13,13 @@ from paceline.config.health import RulesConfig
 from paceline.config.plain import read_plain
 from paceline.errors import PacelineError
 from paceline.machine.measures import load_link
-from paceline.records import Audit, Env, LaunchPlan, Plan, RankVerdict, Record, Result
+from paceline.records import Env, Plan, Record, Result
 from paceline.records.base import Body, load_map
 from paceline.records.cells import DTYPES
 from paceline.records.columns import Layout, Row, Table
 from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.rundir import RunDir
 from paceline.records.tables import (
-    STEPS,
     TRAINING,
     StepRow,
     TelemetryRow,
@@ -68,10 +67,7 @@ class Evidence:
     hearts: Mapping[int, Heart] = field(default_factory=dict)
     plan: Plan | None = None
     env: Env | None = None
-    audit: Audit | None = None
-    launch: LaunchPlan | None = None
     result: Result | None = None
-    verdicts: Mapping[int, RankVerdict] = field(default_factory=dict)
     collectives: Mapping[int, Body] = field(default_factory=dict)  # of ranks that failed
     logs: Mapping[int, str] = field(default_factory=dict)  # the ends of those, of a run that failed
     link_gb_per_s: float | None = None  # the slowest link, as `paceline check` measured it
@@ -81,9 +77,6 @@ class Evidence:
     @property
     def is_live(self) -> bool:
         return self.now is not None
-
-    def steps_of(self, rank: int) -> Table[StepRow]:
-        return self.steps.get(rank) or empty_table(STEPS)
 
 
 def read_evidence(run: RunDir, now: float | None = None) -> Evidence:
@@ -100,10 +93,7 @@ def read_evidence(run: RunDir, now: float | None = None) -> Evidence:
         hearts={r: heart for r in ranks if (heart := read_heart(run.heartbeat(r))) is not None},
         plan=plan,
         env=_load(run.env, Env),
-        audit=_load(run.audit, Audit),
-        launch=_load(run.launch, LaunchPlan),
         result=_load(run.result, Result),
-        verdicts={r: v for r in ranks if (v := _load(run.verdict(r), RankVerdict)) is not None},
         collectives={r: body for r in ranks if (body := _map(run.collectives(r))) is not None},
         now=now,
     )

@@ -35,6 +35,12 @@ TO_TRY = {
     Phase.OTHER: "look at what hooks of the job do on this rank only, and at its disk",
 }
 COMPUTE = (Phase.FORWARD, Phase.BACKWARD)
+# What may make a GPU slower than others: its unit, which side is worse, and from what share on.
+WORSE = {
+    "clock_mhz": ("MHz", -1, 0.05),
+    "temperature_c": ("°C", 1, 0.2),
+    "num_processes": ("processes on it", 1, 0.0),
+}
 
 
 def find_stragglers(evidence: Evidence, work: Work) -> Iterator[Finding]:
@@ -51,11 +57,12 @@ def find_stragglers(evidence: Evidence, work: Work) -> Iterator[Finding]:
     share += STAGE_SLACK if _is_pipeline(evidence) else 0.0
     # Against the middle of all first, for all ranks at once: of two it is half as far away.
     ahead = np.quantile(total - np.median(total, axis=0), STEADY_SHARE, axis=1)
-    for row in np.flatnonzero(ahead >= max(0.4 * share * np.median(total), 0.4 * MIN_EXTRA_S)):
+    least = max(0.4 * share * float(np.median(total)), 0.4 * MIN_EXTRA_S)
+    for row in np.flatnonzero(ahead >= least).tolist():
         extra = total[row] - _of_others(total, row)
         usual_s = float(np.median(_of_others(total, row)))
         if np.quantile(extra, STEADY_SHARE) >= max(share * usual_s, MIN_EXTRA_S):
-            yield _describe(evidence, work, int(row), work.ranks[row])
+            yield _describe(evidence, work, row, work.ranks[row])
 
 
 def _of_others(part: NDArray[np.float64], row: int) -> NDArray[np.float64]:
@@ -128,16 +135,12 @@ def _device_words(evidence: Evidence, rank: int) -> str:
     if rank not in gpus or len(gpus) < 2:
         return ""
     told = []
-    for name, unit, is_worse in (
-        ("clock_mhz", "MHz", lambda own, rest: own < 0.95 * rest),
-        ("temperature_c", "°C", lambda own, rest: own > rest + 10),
-        ("num_processes", "processes on it", lambda own, rest: own > rest),
-    ):
+    for name, (unit, factor, margin) in WORSE.items():
         values = {r: _median_of(rows, name) for r, rows in gpus.items()}
         rest = [v for r, v in values.items() if r != rank and v is not None]
-        own = values[rank]
-        if own is not None and rest and is_worse(own, float(np.median(rest))):
-            told.append(f"its GPU has {own:.0f} {unit}, the others {float(np.median(rest)):.0f}")
+        own, usual = values[rank], float(np.median(rest)) if rest else None
+        if own is not None and usual is not None and factor * (own - usual) > margin * usual:
+            told.append(f"its GPU has {own:.0f} {unit}, the others {usual:.0f}")
     return "; ".join(told)
 
 
@@ -166,7 +169,7 @@ def find_spikes(evidence: Evidence, work: Work) -> Iterator[Finding]:
     """Yield a finding for each rank that stalls in single steps; one where all stall together."""
     total, usual = work.total, np.median(work.total, axis=1, keepdims=True)
     is_long = (total > evidence.rules.spike_factor * usual) & (total - usual > 10 * MIN_EXTRA_S)
-    together = is_long.all(axis=0) & (len(work.ranks) > 1)
+    together = np.logical_and.reduce(is_long) if len(work.ranks) > 1 else np.zeros_like(is_long[0])
     if together.sum() >= MIN_SPIKES:
         yield _spike(work, None, together, np.max(total - usual, axis=0))
     for row, rank in enumerate(work.ranks):

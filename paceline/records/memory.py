@@ -39,11 +39,11 @@ class MemoryDump(Record):
     def sentence(self) -> str:
         """Say in a line what held most."""
         kinds = ", ".join(f"{kind} {size(held)}" for kind, held in self.by_kind.items() if held)
-        first = self.owners[0] if self.owners else None
-        most = f"; the largest owner is {first.module} ({first.kind}, {size(first.num_bytes)})"
+        owners = [f"{o.module} ({o.kind}, {size(o.num_bytes)})" for o in self.owners[:1]]
+        most = "".join(f"; the largest owner is {owner}" for owner in owners)
         where = f"in the forward pass of {self.inside}: " if self.inside else ""
         rest = f", the rest {size(self.unexplained_bytes)}" if self.unexplained_bytes else ""
-        return f"{where}{size(self.counted_bytes)} held: {kinds}{rest}{most if first else ''}"
+        return f"{where}{size(self.counted_bytes)} held: {kinds}{rest}{most}"
 
     def to_text(self) -> str:
         rows = [(o.module, o.kind, size(o.num_bytes)) for o in self.owners]

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.health import RulesConfig
+from paceline.errors import DataError
 from paceline.health import Evidence, act_on, judge, read_evidence
 from paceline.health.actions import action_for
 from paceline.health.judge import judge_ranks
@@ -26,12 +27,13 @@ from paceline.records.events import Event, EventLog
 from paceline.records.findings import Finding
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
-from paceline.records.tables import STEPS, StepRow
+from paceline.records.tables import STEPS, StepRow, read_training
 from paceline.records.tails import RowTail
 from paceline.train.heartbeat import Ticker
 
 TICK_S = 0.25
 RULES_S = 10.0  # between two judgements by all rules: these read whole tables
+RULES_SHARE = 0.005  # of the time at most, which makes them rarer in a long run
 KEPT_STEPS = 200
 NEW_STEPS = 5  # of all ranks, after which they are compared again: as often as they are written
 MAX_REPEATS = 20  # events of one kind about one rank
@@ -64,6 +66,11 @@ class Window:
         self._rows = np.concatenate([kept, numbers])[-self._kept :]
         return len(new)
 
+    def skip(self) -> None:
+        """Leave out what is there already."""
+        self.read()
+        self._rows = self._rows[:0]
+
     def table(self, last: int = KEPT_STEPS) -> Table[Any]:
         columns, values, empty = self._layout.columns, {}, {}
         for place, (name, kind) in enumerate(columns.items()):
@@ -81,6 +88,14 @@ def _number(cell: str | None) -> float:
         return float("nan")
 
 
+def _last_step(run: RunDir) -> int:
+    """Return the last step that is recorded; 0 where none is, or the table is damaged."""
+    try:
+        return int(max(read_training(run.training).column("step"), default=0))
+    except DataError:
+        return 0
+
+
 class Watcher(Ticker):
     """A thread of the process that runs the launcher. `say` gets each new finding."""
 
@@ -93,7 +108,13 @@ class Watcher(Ticker):
         ranks = range(plan.world_size)
         self._steps: dict[int, Window] = {r: Window(run.steps(r), STEPS) for r in ranks}
         self._num_new = dict.fromkeys(ranks, 0)
-        self._moved_at = self._judged_at = wall_time()
+        # What an earlier attempt of a resumed run has left is not judged again, lest it halts this
+        # one for a fault of then.
+        for window in self._steps.values():
+            window.skip()
+        self._last_step = _last_step(run)
+        self._started_at = self._moved_at = wall_time()
+        self._rules_at = self._started_at + RULES_S
         self._standing: dict[tuple[str, int | None], int] = {}  # -> judgements without it
         self._num_told: dict[tuple[str, int | None], int] = {}
 
@@ -109,9 +130,10 @@ class Watcher(Ticker):
             self._num_new = dict.fromkeys(self._num_new, 0)
             self._moved_at = now
             self._note(judge_ranks(self._recent(now)), of_ranks=True)
-        if now - self._judged_at >= RULES_S and not self._stop.is_set():
-            self._judged_at = now
+        if now >= self._rules_at and not self._stop.is_set():
             self._note(judge(self._all(now)), of_ranks=False)
+            took_s = wall_time() - now
+            self._rules_at = now + max(RULES_S, took_s / RULES_SHARE)
 
     def _recent(self, now: float) -> Evidence:
         """Return the last steps alone, which is what is looked at often."""
@@ -120,10 +142,18 @@ class Watcher(Ticker):
         return Evidence(self._plan.world_size, self._rules, steps, plan=self._plan, now=now)
 
     def _all(self, now: float) -> Evidence:
-        """Return all that the files say by now, with the last steps as they are known here."""
-        found = read_evidence(self._files, now=now)
+        """Return all that the files say since this began, with the last steps as they are known."""
+        found, since = read_evidence(self._files, now=now), self._started_at
         steps: dict[int, Table[StepRow]] = {r: w.table() for r, w in self._steps.items()}
-        return replace(found, steps=steps, idle_s=now - self._last_step_at(now))
+        sampled = {r: t.pick(t.column("time") >= since) for r, t in found.telemetry.items()}
+        return replace(
+            found,
+            steps=steps,
+            training=found.training.since(self._last_step + 1),
+            telemetry=sampled,
+            hearts={r: heart for r, heart in found.hearts.items() if heart.written_at >= since},
+            idle_s=now - self._last_step_at(now),
+        )
 
     def _last_step_at(self, now: float) -> float:
         """Return when a step last began anywhere: by the marks of ranks, which are written in

@@ -261,6 +261,6 @@ class Waits:
         block = self.clock.block
 
         def ask(gradient: Tensor) -> None:
-            torch.autograd.Variable._execution_engine.queue_callback(block)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(block)
 
         objective.register_hook(ask)

@@ -187,9 +187,8 @@ class Telemetry(Ticker):
         if self._is_first:
             self._file.add({"time": now, "source": "host", **self._host()})
         else:
-            rss_bytes = self._process.memory_info().rss
-            row = {"time": now, "source": "rank", "rss_bytes": rss_bytes, **self._allocator()}
-            self._file.add(row)
+            own = {"rss_bytes": self._process.memory_info().rss, **self._allocator()}
+            self._file.add({"time": now, "source": "rank", **own})
         for handle in self._nvml.handles if self._nvml else []:
             sample = handle.sample()
             if self._xids is not None:

@@ -223,12 +223,14 @@ def _graphs_of(error: BaseException) -> Iterator[Any]:
 
 
 def _owner_of(node: Any, owners: dict[int, str]) -> str:
-    """Return the module whose weight a node uses: itself, or through a view of it."""
-    for first, _ in node.next_functions:
-        for leaf in (first, *(after for after, _ in getattr(first, "next_functions", ()))):
+    """Return the module whose weight a node uses: itself, or through views and casts of it."""
+    for leaf, _ in node.next_functions:
+        while leaf is not None:
             variable = getattr(leaf, "variable", None)
             if variable is not None and id(variable) in owners:
                 return owners[id(variable)]
+            following = leaf.next_functions
+            leaf = following[0][0] if len(following) == 1 else None
     return ""
 
 

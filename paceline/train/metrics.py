@@ -6,9 +6,10 @@ once in `log_every` steps, in one collective.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -362,7 +363,7 @@ class Ledger:
 def count_collectives() -> int:
     """Return how many collectives this rank has begun, over all its groups: all ranks of a job have
     begun equally many, or one has left one out. The groups count for themselves."""
-    groups = dist.distributed_c10d._world.pg_names
+    groups: Iterable[Any] = dist.distributed_c10d._world.pg_names
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 

@@ -23,7 +23,7 @@ class Observers:
         steps = parse_profile(asked.profile)
         self.profiler = Profiler(run, rank, clock, device, steps, asked.profile_detail)
         self.memory = MemoryDumps(run, rank, device, asked.memory, asked.memory_every)
-        self.requests = self.profiler.requests
+        self.requests, self.notes = self.profiler.requests, self.profiler.notes
 
     def watch(self, engine: Engine, first_step: int) -> None:
         """Begin: the model stands, and no step was taken yet."""

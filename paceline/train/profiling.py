@@ -81,6 +81,7 @@ class Profiler:
     ) -> None:
         self._files, self._rank, self._clock, self._device = run, rank, clock, device
         self._wanted, self._detail = wanted, detail
+        self.notes: list[str] = []
         self._live: tuple[profile, range] | None = None
         self._steps, self._phases = Ranges(_recorded, STEP), Ranges(_recorded, PHASE)
         self.requests = ProfileRequests(run.profile_request, clock, rank == 0)
@@ -112,6 +113,8 @@ class Profiler:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         traced.stop()
+        span = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+        self.notes.append(f"{span} were profiled: they are slower, and count in the rates")
         path = self._files.profiles / trace_name(self._rank, steps)
         _export(traced, path, self._files.lost)
 

@@ -134,7 +134,8 @@ def save_collectives(run: RunDir, rank: int, error: BaseException) -> None:
     if not isinstance(error, RuntimeError):
         return
     with suppress(Exception):  # the error is what counts
-        told = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))
+        recorder: Any = torch._C._distributed_c10d
+        told = json.loads(recorder._dump_fr_trace_json(True, False))
         told["entries"] = told.get("entries", [])[-KEPT_CALLS:]
         run.lost.keep(run.collectives(rank), json.dumps(told))
 

@@ -112,7 +112,7 @@ class RankRun:
                     plant_asked(self.run, parts, self.place.rank)
                     end = self.take_steps(parts)
                     self.notes += parts.feed.notes(end.sample_ids)
-                self.notes += parts.keeper.parts.saver.notes
+                self.notes += [*parts.keeper.parts.saver.notes, *parts.observers.notes]
         except BaseException as error:
             with suppress(Exception):  # the error is what counts
                 self._save_passes()

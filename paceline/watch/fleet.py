@@ -13,7 +13,9 @@ from paceline.errors import DataError
 from paceline.records import Result
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
+from paceline.records.swept import SweepRecord
 from paceline.records.words import count
+from paceline.sweep.folder import SUCCESS, SweepDir, load_manifest
 from paceline.watch.reader import RunReader
 from paceline.watch.state import judge_state
 from paceline.watch.view import RunView, State
@@ -61,6 +63,12 @@ class Fleet:
     def names(self) -> dict[Path, str]:
         return {reader.run.root: name for name, reader in self.readers.items()}
 
+    def sweeps(self) -> list[str]:
+        """Say how far each sweep is, and each pair of a bench: those whose runs were found."""
+        roots = {reader.run.root.parents[1] for reader in self.readers.values()}
+        found = [root for root in sorted(roots) if (root / SWEEP).is_file()]
+        return [text for root in found if (text := describe_sweep(SweepDir(root)))]
+
     def follow(self, name: str) -> RunView | None:
         """Return one run in whole, with its series; None where there is no run of that name. Only
         names that were found are looked up: no path comes from outside."""
@@ -93,6 +101,19 @@ class Fleet:
         else:
             self._over.pop(name, None)
         return view
+
+
+def describe_sweep(folder: SweepDir) -> str:
+    """Say how many runs of a sweep are done; empty where its files do not tell."""
+    try:
+        record = SweepRecord.load(folder.record)
+        rows = load_manifest(folder.manifest)
+    except DataError:
+        return ""
+    asked = sum(len(phase.cells) * phase.repeats for phase in record.phases)
+    failed = sum(row["status"] != SUCCESS for row in rows)
+    bad = f", {failed} failed" if failed else ""
+    return f"{record.mode} {folder.root.name}: {len(rows)} of {asked} runs have ended{bad}"
 
 
 def summarise(run: RunDir) -> RunView:

@@ -10,7 +10,7 @@ from paceline.metrics import TRAIN, VAL
 from paceline.records.events import Event
 from paceline.records.words import duration, elapsed, number, short, size, visible
 from paceline.report import plots
-from paceline.report.plots import Axes, line_chart, stacked_bars
+from paceline.report.plots import MAX_BARS, Axes, line_chart, stacked_bars
 from paceline.watch.series import Series
 from paceline.watch.view import RankView, RunView
 
@@ -27,7 +27,7 @@ def draw_run(view: RunView) -> Pieces:
         "loss": _loss(view),
         "rate": _rate(view),
         "metrics": _metrics(view),
-        "phases": stacked_bars({f"rank {r.rank}": r.phases_s for r in view.ranks if r.phases_s}),
+        "phases": _phases(view),
         "memory": _by_rank(view, "memory"),
         "gpus": _gpus(view),
         "ranks": _ranks(view),
@@ -37,8 +37,8 @@ def draw_run(view: RunView) -> Pieces:
     }
 
 
-def draw_list(views: list[RunView], names: Mapping[Path, str]) -> Pieces:
-    """Return the list of all runs, each a link to its page."""
+def draw_list(views: list[RunView], names: Mapping[Path, str], sweeps: list[str]) -> Pieces:
+    """Return the list of all runs, each a link to its page, below how far sweeps are."""
     live = sum(not view.state.is_over for view in views)
     rows = "".join(_run_row(view, names.get(view.path, "")) for view in views)
     head = (
@@ -46,7 +46,8 @@ def draw_list(views: list[RunView], names: Mapping[Path, str]) -> Pieces:
     )
     body = f'<div class="scroll"><table class="runs">{head}{rows}</table></div>' if views else ""
     said = f"{len(views)} runs, {live} live" if views else "no run here yet"
-    return {"count": escape(said), "runs": body or NOTHING}
+    told = "".join(f'<p class="soft">{escape(visible(text))}</p>' for text in sweeps)
+    return {"count": escape(said), "runs": told + (body or NOTHING)}
 
 
 def _run_row(view: RunView, name: str) -> str:
@@ -136,6 +137,20 @@ def _loss(view: RunView) -> str:
     return line_chart(lines, Axes("step", "loss", size="tall"))
 
 
+def _phases(view: RunView) -> str:
+    """Draw the step of each rank; of many, those that work most and least themselves: all take as
+    long for a step, waiting included."""
+    ranks = [rank for rank in view.ranks if rank.phases_s]
+    note = ""
+    if len(ranks) > MAX_BARS:
+        ranks.sort(key=lambda rank: -rank.own_s)
+        half = MAX_BARS // 2
+        said = f"the {half} ranks of {len(ranks)} with most own work, and those with least"
+        note = f'<p class="soft">{said}</p>'
+        ranks = ranks[:half] + ranks[-half:]
+    return note + stacked_bars({f"rank {rank.rank}": rank.phases_s for rank in ranks})
+
+
 def _rate(view: RunView) -> str:
     series = view.series.get(view.unit.replace("/", "_per_"))
     return line_chart([_line(series, view.unit, "c1")], Axes("step", view.unit, from_zero=True))
@@ -200,9 +215,9 @@ def _gpus(view: RunView) -> str:
 
 def _ranks(view: RunView, most: int = MAX_ROWS) -> str:
     """Return a table of ranks: of many, those that one would look at first."""
-    shown = sorted(view.ranks, key=_worry, reverse=True)[:most]
+    shown = sorted(view.ranks, key=lambda r: r.worry, reverse=True)[:most]
     shown.sort(key=lambda r: r.rank)
-    names = ("rank", "host", "step", "in", "heard", "step time", "memory")
+    names = ("rank", "host", "step", "in", "heard", "step time", "own work", "memory")
     head = "".join(f"<th>{name}</th>" for name in names)
     rows = "".join(_rank_row(r, view.state.is_over) for r in shown)
     more = len(view.ranks) - len(shown)
@@ -210,10 +225,6 @@ def _ranks(view: RunView, most: int = MAX_ROWS) -> str:
         f'<p class="soft">and {more} ranks more, no slower and no quieter</p>' if more > 0 else ""
     )
     return f'<div class="scroll"><table class="labelled"><tr>{head}</tr>{rows}</table></div>{rest}'
-
-
-def _worry(rank: RankView) -> tuple[float, float]:
-    return (rank.silent_s or 0.0) + rank.still_s, rank.wall_s
 
 
 def _rank_row(rank: RankView, is_over: bool) -> str:
@@ -224,6 +235,7 @@ def _rank_row(rank: RankView, is_over: bool) -> str:
         "in": rank.phase,
         "heard": heard,
         "step time": duration(rank.wall_s) if rank.wall_s else "",
+        "own work": duration(rank.own_s) if rank.own_s else "",
         "memory": size(rank.memory_bytes) if rank.memory_bytes else "",
     }
     told = "".join(f'<td data-label="{k}">{escape(visible(v))}</td>' for k, v in cells.items())

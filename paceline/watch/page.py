@@ -11,11 +11,12 @@ ours). On any other address a token is asked for, which stands in the link that 
 import asyncio
 import json
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.data.extras import require_extra
 from paceline.errors import ConfigError
@@ -60,15 +61,22 @@ class Address:
         return f"http://{host}:{self.port}/" + (f"?token={token}" if token else "")
 
 
+class Drawn(NamedTuple):
+    """The pieces of a page; of one run, that too, for its log is sent by lines."""
+
+    pieces: Pieces
+    view: RunView | None
+
+
 class Channel:
     """What all who look at one page share: its pieces are drawn once a second, however many look.
     `draw` reads files, so it runs in a thread."""
 
-    def __init__(self, draw: Callable[[], tuple[Pieces, RunView | None]]) -> None:
+    def __init__(self, draw: "Callable[[], Drawn]") -> None:
         self._draw, self._lock = draw, asyncio.Lock()
-        self._drawn_at, self._found = 0.0, (Pieces(), None)  # type: tuple[Pieces, RunView | None]
+        self._drawn_at, self._found = 0.0, Drawn(Pieces(), None)
 
-    async def look(self) -> tuple[Pieces, RunView | None]:
+    async def look(self) -> "Drawn":
         async with self._lock:
             if time.monotonic() - self._drawn_at > 0.9 * TICK_S:
                 self._found = await asyncio.to_thread(self._draw)
@@ -113,11 +121,11 @@ def build_app(fleet: Fleet, token: str) -> Any:
     headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-store",
                "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}  # fmt: skip
 
-    def draw(name: str) -> tuple[Pieces, RunView | None]:
+    def draw(name: str) -> Drawn:
         if name:
             view = fleet.follow(name)
-            return (draw_run(view), view) if view is not None else (Pieces(), None)
-        return draw_list(fleet.read(), fleet.names()), None
+            return Drawn(draw_run(view) if view is not None else Pieces(), view)
+        return Drawn(draw_list(fleet.read(), fleet.names(), fleet.sweeps()), None)
 
     async def name_of(request: Request) -> str | None:
         """Return the run that is meant; empty for the list, None where there is no such run."""
@@ -212,8 +220,20 @@ def serve(fleet: Fleet, address: Address, say: Callable[[str], None]) -> None:
     token = "" if address.is_local else secrets.token_urlsafe(24)
     app = build_app(fleet, token)
     config = uvicorn.Config(
-        app, host=address.host, port=address.port, log_level="warning", access_log=False,
-        server_header=False, timeout_graceful_shutdown=1,
-    )  # fmt: skip
+        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
+    )
+    opened = _open(address)
     say(f"watching {fleet.root}: {address.link(token)} (Ctrl-C ends it)")
-    uvicorn.Server(config).run()
+    uvicorn.Server(config).run(sockets=[opened])
+
+
+def _open(address: Address) -> socket.socket:
+    """Take the address before anything is said of it."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        return socket.create_server((address.host, address.port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot serve on {address.host}:{address.port}: {error.strerror or error}\n"
+            "hint: give --serve another HOST:PORT"
+        ) from error

@@ -1,7 +1,7 @@
 """Follows one run directory: each call of `RunReader.read` takes in what its files have gained.
 
-    training.csv          whole, into bounded series       telemetry*.csv   the last 512 KiB and on
-    ranks/*/steps.csv     the last 64 KiB and on           heartbeats       their last lines
+    training.csv          whole, into bounded series       telemetry*.csv   the last 256 KiB and on
+    ranks/*/steps.csv     the last 16 KiB and on           heartbeats       their last lines
     events.jsonl          as it grows                      train.log        its last lines and on
 
 Memory and time of a call do not grow with the length of a run, but for the first call, which reads
@@ -25,7 +25,7 @@ from paceline.records.events import parse_event
 from paceline.records.findings import Findings
 from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.moments import wall_time
-from paceline.records.phases import STEP_PHASES
+from paceline.records.phases import OWN_PHASES, STEP_PHASES
 from paceline.records.rundir import RunDir
 from paceline.records.tables import STEPS, TELEMETRY, TRAINING
 from paceline.records.tails import Tail
@@ -33,12 +33,13 @@ from paceline.records.words import count, visible
 from paceline.watch.series import Series
 from paceline.watch.state import judge_state
 from paceline.watch.tables import GrowingTable, known, num_rows
-from paceline.watch.view import RankView, RunView
+from paceline.watch.view import WAITING, RankView, RunView
 
 NUM_RECENT = 50  # steps whose medians are shown
-STEPS_BYTES, TELEMETRY_BYTES, LOG_BYTES = 64 << 10, 512 << 10, 32 << 10
+STEPS_BYTES, TELEMETRY_BYTES, LOG_BYTES = 16 << 10, 256 << 10, 32 << 10
 DRAWN = ("loss", "val_loss", "grad_norm", "lr", "step_s", "samples_per_s", "tokens_per_s")
-PHASES = {str(phase): phase.column for phase in STEP_PHASES} | {"unaccounted": "unaccounted_s"}
+# What a step is made of: each phase without the time in collectives, which is waiting for others.
+PARTS = (*(str(phase) for phase in STEP_PHASES), WAITING, "unaccounted")
 
 
 class RunReader:
@@ -93,15 +94,12 @@ class RunReader:
             launch = LaunchPlan.load(self.run.launch)
         except DataError:
             return
-        firsts: dict[int, int] = {}
-        for place in launch.ranks:
-            if place.rank < len(self._ranks):
-                firsts[place.rank] = place.rank - place.local_rank
-                index = launch.crew.device_indices or list(range(launch.crew.per_node))
-                reader = self._ranks[place.rank]
-                reader.view.host = place.host
-                reader.view.gpu = f"gpu{index[place.local_rank % len(index)]}"
-                reader.first_of_machine = firsts[place.rank]
+        index = launch.crew.device_indices or list(range(launch.crew.per_node))
+        for place in launch.ranks[: len(self._ranks)]:
+            reader = self._ranks[place.rank]
+            reader.first_of_machine = place.rank - place.local_rank
+            reader.view.host = place.host
+            reader.view.gpu = f"gpu{index[place.local_rank % len(index)]}"
 
     def _read_training(self) -> None:
         chunk, is_reset = self._training.read()
@@ -156,14 +154,15 @@ class RunReader:
             each.gpu_samples = {}
 
     def _read_events(self) -> None:
-        for line in self._events.lines():
+        for line in self._events.lines() if self.run.events.is_file() else ():
             event = parse_event(line)
             if event is not None:
                 self.view.events.append(event)
                 self.view.num_events += 1
 
     def _read_lines(self) -> None:
-        new = [visible(line) for line in self._log.lines()]
+        is_plain = self.run.train_log.is_file()  # a FIFO would be waited for
+        new = [visible(line) for line in self._log.lines()] if is_plain else []
         self.view.lines.extend(new)
         self.view.num_lines += len(new)
 
@@ -195,7 +194,7 @@ class _RankReader:
         self._steps = GrowingTable(run.steps(rank), STEPS, STEPS_BYTES)
         self._telemetry = GrowingTable(run.telemetry_of(rank), TELEMETRY, TELEMETRY_BYTES)
         self._times: dict[str, deque[float]] = {
-            name: deque(maxlen=NUM_RECENT) for name in ("wall", *PHASES)
+            name: deque(maxlen=NUM_RECENT) for name in ("wall", *PARTS)
         }
         self._began_at: float | None = None
 
@@ -230,13 +229,19 @@ class _RankReader:
                 times.clear()
         if not num_rows(chunk):
             return
-        self._times["wall"].extend(np.nan_to_num(chunk["wall_s"][0][-NUM_RECENT:]).tolist())
-        for name, column in PHASES.items():
-            self._times[name].extend(np.nan_to_num(chunk[column][0][-NUM_RECENT:]).tolist())
+        last = {name: np.nan_to_num(values[-NUM_RECENT:]) for name, (values, _) in chunk.items()}
+        blocked = {str(phase): last[phase.blocked_column] for phase in OWN_PHASES}
+        parts = {str(p): last[p.column] - blocked.get(str(p), 0.0) for p in STEP_PHASES}
+        parts |= {"wall": last["wall_s"], WAITING: sum(blocked.values(), np.zeros(1))}
+        parts["unaccounted"] = last["unaccounted_s"]
+        for name, times in self._times.items():
+            times.extend(parts[name].tolist())
         self.view.wall_s = median(self._times["wall"])
-        self.view.phases_s = {name: median(self._times[name]) for name in PHASES}
+        self.view.phases_s = {name: median(self._times[name]) for name in PARTS}
 
     def _read_telemetry(self) -> None:
+        if self._on_gpu and self.first_of_machine != self.view.rank:
+            return  # its GPU is in the table of the first rank of its machine
         chunk, _ = self._telemetry.read()
         if not num_rows(chunk):
             return

@@ -38,7 +38,7 @@ class GrowingTable:
         try:
             with open_regular(self.path) as file:
                 text, is_reset = self._read_text(file)
-        except OSError:
+        except (OSError, DataError):  # not there yet, or not a plain file
             return {}, False
         if not text or not self._header:
             return {}, is_reset

@@ -14,9 +14,8 @@ from paceline.watch.series import Series
 MAX_EVENTS, MAX_LINES = 200, 400
 # Of one GPU beside another of the same run, in percent: as the sweeps of speech models count it.
 BUSY, IDLE = 90.0, 10.0
-Kind = Literal[
-    "starting", "running", "silent", "died", "ok", "stopped", "failed", "sweep", "foreign"
-]
+WAITING = "waiting"  # for other ranks, inside collectives
+Kind = Literal["starting", "running", "silent", "died", "ok", "stopped", "failed", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,17 @@ class RankView:
     gpu: str = ""
     gpu_percent: float | None = None
     gpu_busy: Series = field(default_factory=Series)
+
+    @property
+    def own_s(self) -> float:
+        """Return what of a step is its own work: all ranks take as long for a step, the slow one
+        works, and the others wait for it."""
+        return sum(s for part, s in self.phases_s.items() if part not in (WAITING, "unaccounted"))
+
+    @property
+    def worry(self) -> tuple[float, float]:
+        """Return by what ranks are sorted where not all are shown: silence, then own work."""
+        return round((self.silent_s or 0.0) + self.still_s, -1), self.own_s
 
 
 @dataclass

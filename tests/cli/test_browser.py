@@ -1,13 +1,21 @@
 """The report in a real browser: it renders, without an error and without asking the network."""
 
+import asyncio
 import shutil
 import subprocess
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
 
 from paceline.records.rundir import RunDir
 from paceline.sweep.outputs import write_outputs
+from paceline.watch.fleet import Fleet
+from paceline.watch.page import build_app, render_page
+from tests.cli.program import free_port
 from tests.reported import finish, write_run
 from tests.sweeps import draw_sweep
 
@@ -26,10 +34,11 @@ def run(tmp_path: Path) -> RunDir:
     return write_run(tmp_path / "run")
 
 
-def browse(tmp_path: Path, page: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def browse(tmp_path: Path, page: Path | str, *arguments: str) -> subprocess.CompletedProcess[str]:
     assert CHROMIUM is not None
+    address = page if isinstance(page, str) else page.as_uri()
     return subprocess.run(
-        [CHROMIUM, *QUIET, f"--user-data-dir={tmp_path / 'profile'}", *arguments, page.as_uri()],
+        [CHROMIUM, *QUIET, f"--user-data-dir={tmp_path / 'profile'}", *arguments, address],
         capture_output=True, text=True, timeout=90,
     )  # fmt: skip
 
@@ -106,3 +115,60 @@ def test_a_picture_of_a_sweep_is_not_blank(tmp_path: Path) -> None:
     picture = tmp_path / "page.png"
     browse(tmp_path, made[0].report, "--window-size=1100,1400", f"--screenshot={picture}")
     assert picture.stat().st_size > 50_000, "an empty page compresses to much less"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1100, 390])
+def test_the_live_page_fills_itself_and_follows(run: RunDir, tmp_path: Path, width: int) -> None:
+    """Seen by a page around it, which has the width that is asked for; a window has 500."""
+    port = int(free_port())
+    run.train_log.write_text("[rank 0] step 20 loss 0.25\n")
+    app = build_app(Fleet(run.root), "")
+    # The page says what it sees once it was filled twice; only then is the page around it loaded.
+    watching = (
+        "<script>const asked = setInterval(() => { if (!(document.body.dataset.ticks > 1)) return;"
+        " clearInterval(asked); const page = document.documentElement;"
+        " fetch('/seen?' + [page.scrollWidth <= innerWidth,"
+        " document.querySelectorAll('svg').length > 3,"
+        " document.getElementById('link').textContent,"
+        " document.querySelectorAll('#log span').length].join()) }, 50)</script>"
+    )
+    frame = f"<iframe src='/' style='width: {width}px; height: 900px'></iframe><img src='/hold'>"
+    seen: list[str] = []
+
+    async def framed(scope: Any, receive: Any, send: Any) -> None:
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path == "/seen":
+            seen.append(scope["query_string"].decode())
+        for _ in range(300 if path == "/hold" else 0):
+            await asyncio.sleep(0.1 if not seen else 0)
+        pages = {"/frame": frame, "/hold": "", "/seen": ""}
+        pages["/"] = render_page(run.root.name, "/", True)
+        if path not in pages:
+            await app(scope, receive, send)
+            return
+        body = pages[path].replace("</body>", f"{watching}</body>").encode()
+        head = [(b"content-type", b"text/html; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": body})
+
+    config = uvicorn.Config(framed, port=port, log_level="error", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    grower = threading.Thread(target=grow, args=(run, server), daemon=True)
+    grower.start()
+    browse(tmp_path, f"http://localhost:{port}/frame", "--dump-dom")
+    server.should_exit = True
+    thread.join(10)
+    assert seen[:1] == ["true,true,live,1"]
+
+
+def grow(run: RunDir, server: uvicorn.Server) -> None:
+    """Append rows as a run does."""
+    step = 20
+    while not server.should_exit and step < 200:
+        step += 1
+        with run.training.open("a") as file:
+            file.write(f"{step},{5 / step},0.1,1.5,0.5,32,4096,0,0,\n")
+        time.sleep(0.3)

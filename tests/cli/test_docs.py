@@ -45,7 +45,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
     "statistics", "bench", "pipelines", "optimizers", "your-job", "speech", "text", "images",
-    "generate", "export", "python", "trackers", "watch", "diagnose", "ddp", "asr",
+    "generate", "export", "python", "trackers", "health", "watch", "diagnose", "ddp", "asr",
 )  # fmt: skip
 COMMAND_S = 120
 SCHEDULED = ("srun", "salloc", "sbatch")
@@ -188,6 +188,7 @@ IN_CI = {
     "export": 'run/exported/safetensors "def main("',
     "python": "python script.py",
     "trackers": "paceline plan lm_tiny",
+    "health": "observe.rules.zero_grad=halt",
     "watch": "observe.memory=dumps",
     "diagnose": "paceline import train.out",
     "ddp": "observe.profile=steps:5-7",

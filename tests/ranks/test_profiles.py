@@ -16,7 +16,7 @@ from paceline.strategies.clock import HostClock
 from paceline.traces.events import load_trace
 from paceline.traces.flow import read_profile_facts
 from paceline.train import profiling, ranges
-from paceline.train.memory import count_at_peak
+from paceline.train.memory import count_at_peak, count_saved
 from paceline.train.profiling import ProfileRequests
 from tests.harness import run_here
 from tests.machines import machine
@@ -40,6 +40,7 @@ def test_steps_are_profiled_and_memory_is_dumped(tmp_path: Path) -> None:
     assert (facts.first_step, facts.last_step) == (5, 6)
     assert facts.categories["matrix products"] > 0 and facts.window_s >= facts.busy_s > 0
     assert "Profile of rank 0, steps 5 to 6" in run.summary.read_text()
+    assert any("steps 5 to 6 were profiled" in note for note in ends.verdicts[0].notes)
     assert "ui.perfetto.dev" in run.report.read_text()
     boot, first = (MemoryDump.load(run.memory_dump(0, m)) for m in ("boot", "step1"))
     assert run.memory_dump(0, "step4").is_file() and not run.memory_dump(0, "step5").exists()
@@ -97,6 +98,21 @@ def test_where_memory_runs_out_its_owners_are_written(tmp_path: Path) -> None:
     assert verdict.outcome is Outcome.OUT_OF_RESOURCES and verdict.error is not None
     assert "in the forward pass of greedy" in verdict.error.message
     assert "hint: " in verdict.error.message
+
+
+def test_what_autograd_has_saved_belongs_to_the_weights_that_use_it() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
+    try:
+        with torch.autocast("cpu", torch.bfloat16):  # weights are used through a cast and a view
+            hidden = model(torch.ones(16, 8))
+            raise MemoryError(str(hidden.shape))
+    except MemoryError as error:
+        held = count_saved(error, model)
+    # In bf16: the input of each; the second one's weight, too; and what GELU keeps of its own input
+    # goes to the layer that comes after it.
+    assert held["0", "activations"] == 2 * (16 * 8)
+    assert held["2", "activations"] == 2 * (16 * 32 + 32 + 16 * 32)
+    assert set(held) == {("0", "activations"), ("2", "activations")}
 
 
 def test_a_request_names_steps_ahead_for_all_ranks(tmp_path: Path) -> None:

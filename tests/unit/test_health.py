@@ -241,3 +241,25 @@ def test_a_watcher_tells_a_slow_rank_once_and_halts_where_the_rule_says_so(tmp_p
 
 def test_an_empty_directory_is_judged_as_nothing(tmp_path: Path) -> None:
     assert judge(read_evidence(RunDir(tmp_path))) == []
+
+
+def test_what_an_earlier_attempt_has_left_halts_no_later_one(tmp_path: Path) -> None:
+    from paceline.records.table_file import TableFile
+    from paceline.records.tables import TRAINING
+
+    run, said = RunDir(tmp_path), list[str]()
+    run.make_rank(0)
+    before = TableFile(run.training, TRAINING)
+    for step in range(1, 6):
+        before.add({"step": step, "loss": 1.0, "grad_norm": 0.0, "step_s": 0.1})
+    before.flush()
+    rules = RulesConfig(zero_grad="halt")
+    watcher = Watcher(run, plan("launch.device=cpu"), rules, said.append)
+    watcher._rules_at = 0.0
+    watcher.tick()
+    assert said == [] and not run.halt.exists()
+    before.add({"step": 6, "loss": 1.0, "grad_norm": 0.0, "step_s": 0.1})
+    before.flush()
+    watcher._rules_at = 0.0
+    watcher.tick()
+    assert len(said) == 1 and run.halt.is_file()

@@ -9,7 +9,9 @@ from paceline.health import judge
 from paceline.health.work import measure_work
 from paceline.records.findings import Finding
 from paceline.records.phases import Phase
-from tests.judged import USUAL_S, make_evidence
+from paceline.records.timing_ranks import Spreads, timing_line
+from tests.judged import USUAL_S, make_evidence, make_telemetry
+from tests.machines import box, plan
 
 STEP_S = sum(USUAL_S.values())
 PARTS = [Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
@@ -88,3 +90,29 @@ def test_a_rule_that_is_off_says_nothing() -> None:
     evidence = make_evidence({1: {Phase.FORWARD: STEP_S}})
     rules = evidence.rules.model_copy(update={"straggler": "off"})
     assert slow_ranks(judge(replace(evidence, rules=rules))) == []
+
+
+def test_the_gpu_of_a_slow_rank_is_told_where_it_differs() -> None:
+    hot = make_telemetry(60, "gpu1", clock_mhz=1200.0, temperature_c=88.0)
+    usual = make_telemetry(60, "gpu0", clock_mhz=1980.0, temperature_c=60.0)
+    for columns in ("values", "is_empty"):
+        for name, found in getattr(hot, columns).items():
+            getattr(hot, columns)[name] = np.concatenate([found, getattr(usual, columns)[name]])
+    all_slow = {p: 0.5 * USUAL_S[p] for p in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)}
+    decided = plan("launch.nproc=2", machine=box(2))
+    evidence = make_evidence({1: all_slow}, plan=decided, telemetry={0: hot})
+    (told,) = [f for f in judge(evidence) if f.kind == "straggler"]
+    assert "1200 MHz, the others 1980" in told.words and "88 °C" in told.words
+
+
+def test_the_spread_of_a_step_names_who_was_least_in_collectives() -> None:
+    """Backward is equally long on both; `blocked` at the end of a line says who computed in it."""
+    phases = {Phase.DATA: 0.001, Phase.FORWARD: 0.01, Phase.BACKWARD: 0.05}
+    lines = [
+        timing_line(50, rank, 3.0, phases, 0.07, {Phase.BACKWARD: waited})
+        for rank, waited in enumerate([0.03, 0.001])
+    ]
+    assert lines[1].endswith("iter=70.00 blocked=1.00")
+    spreads = Spreads(2)
+    (told,) = [line for each in lines for line in spreads.note(each)]
+    assert told.endswith("slowest=1")

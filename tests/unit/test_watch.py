@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import socket
 import time
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from paceline.errors import ConfigError
 from paceline.records import Attempt
 from paceline.records.events import Event, EventLog
 from paceline.records.heartbeats import Beat
@@ -18,14 +21,15 @@ from paceline.records.tables import TRAINING
 from paceline.watch import page
 from paceline.watch.fleet import Fleet
 from paceline.watch.fragments import draw_run
-from paceline.watch.page import Address, Channel, build_app, stream
+from paceline.watch.page import Address, Channel, Drawn, build_app, stream
 from paceline.watch.reader import RunReader
 from paceline.watch.series import MAX_BINS, Series
 from paceline.watch.tables import GrowingTable, num_rows
 from paceline.watch.view import Balance
 from paceline.watch.watchdog import Watchdog
-from tests.reported import HEADER, finish, write_run
+from tests.reported import HEADER, STEPS_HEADER, finish, write_run
 
+OLD = Path(__file__).parents[1] / "data" / "runs"
 ROW = "{step},{loss},0.1,1.5,0.5,32,4096,0,0,{val}\n"
 
 
@@ -135,8 +139,6 @@ def test_a_run_lives_is_silent_and_dies(run: RunDir) -> None:
 
 
 def test_a_run_whose_supervisor_was_killed_is_dead_at_once(run: RunDir) -> None:
-    import socket
-
     clock = Clock()
     reader = RunReader(run, clock)
     (run.root / ".lock").write_text(f"{2**22 + 5} {socket.gethostname()}\n")  # no such process
@@ -161,10 +163,36 @@ def test_a_rank_whose_heart_beats_but_which_does_not_move(run: RunDir) -> None:
     assert view.state.said == "rank 1 has been in backward of step 20 for 70 s"
 
 
+def test_files_that_are_not_plain_or_are_damaged_end_no_view(run: RunDir) -> None:
+    for path in (run.telemetry, run.train_log, run.events):
+        os.mkfifo(path)
+    run.steps(1).write_bytes(b"step,wall_s\n1,\xff\n2,x\n")
+    run.heartbeat(0).write_text("{nonsense\n")
+    run.result.write_text("[]")
+    view = RunReader(run).read()
+    assert view.step == 20 and draw_run(view)["loss"].count("<svg") > 1
+
+
+@pytest.mark.parametrize("path", sorted(OLD.glob("*/*/run.yaml")), ids=lambda p: str(p.parent))
+def test_runs_of_every_version_are_shown(path: Path) -> None:
+    view = RunReader(RunDir(path.parent)).read()
+    assert view.state.is_over and view.step > 0 and draw_run(view)["phases"]
+
+
 def test_phases_and_memory_of_each_rank(run: RunDir) -> None:
     view = RunReader(run).read()
     assert [r.wall_s for r in view.ranks] == [0.5, 0.5]
     assert view.ranks[1].phases_s["backward"] == 0.3 and view.ranks[0].host == "box"
+
+
+def test_waiting_is_told_from_own_work(run: RunDir) -> None:
+    for rank, blocked in ((0, 0.25), (1, 0.05)):
+        row = f"21,0,0.5,0.01,0.1,0.3,0.05,0,0.01,0.03,{blocked}\n"
+        run.steps(rank).write_text(f"{STEPS_HEADER.strip()},backward_blocked_s\n{row}")
+    first, second = RunReader(run).read().ranks
+    assert first.phases_s["backward"] == pytest.approx(0.05) and first.wall_s == second.wall_s
+    assert first.phases_s["waiting"] == 0.25 and second.own_s == pytest.approx(first.own_s + 0.2)
+    assert second.worry > first.worry, "the slow one is looked at first"
 
 
 def test_how_evenly_gpus_work() -> None:
@@ -182,6 +210,7 @@ def test_many_runs_and_those_of_a_sweep_are_one_list(tmp_path: Path, run: RunDir
     finish(other)
     fleet = Fleet(tmp_path / "runs")
     views = fleet.read()
+    assert fleet.sweeps() == [], "the folder has no sweep.json"
     assert [fleet.names()[view.path] for view in views] == ["one", "sweep/runs/cell_r1"]
     assert views[1].state.kind == "ok" and views[1].last["loss"] == 0.25
     assert fleet.follow("../one") is None and fleet.follow("one") is not None
@@ -270,10 +299,17 @@ def test_only_what_has_changed_is_sent(monkeypatch: pytest.MonkeyPatch, run: Run
             await asyncio.sleep(0.005)
             return next(gone)
 
-        told = stream(Channel(lambda: (next(drawn, last), None)), is_gone)
+        told = stream(Channel(lambda: Drawn(next(drawn, last), None)), is_gone)
         return [json.loads(event.removeprefix("data: "))["html"] async for event in told]
 
     assert asyncio.run(read()) == [{"a": "1", "b": "1"}, {"b": "2"}, {"b": "3"}]
+
+
+def test_an_address_that_is_taken_is_a_plain_error(run: RunDir) -> None:
+    with socket.create_server(("localhost", 0)) as taken:
+        address = Address("localhost", taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="cannot serve on localhost:"):
+            page.serve(Fleet(run.root), address, lambda text: None)
 
 
 @pytest.mark.parametrize(
