@@ -190,7 +190,9 @@ def _stability_figures(result: Result) -> list[Figure]:
         return []
     grown = {"GPU": found.gpu_mib_per_min, "rank": found.host_mib_per_min}
     measured = [f"p90/p50 {found.p90_over_p50:.2f}", f"drift {found.drift:+.1%}"]
-    measured += [f"{n} memory {mib:+.1f} MiB a minute" for n, mib in grown.items() if mib is not None]
+    measured += [
+        f"{n} memory {mib:+.1f} MiB a minute" for n, mib in grown.items() if mib is not None
+    ]
     value = "no" if found.problems else "yes"
     return [Figure("steady", value, beside="; ".join([*found.problems, *measured]))]
 

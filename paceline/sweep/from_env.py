@@ -236,22 +236,10 @@ def _is_of_other_mode(name: str, mode: str) -> bool:
 def _as_words(found: dict[str, Any], mode: str) -> FromEnv:
     asked = FromEnv(recipe=found.get("EXPERIMENT", RECIPE))
     asked.out = Path(found["OUTPUT_ROOT"]) if "OUTPUT_ROOT" in found else None
-    for name in ("WORLD_SIZE", "RUN_TIMEOUT_SEC"):
-        if found.get(name) == 0:
-            del found[name]
     steps = found.get("MAX_STEPS", 0)
-    for name in ("SWEEP_VALIDATION_EVERY", "SWEEP_CHECKPOINT_EVERY"):
-        if name in found:
-            found[name] = _every(found[name], steps)
-    for name in ("SWEEP_NUM_WORKERS", "SWEEP_PREFETCH"):
-        if f"{name}_LIST" in found:
-            found.pop(name, None)
+    found = _settled(found, steps)
     if "INCLUDE" in found and "WORLD_SIZE" not in found:
         asked.words.append(f"launch.nproc={len(found['INCLUDE'])}")
-    if found.get("FAILURE_DUMP_TAIL") is False:
-        found["FAIL_TAIL_LINES"] = 0
-    if found.get("ENABLE_TF32") is False:
-        found["MATMUL_PRECISION"] = "highest"
     if found.get("ENABLE_LENGTH_BUCKET"):
         asked.words.append(f"data.buckets={BUCKETS}")
     for name, value in found.items():
@@ -271,6 +259,20 @@ def _as_words(found: dict[str, Any], mode: str) -> FromEnv:
         asked.given.setdefault("baseline", OLD)
     asked.given["extras"] = _choose_extras(asked, found)
     return asked
+
+
+def _settled(found: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return the values with those that speak of each other made one."""
+    unset = [name for name in ("WORLD_SIZE", "RUN_TIMEOUT_SEC") if found.get(name) == 0]
+    unset += [n for n in ("SWEEP_NUM_WORKERS", "SWEEP_PREFETCH") if f"{n}_LIST" in found]
+    settled = {name: value for name, value in found.items() if name not in unset}
+    for name in {"SWEEP_VALIDATION_EVERY", "SWEEP_CHECKPOINT_EVERY"} & settled.keys():
+        settled[name] = _every(settled[name], steps)
+    if found.get("FAILURE_DUMP_TAIL") is False:
+        settled["FAIL_TAIL_LINES"] = 0
+    if found.get("ENABLE_TF32") is False:
+        settled["MATMUL_PRECISION"] = "highest"
+    return settled
 
 
 def _every(number: int, steps: int) -> int | str:
