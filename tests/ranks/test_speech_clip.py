@@ -131,7 +131,7 @@ def test_batches_by_length_compete_with_those_of_other_ranks(tmp_path: Path) -> 
     assert data is not None
     loss, size, *_ = job.workload.loss(model, collate(data, np.array(ids)))
     assert size == len(ids) > 4
-    assert ends.rows[0].loss == pytest.approx(float(loss) / size, rel=1e-5)
+    assert ends.rows[0].loss == pytest.approx(float(loss.detach()) / size, rel=1e-5)
 
 
 def sample_ids(run: RunDir, rank: int) -> list[int]:
