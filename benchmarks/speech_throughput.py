@@ -4,10 +4,11 @@
         [--workers 8] [--variant KEY=VALUE[,KEY=VALUE]] ... [--profile] [--tiny]
 
 The recipe limit_longest_1-3_stage1_bf16 on one device: random weights of the sizes of wav2vec2-base
-(trained) and BERT-base (frozen), random pieces of 1 to 3 s, bf16. The corpus is made here: noise with
-a melody in it, 16-bit FLAC of 4 to 16 s, a manifest with transcripts; loader processes decode it. Each
-`--variant` is a run more. Beside them stands a bare loop over the same model, loss and optimizer with
-batches that are on the device already: what the model allows. `--tiny` is a model for a CPU.
+(trained) and BERT-base (frozen), random pieces of 1 to 3 s, bf16. The corpus is made here: noise
+with a melody in it, 16-bit FLAC of 4 to 16 s, a manifest with transcripts; loader processes decode
+it. Each `--variant` is a run more. Beside them stands a bare loop over the same model, loss and
+optimizer with batches that are on the device already: what the model allows. `--tiny` is a model
+for a CPU.
 
 Goal: data wait under 2 % of a step.
 """

@@ -20,4 +20,12 @@ OutOption = Annotated[
     Path | None,
     typer.Option("--out", help="The run directory; runs/NAME-UTC if not given."),
 ]
+FinalistsOption = Annotated[
+    int | None,
+    typer.Option("--finalists", help="With --phases: how many of the pilot's best go on."),
+]
+TailLinesOption = Annotated[
+    int | None,
+    typer.Option("--tail-lines", help="Lines of a failed rank's log to show; default 12."),
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the record as JSON on stdout.")]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.arguments import JsonFlag, Overrides
+from paceline.cli.arguments import FinalistsOption, JsonFlag, Overrides, TailLinesOption
 from paceline.errors import ConfigError, Outcome
 from paceline.machine.process import ignore_stop_signals
 
@@ -58,6 +58,8 @@ def sweep(
     phases: bool = typer.Option(
         False, "--phases", help="Pilot over all cells, final of the best, extras on the winner."
     ),
+    finalists: FinalistsOption = None,
+    tail_lines: TailLinesOption = None,
     stop_on_error: bool = typer.Option(
         False, "--stop-on-error", help="End at the first run that fails."
     ),
@@ -86,6 +88,8 @@ def sweep(
         "metric": metric,
         "margin": margin,
         "phases": phases or None,
+        "finalists": finalists,
+        "tail_lines": tail_lines,
         "stop_on_error": stop_on_error or None,
     }
     with refusals_on_stdout(as_json):

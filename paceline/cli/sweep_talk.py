@@ -1,5 +1,6 @@
 """What a person sees of a sweep: a live table on a terminal, a line now and then elsewhere."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,10 +33,27 @@ from paceline.sweep.outputs import tell
 from paceline.sweep.phases import describe_schedule
 from paceline.sweep.spec import SweepSpec
 
-PLAIN_INTERVAL_S = 5.0
 FEW_STEPS = 20
 MAX_CELLS = 40
 BESIDE = 8  # lines of the screen that the live table leaves: it cannot be redrawn if higher
+
+
+class Pulse(threading.Thread):
+    """Calls `beat` every `interval_s` with the seconds since it began, until it is stopped."""
+
+    def __init__(self, interval_s: float, beat: Callable[[float], None]) -> None:
+        super().__init__(name="pulse", daemon=True)
+        self._interval_s, self._beat = interval_s, beat
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        began_at = time.monotonic()
+        while not self._over.wait(self._interval_s):
+            self._beat(time.monotonic() - began_at)
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
 
 
 class SweepConsole(ConsoleTalk):
@@ -47,11 +65,16 @@ class SweepConsole(ConsoleTalk):
         self._board: Board | None = None
         self._now = ""  # the heartbeat of the live run
         self._said: list[str] = []  # before there was a folder for it
+        self._lock = threading.Lock()  # the pulse and those who follow runs speak too
         self._log: Path | None = None
-        self._tail_lines = TAIL_LINES
+        self._tail_lines, self._heartbeat_s = TAIL_LINES, 0.0
+        self._pulse: Pulse | None = None
 
     def say(self, text: str) -> None:
         super().say(text)
+        self._note(text)
+
+    def _note(self, text: str) -> None:
         self._said.append(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {text}\n")
         if self._log is not None:
             self._write_log()
@@ -64,14 +87,14 @@ class SweepConsole(ConsoleTalk):
     def _write_log(self) -> None:
         assert self._log is not None
         try:
-            with self._log.open("a", encoding="utf-8") as file:
+            with self._lock, self._log.open("a", encoding="utf-8") as file:
                 file.write("".join(self._said))
-            self._said.clear()
+                self._said.clear()
         except OSError:  # a full disk ends no sweep: it is tried again with the next line
             return
 
     def plan(self, spec: SweepSpec, record: SweepRecord) -> None:
-        self._tail_lines = spec.tail_lines
+        self._tail_lines, self._heartbeat_s = spec.tail_lines, spec.heartbeat_s
         refused = [cell for cell in record.cells if cell.refusal]
         for cell in refused:
             self.say(f"refused: {cell.name}: {cell.refusal}")
@@ -96,11 +119,26 @@ class SweepConsole(ConsoleTalk):
         self._live = None
 
     def training(self, run: RunDir, plan: Plan) -> Callable[[dict[str, str]], None]:
-        self._last_line_at = time.monotonic()
+        """Begin to tell of a run: every so many seconds, whether it has moved or not."""
+        self._now = ""
+        if self._heartbeat_s:
+            self._pulse = Pulse(self._heartbeat_s, self._beat)
+            self._pulse.start()
         return lambda row: self._heartbeat(row, plan)
 
     def trained(self) -> None:
+        if self._pulse is not None:
+            self._pulse.stop()
+            self._pulse = None
         self._now = ""
+
+    def _beat(self, elapsed_s: float) -> None:
+        """Say where the run is; on a terminal the table shows it, and the log alone is told."""
+        text = f"    {self._now or f'no step yet, after {elapsed(elapsed_s)}'}"
+        if self._live is not None:
+            self._note(text)
+        else:
+            self.say(text)
 
     def _heartbeat(self, row: dict[str, str], plan: Plan) -> None:
         step, step_s = int(row["step"]), float(row["step_s"])
@@ -108,9 +146,6 @@ class SweepConsole(ConsoleTalk):
         self._now = f"step {step}/{plan.steps}  {duration(step_s)}  {elapsed(left_s)} left"
         if self._live is not None:
             self._redraw()
-        elif time.monotonic() - self._last_line_at >= PLAIN_INTERVAL_S:
-            self._last_line_at = time.monotonic()
-            self.say(f"    {self._now}")
 
     def board(self, board: Board) -> None:
         self._board = board

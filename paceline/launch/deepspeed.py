@@ -1,7 +1,7 @@
 """DeepSpeed's launcher: `--include` on this machine, and on several its agent on each of them.
 
-DeepSpeed's own runner reaches other machines by pdsh, which few have, and ends nothing there when it
-is killed. So over a hostfile we start what it would start, one agent per machine, over ssh.
+DeepSpeed's own runner reaches other machines by pdsh, which few have, and ends nothing there when
+it is killed. So over a hostfile we start what it would start, one agent per machine, over ssh.
 """
 
 import base64

@@ -3,8 +3,8 @@
     python -m paceline.launch.each_host RUN_DIR -- COMMAND    as torchrun and deepspeed by hostfile
     python -m paceline.launch.each_host --guard               what ssh runs on another machine
 
-`{node}` in the command is the number of the machine. sshd does not end a command whose connection is
-gone, so a guard stands above it: what it is to run comes on its stdin, environment and secret
+`{node}` in the command is the number of the machine. sshd does not end a command whose connection
+is gone, so a guard stands above it: what it is to run comes on its stdin, environment and secret
 included, where `ps` does not show them; and when its stdin ends, so do the command and its ranks.
 """
 

@@ -1,8 +1,8 @@
 """Other machines by ssh: are they fit to start ranks, and how is a command run there?
 
-ssh is called as it is, so user names, ports, keys and jump hosts are those of ~/.ssh/config. It never
-asks: what would need a password or a new host key is refused, for all machines at once, before any
-rank is started (`require_hosts`).
+ssh is called as it is, so user names, ports, keys and jump hosts are those of ~/.ssh/config. It
+never asks: what would need a password or a new host key is refused, for all machines at once,
+before any rank is started (`require_hosts`).
 """
 
 import os
@@ -46,7 +46,7 @@ REASONS = (
     (
         r"Host key verification failed",
         "its host key is not known here, and nobody can be asked",
-        "ssh {host} once, by hand, and compare the key; or: ssh-keyscan {host} >> ~/.ssh/known_hosts",
+        "ssh {host} once, by hand, and compare the key",
     ),
     (
         r"Permission denied|Too many authentication failures|No supported authentication",
@@ -148,8 +148,8 @@ def _unfit(host: str, said: str) -> str:
     """Explain why python did not come up on a machine that ssh reaches."""
     last = said.splitlines()[-1] if said else "it said nothing"
     hint = (
-        f"{os.getcwd()} and {sys.executable}, with what is installed there, must be on every machine:"
-        " keep both on a file system that all share"
+        f"{os.getcwd()} and {sys.executable}, with what is installed for it, must be on every"
+        " machine: keep both on a file system that all share"
     )
     return _problem(host, f"this folder or this python is not there ({last})", hint)
 

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 from paceline.errors import ConfigError, DataError
+from paceline.machine.topology import LOOPBACK
 from paceline.records import Part
 from paceline.records.files import read_text
 
@@ -34,6 +35,12 @@ def first_hosts(path: str, count: int) -> list[str]:
         raise ConfigError(
             f"launch.nnodes={count}, and {path} names {len(names)}\n"
             "hint: add lines of NAME slots=N, or leave launch.nnodes at auto"
+        )
+    own = [name for name in names[:count] if LOOPBACK.match(name)]
+    if own and count > 1:
+        raise ConfigError(
+            f"{path} names {own[0]} beside other machines, and to each of them that is itself\n"
+            "hint: give it the name by which the others reach it"
         )
     return names[:count]
 

@@ -30,7 +30,7 @@ class SweptPhase(Part):
 class SweepRecord(Record):
     """The question: nothing in it depends on what was measured, but for later phases' cells."""
 
-    mode: Literal["sweep", "bench"]
+    mode: Literal["sweep", "ab", "both", "bench"]
     recipe: str
     overrides: list[str]
     axes: dict[str, list[str]]
@@ -42,6 +42,7 @@ class SweepRecord(Record):
     target: str | None = None
     seed: int
     loss_tolerance: float
+    tail_points: int = Field(20, description="Timing points that tail_* columns are the mean of.")
 
     def cell(self, name: str) -> SweptCell:
         return next(cell for cell in self.cells if cell.name == name)

@@ -1,8 +1,8 @@
 """Is a run steady enough that its speed can be believed, and that it may go on for days?
 
-Three gates, for a single run as for those of a sweep: how slow the slow steps are (p90/p50), whether
-the speed changes while it is measured (drift), and whether memory grows (leak). Nothing here compares
-runs: standings.py does.
+Three gates, for a single run as for those of a sweep: how slow the slow steps are (p90/p50),
+whether the speed changes while it is measured (drift), and whether memory grows (leak). Nothing
+here compares runs: standings.py does.
 """
 
 from collections.abc import Iterator

@@ -6,6 +6,7 @@ asked (SweepSpec) -> cells, planned -> sweep.json -> runs (run_manifest.tsv) -> 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from paceline.errors import ConfigError
 from paceline.launch.signals import logged_signals
@@ -63,10 +64,10 @@ def plan_sweep(spec: SweepSpec) -> SweepRecord:
         load_cells(ground, with_extras(spec, cells[0]), spec.steps)
     cells = in_phase(PILOT, cells) if spec.phases else cells
     return SweepRecord(
-        mode="sweep",
+        mode=_mode(spec),
         recipe=spec.recipe,
         overrides=spec.overrides,
-        axes={key: _seen(cells, key) for key in spec.axes},
+        axes=_axes(spec, cells),
         cells=cells,
         phases=[first_phase(spec, cells)],
         metric=metric if spec.metric == "auto" else spec.metric,
@@ -75,7 +76,22 @@ def plan_sweep(spec: SweepSpec) -> SweepRecord:
         target=spec.target or None,
         seed=spec.seed,
         loss_tolerance=spec.loss_tolerance,
+        tail_points=spec.tail_points,
     )
+
+
+def _mode(spec: SweepSpec) -> Literal["sweep", "ab", "both"]:
+    """Return what manifests call it: a matrix, cells that have names, or both."""
+    if not spec.cells:
+        return "sweep"
+    return "both" if spec.axes else "ab"
+
+
+def _axes(spec: SweepSpec, cells: list[SweptCell]) -> dict[str, list[str]]:
+    """Return the axes with their values as typed; cells that have names are an axis of their own
+    where there is no other."""
+    named = {} if spec.axes else {"cell": _seen(cells, "cell")}
+    return {key: _seen(cells, key) for key in spec.axes} | named
 
 
 def run_planned(
@@ -187,4 +203,4 @@ def _require_countable(spec: SweepSpec, by_tokens: bool, first: str) -> None:
 
 
 def _seen(cells: list[SweptCell], key: str) -> list[str]:
-    return list(dict.fromkeys(cell.settings[key] for cell in cells))
+    return list(dict.fromkeys(cell.settings[key] for cell in cells if key in cell.settings))

@@ -20,10 +20,11 @@ STOPPED = frozenset(outcome for outcome in Outcome if outcome.is_stop)  # somebo
 # (docs/sweeping.md); columns that those did not have come last.
 IDENTITY = ("mode", "group", "repeat")
 SETTINGS = (
-    "zero_stage", "micro_batch", "world_size", "global_batch", "log_every_steps",
+    "zero_stage", "micro_batch", "world_size", "global_batch", "deterministic", "log_every_steps",
     "validation_every_steps", "checkpoint_every_steps", "num_workers", "prefetch_factor",
-    "dataset_manifest_path", "precision_mode_req", "precision_mode_effective", "attn_impl_req",
-    "attn_impl_effective", "torch_compile_enabled", "gpu_name", "gpu_cc",
+    "dataset_manifest_path", "timing_rank_scope", "precision_mode_req",
+    "precision_mode_effective", "attn_impl_req", "attn_impl_effective", "torch_compile_enabled",
+    "gpu_name", "gpu_cc",
 )  # fmt: skip
 FINGERPRINTS = (
     "config_fingerprint", "code_fingerprint", "data_fingerprint", "hardware_fingerprint",

@@ -21,7 +21,10 @@ STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
 ATTENTION = {"auto": "auto", "eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
 SLICE_S = 2.0
-OTHERS = re.compile(r"SWEEP_\w+")  # no other program has such variables: a misspelt one is named
+# No other program has such variables: a misspelt one is named.
+OTHERS = re.compile(r"(SWEEP|AB_OLD|AB_TUNED)_\w+")
+OLD, TUNED = "old_like", "tuned"  # the two cells of MODE=ab
+BUCKETS = 8
 Read = Callable[[str], Any]
 
 
@@ -102,8 +105,29 @@ def _devices(text: str) -> list[int]:
     return [int(number) for number in found[1].split(",")]
 
 
+class Side(NamedTuple):
+    """A setting that the two cells of MODE=ab may differ in, and what each has unless told."""
+
+    becomes: str
+    read: Read
+    old: Any
+    tuned: Any
+
+
+SIDES: dict[str, Side] = {
+    "MICRO_BATCH": Side("train.micro_batch_size={}", _positive, 128, 128),
+    "ZERO_STAGE": Side("strategy.name={}", _one_of(STAGES), "zero1", "zero1"),
+    "NUM_WORKERS": Side("data.num_workers={}", _count, 2, 2),
+    "PREFETCH": Side("data.prefetch={}", _positive, 2, 2),
+    "LOG_EVERY": Side("train.log_every={}", _positive, 1, 20),
+    "VALIDATION_EVERY": Side("train.eval_every={}", _positive, 500, 5000),
+    "CHECKPOINT_EVERY": Side("checkpoint.every={}", _positive, 500, 5000),
+    "DETERMINISTIC": Side("train.deterministic={}", _truth, True, False),
+}
+SIDE_CELLS = {"OLD": OLD, "TUNED": TUNED}
+
 VARIABLES: dict[str, Variable] = {
-    "MODE": Variable("sweep; for ab see `paceline bench`", _words("sweep")),
+    "MODE": Variable("the matrix (sweep), two cells (ab), or both", _words("sweep", "ab", "both")),
     "EXPERIMENT": Variable("RECIPE", _text),
     "OUTPUT_ROOT": Variable("--out", _text),
     "INCLUDE": Variable("launch.devices={}", _devices),
@@ -111,9 +135,13 @@ VARIABLES: dict[str, Variable] = {
     "REPEATS": Variable("--repeats", _positive),
     "MAX_STEPS": Variable("--steps", _positive),
     "STOP_ON_ERROR": Variable("--stop-on-error", _truth),
+    "BASELINE_GROUP": Variable("--baseline; old_like, where there is one", _text),
     "RUN_TIMEOUT_SEC": Variable("launch.total_s={}; 0: off", _count),
-    "FAIL_TAIL_LINES": Variable("sweep.tail_lines", _count),
-    "FAILURE_DUMP_TAIL": Variable("false: sweep.tail_lines=0", _truth),
+    "MAX_WAIT_TRAIN_LOG_SEC": Variable("launch.start_s={}", _positive),
+    "HEARTBEAT_EVERY_SEC": Variable("sweep.heartbeat_s; 0: off", _count),
+    "TAIL_TIMING_POINTS": Variable("sweep.tail_points", _positive),
+    "FAIL_TAIL_LINES": Variable("--tail-lines", _count),
+    "FAILURE_DUMP_TAIL": Variable("false: --tail-lines 0", _truth),
     "SWEEP_ZERO_STAGES": Variable("--axis strategy.name", _list_of(_one_of(STAGES))),
     "SWEEP_MICRO_BATCHES": Variable("--axis train.micro_batch_size", _list_of(_positive)),
     "SWEEP_NUM_WORKERS_LIST": Variable("--axis data.num_workers", _list_of(_count)),
@@ -131,6 +159,7 @@ VARIABLES: dict[str, Variable] = {
     "TIMING_RANK_SCOPE": Variable("observe.timing_ranks={}", _words("rank0", "all")),
     "PRECISION_MODE": Variable("precision.mode={}", _words("auto", "bf16", "fp16")),
     "ATTN_IMPL": Variable("attention.impl={}", _one_of(ATTENTION)),
+    "ENABLE_TF32": Variable("false: precision.matmul=highest", _truth),
     "MATMUL_PRECISION": Variable("precision.matmul={}", _words("highest", "high", "medium")),
     "ENABLE_TORCH_COMPILE": Variable("train.compile; with --phases an extra of C", _truth),
     "TORCH_COMPILE_MODE": Variable(
@@ -139,13 +168,35 @@ VARIABLES: dict[str, Variable] = {
     "TORCH_COMPILE_DYNAMIC": Variable("train.compile_dynamic", _truth),
     "ENABLE_LENGTH_FIXED_SLICE": Variable("data.fixed_slice_s; with --phases an extra", _truth),
     "FIXED_SLICE_SECONDS": Variable("its seconds", _seconds),
+    "ENABLE_LENGTH_BUCKET": Variable(f"true: data.buckets={BUCKETS}", _truth),
     "DATASET_USE_TRIM": Variable("must be false: `prepare` cuts silence off", _words("false")),
     "DATASET_OFFLINE_TRIMMED": Variable("must be true", _words("true")),
     "RESUME_RUNS": Variable("must be true: OUTPUT_ROOT names a new sweep", _words("true", "1")),
     "ENABLE_CUDA_SYNC_TIMING": Variable("phases are always timed on the device, by events"),
-    "HEARTBEAT_EVERY_SEC": Variable("the console and driver.log always show progress"),
-    "TAIL_TIMING_POINTS": Variable("figures are of all steps after the warm-up, found by itself"),
+    "LENGTH_BUCKET_BOUNDARIES_SEC": Variable("buckets have equally many utterances each"),
+    "MODEL_LOAD_DTYPE": Variable("weights are kept in fp32"),
+    "SPEECH_ATTN_IMPL": Variable("ATTN_IMPL is that of both encoders"),
+    "TEXT_ATTN_IMPL": Variable("ATTN_IMPL is that of both encoders"),
+    "STALL_ALERT_RATIO": Variable("launch.progress_s ends a run that has stopped moving"),
+    "ENABLE_ETA_LOGGING": Variable("the time left is always shown"),
+    "ETA_DISTRIBUTED_MODE": Variable("the time left is that of rank 0"),
+    "ETA_MIN_SAMPLES": Variable("the time left is always shown"),
+    "ENABLE_GPU_TELEMETRY": Variable("always on: telemetry.csv"),
+    "ENABLE_HOST_TELEMETRY": Variable("always on: telemetry.csv"),
+    "DRIVER_LOG_PATH": Variable("driver.log is in OUTPUT_ROOT"),
+    "MANIFEST_WRITE_RETRIES": Variable("the manifest is replaced as a whole, or not at all"),
+    "CONDA_ENV": Variable("ranks run with this very python"),
     "MASTER_PORT_BASE": Variable("free ports are found"),
+}
+VARIABLES |= {
+    f"AB_{side}_{name}": Variable(f"{known.becomes}, in cell {cell}", known.read)
+    for side, cell in SIDE_CELLS.items()
+    for name, known in SIDES.items()
+}
+VARIABLES |= {
+    f"AB_{side}_{name}": Variable("off in both cells, and phases are always timed")
+    for side in SIDE_CELLS
+    for name in ("CUDNN_BENCHMARK", "WALL_CLOCK_BREAKDOWN")
 }
 
 
@@ -167,40 +218,80 @@ def read_env(environ: Mapping[str, str]) -> FromEnv:
         problems.append("ENABLE_LENGTH_FIXED_SLICE=true needs FIXED_SLICE_SECONDS")
     if problems:
         raise ConfigError(problems)
-    asked = _as_words(found)
+    mode = found.pop("MODE", "sweep")
+    unread = [name for name in found if _is_of_other_mode(name, mode)]
+    asked = _as_words({name: value for name, value in found.items() if name not in unread}, mode)
     idle = [name for name, known in VARIABLES.items() if known.read is None and name in environ]
     asked.notes = [f"{name} changes nothing: {VARIABLES[name].becomes}" for name in idle]
+    asked.notes += [f"{name} changes nothing: MODE is {mode}" for name in unread]
     return asked
 
 
-def _as_words(found: dict[str, Any]) -> FromEnv:
+def _is_of_other_mode(name: str, mode: str) -> bool:
+    return (mode == "sweep" and name.startswith("AB_")) or (
+        mode == "ab" and name.startswith("SWEEP_")
+    )
+
+
+def _as_words(found: dict[str, Any], mode: str) -> FromEnv:
     asked = FromEnv(recipe=found.get("EXPERIMENT", RECIPE))
     asked.out = Path(found["OUTPUT_ROOT"]) if "OUTPUT_ROOT" in found else None
-    for name in ("WORLD_SIZE", "RUN_TIMEOUT_SEC"):
-        if found.get(name) == 0:
-            del found[name]
     steps = found.get("MAX_STEPS", 0)
-    for name in ("SWEEP_VALIDATION_EVERY", "SWEEP_CHECKPOINT_EVERY"):
-        if name in found and found[name] > steps:
-            del found[name]  # a sweep does neither unless it is asked to
-    for name in ("SWEEP_NUM_WORKERS", "SWEEP_PREFETCH"):
-        if f"{name}_LIST" in found:
-            found.pop(name, None)
+    found = _settled(found, steps)
     if "INCLUDE" in found and "WORLD_SIZE" not in found:
         asked.words.append(f"launch.nproc={len(found['INCLUDE'])}")
-    if found.get("FAILURE_DUMP_TAIL") is False:
-        found["FAIL_TAIL_LINES"] = 0
+    if found.get("ENABLE_LENGTH_BUCKET"):
+        asked.words.append(f"data.buckets={BUCKETS}")
     for name, value in found.items():
+        if name.startswith("AB_"):
+            continue
         becomes = VARIABLES[name].becomes.partition(";")[0].partition(", where")[0]
         if becomes.startswith("--axis "):
             asked.axes.append(f"{becomes.removeprefix('--axis ')}={value}")
         elif "={}" in becomes:
             asked.words.append(becomes.format(value))
     words = {"REPEATS": "repeats", "MAX_STEPS": "steps", "STOP_ON_ERROR": "stop_on_error",
-             "FAIL_TAIL_LINES": "tail_lines"}  # fmt: skip
+             "FAIL_TAIL_LINES": "tail_lines", "HEARTBEAT_EVERY_SEC": "heartbeat_s",
+             "TAIL_TIMING_POINTS": "tail_points", "BASELINE_GROUP": "baseline"}  # fmt: skip
     asked.given = {words[name]: found[name] for name in words if name in found}
+    if mode != "sweep":
+        asked.given["cells"] = _choose_cells(found, steps)
+        asked.given.setdefault("baseline", OLD)
     asked.given["extras"] = _choose_extras(asked, found)
     return asked
+
+
+def _settled(found: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return the values with those that speak of each other made one."""
+    unset = [name for name in ("WORLD_SIZE", "RUN_TIMEOUT_SEC") if found.get(name) == 0]
+    unset += [n for n in ("SWEEP_NUM_WORKERS", "SWEEP_PREFETCH") if f"{n}_LIST" in found]
+    settled = {name: value for name, value in found.items() if name not in unset}
+    for name in {"SWEEP_VALIDATION_EVERY", "SWEEP_CHECKPOINT_EVERY"} & settled.keys():
+        settled[name] = _every(settled[name], steps)
+    if found.get("FAILURE_DUMP_TAIL") is False:
+        settled["FAIL_TAIL_LINES"] = 0
+    if found.get("ENABLE_TF32") is False:
+        settled["MATMUL_PRECISION"] = "highest"
+    return settled
+
+
+def _every(number: int, steps: int) -> int | str:
+    """Return how often; never, where a run has fewer steps than that."""
+    return "off" if number > steps else number
+
+
+def _choose_cells(found: dict[str, Any], steps: int) -> dict[str, list[str]]:
+    """Return the two cells of MODE=ab: a run as it used to be, and one without what costs time."""
+    cells: dict[str, list[str]] = {}
+    for side, cell in SIDE_CELLS.items():
+        words = []
+        for name, known in SIDES.items():
+            value = found.get(f"AB_{side}_{name}", known.old if cell == OLD else known.tuned)
+            if name in ("VALIDATION_EVERY", "CHECKPOINT_EVERY"):
+                value = _every(value, steps)
+            words.append(known.becomes.format(str(value).lower()))
+        cells[cell] = words
+    return cells
 
 
 def _choose_extras(asked: FromEnv, found: dict[str, Any]) -> dict[str, list[str]]:

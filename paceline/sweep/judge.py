@@ -71,7 +71,7 @@ class SweepJudgement:
 def judge_sweep(record: SweepRecord, folder: SweepDir, rows: Sequence[Row]) -> SweepJudgement:
     """Read the figures of every run from its files, and judge."""
     good = [row for row in rows if row["status"] == SUCCESS]
-    found = {row["run_dir"]: measure_run(folder.run(row)) for row in good}
+    found = {row["run_dir"]: measure_run(folder.run(row), record.tail_points) for row in good}
     figures = {place: figure for place, figure in found.items() if figure is not None}
     return judge_figures(record, rows, figures)
 

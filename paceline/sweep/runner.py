@@ -208,7 +208,9 @@ class SweepRunner:
 
     def _value(self, row: Row) -> float | None:
         """Return the metric of one run, for the board."""
-        figures = measure_run(self.folder.run(row)) if row["status"] == SUCCESS else None
+        if row["status"] != SUCCESS:
+            return None
+        figures = measure_run(self.folder.run(row), self.record.tail_points)
         return figures.value(self.record.metric) if figures else None
 
     def _fingerprints(self, turn: Turn, steps: int) -> dict[str, str]:
@@ -296,12 +298,14 @@ def _settings(config: RunConfig, decided: Decided) -> dict[str, object]:
         "micro_batch": plan.batch.micro,
         "world_size": plan.world_size,
         "global_batch": plan.batch.global_size,
+        "deterministic": str(plan.deterministic).lower(),
         "log_every_steps": config.train.log_every,
         "validation_every_steps": config.train.eval_every,
         "checkpoint_every_steps": config.checkpoint.every,
         "num_workers": plan.loader_workers.value,
         "prefetch_factor": config.data.prefetch,
-        "dataset_manifest_path": getattr(config.data, "source", NOT_THERE),
+        "dataset_manifest_path": decided.prepared.get("manifest") or _source(config),
+        "timing_rank_scope": config.observe.timing_ranks,
         "precision_mode_req": config.precision.mode,
         "precision_mode_effective": plan.precision.value,
         "attn_impl_req": config.attention.impl,
@@ -310,3 +314,8 @@ def _settings(config: RunConfig, decided: Decided) -> dict[str, object]:
         "gpu_name": gpus[0].name if on_gpu else NOT_THERE,
         "gpu_cc": gpus[0].compute_capability if on_gpu else NOT_THERE,
     }
+
+
+def _source(config: RunConfig) -> object:
+    """Return where data without a manifest comes from, by the workload's own key."""
+    return getattr(config.data, "source", NOT_THERE)

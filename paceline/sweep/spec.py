@@ -24,6 +24,7 @@ from paceline.errors import ConfigError
 from paceline.records.swept import Metric, SweptCell
 from paceline.records.words import text_cell
 from paceline.stats.figures import require_metric
+from paceline.stats.timing_points import TAIL_POINTS
 
 PREFIX = "sweep."
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -38,6 +39,9 @@ class SweepSpec(Section):
     recipe: str = Field(description="A recipe's name or a YAML file of a run.")
     overrides: list[str] = Field([], description="key=value for every cell.")
     axes: dict[str, Values] = Field({}, description="A key and the values it takes.")
+    cells: dict[str, list[str]] = Field(
+        {}, description="Cells by name, each with overrides of its own; beside those of the axes."
+    )
     repeats: Positive = Field(3, description="Runs per cell.")
     steps: Positive = Field(60, description="Steps per run.")
     metric: Metric = Field(
@@ -62,6 +66,12 @@ class SweepSpec(Section):
     )
     tail_lines: Annotated[int, Field(ge=0)] = Field(
         12, description="Lines of a rank's log that are shown when its run fails."
+    )
+    tail_points: Positive = Field(
+        TAIL_POINTS, description="Timing points, from the end, that tail_* columns are the mean of."
+    )
+    heartbeat_s: Annotated[float, Field(ge=0)] = Field(
+        5.0, description="Seconds between lines about the run in work, in driver.log too; 0: none."
     )
     pilot_steps: Literal["auto"] | Positive = Field(
         "auto", description="Steps per run in the pilot (A). auto: a third of steps, at least 20."
@@ -111,9 +121,10 @@ def _read_file(source: str) -> dict[str, Any] | None:
     text = read_config_text(Path(source))
     body = {"overrides": [], **parse_plain(text, source)}
     require_references(text, source)
-    if "recipe" not in body and "axes" not in body:
+    if not {"recipe", "axes", "cells"} & body.keys():
         return None
-    recipe, axes = str(body.get("recipe", "")), body.get("axes")
+    recipe = str(body.get("recipe", ""))
+    axes = body.setdefault("axes", {}) if "cells" in body else body.get("axes")
     if axes is None or not isinstance(axes, dict):
         raise ConfigError(
             f"{source} has a recipe and no axes, or none that are a map of keys to values\n"
@@ -137,7 +148,7 @@ def _read_file(source: str) -> dict[str, Any] | None:
         raise ConfigError(problems)
     # The same once more as text: `on` is a word of ours, not a truth value.
     as_typed = yaml.BaseLoader("").construct_document(require_plain(text, source))
-    return {**body, "axes": as_typed["axes"]}
+    return {**body, "axes": as_typed.get("axes", {})}
 
 
 def _words_of(body: dict[str, Any]) -> list[str]:
@@ -145,6 +156,8 @@ def _words_of(body: dict[str, Any]) -> list[str]:
     extras = body.get("extras") or {}
     more = extras.values() if isinstance(extras, dict) else []
     listed = [words for words in more if isinstance(words, list)]  # others are refused later
+    cells = body.get("cells") or {}
+    listed += [w for w in cells.values() if isinstance(w, list)] if isinstance(cells, dict) else []
     words = [*body["overrides"], *(word for words in listed for word in words)]
     for key, values in body["axes"].items():
         values = values if isinstance(values, list) else [values]
@@ -204,8 +217,15 @@ def _require_sensible(spec: SweepSpec) -> None:
             f"the axes make {num_cells} cells; {MAX_CELLS} are the most that are planned\n"
             "hint: drop values, or sweep over some of the axes first"
         )
-    if not spec.axes:
+    if len(spec.cells) == 1 and not spec.axes:
+        problems.append("one cell has nothing to be compared with\nhint: name another one")
+    if not spec.axes and not spec.cells:
         problems.append("a sweep needs an axis\nhint: --axis train.micro_batch_size=4,8")
+    problems += [
+        f"cell {name} sets train.steps, which --steps sets for all\nhint: drop it"
+        for name, words in spec.cells.items()
+        if any(word.lstrip("+").startswith("train.steps=") for word in words)
+    ]
     if problems:
         raise ConfigError(problems)
 
@@ -228,10 +248,14 @@ def shown_value(value: Any) -> str:
 
 
 def draw_cells(spec: SweepSpec) -> list[SweptCell]:
-    """Return every combination of the axes, the last axis fastest."""
+    """Return the cells that have names, then every combination of the axes, the last axis
+    fastest."""
     short = short_keys(spec.axes)
-    cells = []
-    for values in product(*spec.axes.values()):
+    cells = [
+        SweptCell(name=text_cell(name), settings={"cell": name}, overrides=words)
+        for name, words in spec.cells.items()
+    ]
+    for values in product(*spec.axes.values()) if spec.axes else ():
         settings = {key: shown_value(value) for key, value in zip(spec.axes, values, strict=True)}
         name = ",".join(f"{short[key]}={text}" for key, text in settings.items())
         cells.append(

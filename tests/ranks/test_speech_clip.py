@@ -117,8 +117,9 @@ def test_batches_by_length_compete_with_those_of_other_ranks(tmp_path: Path) -> 
     """Ranks have unequally many pairs, and the loss is that of all of them in one batch."""
     asked = tiny(
         "optim.name=sgd", "optim.lr=1e-9", "train.steps=1", "train.micro_batch_size=4",
-        "loss.negatives=global", "data.batch_by=length", "data.batch_length=12", "data.buckets=3", "data.cut_max_s=off",
-        "train.eval_every=off", "checkpoint.every=off", "launch.nproc=2", "strategy.name=ddp", "observe.sample_ids=true",
+        "loss.negatives=global", "data.batch_by=length", "data.batch_length=12", "data.buckets=3",
+        "data.cut_max_s=off", "train.eval_every=off", "checkpoint.every=off", "launch.nproc=2",
+        "strategy.name=ddp", "observe.sample_ids=true",
     )  # fmt: skip
     ends = run_ranks(tmp_path / "run", RECIPE, asked)
     ids = [ids for rank in range(2) for ids in sample_ids(ends.run, rank)]
@@ -130,7 +131,7 @@ def test_batches_by_length_compete_with_those_of_other_ranks(tmp_path: Path) -> 
     assert data is not None
     loss, size, *_ = job.workload.loss(model, collate(data, np.array(ids)))
     assert size == len(ids) > 4
-    assert ends.rows[0].loss == pytest.approx(float(loss) / size, rel=1e-5)
+    assert ends.rows[0].loss == pytest.approx(float(loss.detach()) / size, rel=1e-5)
 
 
 def sample_ids(run: RunDir, rank: int) -> list[int]:

@@ -69,7 +69,7 @@ class Process:
 
 
 def why_no_namespaces(programs: Iterable[str], packages: str) -> str | None:
-    """What keeps hosts with these programs from being made on this machine; None if nothing does."""
+    """What keeps hosts with these programs from being made here; None if nothing does."""
     missing = [name for name in (*PROGRAMS, *programs) if shutil.which(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (apt: {packages} iproute2 util-linux)"

@@ -101,6 +101,14 @@ def test_torchrun_by_hostfile_has_rank_0_on_the_first_machine(tmp_path: Path) ->
     assert plan.findings == [], "nobody has to start it elsewhere"
 
 
+def test_localhost_is_another_machine_on_each(tmp_path: Path) -> None:
+    hosts = hostfile(tmp_path, "localhost slots=2\nb slots=2\n")
+    with pytest.raises(ConfigError, match="names localhost beside other machines"):
+        draw(hosts, "launch.device=cpu", by="torchrun")
+    alone = draw(hosts, "launch.nnodes=1", "launch.device=cpu", by="torchrun")
+    assert [place.host for place in alone.ranks] == ["localhost"] * 2
+
+
 @pytest.mark.parametrize("by", ["deepspeed", "mpi", "torchrun"])
 def test_more_nodes_than_the_hostfile_names_are_refused(by: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="launch.nnodes=3, and .*hosts names 2"):

@@ -56,6 +56,44 @@ def test_compile_steps_are_set_apart(tmp_path: Path) -> None:
     assert figures.samples_per_s == pytest.approx(80)
 
 
+def test_the_tail_is_as_many_points_as_are_asked_for(tmp_path: Path) -> None:
+    """The last two are at 235 and 240: 60 + (185.5 + 190.5) / 2 = 248."""
+    figures = measure_run(write_run(tmp_path, [0.1] * 240), tail_points=2)
+    assert figures is not None and figures.tail_points_used == 2
+    assert figures.tail_mean_iter_p50_ms == pytest.approx(248)
+
+
+MIB = 2**20
+GROWTHS = {
+    "a leak": (lambda n: 1000 + n, True),  # 60 MiB a minute
+    "noise": (lambda n: 1000 + 40 * (n % 3), False),
+    "one jump": (lambda n: 1000 + 500 * (n > 130), False),
+    "none": (lambda n: 1000, False),
+}
+
+
+@pytest.mark.parametrize("name", GROWTHS)
+def test_memory_that_grows_is_a_leak(name: str, tmp_path: Path) -> None:
+    """240 samples, one a second: of the last 192 the median of 19 at each end, 173 s apart."""
+    size, is_leak = GROWTHS[name]
+    run = write_run(tmp_path, [0.1] * 40)
+    head = "time,source,utilisation_percent,memory_bytes,clock_mhz,power_w,temperature_c,rss_bytes"
+    rows = [f"{n},gpu0,,{size(n) * MIB},,,,\n{n},host,,,,,,{500 * MIB}\n" for n in range(240)]
+    run.telemetry.write_text(head + "\n" + "".join(rows))
+    figures = measured(run)
+    assert {growth.name for growth in figures.growth} == {"GPU 0", "rank 0"}
+    assert bool(figures.unrest) == is_leak
+    if is_leak:
+        assert figures.unrest == ["memory grows: GPU 0 +60.0 MiB a minute, +173 MiB in all"]
+
+
+def test_a_single_run_has_gates(tmp_path: Path) -> None:
+    slow = measured(write_run(tmp_path, [0.1, 0.1, 0.1, 0.2] * 30))
+    assert slow.unrest == ["step time p90/p50 is 2.00"] and slow.growth == ()
+    late = measured(write_run(tmp_path / "late", [0.1 + 0.0005 * n for n in range(120)]))
+    assert any("slower at the end of the window" in why for why in late.unrest)
+
+
 def test_timing_points_are_running_medians(tmp_path: Path) -> None:
     """iter of step n = 10 + 20 + 30 + n ms, without evaluation. Points at 5, 10, ..., 240.
     Up to step 100 the median of n is that of 1..s, (s + 1) / 2; then of s-99..s, s - 49.5. The last

@@ -39,12 +39,13 @@ def test_the_runbook_asks_for_its_matrix() -> None:
     assert (spec.repeats, spec.steps, spec.tail_lines, spec.stop_on_error) == (2, 1000, 80, False)
     assert {"launch.nproc=4", "launch.devices=[0, 1, 2, 3]", "launch.total_s=2400",
             "data.root_dir=data/16k", "train.log_every=50"} <= set(spec.overrides)  # fmt: skip
-    assert not [word for word in spec.overrides if "eval_every" in word or "checkpoint" in word]
+    assert {"train.eval_every=off", "checkpoint.every=off"} <= set(spec.overrides)
+    assert (spec.tail_points, spec.heartbeat_s, spec.cells) == (10, 30.0, {})
     assert spec.extras == {
         "compile": ["train.compile=max-autotune", "train.compile_dynamic=on"],
         "fixed_slice": ["data.fixed_slice_s=2"],
     }
-    assert len(asked.notes) == 3 and all("changes nothing" in note for note in asked.notes)
+    assert len(asked.notes) == 1 and "ENABLE_CUDA_SYNC_TIMING changes nothing" in asked.notes[0]
 
 
 def test_switches_set_every_cell_and_leave_phase_c() -> None:
@@ -61,9 +62,33 @@ def test_switches_set_every_cell_and_leave_phase_c() -> None:
     }  # fmt: skip
 
 
+def test_ab_is_a_run_as_it_was_against_a_tuned_one() -> None:
+    asked = read_env(
+        {"MODE": "ab", "MAX_STEPS": "1000", "AB_TUNED_NUM_WORKERS": "6", "AB_OLD_ZERO_STAGE": "0",
+         "SWEEP_ZERO_STAGES": "0,1"}
+    )  # fmt: skip
+    spec = read_spec(asked.recipe, asked.words, asked.axes, asked.given)
+    old, tuned = draw_cells(spec)
+    assert (old.name, tuned.name, spec.baseline) == ("old_like", "tuned", "old_like")
+    assert old.overrides == [
+        "train.micro_batch_size=128", "strategy.name=ddp", "data.num_workers=2", "data.prefetch=2",
+        "train.log_every=1", "train.eval_every=500", "checkpoint.every=500",
+        "train.deterministic=true",
+    ]  # fmt: skip
+    assert {"data.num_workers=6", "train.eval_every=off", "train.deterministic=false",
+            "checkpoint.every=off"} <= set(tuned.overrides)  # fmt: skip
+    assert asked.notes == ["SWEEP_ZERO_STAGES changes nothing: MODE is ab"]
+    both = read_env({"MODE": "both", "SWEEP_ZERO_STAGES": "0,1", "BASELINE_GROUP": "tuned"})
+    spec = read_spec(both.recipe, both.words, both.axes, both.given)
+    assert [cell.name for cell in draw_cells(spec)] == [
+        "old_like", "tuned", "name=ddp", "name=zero1"
+    ]  # fmt: skip
+    assert spec.baseline == "tuned"
+
+
 def test_every_bad_value_is_named_at_once() -> None:
     bad = {
-        "MODE": "ab", "REPEATS": "none", "SWEEP_ZERO_STAGES": "0,7", "INCLUDE": "node1:0",
+        "MODE": "abc", "REPEATS": "none", "SWEEP_ZERO_STAGES": "0,7", "INCLUDE": "node1:0",
         "FIXED_SLICE_SECONDS": "-1", "DATASET_USE_TRIM": "true", "SWEEP_MICRO_BATCH": "4",
     }  # fmt: skip
     with pytest.raises(ConfigError) as caught:
@@ -76,5 +101,5 @@ def test_every_bad_value_is_named_at_once() -> None:
 
 
 def test_the_page_has_every_variable() -> None:
-    rows = re.findall(r"^\| `([A-Z_]+)` \| ", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([A-Z0-9_]+)` \| ", PAGE.read_text(), re.MULTILINE)
     assert rows == list(VARIABLES)

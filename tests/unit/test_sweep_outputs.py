@@ -19,9 +19,9 @@ from paceline.sweep.outputs import write_outputs
 from tests.sweeps import draw_cell, draw_figures, draw_record, draw_row, draw_sweep, judge_rows
 
 SETTINGS = (
-    "zero_stage,micro_batch,world_size,global_batch,log_every_steps,validation_every_steps,"
-    "checkpoint_every_steps,num_workers,prefetch_factor,dataset_manifest_path,"
-    "precision_mode_req,precision_mode_effective,attn_impl_req,attn_impl_effective,"
+    "zero_stage,micro_batch,world_size,global_batch,deterministic,log_every_steps,"
+    "validation_every_steps,checkpoint_every_steps,num_workers,prefetch_factor,"
+    "dataset_manifest_path,timing_rank_scope,precision_mode_req,precision_mode_effective,attn_impl_req,attn_impl_effective,"
     "torch_compile_enabled,gpu_name,gpu_cc"
 )
 TAIL = "tail_mean_iter_p50_ms"

@@ -74,10 +74,10 @@ class SpeechClip(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> "SpeechClip":
-        """The text encoder says the same of the same words, whatever is done with the rest. Nor does
-        the stack of layers itself train, only what is in it: it would draw a number per layer to
-        see whether LayerDrop, which is refused, leaves it out; a graph would end there, and FLOPs
-        could not be counted."""
+        """The text encoder says the same of the same words, whatever is done with the rest. Nor
+        does the stack of layers itself train, only what is in it: it would draw a number per layer
+        to see whether LayerDrop, which is refused, leaves it out; a graph would end there, and
+        FLOPs could not be counted."""
         super().train(mode)
         self.text.eval()
         if (layers := getattr(self.speech, "encoder", None)) is not None:
@@ -148,15 +148,15 @@ def build_speech_clip(speech: Any, text: Any, settings: Any, impl: str) -> Speec
 
 
 def keep_masks(encoder: nn.Module) -> nn.Module:
-    """Let attention by SDPA always have its mask. transformers leaves it out where nothing is padded,
-    and to know that the host waits for the device, twice in every step; and no shapes can be computed
-    without data, so nobody could count FLOPs."""
+    """Let attention by SDPA always have its mask. transformers leaves it out where nothing is
+    padded, and to know that the host waits for the device, twice in every step; nor could FLOPs be
+    counted, on tensors that have shapes and no values."""
     if encoder.config._attn_implementation == "sdpa":  # type: ignore[union-attr]
         transformers = require_extra()
         sdpa = require_extra("transformers.integrations.sdpa_attention").sdpa_attention_forward
         transformers.AttentionInterface.register(MASKED, sdpa)
         transformers.AttentionMaskInterface.register(MASKED, _whole_mask)
-        encoder.config._attn_implementation = MASKED  # type: ignore[union-attr,assignment]
+        encoder.config._attn_implementation = MASKED  # type: ignore[union-attr]
     return encoder
 
 
