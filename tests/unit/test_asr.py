@@ -41,6 +41,7 @@ def test_features_are_those_of_the_extractor(num_mels: int) -> None:
     assert (together - expected.input_features).abs().max() < 1e-5
 
 
+@slow
 def test_masks_depend_on_the_position_alone_wherever_features_are_made() -> None:
     job = prepared(tiny("data.spec_time_masks=2", "data.spec_mel_masks=2", "data.spec_mel_width=4"))
     data: Any = job.workload.build_data(job.config, "train")
@@ -118,6 +119,7 @@ def problems(*settings: str) -> str:
     return "\n".join(map(str, make_plan(job, machine()).problems()))
 
 
+@slow
 def test_weights_are_loaded_and_adapters_begin_where_others_ended(tmp_path: Path) -> None:
     from paceline.workloads.asr.lora import adapter_tensors, merge_adapters
 
@@ -162,6 +164,7 @@ def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], base: str) -> 
     return folder
 
 
+@slow
 def test_a_base_of_four_bits_has_the_planned_size_and_trains_adapters() -> None:
     pytest.importorskip("bitsandbytes")
     four = [*LORA, "model.base=nf4", "checkpoint.weights=trained"]
@@ -180,6 +183,7 @@ def test_a_base_of_four_bits_has_the_planned_size_and_trains_adapters() -> None:
     assert "packed again from its files" in problems(*LORA, "model.base=nf4")
 
 
+@slow
 def test_what_cannot_be_is_refused_with_its_name(tmp_path: Path) -> None:
     base = save_whisper(tmp_path / "base")
     (tmp_path / "pickled").mkdir()
@@ -200,6 +204,7 @@ def test_what_cannot_be_is_refused_with_its_name(tmp_path: Path) -> None:
         problems(*LORA, "model.lora_targets=[q_project]")
 
 
+@slow
 def test_a_teacher_takes_part_in_the_loss(tmp_path: Path) -> None:
     teacher = save_whisper(tmp_path / "teacher")
     job = prepared(tiny(f"model.teacher={teacher}", "loss.distill_weight=0.25"))
