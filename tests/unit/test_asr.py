@@ -167,6 +167,8 @@ def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], base: str) -> 
 @slow
 def test_a_base_of_four_bits_has_the_planned_size_and_trains_adapters() -> None:
     pytest.importorskip("bitsandbytes")
+    from paceline.workloads.asr.lora import merge_adapters
+
     four = [*LORA, "model.base=nf4", "checkpoint.weights=trained"]
     job = prepared(tiny(*four))
     model: Any = job.workload.build_model(job.config)
@@ -179,6 +181,15 @@ def test_a_base_of_four_bits_has_the_planned_size_and_trains_adapters() -> None:
     loss.backward()
     grads = {name for name, p in model.named_parameters() if p.grad is not None}
     assert grads and all("lora_" in name for name in grads)
+    inputs = {
+        "input_features": torch.randn(1, 20, 500),
+        "decoder_input_ids": torch.ones(1, 3).long(),
+    }
+    expected = model.eval()(**inputs).logits
+    merge_adapters(model)
+    assert {str(weight.dtype) for weight in model.state_dict().values()} == {"torch.float32"}
+    assert "model.encoder.layers.0.fc1.weight" in dict(model.named_parameters())
+    torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-3, atol=1e-4)
     assert "cannot: what bitsandbytes packs" in problems(*four, "strategy.name=zero3")
     assert "packed again from its files" in problems(*LORA, "model.base=nf4")
 
