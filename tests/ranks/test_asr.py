@@ -192,3 +192,13 @@ def test_out_of_memory_names_the_utterance(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(SpeechRecognition, "loss", full)
     with pytest.raises(Exception, match=r"out of memory on sample \d+, train.*\.flac \(\d"):
         run_here(tmp_path / "run", RECIPE, tiny_ctc(*SGD, *ONE))
+
+
+@nightly
+@pytest.mark.parametrize(
+    "more",
+    ["train.activation_checkpointing=full", "data.features=device", "data.num_workers=1"],
+)
+def test_the_same_is_computed_in_other_ways(more: str, reference: RankEnds, tmp_path: Path) -> None:
+    ends = run_here(tmp_path / "run", RECIPE, tiny(*SGD, *LORA, *ONE, LOUD, more))
+    assert_same(reference, ends, more)

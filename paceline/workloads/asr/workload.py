@@ -130,7 +130,7 @@ class SpeechRecognition(Workload):
         pairs: list[tuple[str, str]] = found["pairs"][: config.data.num_predictions]
         return pairs
 
-    def units_per_sample(self, config: Any) -> None:  # type: ignore[override]
+    def units_per_sample(self, config: Any) -> None:
         return None
 
     def units(self, batch: dict[str, Any]) -> int:
