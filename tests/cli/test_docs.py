@@ -185,7 +185,7 @@ IN_CI = {
     "text": "--train-bpe 280",
     "images": "shapes.py:Shapes",
     "generate": "train.sample_tokens=32",
-    "export": "run/exported/safetensors \"def main(\"",
+    "export": 'run/exported/safetensors "def main("',
     "python": "python script.py",
     "trackers": "paceline plan lm_tiny",
 }
