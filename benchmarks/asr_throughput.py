@@ -6,7 +6,8 @@ Random weights, real shapes: the same model with the same adapters, the same fea
 and tokens in the same batches from as many loader processes, bf16 over fp32 weights, fused AdamW,
 clipping. Each contender runs in a process of its own, in an order that turns every round. A hook on
 the model's own forward takes the time of both, so neither's bookkeeping is left out. `paceline,
-bf16 base` keeps the frozen layers in bf16, which Seq2SeqTrainer's bf16 does not.
+bf16 base` is the recipe as it is: the frozen layers are kept in bf16, which Seq2SeqTrainer's bf16
+does not do; `compiled` is that with train.compile=default, block by block.
 """
 
 import argparse
@@ -23,6 +24,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.records.rundir import RunDir
+from paceline.records.tables import read_steps
 from paceline.workloads.asr.workload import SpeechRecognition
 
 WARMUP, NUM_SAMPLES, NUM_TOKENS, WORKERS = 20, 512, 48, 2
@@ -106,16 +109,21 @@ def overrides(asked: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
 
 
-def paceline(asked: argparse.Namespace, base: str) -> None:
+def paceline(asked: argparse.Namespace, base: str, compiled: str = "off") -> None:
     out = Path(tempfile.mkdtemp()) / "run"
+    more = [] if compiled == "off" else [f"train.compile={compiled}", "train.compile_scope=blocks"]
     told = subprocess.run(
         [sys.executable, "-m", "paceline", "train", asked.recipe,
          f"workload={__file__}:MadeWhisper", *overrides(asked), f"model.base={base}",
-         "--out", str(out)],
+         *more, "--out", str(out)],
         capture_output=True, text=True,
     )  # fmt: skip
     if told.returncode:
         sys.exit(told.stdout[-2000:] + told.stderr[-3000:])
+    place, rows = Path(os.environ[WATCH]), read_steps(RunDir(out).steps(0))
+    phases = ("data_s", "forward_s", "backward_s", "optimizer_s", "other_s", "unaccounted_s")
+    medians = {name: float(np.median(rows.since(WARMUP).column(name))) for name in phases}
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"phases": medians}))
 
 
 def hugging_face(asked: argparse.Namespace) -> None:
@@ -171,6 +179,7 @@ CONTENDERS = {
     "Seq2SeqTrainer": hugging_face,
     "paceline": lambda asked: paceline(asked, "fp32"),
     "paceline, bf16 base": lambda asked: paceline(asked, "bf16"),
+    "paceline, compiled": lambda asked: paceline(asked, "bf16", "default"),
 }
 
 
@@ -180,20 +189,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--micro", type=int, default=16)
     parser.add_argument("--recipe", default="whisper_small_lora")
+    parser.add_argument("--contenders", nargs="*", choices=CONTENDERS)
     parser.add_argument("--only", help="run one contender in this process")
     asked = parser.parse_args()
     if asked.only:
         CONTENDERS[asked.only](asked)
         return
     print(describe(asked), flush=True)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
+    names = asked.contenders or list(CONTENDERS)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for turn in range(asked.rounds):
-        names = list(CONTENDERS)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             figures = run(name, asked)
             found[name].append(figures)
             rate, peak = figures["samples_per_s"], figures["peak_bytes"] / 2**30
             print(f"round {turn}  {name:20s}  {rate:8.1f} samples/s  {peak:6.2f} GiB", flush=True)
+            for phase, seconds in figures.get("phases", {}).items():
+                print(f"    {phase:14s} {seconds * 1e3:7.1f} ms", flush=True)
     first = max(row["samples_per_s"] for row in found["Seq2SeqTrainer"])
     memory = max(row["peak_bytes"] for row in found["Seq2SeqTrainer"])
     for name, rows in found.items():
@@ -203,7 +215,7 @@ def main() -> None:
         print(f"{name}: {best:.1f} samples/s, {best / first:.3f}x Seq2SeqTrainer{share}")
 
 
-def run(name: str, asked: argparse.Namespace) -> dict[str, float]:
+def run(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     place = Path(tempfile.mkdtemp()) / "figures.json"
     command = [sys.executable, __file__, "--only", name, "--recipe", asked.recipe]
     command += ["--steps", str(asked.steps), "--micro", str(asked.micro)]
@@ -212,7 +224,7 @@ def run(name: str, asked: argparse.Namespace) -> dict[str, float]:
     )
     if not place.is_file():
         sys.exit(f"{name} failed:\n{told.stdout[-2000:]}\n{told.stderr[-4000:]}")
-    figures: dict[str, float] = json.loads(place.read_text())
+    figures: dict[str, Any] = json.loads(place.read_text())
     return figures
 
 

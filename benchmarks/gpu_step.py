@@ -35,14 +35,15 @@ PROFILED = 3
 KINDS = {
     "attention": ("cudnn_generated", "flash", "fmha", "sdpa", "cudnn"),
     "products": ("nvjet", "gemm", "cutlass", "xmma", "cublas"),
-    "optimizer": ("multi_tensor", "FusedAdam", "lpnorm", "LpNorm"),
+    "optimizer": ("_adamw", "multi_tensor", "FusedAdam", "lpnorm", "LpNorm"),
     "copies": ("Memcpy", "Memset"),
+    "our kernels": ("_swiglu_", "_rope_", "_token_losses"),
     "compiled elementwise": ("triton",),
 }
 Step = Callable[[DeviceClock, torch.Tensor], None]
 
 
-def hand(bench: Bench) -> Step:
+def hand(bench: Bench, losses: list[torch.Tensor] | None = None) -> Step:
     bench.fill(bench.model)
     bench.model.compile(dynamic=False)
     model, optimizer = bench.model, bench.optimizer(bench.model)
@@ -53,6 +54,8 @@ def hand(bench: Bench) -> Step:
         clock.enter("forward")
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = mean_loss(model, tokens)
+        if losses is not None:
+            losses.append(loss.detach())
         clock.enter("backward")
         loss.backward()
         clock.enter("optimizer")
@@ -63,17 +66,19 @@ def hand(bench: Bench) -> Step:
     return step
 
 
-def ours(bench: Bench) -> Step:
+def ours(bench: Bench, losses: list[torch.Tensor] | None = None) -> Step:
     plan = make_plan(bench.job, probe())
     apply_policy(plan)
-    config = effective_config(bench.job.config, plan.attention.value)
+    config = effective_config(bench.job.config, plan.attention.value, plan.kernels.value)
     parts = EngineParts(config, plan, bench.job.workload, DEVICE)
     engine = find_strategy(plan.strategy.value).build(parts)
     scale = 1 / (bench.micro * bench.seq_len)
 
     def step(clock: DeviceClock, tokens: torch.Tensor) -> None:
         batch = {"tokens": tokens.to(DEVICE, non_blocking=True)}
-        engine.forward_backward([batch], scale, clock)
+        totals = engine.forward_backward([batch], scale, clock)
+        if losses is not None:
+            losses.append(totals.loss_sum * scale)
         engine.step(config.optim.lr, clock)
 
     return step

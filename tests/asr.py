@@ -1,5 +1,11 @@
 """A small recogniser for the small corpus: what tests of asr begin with."""
 
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.job import load_job
 from tests.speech_clip import corpus
 
 RECIPE = "whisper_tiny_made"
@@ -30,3 +36,14 @@ def tiny(*more: str) -> list[str]:
 
 def tiny_ctc(*more: str) -> list[str]:
     return [*CTC, f"data.root_dir={corpus()}", *more]
+
+
+def save_whisper(folder: Path, **keys: Any) -> Path:
+    """A folder of a small Whisper, as `save_pretrained` writes it."""
+    job = load_job(RECIPE, tiny(*(f"model.hf_config.{key}={value}" for key, value in keys.items())))
+    torch.manual_seed(3)
+    model: Any = job.workload.build_model(job.config)
+    del model.rules
+    model.save_pretrained(folder)
+    job.workload.speller(job.config.model).library.save_pretrained(folder)  # type: ignore[attr-defined]
+    return folder

@@ -5,6 +5,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some virtual machines report AMX and trap on it, which kills bf16 on the CPU.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# Read when Triton is imported: without a GPU its kernels are interpreted.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import atexit
 import json

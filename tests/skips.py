@@ -59,6 +59,8 @@ EXCUSES = [
     Excuse(r"deepspeed is not installed", lacks_module("deepspeed"), "deepspeed"),
     Excuse(r"could not import 'transformers'", lacks_module("transformers"), "transformers"),
     Excuse(r"could not import 'torchmetrics'", lacks_module("torchmetrics"), "torchmetrics"),
+    Excuse(r"torchao is not installed", lacks_module("torchao"), "torchao"),
+    Excuse(r"triton is not installed", lacks_module("triton"), "triton"),
     Excuse(r"mpirun is not installed", lacks_program("mpirun"), "mpi"),
     Excuse(r"needs chromium", lacks_program("chromium", "chromium-browser", "chrome"), "chromium"),
     Excuse(r"SLURM: not installed", slurm_cannot_start, "slurm"),
@@ -79,6 +81,9 @@ needs_mpi = pytest.mark.skipif(lacks_program("mpirun")(), reason="mpirun is not 
 needs_deepspeed = pytest.mark.skipif(
     lacks_module("deepspeed")(), reason="deepspeed is not installed: make launchers"
 )
+
+needs_torchao = pytest.mark.skipif(lacks_module("torchao")(), reason="torchao is not installed")
+needs_triton = pytest.mark.skipif(lacks_module("triton")(), reason="triton is not installed")
 
 
 def why_refused(reason: str) -> str:

@@ -10,6 +10,7 @@ from paceline.bench.pairs import Pair, PlannedArm
 from paceline.bench.records import ArmResult, PairResult, Range
 from paceline.records import Fingerprints, Plan, Result
 from paceline.records.rundir import RunDir
+from paceline.report.story import read_overlaps
 from paceline.stats.balance import Balance, measure_balance
 from paceline.stats.figures import Losses, RunFigures, measure_run
 from paceline.stats.standings import Group, Standings, compare_groups
@@ -26,6 +27,7 @@ class ArmRuns:
     peak_bytes: list[int] = field(default_factory=list)
     run_dirs: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    exposed_s: list[float] = field(default_factory=list)
     fingerprints: Fingerprints | None = None
     balance: Balance | None = None
 
@@ -46,6 +48,8 @@ def collect_runs(folder: SweepDir, rows: Sequence[Row], arm: str) -> ArmRuns:
         found.peak_bytes += [result.peak_bytes] if result.peak_bytes is not None else []
         found.fingerprints = result.fingerprints
         found.balance = measure_balance(run, Plan.load(run.plan))
+        overlaps = read_overlaps(run, result.world_size)
+        found.exposed_s += [max(each.exposed_s for each in overlaps)] if overlaps else []
     return found
 
 
@@ -119,6 +123,7 @@ def _measure_arm(
         startup_s=median(startups) if startups else None,
         compile_s=median(each.compile_s for each in figures) if figures else None,
         busy_percent=list(runs.balance.busy) if runs.balance else [],
+        exposed_s=median(runs.exposed_s) if runs.exposed_s else None,
     )
 
 

@@ -126,6 +126,8 @@ def _plan_arms(target: Target, ground: _Ground) -> Pair:
         if problems := plan.problems():
             _require_not_users(target, arm, ground, [str(problem) for problem in problems])
             left_out[arm.name] = problems[0].what
+        elif plan.exchange_by.value != plan.exchange_by.requested:
+            left_out[arm.name] = plan.exchange_by.because
         else:
             arms.append(PlannedArm(arm.name, arm.overrides_on(device), job, plan))
     # First: on too few ranks a plan may have problems that say less.

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.records import Fingerprints, Part, Record
+from paceline.records.profiled import KernelTime
 from paceline.stats.intervals import Interval
 
 Status = Literal["ok", "failed", "skipped", "stopped"]
@@ -38,6 +39,9 @@ class ArmResult(Part):
     step_s_p90: float | None = None
     startup_s: float | None = Field(None, description="Until step 1, apart from every rate.")
     compile_s: float | None = Field(None, description="Of steps that compiled, also apart.")
+    exposed_s: float | None = Field(
+        None, description="Communication of a step that nothing hid; the worst rank's, median."
+    )
     speedup: Range | None = Field(None, description="Rate over the baseline's.")
     verdict: str = ""
     memory_ratio: Range | None = Field(None, description="Baseline's peak bytes over this one's.")
@@ -47,6 +51,20 @@ class ArmResult(Part):
     busy_percent: list[float] = Field(
         [], description="Of each GPU of the last run: how much of the time it was busy."
     )
+
+
+class ArmProfile(Part):
+    """What the profiled run of an arm tells of its rank 0; `because` where there is none."""
+
+    arm: str
+    because: str = ""
+    trace: str = Field("", description="Inside the bench's directory, for ui.perfetto.dev.")
+    categories: dict[str, float] = Field({}, description="Seconds by category of kernels.")
+    top: list[KernelTime] = []
+    exposed_share: float | None = Field(None, description="Communication that nothing hides.")
+    idle_share: float | None = None
+    launch_gap_share: float | None = None
+    sentences: list[str] = []
 
 
 class PairResult(Part):
@@ -70,6 +88,7 @@ class PairResult(Part):
     loss_tolerance: float | None = None
     loss_because: str = ""
     arms: list[ArmResult] = []
+    profiles: list[ArmProfile] = Field([], description="Where --profile asked for them.")
 
     def arm(self, name: str) -> ArmResult:
         return next(arm for arm in self.arms if arm.name == name)

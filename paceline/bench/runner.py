@@ -11,6 +11,7 @@ from typing import NamedTuple
 from paceline.bench.expectations import Expectations, check_rows, hardware_of
 from paceline.bench.judge import collect_runs, judge_pair, skipped_pair
 from paceline.bench.pairs import Pair, plan_pair
+from paceline.bench.profiles import ProfileKind, take_profiles
 from paceline.bench.records import BenchReport, GateRow, PairResult
 from paceline.bench.target import Asked, load_targets
 from paceline.bench.words import summarise
@@ -52,6 +53,7 @@ class BenchSettings:
     out: Path | None = None
     check: Path | None = None
     save: Path | None = None
+    profile: ProfileKind = "none"
 
 
 @dataclass
@@ -91,6 +93,12 @@ class _Bench:
                 "because": f"{ran.stopped_by} before all runs had ended",
             }
             judged = judged.model_copy(update=stopped)
+        elif settings.profile != "none":
+            record = record_of(pair, settings.repeats, settings.margin)
+            profiles = take_profiles(
+                record, folder.root, settings.profile, lambda asked, at: run_pair(asked, at).rows
+            )
+            judged = judged.model_copy(update={"profiles": profiles})
         self.pairs.append(judged)
         return ran.stopped_by
 

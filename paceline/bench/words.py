@@ -3,10 +3,31 @@
 from statistics import fmean, geometric_mean
 
 from paceline.bench.records import ArmResult, BenchReport, PairResult, Range
-from paceline.records.words import count, duration, interval, number, ratio, size, table, visible
+from paceline.records.words import (
+    count,
+    duration,
+    interval,
+    number,
+    plain,
+    ratio,
+    size,
+    table,
+    visible,
+)
 from paceline.stats.balance import Balance
 
-COLUMNS = ("arm", "rate", "step p50/p90", "ratio", "memory", "saves", "start-up", "loss", "verdict")
+COLUMNS = (
+    "arm",
+    "rate",
+    "step p50/p90",
+    "ratio",
+    "memory",
+    "saves",
+    "exposed",
+    "start-up",
+    "loss",
+    "verdict",
+)
 
 MIN_RUNS = 3  # an interval of two runs is honest, and so wide that it says nothing to a reader
 
@@ -32,10 +53,21 @@ def summarise(report: BenchReport) -> str:
         lines += ["", f"## {pair.target}: {pair.title}", "", *_facts(pair)]
         if pair.arms:
             lines += ["", table(COLUMNS, rows_of(pair))]
+        lines += ["", *profile_lines(pair)] if pair.profiles else []
     if report.gate:
         lines += ["", "## Against the stored expectations", ""]
         lines += [f"- {row}" for row in report.gate]
     return visible("\n".join(lines) + "\n")
+
+
+def profile_lines(pair: PairResult) -> list[str]:
+    """Return what the profiled run of each arm tells, a paragraph each."""
+    lines = []
+    for profile in pair.profiles:
+        said = " ".join(profile.sentences) or f"no profile: {profile.because}"
+        where = f" Trace: {profile.trace}" if profile.trace else ""
+        lines.append(f"- {profile.arm}, profiled: {plain(said + where)}")
+    return lines
 
 
 def _facts(pair: PairResult) -> list[str]:
@@ -59,6 +91,7 @@ def _row(pair: PairResult, arm: ArmResult) -> tuple[str, ...]:
         speed_ratio(pair, arm),
         size(max(arm.peak_bytes)) if arm.peak_bytes else "",
         memory_ratio(pair, arm),
+        "" if arm.exposed_s is None else duration(arm.exposed_s),
         _startup(arm),
         "" if arm.loss_difference is None else f"{arm.loss_difference:.1e}",
         _verdict(pair, arm),

@@ -11,6 +11,7 @@ from paceline.cli.arguments import JsonFlag
 
 if TYPE_CHECKING:
     from paceline.bench.pairs import Pair
+    from paceline.bench.profiles import ProfileKind
     from paceline.bench.records import BenchReport
 
 STATUSES = ("ok", "failed", "skipped", "stopped")
@@ -70,6 +71,9 @@ def run_targets(
     save: Path | None = typer.Option(
         None, "--save-expectations", metavar="PATH", help="Store these runs for this hardware."
     ),
+    profile: str = typer.Option(
+        "none", "--profile", metavar="none|minimal|full", help="Profile one more run per side."
+    ),
     as_json: JsonFlag = False,
 ) -> None:
     """Run pairs interleaved and say what differs, with intervals. Exit 1: a pair failed.
@@ -82,7 +86,7 @@ def run_targets(
 
     with refusals_on_stdout(as_json):
         require_alone("bench")
-        asked = parse_words(words)
+        asked, kind = parse_words(words), _profile_kind(profile)
         from paceline.bench.runner import (  # these import torch
             BenchSettings,
             run_bench,
@@ -91,7 +95,7 @@ def run_targets(
         from paceline.cli.sweep_talk import SweepConsole
 
         talk = SweepConsole()
-        settings = BenchSettings(repeats, steps, margin, out, check, save)
+        settings = BenchSettings(repeats, steps, margin, out, check, save, kind)
         with talk.live():
             report = run_bench(asked, settings, through_sweeps(talk), talk.say)
     if as_json:
@@ -104,11 +108,23 @@ def run_targets(
     raise typer.Exit(report.exit_code)
 
 
+def _profile_kind(asked: str) -> "ProfileKind":
+    from paceline.bench.profiles import OVERRIDES
+    from paceline.errors import ConfigError
+    from paceline.records.words import did_you_mean
+
+    for kind in OVERRIDES:
+        if kind == asked:
+            return kind
+    near = did_you_mean(asked, list(OVERRIDES))
+    raise ConfigError(f"--profile {asked} is not known\nhint: {near}none, minimal or full")
+
+
 def _print_report(report: "BenchReport") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.bench.words import COLUMNS, headline, rows_of
+    from paceline.bench.words import COLUMNS, headline, profile_lines, rows_of
     from paceline.cli.talk import literal
 
     console = Console(highlight=False, soft_wrap=True, width=TABLE_WIDTH)
@@ -121,6 +137,8 @@ def _print_report(report: "BenchReport") -> None:
             table.add_row(*(literal(cell) for cell in row))
         if pair.arms:
             console.print(table)
+        for line in profile_lines(pair):
+            console.print(literal(line))
     for line in report.gate:
         console.print(literal(str(line)))
     counts = {word: sum(p.status == word for p in report.pairs) for word in STATUSES}

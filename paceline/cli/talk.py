@@ -15,7 +15,7 @@ from rich.markup import escape
 from paceline.cli.bar import Bar
 from paceline.errors import Outcome, PacelineError
 from paceline.metrics import TRAIN, VAL
-from paceline.records import Plan, Result, words
+from paceline.records import Audit, Plan, Result, words
 from paceline.records.rundir import RunDir
 from paceline.records.words import count, duration, elapsed, number, visible
 
@@ -123,6 +123,8 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
         say_failure(talk, result)
     for note in result.notes:
         talk.say(f"note: {note}")
+    for line in _branches(run):
+        talk.say(line)
     if result.window and result.step_s:
         rate, unit = result.tokens_per_s or result.samples_per_s, "samples/s"
         unit = "tokens/s" if result.tokens_per_s else unit
@@ -132,6 +134,14 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
         )
     if run.report.is_file():
         talk.say(f"report: {shown(run.report)}")
+
+
+def _branches(run: RunDir) -> Iterator[str]:
+    """Yield what each branch of sparse attention really ran as, where the run has such."""
+    proofs = Audit.load(run.audit).proofs if run.audit.is_file() else []
+    for proof in proofs:
+        if proof.what.startswith("attention: "):
+            yield f"{proof.what}: {proof.effective}"
 
 
 def _way_on(result: Result, run: RunDir) -> str:

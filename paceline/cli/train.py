@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,9 @@ def train(
     trust_code: bool = typer.Option(
         False, "--trust-code", help="With --resume: run the job's file though never typed here."
     ),
+    from_env: bool = typer.Option(
+        False, "--from-env", help="Take NSA_* variables as overrides: docs/nsa.md lists them."
+    ),
 ) -> None:
     """Train a recipe, a YAML file, or a job of your own; write the run record and its report.
 
@@ -53,11 +57,23 @@ def train(
         go_on(resume, words, out, as_json, allow_change, trust_code)
     if not source:
         raise ConfigError("train needs a RECIPE, or --resume RUN_DIR\nhint: paceline recipes")
+    if from_env:  # what is typed wins over variables
+        overrides = [*_read_variables(), *(overrides or [])]
     if dry_run:
         from paceline.cli.plan import show_plan
 
         show_plan(source, overrides or [], as_json)
     finish(source, overrides or [], out, as_json)
+
+
+def _read_variables() -> list[str]:
+    """Return the overrides that variables ask for; say of the others why they change nothing."""
+    from paceline.config.nsa_variables import read_variables
+
+    asked = read_variables(os.environ)
+    for line in (*asked.notes, f"from the environment: {' '.join(asked.words) or 'nothing'}"):
+        typer.echo(line, err=True)
+    return asked.words
 
 
 def finish(source: str, overrides: list[str], out: Path | None, as_json: bool) -> None:

@@ -23,8 +23,8 @@ def watch(
     halt: bool = typer.Option(
         False, "--halt", help="Be a watchdog: write .anomaly_type and .HALT where a rule is broken."
     ),
-    interval: float = typer.Option(
-        1.0, "--interval", min=0.1, help="Seconds between two looks; a watchdog takes 30."
+    interval: float | None = typer.Option(
+        None, "--interval", min=0.1, help="Seconds between two looks: 1; of a watchdog 30."
     ),
     once: bool = typer.Option(False, "--once", help="Print how it is now, and leave."),
     as_json: JsonFlag = False,
@@ -40,9 +40,9 @@ def watch(
     if address and not serve:
         raise typer.BadParameter("HOST:PORT is for --serve")
     if halt:
-        _be_watchdog(path, interval)
+        _be_watchdog(path, interval or 30.0)
         return
-    _watch(path, interval, address if serve else None, once or as_json, as_json)
+    _watch(path, interval or 1.0, address if serve else None, once or as_json, as_json)
 
 
 def _watch(path: Path, interval: float, address: str | None, once: bool, as_json: bool) -> None:

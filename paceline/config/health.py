@@ -1,7 +1,7 @@
 """The rules by which a run is judged while it runs and after it: each with its limit and what is
 done where it is broken. `paceline/health/` reads them; `observe.rules` is where they stand."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -9,6 +9,7 @@ from paceline.config.section import Positive, Seconds, Section
 
 # What a broken rule leads to; each does what stands before it, too, `off` not even a word.
 Action = Literal["off", "warn", "dump", "checkpoint", "halt"]
+ACTIONS = get_args(Action)
 Share = Annotated[float, Field(gt=0, le=10)]
 Factor = Annotated[float, Field(gt=1)]
 Amount = Annotated[float, Field(gt=0)]
@@ -27,7 +28,7 @@ class RulesConfig(Section):
     straggler_share: Share = Field(
         0.1, description="By so much of what the others take, in four of five steps."
     )
-    straggler_steps: Positive = Field(10, description="Seen over so many steps at least.")
+    straggler_steps: Positive = Field(15, description="Seen over so many steps at least.")
     spikes: Action = _rule("warn", "Single steps take far longer, now and then.")
     spike_factor: Factor = Field(3.0, description="So many times a rank's median step.")
     heartbeat_stall: Action = _rule("dump", "A rank writes no heartbeat.")
@@ -77,3 +78,8 @@ class RulesConfig(Section):
     host_share: Share = Field(
         0.15, description="Of a GPU's step without work for it, from which the host is the limit."
     )
+
+    def actions(self) -> dict[str, Action]:
+        """Return what is done about each kind of finding that has a rule."""
+        names = [n for n in type(self).model_fields if getattr(self, n) in ACTIONS]
+        return {name: getattr(self, name) for name in names}

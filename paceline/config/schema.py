@@ -23,10 +23,21 @@ SECRET_NAME = re.compile(
 
 
 class PrecisionConfig(Section):
-    mode: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+    mode: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
         "auto",
         description="Compute type; weights and optimizer stay fp32. auto: bf16 from compute"
-        " capability 8.0, fp16 below, fp32 on CPU.",
+        " capability 8.0, fp16 below, fp32 on CPU. fp8: products of large layers, the rest bf16.",
+    )
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_gw_hp"] = Field(
+        "tensorwise",
+        description="fp8: a scale for each matrix, or for each of its rows; gw_hp: rows, and"
+        " gradients of weights in bf16.",
+    )
+    fp8_layers: Literal["auto", "all"] = Field(
+        "auto", description="fp8: layers that are estimated to gain, or all that can take it."
+    )
+    fp8_all_gather: Literal["auto", "off"] = Field(
+        "auto", description="fp8: sharded weights travel in it. auto: where tensorwise."
     )
     loss_scale: Literal["auto", "off"] | Annotated[float, Field(ge=1)] = Field(
         "auto", description="fp16: where the gradient scaler starts. auto: 65536."
@@ -37,11 +48,51 @@ class PrecisionConfig(Section):
     )
 
 
-class AttentionConfig(Section):
-    impl: Literal["auto", "eager", "sdpa", "flash", "cudnn", "efficient", "math", "flex"] = Field(
-        "auto",
-        description="auto: sdpa, which lets torch choose; eager below compute capability 8.0.",
+class NSAConfig(Section):
+    """Native sparse attention; the letters are those of arXiv 2502.11089."""
+
+    l: Positive = Field(32, description="Tokens that a compressed key stands for.")
+    d: Positive = Field(16, description="Tokens from one compressed key to the next; divides l.")
+    l_sel: Positive = Field(64, description="Tokens of a block that is selected; d divides it.")
+    n_sel: Annotated[int, Field(ge=3)] = Field(
+        16, description="Blocks per query: the first, its own and the one before are among them."
     )
+    w: Positive = Field(512, description="Tokens of the sliding window.")
+    phi: Literal["avg", "mlp"] = Field(
+        "avg", description="What compresses: the mean, or the mean and a small network."
+    )
+    route: Literal["auto", "sparse"] = Field(
+        "auto",
+        description="auto: dense attention at lengths where it was measured to be faster on this"
+        " GPU. sparse: always nsa.",
+    )
+    kernels: Literal["auto", "triton", "torch"] = Field(
+        "auto", description="auto: Triton on GPUs, torch's own operations on CPU."
+    )
+    ranges: Literal["v1", "v2"] = Field(
+        "v2", description="kernels=torch: blocks to token ranges, by loops (v1) or tensors (v2)."
+    )
+    stats: bool = Field(True, description="Gates and choices as columns of training.csv.")
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.l % self.d or self.l_sel % self.d or self.l > self.l_sel:
+            raise ValueError(
+                f"l {self.l}, d {self.d}, l_sel {self.l_sel}: d must divide l and l_sel, and l may"
+                " not be above l_sel\nhint: the paper has l=32 d=16 l_sel=64"
+            )
+        return self
+
+
+class AttentionConfig(Section):
+    impl: Literal["auto", "eager", "sdpa", "flash", "cudnn", "efficient", "math", "flex", "nsa"] = (
+        Field(
+            "auto",
+            description="auto: sdpa, which lets torch choose; eager below compute capability 8.0. nsa:"
+            " native sparse attention, for long contexts.",
+        )
+    )
+    nsa: NSAConfig = Field(NSAConfig(), description="Native sparse attention.")
 
 
 class StrategyConfig(Section):
@@ -139,10 +190,13 @@ class DataConfig(Section):
         description="What fills a microbatch: train.micro_batch_size samples, or as many as"
         " data.batch_length holds.",
     )
-    batch_length: Literal["off"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        "off",
-        description="batch_by=length: the longest sample of a microbatch times their number is at"
-        " most this, in the unit of the data set's lengths: tokens, seconds.",
+    batch_length: Literal["off", "auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = (
+        Field(
+            "off",
+            description="batch_by=length: the longest sample of a microbatch times their number is"
+            " at most this, in the unit of the data set's lengths: tokens, seconds. auto: the most"
+            " that fits into memory, found by trial before training.",
+        )
     )
     buckets: Literal["auto", "off"] | Positive = Field(
         "auto",

@@ -76,10 +76,26 @@ class TrainConfig(Section):
     compile_dynamic: Literal["auto", "off", "on"] = Field(
         "off", description="Dynamic shapes in torch.compile; auto lets it decide on a recompile."
     )
+    kernels: Literal["auto", "torch", "triton"] = Field(
+        "auto",
+        description="What RoPE, SwiGLU and AdamW run on: torch and its compiler, or Triton kernels"
+        " of our own. auto: Triton where it was measured to be faster.",
+    )
     activation_checkpointing: Literal["none", "full", "selective"] = Field(
         "none",
         description="Recompute in backward: nothing, whole blocks, or blocks but for their matrix"
         " products.",
+    )
+
+    memory_budget: Literal["off", "auto"] | Annotated[float, Field(gt=0)] = Field(
+        "off",
+        description="GB that a rank may use on its device: as few blocks as possible recompute"
+        " their activations, the cheaper way first. auto: 92 % of the GPU.",
+    )
+    activation_offload: bool = Field(
+        False,
+        description="Keep what blocks save for backward in the host's memory, copied while others"
+        " compute.",
     )
 
     @model_validator(mode="after")
@@ -142,10 +158,10 @@ class GroupConfig(Section):
 
 
 class OptimConfig(Section):
-    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"] = Field(
+    name: Literal["adamw", "adamw8bit", "adam", "sgd", "lion", "adafactor", "muon"] = Field(
         "adamw",
         description="The optimizer. muon updates the matrices of the model's blocks, and AdamW the"
-        " rest.",
+        " rest; adamw8bit keeps the moments of large ones in 8 bits.",
     )
     lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="Highest learning rate.")
     weight_decay: Annotated[float, Field(ge=0)] = Field(

@@ -17,6 +17,7 @@ from paceline.data.audio import Clip, Cut, SpeechClips
 from paceline.data.spelling import Spelling
 
 QUIET = 1e-7  # what the variance of a waveform is increased by, as in Hugging Face's extractor
+ROUND_S = 0.1
 LENGTHS = 2  # the random numbers of lengths are others than those of positions
 
 
@@ -75,11 +76,14 @@ class SpeechPairs:
 
     def collate_fn(self, clips: Sequence[Clip]) -> dict[str, Any]:
         """Return `waveforms` (B, T) with zeros behind the shorter ones, `num_samples` (B,),
-        `tokens` (B, L) and `num_tokens` (B,)."""
+        `tokens` (B, L) and `num_tokens` (B,). T is rounded up to a tenth of a second: for every
+        length that it has not met before cuDNN looks for kernels anew, in each convolution."""
         waves = [clip.waveform for clip in clips]
+        padded = torch.nn.utils.rnn.pad_sequence(waves, batch_first=True)
+        rest = -padded.shape[1] % self._samples(ROUND_S)
         tokens, num_tokens = self.spelling.rows([clip.transcript for clip in clips])
         return {
-            "waveforms": torch.nn.utils.rnn.pad_sequence(waves, batch_first=True),
+            "waveforms": torch.nn.functional.pad(padded, (0, rest)),
             "num_samples": torch.tensor([len(wave) for wave in waves]),
             "tokens": tokens,
             "num_tokens": num_tokens,

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import DataError, PacelineError
+from paceline.errors import DataError, Outcome, PacelineError
 from paceline.foreign.flight import find_waiting
 from paceline.health import Evidence, judge, read_evidence
-from paceline.records import Failure
+from paceline.records import Failure, Result
+from paceline.records.events import iter_events
 from paceline.records.findings import Finding, Findings, finite, sort_findings
 from paceline.records.imported import Fault, Imported
 from paceline.records.memory import MemoryDump
@@ -54,11 +55,12 @@ def diagnose(path: Path) -> Diagnosis:
         *_unconcluded(run, view, evidence),
         *find_waiting(evidence.collectives),
         *_faults(run),
+        *_noticed(run),
         *_profiled(profiles, evidence),
         *_memory(read_memory(run, evidence.num_ranks)),
     ]
-    known = {finding.key for finding in found}
-    found += [finding for finding in more if finding.key not in known]
+    known = {finding.key: finding for finding in [*reversed(more), *found]}
+    found = list(known.values())
     notes = [sentence for facts in profiles for sentence in profile_sentences(facts)]
     return Diagnosis(run, view, sort_findings(found), [*_imported_notes(run), *notes])
 
@@ -118,6 +120,29 @@ def _with_words(roots: list[Fault], real: list[Fault]) -> Iterator[Fault]:
         own = [f for f in real if not f.is_root and f.rank == root.rank]
         update = {"kind": own[0].kind, "words": own[0].words, "step": own[0].step} if own else {}
         yield root.model_copy(update=update)
+
+
+def _noticed(run: RunDir) -> Iterator[Finding]:
+    """Yield the errors that were noticed while it ran, the first of each kind and rank: a rank that
+    stood still for a while leaves no other trace."""
+    for event in iter_events(run.events):
+        if event.severity == "error":
+            at = {"time": event.time}
+            yield Finding(
+                kind=event.kind,
+                rank=event.rank,
+                step=event.step,
+                severity="warning" if _ended_well(run) else "error",
+                words=f"while it ran: {event.words}",
+                evidence=finite({**event.evidence, **at}),
+            )
+
+
+def _ended_well(run: RunDir) -> bool:
+    try:
+        return Result.load(run.result).outcome is Outcome.OK
+    except DataError:
+        return False
 
 
 def _fault_finding(fault: Fault) -> Finding:

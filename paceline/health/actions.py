@@ -10,8 +10,7 @@ from paceline.records.rundir import RunDir
 
 def action_for(rules: RulesConfig, kind: str) -> Action:
     """Return what is done about findings of a kind; a verdict, which has no rule, is only told."""
-    asked: Action = getattr(rules, kind, "warn")
-    return asked if isinstance(asked, str) else "warn"
+    return rules.actions().get(kind, "warn")
 
 
 def act_on(run: RunDir, finding: Finding, action: Action) -> str:

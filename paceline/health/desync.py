@@ -6,10 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
-from statistics import median_low
 from typing import Any
 
+import numpy as np
+
 from paceline.health.evidence import Evidence
+from paceline.health.work import align_steps
 from paceline.records.base import Body
 from paceline.records.findings import Finding, finite
 from paceline.records.words import count
@@ -36,46 +38,35 @@ def find_desync(evidence: Evidence) -> Iterator[Finding]:
 def _by_counts(evidence: Evidence) -> Iterator[Finding]:
     """Compare the counts of all ranks at the end of the same step: equal, or some rank has left one
     out. What a rank usually begins in a step is taken off: ranks of a pipeline differ in that."""
-    counts = {
-        rank: dict(zip(known.column("step"), known.column("collectives"), strict=True))
-        for rank, table in evidence.steps.items()
-        if len(known := table.known("collectives"))
-    }
-    if len(counts) < 2:
+    known = {r: table.known("collectives") for r, table in evidence.steps.items() if len(table)}
+    tables = align_steps(list(known.values())) if len(known) > 1 else []
+    if not tables or len(tables[0]) < 3:
         return
-    common = sorted(set.intersection(*(set(steps) for steps in counts.values())))
-    for step in common[1:]:
-        made = {r: _beyond_usual(of, common[0], step) for r, of in counts.items()}
-        usual, _ = Counter(made.values()).most_common(1)[0]
-        odd = [rank for rank, number in made.items() if number != usual]
-        if not odd:
-            continue
-        # Of two ranks neither is in the majority: who has run fewer has left one out.
-        rank = min(made, key=lambda r: made[r]) if len(made) == 2 else odd[0]
-        other = next(r for r in made if made[r] != made[rank])
-        apart = made[rank] - made[other]
-        yield Finding(
-            kind="desync",
-            rank=rank,
-            step=int(step),
-            severity="error",
-            words=f"rank {rank} has run {count(abs(apart), 'collective')}"
-            f" {'fewer' if apart < 0 else 'more'} than rank {other} by the end of step {step}: from"
-            " there on they sum what does not belong together",
-            evidence=finite({"step": int(step), "collectives": made}),
-            to_try=DESYNC_HINT,
-        )
+    steps = tables[0].column("step")
+    counts = np.array([table.column("collectives") for table in tables])
+    usual = np.floor(np.median(np.diff(counts) / np.diff(steps), axis=1, keepdims=True))
+    beyond = counts - counts[:, :1] - usual * (steps - steps[0])
+    apart = np.flatnonzero(np.ptp(beyond, axis=0))
+    if not len(apart):
         return
-
-
-def _beyond_usual(counts: Mapping[int, int], first: int, step: int) -> int:
-    """Return the collectives since step `first` that are more, or less, than a rank's usual."""
-    return int(counts[step] - counts[first]) - _usual(counts) * (step - first)
-
-
-def _usual(counts: Mapping[int, int]) -> int:
-    values = list(counts.values())
-    return int(median_low([b - a for a, b in zip(values, values[1:], strict=False)] or [0]))
+    made = dict(zip(known, beyond[:, apart[0]].astype(int).tolist(), strict=True))
+    # Of two ranks neither is in the majority: who has run fewer has left one out.
+    most, _ = Counter(made.values()).most_common(1)[0]
+    odd = [rank for rank, number in made.items() if number != most]
+    rank = min(made, key=lambda r: made[r]) if len(made) == 2 else odd[0]
+    other = next(r for r in made if made[r] != made[rank])
+    by, step = made[rank] - made[other], int(steps[apart[0]])
+    yield Finding(
+        kind="desync",
+        rank=rank,
+        step=step,
+        severity="error",
+        words=f"rank {rank} has run {count(abs(by), 'collective')} {'fewer' if by < 0 else 'more'}"
+        f" than rank {other} by the end of step {step}: from there on they sum what does not belong"
+        " together",
+        evidence=finite({"step": step, "collectives_beyond_usual": made}),
+        to_try=DESYNC_HINT,
+    )
 
 
 def _by_logs(evidence: Evidence) -> Iterator[Finding]:

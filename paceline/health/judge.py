@@ -1,8 +1,7 @@
 """From what a run has recorded to what is found: the one entry for all who judge."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from paceline.health.actions import action_for
 from paceline.health.bounds import find_bounds
 from paceline.health.desync import find_desync
 from paceline.health.endings import find_ending
@@ -16,16 +15,20 @@ from paceline.records.findings import Finding, sort_findings
 def judge(evidence: Evidence) -> list[Finding]:
     """Return what there is to say of a run, the gravest first. Pure: nothing is read or written."""
     found = {finding.key: finding for finding in _judge(evidence)}
-    wanted = [f for f in found.values() if action_for(evidence.rules, f.kind) != "off"]
-    return sort_findings(wanted)
+    return sort_findings(_wanted(evidence, found.values()))
+
+
+def _wanted(evidence: Evidence, found: Iterable[Finding]) -> list[Finding]:
+    """Leave out what the rules are off about."""
+    actions = evidence.rules.actions()
+    return [f for f in found if actions.get(f.kind) != "off"]
 
 
 def judge_ranks(evidence: Evidence) -> list[Finding]:
     """Return who is slow and who has left a collective out: what a live run is asked often."""
     work = measure_work(evidence)
     slow = find_stragglers(evidence, work) if work is not None else ()
-    found = [*find_desync(evidence), *slow]
-    return [f for f in found if action_for(evidence.rules, f.kind) != "off"]
+    return _wanted(evidence, [*find_desync(evidence), *slow])
 
 
 def _judge(evidence: Evidence) -> Iterator[Finding]:

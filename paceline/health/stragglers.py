@@ -43,15 +43,19 @@ def find_stragglers(evidence: Evidence, work: Work) -> Iterator[Finding]:
     rules = evidence.rules
     if len(work.ranks) < 2 or len(work.steps) < rules.straggler_steps:
         return
-    # A live run is judged by its last steps, so that one which becomes slow is named at once.
-    work = work.last(rules.straggler_steps) if evidence.is_live else work
-    total = work.total
-    for row, rank in enumerate(work.ranks):
+    # A live run is judged by its last steps, so that one which becomes slow is named at once; one
+    # that is over by its last quarter: what stood at its end.
+    few = rules.straggler_steps
+    work = work.last(few if evidence.is_live else max(3 * few, len(work.steps) // 4))
+    total, share = work.total, rules.straggler_share
+    share += STAGE_SLACK if _is_pipeline(evidence) else 0.0
+    # Against the middle of all first, for all ranks at once: of two it is half as far away.
+    ahead = np.quantile(total - np.median(total, axis=0), STEADY_SHARE, axis=1)
+    for row in np.flatnonzero(ahead >= max(0.4 * share * np.median(total), 0.4 * MIN_EXTRA_S)):
         extra = total[row] - _of_others(total, row)
         usual_s = float(np.median(_of_others(total, row)))
-        share = rules.straggler_share + (STAGE_SLACK if _is_pipeline(evidence) else 0.0)
         if np.quantile(extra, STEADY_SHARE) >= max(share * usual_s, MIN_EXTRA_S):
-            yield _describe(evidence, work, row, rank)
+            yield _describe(evidence, work, int(row), work.ranks[row])
 
 
 def _of_others(part: NDArray[np.float64], row: int) -> NDArray[np.float64]:

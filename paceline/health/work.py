@@ -17,6 +17,7 @@ from paceline.records.columns import Table
 from paceline.records.phases import OWN_PHASES, Phase
 from paceline.records.tables import StepRow
 
+TINY_S = 1e-9  # no step takes less
 Matrix = NDArray[np.float64]  # ranks x steps, seconds
 
 
@@ -60,21 +61,23 @@ def measure_work(evidence: Evidence) -> Work | None:
     tables = {rank: _steady(table) for rank, table in evidence.steps.items() if len(table)}
     if len(tables) < evidence.num_ranks or not tables:
         return None
-    steps = _common_steps(list(tables.values()))
+    rows = align_steps(list(tables.values()))
+    steps = rows[0].column("step")
     if not len(steps):
         return None
-    rows = [table.pick(np.isin(table.column("step"), steps)) for table in tables.values()]
     is_whole = evidence.num_ranks == 1 or any(_knows_blocked(table) for table in rows)
     parts = OWN_PHASES if is_whole else (Phase.DATA, Phase.FORWARD)
-    own = {phase: _matrix(rows, phase.column) for phase in parts}
-    inside = {phase: _matrix(rows, phase.blocked_column) for phase in OWN_PHASES}
-    for phase in own:
-        own[phase] = np.maximum(own[phase] - inside[phase], 0.0)
+    # All columns at once: a live run is judged several times a second.
+    names = [p.column for p in OWN_PHASES] + [p.blocked_column for p in OWN_PHASES]
+    names += [Phase.COMM.column, "wall_s", Phase.EVAL.column]
+    cube = np.nan_to_num([[table.column(name) for table in rows] for name in names])
+    inside, (comm, all_s, eval_s) = cube[len(OWN_PHASES) : 2 * len(OWN_PHASES)], cube[-3:]
+    worked = np.maximum(cube[: len(OWN_PHASES)] - inside, 0.0)
+    own = {phase: worked[OWN_PHASES.index(phase)] for phase in parts}
     if evidence.plan is not None and evidence.plan.pipeline is not None:
         _level_stages(own, evidence.plan.pipeline, tuple(tables), evidence.plan.batch.dp)
-    blocked = np.sum(list(inside.values()), axis=0) + _matrix(rows, Phase.COMM.column)
-    wall = _matrix(rows, "wall_s") - _matrix(rows, Phase.EVAL.column)
-    return Work(tuple(tables), steps, own, blocked, wall, is_whole)
+    wall = np.maximum(all_s - eval_s, TINY_S)
+    return Work(tuple(tables), steps, own, inside.sum(axis=0) + comm, wall, is_whole)
 
 
 def _steady(table: Table[StepRow]) -> Table[StepRow]:
@@ -82,20 +85,19 @@ def _steady(table: Table[StepRow]) -> Table[StepRow]:
     return table.pick(~table.column("warmup"))
 
 
-def _common_steps(tables: list[Table[StepRow]]) -> NDArray[np.int64]:
-    steps: NDArray[np.int64] = np.unique(tables[0].column("step"))
+def align_steps(tables: list[Table[StepRow]]) -> list[Table[StepRow]]:
+    """Return the rows of the steps that all tables have."""
+    first = tables[0].column("step")
+    if all(np.array_equal(first, table.column("step")) for table in tables[1:]):
+        return tables
+    steps = first
     for table in tables[1:]:
         steps = np.intersect1d(steps, table.column("step"))
-    return steps
+    return [table.pick(np.isin(table.column("step"), steps)) for table in tables]
 
 
 def _knows_blocked(table: Table[StepRow]) -> bool:
     return any(not table.is_empty[phase.blocked_column].all() for phase in OWN_PHASES)
-
-
-def _matrix(tables: list[Table[StepRow]], column: str) -> Matrix:
-    made: Matrix = np.nan_to_num(np.array([table.column(column) for table in tables], float))
-    return made
 
 
 def _level_stages(

@@ -146,6 +146,8 @@ def find_sheet(gpu_name: str) -> DataSheet | None:
 
 def choose_arithmetic(env: Env, device: str, precision: str, matmul: str) -> str:
     """Return how matrices are really multiplied where `precision` and `matmul` were chosen."""
+    if precision == "fp8":  # MFU counts a mix of both against the lower peak
+        return "bf16"
     if precision != "fp32" or matmul == "highest" or device != "cuda" or not env.gpus:
         return precision
     # ROCm takes no notice of it, unless HIPBLASLT_ALLOW_TF32 is set on an MI300.

@@ -57,6 +57,12 @@ class GpuHandle:
             "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(
                 handle, nvml.NVML_TEMPERATURE_GPU
             ),
+            # Bits: NVML's own list, nvmlClocksEventReasons.
+            "throttle_reasons": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
+            "ecc_errors": lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            ),
+            "num_processes": lambda: len(nvml.nvmlDeviceGetComputeRunningProcesses(handle)),
         }
         values = {}
         for name, read in readings.items():
@@ -89,6 +95,10 @@ class Nvml:
         visible = visible_indices(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids)
         handles = [GpuHandle(n, every[index], pynvml) for n, index in enumerate(visible)]
         return cls(_text(pynvml.nvmlSystemGetDriverVersion()), handles, pynvml)
+
+    def watch_errors(self) -> "Xids":
+        """Return what hears of the driver's critical errors (Xid) from now on."""
+        return Xids(self)
 
     def links(self) -> list[Link]:
         """Return how each pair of visible GPUs is connected, as the driver reports it."""
@@ -129,6 +139,31 @@ class Nvml:
             direct += _text(remote.busId) == bus_of_b
             switched += kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
         return direct, switched
+
+
+class Xids:
+    """Hears of critical errors of visible GPUs, where the driver tells them."""
+
+    def __init__(self, session: Nvml) -> None:
+        self._nvml, self._events = session.nvml, None
+        self._known = dict[str, int]()  # by the GPU's UUID, the last one
+        try:
+            self._events = session.nvml.nvmlEventSetCreate()
+            for handle in session.handles:
+                kind = session.nvml.nvmlEventTypeXidCriticalError
+                session.nvml.nvmlDeviceRegisterEvents(handle.handle, kind, self._events)
+        except session.nvml.NVMLError:  # a virtual GPU, or a driver that has none
+            self._events = None
+
+    def last(self, gpu: GpuHandle) -> int:
+        """Return the last Xid of a GPU since the watch began; 0: none. Never waits."""
+        while self._events is not None:
+            try:
+                told = self._nvml.nvmlEventSetWait_v2(self._events, 0)
+            except self._nvml.NVMLError:  # a time-out: nothing is new
+                break
+            self._known[_text(self._nvml.nvmlDeviceGetUUID(told.device))] = int(told.eventData)
+        return self._known.get(_text(self._nvml.nvmlDeviceGetUUID(gpu.handle)), 0)
 
 
 def visible_indices(setting: str | None, uuids: list[str]) -> list[int]:

@@ -47,6 +47,13 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             what="without the fused kernel the host waits for the device before each update, to"
             " know whether the gradient is finite",
         )
+    if plan.exchange_by.requested != plan.exchange_by.value:
+        yield Finding(
+            severity="warning",
+            where="strategy.exchange",
+            what=f"{plan.exchange_by.requested} was asked, {plan.exchange_by.value} are used:"
+            f" {plan.exchange_by.because}",
+        )
     if config.data.num_buckets is not None:
         yield from _length_problems(config, plan)
     yield from check_installed(config.observe.trackers)
@@ -180,19 +187,32 @@ def check_idle_settings(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
     optim, train = config.optim, config.train
     no_workers = plan.loader_workers.value == 0
-    not_fp16 = plan.precision.value != "fp16"
+    not_fp16, not_fp8 = plan.precision.value != "fp16", plan.precision.value != "fp8"
     return (
         *_strategy_rules(config, plan),
         *_launch_rules(plan),
         Idle("data", ("prefetch",), no_workers, plan.loader_workers.because),
         *_batch_rules(config),
+        Idle(
+            "attention",
+            ("nsa",),
+            plan.attention.value != "nsa",
+            f"attention.impl is {plan.attention.value}",
+        ),
         Idle("precision", ("loss_scale",), not_fp16, f"precision is {plan.precision.value}"),
+        Idle(
+            "precision",
+            ("fp8_recipe", "fp8_layers", "fp8_all_gather"),
+            not_fp8,
+            f"precision is {plan.precision.value}",
+        ),
         Idle(
             "train",
             ("compile_dynamic", "compile_scope"),
             train.compile == "off",
             "train.compile is off",
         ),
+        Idle("train", ("activation_offload",), not plan.on_gpu, "the ranks are on CPU already"),
         Idle(
             "train",
             ("eval_samples", "eval_ema", "best", "stop_after"),

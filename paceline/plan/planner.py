@@ -26,6 +26,10 @@ from paceline.plan.constraints import (
     check_samples,
 )
 from paceline.plan.crew import check_crew, choose_crew, choose_threads, count_ranks
+from paceline.plan.exchange import choose_exchange
+from paceline.plan.kernels import choose_kernels
+from paceline.plan.limits import add_limits, check_limits
+from paceline.plan.overlap import choose_bucket
 from paceline.plan.policy import (
     check_policy,
     choose_attention,
@@ -68,6 +72,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     strategy = _choose_strategy(config, world)
     precision = choose_precision(config, env, device)
     attention = choose_attention(config, env, device, workload)
+    kernels = choose_kernels(config, env, device, precision.value, workload)
     matmul = choose_matmul(config, env, device)
     arithmetic = choose_arithmetic(env, device.value, precision.value, matmul.value)
     workers = _choose_workers(config, env, crew)
@@ -94,6 +99,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         precision=precision,
         matmul=matmul,
         attention=attention,
+        kernels=kernels,
         compile=_as_asked(config.train.compile),
         compile_scope=_choose_scope(config, sharing),
         recompute=_as_asked(config.train.activation_checkpointing, idle="none"),
@@ -105,13 +111,17 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         model=model.size(),
         state_bytes=sharing.estimate(held, config, share),
         exchange=sharing.exchange(held, config, share),
+        exchange_by=choose_exchange(config, env, crew, sharing),
+        bucket_mb=choose_bucket(config, env, crew, model, sharing),
         pipeline=layout.pipeline,
-        flops_per_sample=_choose_flops(workload, config),
+        flops_per_sample=_choose_flops(workload, effective_config(config, attention.value)),
         peak_flops=choose_peak(config.observe.peak_flops, env, device.value, arithmetic),
         findings=[],
     )
-    if plan.epochs is not None and (job.workload.prepared or not _prepares(workload)):
+    is_open = config.data.batch_length == "auto"  # found when the data is there
+    if plan.epochs is not None and not is_open and (workload.prepared or not _prepares(workload)):
         plan = count_steps(job, plan)
+    plan = add_limits(plan, config, env, workload, model, sharing)
     plan = plan.model_copy(update={"engine_config": sharing.engine_config(config, plan)})
     findings = [
         *check_crew(config.launch, env, crew, topology),
@@ -123,6 +133,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *check_frozen(config, workload, sharing, model),
         *workload.problems(config),
         *check_policy(config, env, plan, workload),
+        *check_limits(config, env, plan, workload, sharing),
         *sharing.problems(config, crew, model),
         *check_optimizer(config, sharing, workload, model),
         *_recompute_problems(config, model),
@@ -235,7 +246,7 @@ def split_batch(config: RunConfig, dp: int) -> tuple[BatchSplit, list[Finding]]:
         grad_accum=accum,
         dp=dp,
         global_size=micro * accum * dp,
-        length=None if length == "off" or config.data.batch_by == "samples" else length,
+        length=length if isinstance(length, float) and config.data.batch_by == "length" else None,
     )
     return split, problems
 
@@ -364,6 +375,5 @@ def _choose_flops(workload: Workload, config: RunConfig) -> Choice[float | None]
     if counted is None:
         because = "counted on the first batch by torch.utils.flop_counter"
         return Choice(requested="auto", value=None, because=because)
-    counts = {"causal": ", causal attention counted half", "full": ", attention counted in full"}
-    because = f"counted by the workload: forward and backward{counts.get(workload.attention, '')}"
+    because = f"counted by the workload: forward and backward{workload.flops_counted(config)}"
     return Choice(requested="auto", value=counted, because=because)

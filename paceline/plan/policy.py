@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from paceline.attention.crossover import find_crossover
 from paceline.config.schema import RunConfig
 from paceline.machine.datasheets import choose_arithmetic
 from paceline.records import Attention, Choice, Device, Env, Finding, Matmul, Plan, Precision
@@ -18,7 +19,7 @@ def choose_precision(config: RunConfig, env: Env, device: Choice[Device]) -> Cho
         return Choice(requested=asked, value=asked, because="as asked")
     if device.value == "cpu":
         return Choice(requested=asked, value="fp32", because="every CPU computes it")
-    capability = _capability(env)
+    capability = capability_of(env)
     if capability is None:
         return Choice(requested=asked, value="bf16", because="cuda was asked; no GPU to look at")
     value = "bf16" if capability >= FAST_BF16 else "fp16"
@@ -29,9 +30,11 @@ def choose_attention(
     config: RunConfig, env: Env, device: Choice[Device], workload: Workload
 ) -> Choice[Attention]:
     asked = config.attention.impl
+    if asked == "nsa":
+        return _route_nsa(config, env, device, workload)
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
-    capability = _capability(env) if device.value == "cuda" else None
+    capability = capability_of(env) if device.value == "cuda" else None
     value, because = "sdpa", "torch chooses the kernel"
     if capability is not None and capability >= FAST_BF16:
         because = _because(capability)
@@ -41,6 +44,27 @@ def choose_attention(
         because = f"{_because(capability)}, but this workload has no eager attention"
     attends = workload.attention in ("causal", "full")
     return Choice(requested=asked, value=value, because=because, matters=attends)
+
+
+def _route_nsa(
+    config: RunConfig, env: Env, device: Choice[Device], workload: Workload
+) -> Choice[Attention]:
+    """Choose dense attention where it was measured to be faster: nsa is for long contexts."""
+    shape = workload.sparse_shape(config)
+    as_asked: Choice[Attention] = Choice(requested="nsa", value="nsa", because="as asked")
+    if config.attention.nsa.route == "sparse" or device.value == "cpu" or not env.gpus:
+        return as_asked
+    if shape is None or "nsa" not in workload.own_attention:
+        return as_asked  # refused below
+    length, attention = shape
+    found = find_crossover(env, attention)
+    if isinstance(found, str):
+        because = f"as asked; where dense attention is faster could not be measured: {found}"
+        return Choice(requested="nsa", value="nsa", because=because)
+    where = f"faster than dense from {found.length} tokens on" if found.length else "never faster"
+    because = f"on {env.gpus[0].name} nsa was measured to be {where}, and a sequence has {length}"
+    is_faster = found.length is not None and length >= found.length
+    return Choice(requested="nsa", value="nsa" if is_faster else "sdpa", because=because)
 
 
 def choose_matmul(config: RunConfig, env: Env, device: Choice[Device]) -> Choice[Matmul]:
@@ -53,10 +77,11 @@ def choose_matmul(config: RunConfig, env: Env, device: Choice[Device]) -> Choice
     return Choice(requested=asked, value=asked, because=means, matters=has_tf32 or asked != "high")
 
 
-def effective_config(config: RunConfig, attention: str) -> RunConfig:
-    """Return what a workload builds its model from: the choice, where the user left it to us."""
+def effective_config(config: RunConfig, attention: str, kernels: str = "torch") -> RunConfig:
+    """Return what a workload builds its model from: the choices, where the user left them to us."""
     section = config.attention.model_copy(update={"impl": attention})
-    return config.model_copy(update={"attention": section})
+    train = config.train.model_copy(update={"kernels": kernels})
+    return config.model_copy(update={"attention": section, "train": train})
 
 
 def check_policy(config: RunConfig, env: Env, plan: Plan, workload: Workload) -> Iterator[Finding]:
@@ -65,7 +90,7 @@ def check_policy(config: RunConfig, env: Env, plan: Plan, workload: Workload) ->
 
 
 def _precision_problems(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
-    capability = _capability(env) if plan.on_gpu else None
+    capability = capability_of(env) if plan.on_gpu else None
     if plan.precision.value == "bf16" and capability is not None and capability < FAST_BF16:
         yield Finding(
             severity="error",
@@ -88,15 +113,15 @@ def _attention_problems(
 ) -> Iterator[Finding]:
     impl, on_cpu = plan.attention.value, not plan.on_gpu
     own = workload.own_attention
-    if impl in ("eager", "flex") and impl not in own:
+    if impl in ("eager", "flex", "nsa") and impl not in own:
         yield _refused(impl, f"{plan.workload} has no {impl} attention", _offer(own, on_cpu))
     elif on_cpu and impl == "flex":
         yield _refused(impl, "flex_attention has no backward pass on CPU", _offer(own, on_cpu))
-    elif on_cpu and impl not in (*SDPA_ON_CPU, "eager"):
+    elif on_cpu and impl not in (*SDPA_ON_CPU, "eager", "nsa"):
         yield _refused(impl, f"{impl} is a kernel for GPUs, and the ranks are on CPU", "use sdpa")
     head = workload.head_dim(config)
     if impl in ("flash", "cudnn") and not on_cpu and head is not None:
-        yield from _head_problems(impl, head, plan, _capability(env))
+        yield from _head_problems(impl, head, plan, capability_of(env))
 
 
 def _head_problems(
@@ -123,7 +148,7 @@ def _offer(own: frozenset[str], on_cpu: bool) -> str:
     return f"set attention.impl to {' or '.join(names)}"
 
 
-def _capability(env: Env) -> tuple[int, int] | None:
+def capability_of(env: Env) -> tuple[int, int] | None:
     """Return the compute capability of the weakest GPU; None where there is none to look at."""
     found = [gpu.compute_capability.partition(".") for gpu in env.gpus]
     return min(((int(major), int(minor or 0)) for major, _, minor in found), default=None)

@@ -17,11 +17,13 @@ def _only(value: str) -> Body:
 
 Device = Literal["cpu", "cuda"]
 Backend = Literal["gloo", "nccl"]
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Matmul = Literal["highest", "high", "medium"]
-Attention = Literal["eager", "sdpa", "flash", "cudnn", "efficient", "math", "flex"]
+Attention = Literal["eager", "sdpa", "flash", "cudnn", "efficient", "math", "flex", "nsa"]
+ExchangeBy = Literal["collectives", "symmetric"]
+Kernels = Literal["torch", "triton"]
 CompileScope = Literal["blocks", "model"]
-Recompute = Literal["none", "full", "selective"]
+Recompute = Literal["none", "full", "selective", "mixed"]
 T = TypeVar("T", default=Any)
 
 
@@ -108,6 +110,27 @@ class Exchange(Part):
     because: str
 
 
+class Fp8Plan(Part):
+    """Which layers multiply in fp8, and how."""
+
+    recipe: str
+    gathers_fp8: bool = Field(description="Sharded weights travel in fp8, not in bf16.")
+    is_emulated: bool = Field(description="A CPU computes the rounding, and products in fp32.")
+    layers: list[str]
+    kept: dict[str, str] = Field(description="Matrices that stay in bf16, each with the reason.")
+    gain: float = Field(description="Estimated time of a step in bf16 over that in fp8.")
+
+
+class MemoryPlan(Part):
+    """What a budget of memory leads to, as estimated."""
+
+    budget: Choice[int] = Field(description="Bytes on one device.")
+    state_bytes: int
+    activation_bytes: int = Field(description="At the peak of a microbatch, beside the state.")
+    without_bytes: int = Field(description="The same if nothing were recomputed.")
+    blocks: list[Recompute] = Field(description="What each block recomputes.")
+
+
 class StagePlan(Part):
     """A part of the model: its blocks, and what stands between them and the next stage's."""
 
@@ -168,13 +191,19 @@ class Plan(Record):
     backend: Choice[Backend]
     strategy: Choice[str]
     precision: Choice[Precision]
+    fp8: Fp8Plan | None = Field(None, description="Where precision is fp8.")
     matmul: Choice[Matmul] = Field(
         description="Products of fp32 matrices: highest is fp32, others TF32."
     )
     attention: Choice[Attention]
+    kernels: Choice[Kernels] = Field(
+        Choice(requested="torch", value="torch", because=NO_OTHER, matters=False),
+        description="What layers and AdamW run on where we have kernels of our own.",
+    )
     compile: Choice[str] = Field(description="torch.compile's mode, or off.")
     compile_scope: Choice[CompileScope] = Field(description="What one compiled graph holds.")
     recompute: Choice[Recompute] = Field(description="Activation checkpointing.")
+    memory: MemoryPlan | None = Field(None, description="Where train.memory_budget is set.")
     optimizer: Choice[str] = Field(
         Choice(requested="n/a", value="n/a", because=NO_OTHER, matters=False),
         description="One of optim.name's, or the workload's own.",
@@ -186,6 +215,18 @@ class Plan(Record):
     model: ModelSize
     state_bytes: StateBytes = Field(description="Of the rank that holds most.")
     exchange: Exchange
+    exchange_by: Choice[ExchangeBy] = Field(
+        Choice(requested="collectives", value="collectives", because=NO_OTHER, matters=False),
+        description="Who moves gradients and weights between ranks.",
+    )
+    bucket_mb: Choice[float] = Field(
+        Choice(requested="auto", value=25.0, because=NO_OTHER, matters=False),
+        description="MiB of gradients in one all-reduce.",
+    )
+    prefetch: Choice[int] = Field(
+        Choice(requested="auto", value=0, because=NO_OTHER, matters=False),
+        description="Blocks whose weights are gathered ahead, where that is left to us.",
+    )
     pipeline: PipelinePlan | None = Field(None, description="Where strategy is pipeline.")
     engine_config: dict[str, Any] = Field(
         {}, description="Config of the library that the strategy drives, where it has its own."
@@ -234,6 +275,11 @@ class Plan(Record):
     def dp_rank(self, rank: int) -> int:
         """Which share of the batch is this rank's: those of one pipeline have the same."""
         return rank % self.batch.dp
+
+    def recompute_of(self, block: int) -> Recompute:
+        """Return what a block recomputes in backward."""
+        mixed = self.recompute.value == "mixed" and self.memory is not None
+        return self.memory.blocks[block] if mixed and self.memory else self.recompute.value
 
     def choices(self) -> dict[str, Choice]:
         """Return the choices that can matter in this job, by name."""

@@ -36,6 +36,16 @@ class Audit(Record):
         return [proof for proof in self.proofs if not proof.ok]
 
 
+class Overlap(Record):
+    """Where the communication of one step went, on one rank."""
+
+    rank: int
+    step: int
+    communication_s: float = Field(description="While at least one collective was on its way.")
+    exposed_s: float = Field(description="Of it, while nothing was computed.")
+    compute_s: float
+
+
 class RankError(Part):
     kind: str
     message: str
@@ -276,6 +286,16 @@ class PipelineFacts(Part):
     stages: list[PipelineStage]
 
 
+class Stability(Part):
+    """Whether one run was steady (stats/stability.py has the gates)."""
+
+    p90_over_p50: float
+    drift: float = Field(description="Of the step time over the window, relative.")
+    gpu_mib_per_min: float | None = Field(description="Of the GPU whose memory grew most.")
+    host_mib_per_min: float | None = Field(description="Of the rank whose memory grew most.")
+    problems: list[str] = Field(description="Gates that it did not pass.")
+
+
 class Result(Record):
     """How a run ended and what it measured: the last line of every run, printed by `--json`."""
 
@@ -304,6 +324,9 @@ class Result(Record):
         None, description="TFLOP/s a rank over the matmul rate that `paceline check` kept."
     )
     window: Window | None
+    stability: Stability | None = Field(
+        None, description="Gates on the speed and memory of this run; None where none was measured."
+    )
     peak_active_bytes: int | None
     peak_reserved_bytes: int | None
     rank_memory: list[RankMemory]

@@ -310,6 +310,9 @@ class RunDir:
     def steps(self, rank: int) -> Path:
         return self.rank(rank) / "steps.csv"
 
+    def overlap(self, rank: int) -> Path:
+        return self.rank(rank) / "overlap.json"
+
     @property
     def flops(self) -> Path:
         """The FLOPs per sample that rank 0 has counted: known before the first step."""

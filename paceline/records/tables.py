@@ -79,6 +79,7 @@ class CheckpointRow:
 
 MEASURES = (
     "utilisation_percent", "memory_bytes", "clock_mhz", "power_w", "temperature_c", "rss_bytes",
+    "throttle_reasons", "ecc_errors", "xid", "num_processes", "alloc_retries",
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from paceline.records.profiled import ProfileFacts
 from paceline.records.rundir import RunDir
 from paceline.records.words import count, duration, size
 
-MAX_NAME = 90
+MAX_NAME, LEAST = 90, 0.005
 MOMENTS = ("oom", "peak")  # of those that are worth a place in the report
 
 
@@ -53,7 +53,8 @@ def profile_sentences(facts: ProfileFacts) -> list[str]:
     """Say where the time of the profiled steps went, and where the trace is."""
     window = facts.window_s or 1.0
     total = sum(facts.categories.values()) or 1.0
-    parts = ", ".join(f"{name} {s / total:.0%}" for name, s in facts.categories.items() if s)
+    shares = {name: s / total for name, s in facts.categories.items() if s / total >= LEAST}
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     where = "the device" if facts.on_device else "the host's operations"
     said = [
         f"{duration(facts.window_s / facts.num_steps)} a step while it was profiled;"

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from paceline.config.plain import read_config_text
 from paceline.metrics import TRAIN, VAL
-from paceline.records import Audit, Env, Plan, Result, Window
+from paceline.records import Audit, Env, Overlap, Plan, Result, Window
 from paceline.records.columns import Table
 from paceline.records.findings import Finding as Found
 from paceline.records.findings import Findings
@@ -47,6 +47,7 @@ class Story:
     telemetry: dict[int, Table[TelemetryRow]]  # by rank
     config: str
     measured: Measured | None = None
+    overlaps: tuple[Overlap, ...] = ()  # of the ranks that exchange something
     samples: tuple[Sample, ...] = ()  # texts that the model wrote, by step
     findings: tuple[Found, ...] = ()  # what was judged of it, the gravest first
     sheets: tuple[Sheet, ...] = ()  # of profiles and memory, where there are some
@@ -80,6 +81,7 @@ def read_story(run: RunDir) -> Story:
         telemetry={rank: read_telemetry(run.telemetry_of(rank)) for rank in range(plan.world_size)},
         config=read_config_text(run.config),
         measured=load_measured(run, plan),
+        overlaps=read_overlaps(run, plan.world_size),
         samples=tuple(read_samples(run.texts)),
         findings=_findings(run),
         sheets=(
@@ -94,6 +96,20 @@ def _findings(run: RunDir) -> tuple[Found, ...]:
     if not run.findings.is_file():
         return ()
     return tuple(Findings.load(run.findings).findings)
+
+
+def read_overlaps(run: RunDir, num_ranks: int) -> tuple[Overlap, ...]:
+    """Return what each rank's profiled step spent on communication, where it was measured."""
+    paths = [run.overlap(rank) for rank in range(num_ranks)]
+    return tuple(Overlap.load(path) for path in paths if path.is_file())
+
+
+def _overlap_figures(story: Story) -> list[Figure]:
+    if not story.overlaps:
+        return []
+    worst = max(story.overlaps, key=lambda each: each.exposed_s)
+    beside = f"of {duration(worst.communication_s)}, rank {worst.rank}, step {worst.step}"
+    return [Figure("exposed communication", duration(worst.exposed_s), beside=beside)]
 
 
 def headline(story: Story) -> list[Figure]:
@@ -119,7 +135,8 @@ def further(story: Story) -> list[Figure]:
     result = story.result
     if result is None:
         return []
-    figures, kept = [], result.checkpoints
+    figures = [*_stability_figures(result), *_overlap_figures(story)]
+    kept = result.checkpoints
     if kept is not None:
         failed = f", {kept.num_failed} failed" if kept.num_failed else ""
         last = f"the last at step {kept.last_step}, {size(kept.num_bytes)}; "
@@ -204,6 +221,20 @@ def _rate_figures(result: Result) -> list[Figure]:
         return [*figures, Figure("compute a rank", computed, unit, share)]
     beside = "; ".join(filter(None, [f"{computed} {unit} per rank", share]))
     return [*figures, Figure("MFU", f"{result.mfu:.1%}", beside=beside)]
+
+
+def _stability_figures(result: Result) -> list[Figure]:
+    """Return whether the run was steady: what is not stands first, then what was measured."""
+    found = result.stability
+    if found is None:
+        return []
+    grown = {"GPU": found.gpu_mib_per_min, "rank": found.host_mib_per_min}
+    measured = [f"p90/p50 {found.p90_over_p50:.2f}", f"drift {found.drift:+.1%}"]
+    measured += [
+        f"{n} memory {mib:+.1f} MiB a minute" for n, mib in grown.items() if mib is not None
+    ]
+    value = "no" if found.problems else "yes"
+    return [Figure("steady", value, beside="; ".join([*found.problems, *measured]))]
 
 
 def _memory_figures(story: Story, result: Result) -> list[Figure]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
 from paceline.records.words import count, interval, number, ratio
 from paceline.stats.figures import RunFigures
+from paceline.stats.stability import GATES as RUN_GATES
+from paceline.stats.stability import explain_drift, explain_spread
 from paceline.stats.standings import Standing, Standings
 
 UNITS = {
@@ -17,8 +19,8 @@ UNITS = {
     "tail_mean_iter_p50_ms": "ms an iteration",
 }
 # Above these a run, or a cell, is called unsteady.
-MAX_SPREAD, MAX_DRIFT, MAX_VARIATION = 1.5, 0.10, 0.05
-GATES = f"p90/p50 over {MAX_SPREAD}, drift over {MAX_DRIFT:.0%}, runs over {MAX_VARIATION:.0%}"
+MAX_VARIATION = 0.05
+GATES = f"{RUN_GATES}; of a cell: runs that vary by over {MAX_VARIATION:.0%}"
 SIGNS = "★ the fastest, told apart from all others; ≈ not told apart from the best"
 VERDICTS = (
     ("faster", "the whole interval of the speedup is above 1"),
@@ -344,8 +346,9 @@ def _unrest(line: CellLine) -> list[str]:
     """Return what is unsteady in a cell: runs that differ, rare slow steps, a speed that changes
     while it is measured."""
     runs = [(run.label, run.figures) for run in line.runs if run.figures is not None]
-    spread = {label: item.spread for label, item in runs if item.spread > MAX_SPREAD}
-    drift = {label: item.drift for label, item in runs if abs(item.drift) > MAX_DRIFT}
+    spread = {label: item.spread for label, item in runs if explain_spread(item.spread)}
+    drift = {label: item.drift for label, item in runs if explain_drift(item.drift)}
+    leaks = [f"{g} ({label})" for label, item in runs for g in item.growth if g.is_leak]
     variation = line.standing.variation if line.standing else None
     found = []
     if variation is not None and variation > MAX_VARIATION:
@@ -355,11 +358,9 @@ def _unrest(line: CellLine) -> list[str]:
         found.append(f"step time p90/p50 up to {most:.2f} ({', '.join(spread)})")
     if drift:
         most = max(drift.values(), key=abs)
-        way = "slower" if most > 0 else "faster"
-        found.append(
-            f"up to {abs(most):.0%} {way} at the end of the window than at its start"
-            f" ({', '.join(drift)})"
-        )
+        found.append(f"up to {explain_drift(most)} ({', '.join(drift)})")
+    if leaks:
+        found.append(f"memory grows: {', '.join(leaks)}")
     return found
 
 

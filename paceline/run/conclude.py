@@ -25,6 +25,7 @@ from paceline.records import (
     RankMemory,
     RankVerdict,
     Result,
+    Stability,
     StepSeconds,
     Unwritten,
     list_unwritten,
@@ -41,6 +42,7 @@ from paceline.records.tables import (
 from paceline.schedules.account import account
 from paceline.schedules.measured import load_measured
 from paceline.stats.figures import RunFigures, best_of, measure_run
+from paceline.stats.stability import MAX_GROWTH
 
 MAX_NOTES = 10
 History = tuple[Table[TrainingRow], list[Attempt]]
@@ -144,12 +146,27 @@ def _how_fast(
         "tokens_per_s": figures.tokens_per_s if figures else None,
         "steps_per_s": figures.steps_per_s if figures else None,
         "window": figures.window if figures else None,
+        "stability": _stability(figures) if figures else None,
         "tflops_per_rank": tflops,
         "mfu": mfu,
         "mfu_note": note,
         "matmul_share": _matmul_share(plan, env, tflops),
         "ettr": measure_ettr(*history),
     }
+
+
+def _stability(figures: RunFigures) -> Stability:
+    most = {
+        kind: max((g.mib_per_min for g in figures.growth if g.kind == kind), default=None)
+        for kind in MAX_GROWTH
+    }
+    return Stability(
+        p90_over_p50=figures.spread,
+        drift=figures.drift,
+        gpu_mib_per_min=most["gpu"],
+        host_mib_per_min=most["host"],
+        problems=figures.unrest,
+    )
 
 
 def _memory(verdicts: Verdicts) -> dict[str, Any]:

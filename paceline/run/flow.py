@@ -54,6 +54,7 @@ from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
 from paceline.run.conclude import Circumstances, conclude
+from paceline.run.fit import fit_batches, is_open
 from paceline.run.rank import TRAIN, train_rank
 from paceline.run.resume import Resumption, explain_schedule
 from paceline.run.watching import Watcher
@@ -157,6 +158,11 @@ def prepare(
     for finding in plan.findings:
         talk.say(f"{finding.severity}: {finding}")
     prepared = job.workload.prepare(job.config, talk.say)
+    if is_open(job):
+        job = fit_batches(job, env, prepared, talk.say)
+        job.workload.prepared = prepared
+        plan = make_plan(job, env, rendezvous.topology if rendezvous else None)
+        require_feasible(plan)
     if not plan.steps:
         job.workload.prepared = prepared
         plan = count_steps(job, plan)

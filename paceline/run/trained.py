@@ -23,7 +23,7 @@ from paceline.checkpoint.tensors import TensorFiles
 from paceline.errors import ConfigError, RestoreError
 from paceline.job import Job, reload_job
 from paceline.plan.policy import effective_config
-from paceline.records import LaunchPlan
+from paceline.records import LaunchPlan, Plan
 from paceline.records.rundir import RunDir
 from paceline.strategies.stored import load_module
 from paceline.strategies.weights import fill_weights
@@ -79,7 +79,7 @@ def load_trained(run: RunDir, job: Job, which: Which, device: torch.device, say:
     manifest = require_sound(folder, step, say)
     averaged = with_averages(manifest) if which.ema else None
     source = TensorFiles(folder.path(step), averaged or manifest)
-    model = _build(job, device)
+    model = _build(job, Plan.load(run.plan), device)
     with torch.no_grad():
         load_module(source, model)
     if source.damages:
@@ -95,10 +95,12 @@ def _choose(folder: CheckpointFolder, asked: str) -> tuple[int, bool]:
     return choose_step(folder, BEST if is_there else LATEST), is_there
 
 
-def _build(job: Job, device: torch.device) -> nn.Module:
+def _build(job: Job, plan: Plan, device: torch.device) -> nn.Module:
     """Build the model with memory but without first values: all are loaded. What a module computes
     for itself and no checkpoint has, such as a table of positions, it fills in."""
-    workload, config = job.workload, effective_config(job.config, "sdpa")
+    # Other kernels of the same attention give the same result; nsa has weights of its own.
+    impl = "nsa" if plan.attention.value == "nsa" else "sdpa"
+    workload, config = job.workload, effective_config(job.config, impl)
     if not workload.meta_init:
         with device:
             return workload.build_model(config)

@@ -33,6 +33,7 @@ from paceline.train.heartbeat import Ticker
 TICK_S = 0.25
 RULES_S = 10.0  # between two judgements by all rules: these read whole tables
 KEPT_STEPS = 200
+NEW_STEPS = 5  # of all ranks, after which they are compared again: as often as they are written
 MAX_REPEATS = 20  # events of one kind about one rank
 RANK_KINDS = ("straggler", "desync")  # what is looked for often
 FORGOTTEN_AFTER = 3  # judgements without it, after which a finding is over
@@ -63,10 +64,10 @@ class Window:
         self._rows = np.concatenate([kept, numbers])[-self._kept :]
         return len(new)
 
-    def table(self) -> Table[Any]:
+    def table(self, last: int = KEPT_STEPS) -> Table[Any]:
         columns, values, empty = self._layout.columns, {}, {}
         for place, (name, kind) in enumerate(columns.items()):
-            found = self._rows[:, place]
+            found = self._rows[-last:, place]
             if name in self._layout.optional:
                 empty[name] = np.isnan(found)
             values[name] = found if kind is float else np.nan_to_num(found).astype(DTYPES[kind])
@@ -104,7 +105,7 @@ class Watcher(Ticker):
         for rank, window in self._steps.items():
             self._num_new[rank] += window.read()
         now = wall_time()
-        if min(self._num_new.values()) >= self._rules.straggler_steps:
+        if min(self._num_new.values()) >= NEW_STEPS:
             self._num_new = dict.fromkeys(self._num_new, 0)
             self._moved_at = now
             self._note(judge_ranks(self._recent(now)), of_ranks=True)
@@ -113,8 +114,9 @@ class Watcher(Ticker):
             self._note(judge(self._all(now)), of_ranks=False)
 
     def _recent(self, now: float) -> Evidence:
-        """Return the steps alone, which is what is looked at often."""
-        steps = {rank: window.table() for rank, window in self._steps.items()}
+        """Return the last steps alone, which is what is looked at often."""
+        last = self._rules.straggler_steps + NEW_STEPS
+        steps = {rank: window.table(last) for rank, window in self._steps.items()}
         return Evidence(self._plan.world_size, self._rules, steps, plan=self._plan, now=now)
 
     def _all(self, now: float) -> Evidence:

@@ -15,6 +15,7 @@ from paceline.records.columns import Table
 from paceline.records.heartbeats import iter_beats
 from paceline.records.rundir import RunDir
 from paceline.records.tables import StepRow, TrainingRow, read_steps, read_training
+from paceline.stats.stability import Growth, explain_drift, explain_spread, measure_growth
 from paceline.stats.steady import Seconds, count_warmup, find_compile_steps, measure_spread
 from paceline.stats.timing_points import (
     TAIL_POINTS,
@@ -81,12 +82,20 @@ class RunFigures:
     tail_loss: float | None  # mean over the last fifth of the steps, at least five
     losses: Losses  # of all steps of the run
     startup_s: float | None  # from the start of the attempt to its first step, where known
+    growth: tuple[Growth, ...] = ()  # of the memory of each GPU and rank, where long enough
     courses: Mapping[str, Course] = field(default_factory=dict)  # of the job's metrics, by name
 
     @property
     def spread(self) -> float:
         """Return p90 over p50 of the step times: above 1 by how slow the slow steps are."""
         return self.step_s_p90 / self.step_s_p50 if self.step_s_p50 else 1.0
+
+    @property
+    def unrest(self) -> list[str]:
+        """Return what makes these figures less believable, or the run unfit to go on for days."""
+        found = [explain_spread(self.spread), explain_drift(self.drift)]
+        found += [f"memory grows: {growth}" for growth in self.growth if growth.is_leak]
+        return [why for why in found if why]
 
     @property
     def window(self) -> Window:
@@ -124,8 +133,9 @@ def best_of(rows: Table[TrainingRow], goal: Goal) -> BestMetric | None:
     return BestMetric(step=int(steps[place]), name=goal.name, value=float(values[place]))
 
 
-def measure_run(run: RunDir) -> RunFigures | None:
-    """Return the figures of a run; None where no step was taken after the warm-up."""
+def measure_run(run: RunDir, tail_points: int = TAIL_POINTS) -> RunFigures | None:
+    """Return the figures of a run; None where no step was taken after the warm-up. `tail_points`:
+    how many of the last timing points the tail is the mean of."""
     every_row = read_training(run.training)
     _require_measured(run, every_row)
     first_step, started_at = _last_attempt(run)
@@ -140,7 +150,7 @@ def measure_run(run: RunDir) -> RunFigures | None:
     spread = measure_spread(kept_s)
     steps = read_steps(run.steps(0)).since(first_step)
     points = list_points(steps, number_at(read_plain(run.config), "train", "log_every", run.config))
-    whole, tail = summarise_points(points), summarise_points(points[-TAIL_POINTS:])
+    whole, tail = summarise_points(points), summarise_points(points[-tail_points:])
     samples_per_s, tokens_per_s = _rates(steady)
     p50, p90 = np.quantile(kept_s, [0.5, 0.9]).tolist()
     return RunFigures(
@@ -166,6 +176,7 @@ def measure_run(run: RunDir) -> RunFigures | None:
         losses=every_row.column("loss"),
         courses=_courses(every_row),
         startup_s=_startup_s(run, steps, started_at),
+        growth=measure_growth(run, started_at),
     )
 
 

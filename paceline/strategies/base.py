@@ -98,7 +98,8 @@ class Case:
 
 
 class Collective(NamedTuple):
-    """What the profile of a step must show: `op` as torch names it, on numbers of type `dtype`."""
+    """What the profile of a step must show: `op` as torch names it, on numbers of type `dtype`;
+    "A and B" where some are of one type and some of another."""
 
     what: str
     op: str
@@ -187,6 +188,8 @@ class Strategy(ABC):
     syncs_batchnorm: ClassVar[bool] = True
     # True: a library updates the weights, and the audit looks for no optimizer of ours.
     updates_itself: ClassVar[bool] = False
+    # Why layers cannot be replaced by torchao's; empty: they can.
+    no_fp8: ClassVar[str] = ""
     # Why it cannot take an optimizer that the workload has built; empty: it can.
     no_own_optimizer: ClassVar[str] = ""
 

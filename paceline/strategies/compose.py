@@ -19,7 +19,9 @@ from torch.utils.checkpoint import (
 from paceline.strategies.base import EngineParts
 from paceline.strategies.batchnorm import has_statistics, sync_batchnorm, untracked
 from paceline.strategies.blocks import find_blocks, find_tail
+from paceline.strategies.fp8 import convert_layers
 from paceline.strategies.objective import Objective
+from paceline.strategies.offload import Offloader
 from paceline.strategies.optim import freeze
 from paceline.strategies.weights import fill_weights
 from paceline.workloads.meta import on_meta
@@ -28,11 +30,13 @@ from paceline.workloads.meta import on_meta
 KEPT_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
+SPARSE = "paceline.nsa.default"  # by name: it is there once Triton has been imported
 
 
 def compose(
@@ -51,17 +55,24 @@ def compose(
     # Then what the layers are, before anything takes hold of their forward.
     if parts.config.strategy.sync_batchnorm:
         sync_batchnorm(model, parts.device)
+    if parts.plan.fp8 is not None:
+        convert_layers(model, parts.plan, parts.device)
     blocks = find_blocks(model)
     # Recomputation first: compiled or sharded, a block's forward must already be the one that
     # forgets, so that the graph sees it, and weights are gathered once more for it.
-    if parts.plan.recompute.value != "none":
-        for block in blocks or [model]:
-            recompute_block(block, parts.plan.recompute.value)
+    for number, block in enumerate(blocks or [model]):
+        if (kind := parts.plan.recompute_of(number)) != "none":
+            recompute_block(block, kind)
     # Then compile, before any wrapper: no hook is in a graph. Equal blocks share one.
     if parts.plan.compile.value != "off":
         by_blocks = parts.plan.compile_scope.value == "blocks" and bool(blocks)
         for part in [*blocks, *find_tail(model)] if by_blocks else [model]:
             compile_in_place(part, parts)
+    # Around what is compiled: what a graph saves goes to the host by hooks that it must not see.
+    if parts.config.train.activation_offload and parts.device.type != "cpu":
+        offloader = Offloader(parts.device)
+        for number, block in enumerate(blocks):
+            offloader.wrap(block, number)
     # Then shard, while the weights have no memory yet: a rank never holds the whole model.
     objective = Objective(parts.workload, model)
     if shard is not None:
@@ -143,5 +154,5 @@ def _contexts(block: nn.Module, inner: Callable[[], tuple[Any, Any]]) -> tuple[A
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op in KEPT_OPS
+    kept = op in KEPT_OPS or str(op) == SPARSE
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

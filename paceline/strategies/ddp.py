@@ -16,13 +16,23 @@ CASTS = ("fp16", "bf16")
 MIN_RATE = 2.0  # torch's default for PowerSGD: a matrix that shrinks less is sent whole
 
 
-class Buckets(StrategyConfig):
-    bucket_mb: Annotated[float, Field(gt=0)] = Field(
-        25.0, description="MiB of gradients per all-reduce."
+class Exchanging(StrategyConfig):
+    exchange: Literal["collectives", "symmetric"] = Field(
+        "collectives",
+        description="Who moves gradients and weights: NCCL or gloo, or the ranks themselves through"
+        " symmetric memory, where NVLink joins them all.",
     )
 
 
-class DDPSettings(Buckets):
+class Buckets(StrategyConfig):
+    bucket_mb: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
+        "auto",
+        description="MiB of gradients per all-reduce. auto: by the link that `paceline check` has"
+        " measured, else 25.",
+    )
+
+
+class DDPSettings(Buckets, Exchanging):
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = Field(
         "none", description="What gradients are sent as."
     )
@@ -125,6 +135,16 @@ def replica_bytes(model: ModelShape, config: RunConfig) -> StateBytes:
 
 def ddp_problems(config: RunConfig, model: ModelShape) -> list[Finding]:
     settings, found = DDPSettings.of(config), list[Finding]()
+    if settings.exchange == "symmetric" and settings.comm_hook != "none":
+        found.append(
+            Finding(
+                severity="error",
+                where="strategy.exchange",
+                what=f"symmetric sums gradients as they are, and strategy.comm_hook is"
+                f" {settings.comm_hook}",
+                hint="set one of the two",
+            )
+        )
     if settings.static_graph and settings.find_unused_parameters:
         found.append(
             Finding(

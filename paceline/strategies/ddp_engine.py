@@ -21,7 +21,7 @@ from paceline.strategies.compose import compose
 from paceline.strategies.ddp import MIN_RATE, DDPSettings
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.objective import Objective
-from paceline.strategies.optim import build_optimizer, optimizer_kind, parameter_groups
+from paceline.strategies.optim import build_optimizer, by_kernel, optimizer_kind, parameter_groups
 
 MIB = 2**20
 CAST_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -61,7 +61,8 @@ def build_zero1(parts: EngineParts) -> Engine:
     objective = compose(parts)
     module = objective.model
     wrapping, optim = wrap_ddp(parts, objective), parts.config.optim
-    kind, settings = optimizer_kind(optim, parts.plan.fused_optimizer.value)
+    fused = parts.plan.fused_optimizer.value
+    kind, settings = optimizer_kind(optim, fused, by_kernel(parts, module))
     groups = parameter_groups(module, optim)
     optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=kind, **settings)
     wrapping.waits.around(optimizer, "_sync_params")
@@ -72,7 +73,7 @@ def wrap_ddp(parts: EngineParts, objective: Objective) -> Wrapping:
     settings = DDPSettings.of(parts.config)
     wrapped = DistributedDataParallel(
         objective,
-        bucket_cap_mb=settings.bucket_mb,
+        bucket_cap_mb=parts.plan.bucket_mb.value,
         # Gradients live inside the buckets: no copy after the all-reduce, no second set.
         gradient_as_bucket_view=True,
         static_graph=settings.static_graph,
@@ -82,16 +83,44 @@ def wrap_ddp(parts: EngineParts, objective: Objective) -> Wrapping:
     # warns of the argument, and has another name for it.)
     wrapped.broadcast_buffers = False
     traffic = register_hook(wrapped, settings)
+    shared = _share_memory(parts, wrapped)
     unsynced = _Unsynced(wrapped, parts.plan.batch.grad_accum - 1, settings.static_graph)
     return Wrapping(
         wrapped,
         unsynced,
-        proofs=lambda: _proofs(parts, wrapped, traffic),
+        proofs=lambda: [*_proofs(parts, wrapped, traffic), *exchange_proofs(parts, shared)],
         forget=traffic.forget if traffic.power is not None else None,
         # It sorts its buckets by the order in which the first gradients came; PowerSGD, which
         # counts passes, must not see one more.
         rehearsed=unsynced.has_learnt if traffic.power is None else None,
     )
+
+
+def _share_memory(parts: EngineParts, wrapped: DistributedDataParallel) -> Any:
+    """Sum gradients through symmetric memory, where the plan says so."""
+    if parts.plan.exchange_by.value != "symmetric":
+        return None
+    from paceline.strategies.symmetric import Exchange, ddp_hook
+
+    assert dist.group.WORLD is not None, "ranks have met"
+    shared = Exchange(dist.group.WORLD)
+    wrapped.register_comm_hook(shared, ddp_hook)
+    return shared
+
+
+def exchange_proofs(parts: EngineParts, shared: Any) -> list[Proof]:
+    """Show the bytes that went through symmetric memory, where that was planned."""
+    if shared is None:
+        return []
+    return [
+        Proof(
+            what="exchange",
+            requested=parts.plan.exchange_by.value,
+            effective=f"{shared.num_bytes:,} bytes through symmetric memory so far",
+            proof="counted where they are copied",
+            ok=shared.num_bytes > 0,
+        )
+    ]
 
 
 class _Unsynced:
@@ -120,14 +149,15 @@ class _Unsynced:
 def _proofs(parts: EngineParts, wrapped: DistributedDataParallel, traffic: Traffic) -> list[Proof]:
     """Show the buckets as DDP logs them, and the bytes that went through the hook."""
     settings, told = DDPSettings.of(parts.config), wrapped._get_ddp_logging_data()
+    asked = parts.plan.bucket_mb.value
     sizes = str(told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes", ""))
     largest = max((int(size) for size in sizes.replace(" ", "").split(",") if size), default=0)
     buckets = Proof(
         what="DDP buckets",
-        requested=f"{settings.bucket_mb:g} MiB each",
+        requested=f"{asked:g} MiB each",
         effective=f"{sizes.count(',') + 1} of up to {largest / MIB:.3g} MiB",
         proof="DDP's logging data",
-        ok=int(told.get("bucket_cap_bytes", 0)) == int(settings.bucket_mb * MIB),
+        ok=int(told.get("bucket_cap_bytes", 0)) == int(asked * MIB),
     )
     if settings.comm_hook == "none":
         return [buckets]

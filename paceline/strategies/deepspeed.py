@@ -44,6 +44,7 @@ class DeepSpeed(Strategy):
     name = "deepspeed"
     summary = "DeepSpeed's engine, strategy.stage 0 to 3"
     Settings = DeepSpeedSettings
+    no_fp8 = "DeepSpeed keeps the weights in pieces of its own and casts them itself"
     updates_itself = True
     no_own_optimizer = (
         "DeepSpeed updates flat parts of the weights, which it hands to our optimizer"

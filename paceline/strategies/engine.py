@@ -21,6 +21,7 @@ from paceline.strategies.average import Average
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
 from paceline.strategies.batchnorm import SharedBuffers
 from paceline.strategies.clock import Clock, Waits
+from paceline.strategies.fp8 import fp8_proofs
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
 from paceline.strategies.objective import compute_loss, compute_metrics
 from paceline.strategies.optim import set_rate, trained_parameters
@@ -262,7 +263,7 @@ class ModuleEngine:
         )
 
     def proofs(self) -> list[Proof]:
-        return self.wrapping.proofs()
+        return [*self.wrapping.proofs(), *fp8_proofs(self.parts.plan, self.module)]
 
 
 def build_scaler(parts: EngineParts) -> LossScale | None:

@@ -17,7 +17,9 @@ from paceline.strategies.base import Engine, EngineParts
 from paceline.strategies.blocks import find_blocks
 from paceline.strategies.clock import Waits
 from paceline.strategies.compose import compose
+from paceline.strategies.ddp_engine import exchange_proofs
 from paceline.strategies.engine import ModuleEngine, Wrapping
+from paceline.strategies.fp8 import scale_after_updates
 from paceline.strategies.optim import build_optimizer
 from paceline.strategies.precision import COMPUTE_TYPES
 from paceline.strategies.zero import Gathering, ShardedSettings
@@ -30,11 +32,19 @@ def build_sharded(parts: EngineParts, reshards: bool) -> Engine:
     module = objective.model
     # Optimizer last: fully_shard replaces every parameter, an earlier one would step orphans.
     optimizer = build_optimizer(parts, module)
+    if parts.plan.fp8 is not None and parts.plan.fp8.gathers_fp8:
+        scale_after_updates(optimizer, module)
+    shared = None
+    if parts.plan.exchange_by.value == "symmetric":
+        from paceline.strategies.symmetric import use_in_fsdp
+
+        assert isinstance(objective, FSDPModule), "fully_shard has been applied"
+        shared = use_in_fsdp(objective, mesh.get_group(mesh.ndim - 1))
     defers = ShardedSettings.of(parts.config).accumulate == "defer"
     wrapping = Wrapping(
         objective,
         unsynced=(lambda: _deferred(objective)) if defers else nullcontext,
-        proofs=lambda: _proofs(objective),
+        proofs=lambda: [*_proofs(objective), *exchange_proofs(parts, shared)],
         settle=lambda: reshard(objective),
         shards=mesh.get_group(mesh.ndim - 1),
     )
@@ -72,7 +82,9 @@ def shard_model(root: nn.Module, parts: EngineParts, mesh: DeviceMesh, reshards:
     # given the batch: what of it meets no weight, such as targets, must not be rounded.
     policy = replace(settings["mp_policy"], cast_forward_inputs=False)
     fully_shard(root, **(settings | {"reshard_after_forward": False, "mp_policy": policy}))
-    _prefetch(blocks, asked.forward_prefetch, asked.backward_prefetch)
+    ahead = (asked.forward_prefetch, asked.backward_prefetch)
+    chosen = parts.plan.prefetch.value
+    _prefetch(blocks, *(chosen if number == "auto" else number for number in ahead))
 
 
 def _offloads(parts: EngineParts) -> bool:
@@ -80,13 +92,15 @@ def _offloads(parts: EngineParts) -> bool:
 
 
 def tell_waits(root: nn.Module, waits: Waits, device: torch.device) -> None:
-    """Tell where FSDP waits for other ranks: a host inside its collectives; the stream of a GPU
-    where it needs what was gathered, or what an earlier block has scattered."""
-    gathers = "wait_for_unshard" if device.type == "cuda" else "unshard"
+    """Tell where FSDP waits for other ranks: the host inside a collective of gloo, which it waits
+    for at once; the stream of a GPU where it needs what NCCL has gathered, or what an earlier block
+    has scattered."""
+    methods = ["unshard", "post_backward"]
+    methods += ["wait_for_unshard"] if device.type == "cuda" else []
     for module in root.modules():
         if isinstance(module, FSDPModule):
             group = module._get_fsdp_state()._fsdp_param_group
-            for method in (gathers, "post_backward") if group is not None else ():
+            for method in methods if group is not None else ():
                 waits.around(group, method)
 
 

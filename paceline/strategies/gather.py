@@ -15,6 +15,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.utils import get_total_norm
 
 
+def plain(value: Tensor) -> Tensor:
+    """Return the numbers behind a weight that torchao gathers in fp8; anything else as it is."""
+    inner = getattr(value, "_tensor", None)
+    return inner if isinstance(inner, Tensor) else value
+
+
 def whole(value: Any) -> Any:
     """Return the whole of a sharded tensor, on every rank; anything else as it is. A collective."""
     if not isinstance(value, DTensor):
@@ -22,7 +28,7 @@ def whole(value: Any) -> Any:
     axis = next(number for number, at in enumerate(value.placements) if isinstance(at, Shard))
     group = value.device_mesh.get_group(axis)
     rows = -(-value.shape[0] // dist.get_world_size(group))
-    part = value.to_local().detach()
+    part = plain(value.to_local()).detach()
     padded = part.new_zeros((rows, *value.shape[1:]), device=value.device_mesh.device_type)
     padded[: len(part)] = part
     parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
@@ -50,9 +56,21 @@ def cut_like(value: Tensor, rows: Tensor) -> Tensor:
     )  # fmt: skip
 
 
+def cut_rows_like(value: Tensor, rows: Tensor) -> Tensor:
+    """Return a tensor with as many rows as `value`, cut over ranks as its are, of which this rank
+    has `rows`: they may have another width."""
+    if not isinstance(value, DTensor):
+        return rows
+    shape = torch.Size((value.shape[0], *rows.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        rows, value.device_mesh, value.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return this rank's pieces of tensors, sharded or not."""
-    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return [plain(t.to_local() if isinstance(t, DTensor) else t) for t in tensors]
 
 
 def global_norm(

@@ -18,6 +18,8 @@ from paceline.strategies.blocks import find_hidden
 from paceline.strategies.optimizers import KINDS, builds_own, is_frozen, split_groups
 from paceline.workloads.base import Workload
 
+ONE_READ_ADAMW = "paceline.strategies.update_rules:OneReadAdamW"
+
 
 @dataclass(frozen=True)
 class Named:
@@ -45,14 +47,25 @@ def build_optimizer(parts: EngineParts, module: nn.Module) -> Optimizer:
     if builds_own(parts.workload):
         return _build_own(parts.workload, module, parts.config)
     optim = parts.config.optim
-    kind, settings = optimizer_kind(optim, parts.plan.fused_optimizer.value)
+    kind, settings = optimizer_kind(
+        optim, parts.plan.fused_optimizer.value, by_kernel(parts, module)
+    )
     return kind(parameter_groups(module, optim), **settings)
 
 
-def optimizer_kind(optim: OptimConfig, fused: bool) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Return the class and the settings it is built with, beside its parameters."""
+def by_kernel(parts: EngineParts, module: nn.Module) -> bool:
+    """Say whether AdamW is by our own kernel: as planned, where the weights lie on a GPU."""
+    return parts.plan.kernels.value == "triton" and next(module.parameters()).is_cuda
+
+
+def optimizer_kind(
+    optim: OptimConfig, fused: bool, by_kernel: bool = False
+) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Return the class and the settings it is built with, beside its parameters; `by_kernel`: of a
+    fused AdamW the one that reads each gradient once."""
     listed = KINDS[optim.name]
-    module, _, name = listed.place.partition(":")
+    place = ONE_READ_ADAMW if optim.name == "adamw" and fused and by_kernel else listed.place
+    module, _, name = place.partition(":")
     settings = listed.settings(optim) | {"lr": optim.lr}
     return getattr(import_module(module), name), settings | (
         {"fused": fused} if listed.is_fused else {}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from math import prod
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -24,6 +25,9 @@ COUNT_BYTES = 4  # a count of steps is one fp32 number
 NUM_NEAR = 3
 MUON_MOMENTUM = 0.95  # https://kellerjordan.github.io/posts/muon
 ADAM_EPS = 1e-8
+EIGHT_BIT_BLOCK = 256  # numbers that share a scale
+EIGHT_BIT_MIN = 4096  # as bitsandbytes and torchao: fewer numbers are not worth the error
+CODES = "_codes"
 
 
 class Shaped(Protocol):
@@ -56,6 +60,7 @@ class Kind:
     needs_whole: str = ""
     gathers: bool = False
     is_fused: bool = False
+    needs: str = ""  # a library of the extra fp8
 
 
 def _adam(optim: OptimConfig) -> dict[str, Any]:
@@ -65,6 +70,24 @@ def _adam(optim: OptimConfig) -> dict[str, Any]:
 
 def _two_moments(parameter: Shaped, optim: OptimConfig) -> dict[str, Shape]:
     return {"step": (), "exp_avg": (*parameter.shape,), "exp_avg_sq": (*parameter.shape,)}
+
+
+def takes_8_bits(shape: Sequence[int]) -> bool:
+    """Say whether moments of this shape are kept in 8 bits: many numbers, in whole blocks of a row,
+    so that rows can be cut over ranks."""
+    width = prod(shape[1:])
+    return len(shape) > 1 and width % EIGHT_BIT_BLOCK == 0 and prod(shape) >= EIGHT_BIT_MIN
+
+
+def _moments_in_8_bits(parameter: Shaped, optim: OptimConfig) -> dict[str, Shape]:
+    if not takes_8_bits(parameter.shape):
+        return _two_moments(parameter, optim)
+    rows, width = parameter.shape[0], prod(parameter.shape[1:])
+    kept: dict[str, Shape] = {"step": ()}
+    for name in ("exp_avg", "exp_avg_sq"):
+        kept[f"{name}_codes"] = (*parameter.shape,)
+        kept[f"{name}_scales"] = (rows, width // EIGHT_BIT_BLOCK)
+    return kept
 
 
 def _sgd_momentum(optim: OptimConfig) -> float:
@@ -97,6 +120,13 @@ def _muon_keeps(parameter: Shaped, optim: OptimConfig) -> dict[str, Shape]:
 KINDS: Mapping[str, Kind] = {
     "adamw": Kind(
         "torch.optim:AdamW", ("beta1", "beta2", "eps"), _adam, _two_moments, is_fused=True
+    ),
+    "adamw8bit": Kind(
+        "paceline.strategies.eight_bit:AdamW8bit",
+        ("beta1", "beta2", "eps"),
+        _adam,
+        _moments_in_8_bits,
+        needs="torchao",
     ),
     "adam": Kind("torch.optim:Adam", ("beta1", "beta2", "eps"), _adam, _two_moments, is_fused=True),
     "sgd": Kind(
@@ -139,10 +169,16 @@ def optimizer_bytes(config: RunConfig, parameters: Iterable[ParameterShape]) -> 
     """Return the bytes of the state that the optimizer keeps for these, counts of steps included;
     they may be pieces of parameters."""
     return sum(
-        COUNT_BYTES if slot == "step" else prod(shape) * parameter.itemsize
+        _slot_bytes(slot, shape, parameter.itemsize)
         for parameter in parameters
         for slot, shape in state_shapes(parameter, config.optim).items()
     )
+
+
+def _slot_bytes(slot: str, shape: Shape, itemsize: int) -> int:
+    if slot == "step":
+        return COUNT_BYTES
+    return prod(shape) * (1 if slot.endswith(CODES) else itemsize)
 
 
 def ema_bytes(config: RunConfig, parameters: Iterable[ParameterShape]) -> int:
@@ -265,6 +301,14 @@ def _check_kind(config: RunConfig, strategy: Strategy, model: ModelShape) -> Ite
             " part of every matrix",
             hint="set strategy.name=zero1, which deals out whole matrices, or ddp; or"
             " optim.name=adamw or lion",
+        )
+    if kind.needs and find_spec(kind.needs) is None:
+        yield Finding(
+            severity="error",
+            where="optim.name",
+            what=f"{optim.name} needs {kind.needs}, which is not installed",
+            hint="pip install 'paceline[fp8]'",
+            cause="cluster",
         )
     if optim.name == "muon" and not any(p.is_hidden for p in model.trainable):
         yield Finding(

@@ -6,7 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE_TYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # all but the products of layers that cast for themselves
+}
 START_SCALE = 65536.0
 OVERFLOWED = 2  # a step skipped while fp16 looks for its scale; 1 is one whose gradient is bad
 GROWTH_STEPS = 2000  # steps without overflow before the scale doubles

@@ -23,7 +23,7 @@ from paceline.checkpoint.pieces import (
     require_same_shapes,
 )
 from paceline.errors import ConfigError
-from paceline.strategies.gather import cut_like, first_row
+from paceline.strategies.gather import cut_like, cut_rows_like, first_row, plain
 from paceline.strategies.precision import LossScale
 
 LOG = logging.getLogger("paceline")
@@ -144,18 +144,22 @@ def piece_of(
 
 
 def local_part(value: Tensor) -> Tensor:
-    return (value.to_local() if isinstance(value, DTensor) else value).detach()
+    return plain(value.to_local() if isinstance(value, DTensor) else value).detach()
 
 
 def moment_like(source: Source, name: str, parameter: Tensor) -> Tensor:
-    """Read a moment. One of its parameter's shape is cut as it is; a step count is one number, and
-    what else there is, is whole on every rank."""
+    """Read a moment. One of its parameter's shape, or of its rows, is cut as it is; a step count is
+    one number, and what else there is, is whole on every rank."""
     shape = source.shapes("optimizer")[name]
-    if shape != tuple(parameter.shape):
-        return source.rows("optimizer", name, 0, (*shape, 1)[0])
-    rows = torch.empty_like(local_part(parameter))
-    source.fill("optimizer", name, first_row(parameter), rows)
-    return cut_like(parameter, rows)
+    if shape == tuple(parameter.shape):
+        rows = torch.empty_like(local_part(parameter))
+        source.fill("optimizer", name, first_row(parameter), rows)
+        return cut_like(parameter, rows)
+    if isinstance(parameter, DTensor) and shape[:1] == tuple(parameter.shape[:1]):
+        count = len(local_part(parameter))
+        rows = source.rows("optimizer", name, first_row(parameter), count)
+        return cut_rows_like(parameter, rows.to(parameter.device))
+    return source.rows("optimizer", name, 0, (*shape, 1)[0])
 
 
 def fill_like(source: Source, name: str, value: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""Optimizers that torch has not: Lion, and Muon with AdamW for what Muon is not made for."""
+"""Optimizers that torch has not: Lion, Muon with AdamW for what Muon is not made for, and AdamW
+that reads each gradient once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from paceline.strategies.gather import cut_like, first_row, locals_of, whole
 
 # Muon's steps at the size of AdamW's, so that one learning rate and one decay fit both.
 SIZE = "match_rms_adamw"
+ONE_READ = "paceline::adamw"  # what an update is called in a profile
 
 
 class Lion(Optimizer):
@@ -107,3 +109,48 @@ class MuonAndAdamW(Optimizer):
             Muon([move], lr, 0.0, momentum=0.0, nesterov=False, adjust_lr_fn=SIZE).step()
             first = first_row(parameter)
             weight.mul_(1 - lr * group["weight_decay"]).add_(move[first : first + len(weight)])
+
+
+class OneReadAdamW(AdamW):
+    """torch's AdamW, with its settings and its state, by a kernel of ours that reads each gradient
+    once and writes it never. `found_inf` vetoes an update and `grad_scale` divides the gradient:
+    scalars on the device, as torch's fused kernel takes them; without them it does neither."""
+
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        from paceline.kernels.adamw import Rates, update_weight
+
+        with torch.profiler.record_function(ONE_READ):
+            for group in self.param_groups:
+                moved = [p for p in group["params"] if p.grad is not None]
+                if not moved:
+                    continue
+                veto, scale = self._scalars(moved[0].device)
+                states = [self._state_of(p) for p in moved]
+                torch._foreach_add_([state["step"] for state in states], 1 - veto)
+                beta1, beta2 = group["betas"]
+                rates = Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+                for p, state in zip(moved, states, strict=True):
+                    w, g, m, v = locals_of([p, p.grad, state["exp_avg"], state["exp_avg_sq"]])
+                    update_weight((w, g.contiguous(), m, v), (state["step"], scale, veto), rates)
+
+    def _scalars(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the veto and the divisor."""
+        veto, scale = self.found_inf, self.grad_scale
+        return (
+            torch.zeros((), device=device) if veto is None else veto,
+            torch.ones((), device=device) if scale is None else scale,
+        )
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        if not self.state[parameter]:
+            self.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
+        state: dict[str, Any] = self.state[parameter]
+        return state

@@ -26,7 +26,7 @@ from paceline.strategies.base import (
     Strategy,
     Unread,
 )
-from paceline.strategies.ddp import Replicated
+from paceline.strategies.ddp import Exchanging, Replicated
 from paceline.strategies.optimizers import ema_bytes, optimizer_bytes, split_groups
 from paceline.strategies.shape import ModelShape, ParameterShape, sum_bytes
 
@@ -41,17 +41,19 @@ class Offloading(StrategyConfig):
     )
 
 
-class Gathering(Offloading):
+class Gathering(Offloading, Exchanging):
     """What every use of FSDP2 reads, that of a pipeline's stages too."""
 
     reshard_after_forward: Literal["auto"] | bool = Field(
         "auto", description="Free gathered weights after forward. auto: zero3 does."
     )
-    forward_prefetch: Count = Field(
-        0, description="Blocks to gather ahead in forward; 0: torch's own order."
+    forward_prefetch: Literal["auto"] | Count = Field(
+        "auto",
+        description="Blocks to gather ahead in forward; 0: torch's own order. auto: 1 where the"
+        " link that `paceline check` has measured is slow for that.",
     )
-    backward_prefetch: Count = Field(
-        0, description="Blocks to gather ahead in backward; 0: torch's own order."
+    backward_prefetch: Literal["auto"] | Count = Field(
+        "auto", description="Blocks to gather ahead in backward; as forward_prefetch."
     )
 
 
@@ -177,7 +179,8 @@ class Sharded(Strategy):
         *blocks, rest = _gathered_numels(model, share)
         if self.reshards(config):
             settings = Gathering.of(config)
-            ahead = max(1, settings.forward_prefetch, settings.backward_prefetch)
+            asked = (settings.forward_prefetch, settings.backward_prefetch)
+            ahead = max([1, *(number for number in asked if number != "auto")])
             blocks = sorted(blocks, reverse=True)[: 1 + ahead]
         return (rest + sum(blocks)) * share.compute_bytes
 
@@ -241,8 +244,12 @@ def wire(plan: Plan) -> list[Collective]:
     where the last axis of the mesh has one rank, which holds every piece."""
     if list(plan.mesh.values())[-1] == 1:
         return []
+    gathered: str = plan.precision.value
+    if plan.fp8 is not None:
+        # Weights in fp8 travel as bytes, with the norms beside them; the rest of the model as bf16.
+        gathered = "uint8 and bf16" if plan.fp8.gathers_fp8 else "bf16"
     return [
-        Collective("FSDP gather", "c10d::_allgather_base_", plan.precision.value),
+        Collective("FSDP gather", "c10d::_allgather_base_", gathered),
         Collective("FSDP reduce", "c10d::_reduce_scatter_base_", "fp32"),
     ]
 

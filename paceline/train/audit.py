@@ -17,11 +17,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from paceline.config.schema import RunConfig
 from paceline.errors import AuditError
-from paceline.records import Audit, Choice, Plan, Proof
+from paceline.records import Audit, Choice, Fp8Plan, Plan, Proof
 from paceline.records.disk import Losses
 from paceline.records.profiled import AUDITED_STEP
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Collective
+from paceline.strategies.update_rules import ONE_READ
+from paceline.train.audit_sparse import find_ranges, sparse_proofs
+from paceline.train.overlap import measure_overlap
 
 # How torch names the kernels that SDPA chooses from, and where each takes a mask.
 KERNELS = {
@@ -33,9 +36,15 @@ KERNELS = {
     "aten::_scaled_dot_product_fused_attention_overrideable": ("overrideable", 3),
 }
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-FUSED = ("aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_sgd_")
+FUSED = ("aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_sgd_", ONE_READ)
 PROFILE = "profile of the step"
-TYPE_NAMES = {"float": "fp32", "double": "fp64", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
+TYPE_NAMES = {
+    "float": "fp32",
+    "double": "fp64",
+    "c10::BFloat16": "bf16",
+    "c10::Half": "fp16",
+    "unsigned char": "uint8",
+}
 
 
 @dataclass(frozen=True)
@@ -57,8 +66,10 @@ class StepProfile:
         if with_kernels:
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities, record_shapes=True)
+        self.events: Any = []
         self.ops: list[Op] = []
         self.names: Counter[str] = Counter()
+        self.ranges: dict[str, Counter[str]] = {}  # of sparse attention's branches
 
     def start(self) -> None:
         # kineto announces each start and stop on stderr, as if it were graver than an error (5). It
@@ -68,7 +79,11 @@ class StepProfile:
 
     def stop(self) -> None:
         self._profile.stop()
-        self.ops = list(_iter_ops(self._profile))
+        # The public list of events has shapes, but not the types.
+        results = self._profile.profiler.kineto_results if self._profile.profiler else None
+        assert results is not None, "stopped after it was started"
+        self.events = results.events()
+        self.ops, self.ranges = list(_iter_ops(self.events)), find_ranges(self.events)
         self.names = Counter(op.name for op in self.ops)
 
     def find(self, *names: str) -> list[Op]:
@@ -80,11 +95,8 @@ class StepProfile:
         return Counter(next(types, "other") for types in firsts)
 
 
-def _iter_ops(profiled: profile) -> Iterator[Op]:
-    # The public list of events has shapes, but not the types.
-    results = profiled.profiler.kineto_results if profiled.profiler else None
-    assert results is not None, "stopped after it was started"
-    for event in _outermost(results.events()):
+def _iter_ops(events: Any) -> Iterator[Op]:
+    for event in _outermost(events):
         yield Op(
             event.name(),
             tuple(tuple(shape) for shape in event.shapes()),
@@ -124,7 +136,8 @@ def group_timeouts_s(device: torch.device) -> list[float]:
 
 
 class Auditor:
-    """Call `begin` and `end` around every step. On every rank but 0 it does nothing."""
+    """Call `begin` and `end` around every step. Every rank but 0 only tells what of its
+    communication was exposed."""
 
     def __init__(
         self,
@@ -138,6 +151,7 @@ class Auditor:
         self.config, self.plan, self.device = config, plan, device
         self.engine_proofs, self.path = engine_proofs, path
         self.lost = Losses() if lost is None else lost
+        self.overlap: tuple[int, Path] | None = None
         self.step = min(AUDITED_STEP, plan.steps) if path else 0
         self._profile: StepProfile | None = None
         self._compiled = [0, 0, 0]
@@ -147,13 +161,20 @@ class Auditor:
     def is_profiling(self) -> bool:
         return self._profile is not None
 
+    def tell_overlap(self, rank: int, path: Path) -> None:
+        """Write there, too, what of this rank's communication was exposed."""
+        if self.plan.world_size > 1:
+            self.overlap, self.step = (rank, path), min(AUDITED_STEP, self.plan.steps)
+
     def begin(self, step: int) -> None:
         if step <= self.step:
             self._counts = compile_counts()
         if step == self.step:
-            # Only a compiled flex kernel leaves no trace but its own name on the device.
-            with_kernels = self.plan.attention.value == "flex" and self.device.type == "cuda"
-            self._profile = StepProfile(with_kernels)
+            # Kernels that a compiler wrote leave no trace but their own name on the device, and what
+            # runs beside communication is seen there only.
+            by_name = self.plan.attention.value in ("flex", "nsa")
+            needs_kernels = by_name or self.overlap is not None
+            self._profile = StepProfile(needs_kernels and self.device.type == "cuda")
             self._profile.start()
 
     def end(self, step: int) -> None:
@@ -161,9 +182,16 @@ class Auditor:
         if step <= self.step:  # evaluation compiles too, between steps: that is not a recompilation
             now = zip(self._compiled, compile_counts(), self._counts, strict=True)
             self._compiled = [total + after - before for total, after, before in now]
-        if self._profile is None or step != self.step or self.path is None:
+        if self._profile is None or step != self.step:
             return
         self._profile.stop()
+        if self.overlap is not None:
+            rank, place = self.overlap
+            found = measure_overlap(self._profile.events, rank, step)
+            self.lost.keep(place, found.to_json())
+        if self.path is None:
+            self._profile = None
+            return
         if self._was_skipped(self._profile) and step < self.plan.steps:
             self._profile, self.step = None, step + 1
             return
@@ -207,6 +235,9 @@ class Auditor:
 def _attention(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
     """Yield one row for each distinct call: kernel, shapes, type, mask."""
     asked, said = plan.attention.value, _asked(plan.attention)
+    if asked == "nsa":
+        yield from sparse_proofs(plan, seen.ranges)
+        return
     calls = Counter(_call(op) for op in seen.find(*KERNELS))
     for (kernel, text), count in sorted(calls.items()):
         ok = asked in ("sdpa", kernel)
@@ -237,6 +268,9 @@ def _call(op: Op) -> tuple[str, str]:
 def _precision(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
     """Compare the type that most matrix products took. Kernels that a compiler wrote itself are not
     among them."""
+    if plan.fp8 is not None:
+        yield from _scaled_products(plan.fp8, seen)
+        return
     types = seen.types_of(*PRODUCTS)
     if types:
         most, _ = types.most_common(1)[0]
@@ -244,6 +278,15 @@ def _precision(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
         ok = most == plan.precision.value
         said = _asked(plan.precision)
         yield _proof("precision", said, effective, f"{PROFILE}: matrix products", ok)
+
+
+def _scaled_products(fp8: Fp8Plan, seen: StepProfile) -> Iterator[Proof]:
+    """Count products of matrices with scales; on a CPU there are none, and the engine shows its
+    layers instead."""
+    count, asked = seen.names["aten::_scaled_mm"], len(fp8.layers)
+    if not fp8.is_emulated:
+        effective = f"{count} products with scales"
+        yield _proof("precision", f"fp8 in {asked} layers", effective, PROFILE, count >= 2 * asked)
 
 
 def _matmul(plan: Plan) -> Proof:
@@ -256,12 +299,15 @@ def _matmul(plan: Plan) -> Proof:
 def _recompute(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
     """Count calls of attention: a recomputed block has two forward for one backward; `selective`
     finds the second one's result already there, but asks for it all the same."""
-    forward = sum(seen.names[name] for name in KERNELS)
-    backward = sum(seen.names[f"{name}_backward"] for name in KERNELS)
+    counted = (*KERNELS, "paceline::nsa")
+    forward = sum(seen.names[name] for name in counted)
+    backward = sum(seen.names[f"{name}_backward"] for name in counted)
     if not backward or plan.compile.value != "off":
         return
     asked = plan.recompute.value
-    expected = backward if asked == "none" else 2 * backward
+    kinds = plan.memory.blocks if asked == "mixed" and plan.memory is not None else None
+    share = sum(kind != "none" for kind in kinds) / len(kinds) if kinds else asked != "none"
+    expected = backward + round(share * backward)
     effective = f"{forward} attention calls forward, {backward} backward"
     yield _proof("activation checkpointing", asked, effective, PROFILE, forward == expected)
 
@@ -289,7 +335,7 @@ def _collectives(expected: Sequence[Collective], seen: StepProfile) -> Iterator[
     for what, op, asked in expected:
         types = seen.types_of(op)
         effective = ", ".join(f"{kind} x {count}" for kind, count in types.items()) or "none seen"
-        yield _proof(what, asked, effective, PROFILE, set(types) == {asked})
+        yield _proof(what, asked, effective, PROFILE, set(types) == set(asked.split(" and ")))
 
 
 def _timeouts(asked_s: float, device: torch.device) -> Proof:

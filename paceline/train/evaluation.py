@@ -108,8 +108,9 @@ def _cut(job: Job, data: Dataset, num_samples: int) -> list[Indices]:
     """Cut the first samples into batches as those of training are: by number, or by length."""
     settings = job.config.data
     tell, ids = length_of(data), np.arange(num_samples, dtype=np.int64)
-    if settings.batch_length != "off" and settings.batch_by == "length" and tell is not None:
-        return cut_by_length(tell(ids), settings.batch_length)
+    length = settings.batch_length
+    if isinstance(length, float) and settings.batch_by == "length" and tell is not None:
+        return cut_by_length(tell(ids), length)
     micro = job.config.train.micro_batch_size
     return [ids[first : first + micro] for first in range(0, num_samples, micro)]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 import psutil
+import torch
 
 from paceline.config.schema import ObserveConfig
 from paceline.machine.gpus import Nvml
@@ -177,6 +178,8 @@ class Telemetry(Ticker):
         self._process = psutil.Process(os.getpid())
         self._is_first = is_first
         self._nvml = Nvml.open() if is_first else None
+        self._xids = self._nvml.watch_errors() if self._nvml else None
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         psutil.cpu_percent(interval=None)  # the first call only sets the reference point
 
     def tick(self) -> None:
@@ -185,9 +188,12 @@ class Telemetry(Ticker):
             self._file.add({"time": now, "source": "host", **self._host()})
         else:
             rss_bytes = self._process.memory_info().rss
-            self._file.add({"time": now, "source": "rank", "rss_bytes": rss_bytes})
+            row = {"time": now, "source": "rank", "rss_bytes": rss_bytes, **self._allocator()}
+            self._file.add(row)
         for handle in self._nvml.handles if self._nvml else []:
             sample = handle.sample()
+            if self._xids is not None:
+                sample["xid"] = self._xids.last(handle)
             known = {name: sample.get(name) for name in MEASURES}
             self._file.add({"time": now, "source": f"gpu{handle.index}", **known})
         self._file.flush()
@@ -201,7 +207,14 @@ class Telemetry(Ticker):
             "utilisation_percent": psutil.cpu_percent(interval=None),
             "memory_bytes": psutil.virtual_memory().used,
             "rss_bytes": self._process.memory_info().rss,
+            **self._allocator(),
         }
+
+    def _allocator(self) -> dict[str, float]:
+        """Return how often torch had to empty its cache to find room on this rank's GPU."""
+        if self._device is None:
+            return {}
+        return {"alloc_retries": torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)}
 
 
 def build_tickers(

@@ -34,7 +34,7 @@ from paceline.train.hooks import Hook
 from paceline.train.readback import Readback, on_device
 
 LOG = logging.getLogger("paceline")
-TIMES_EVERY = 10  # steps after which times are written, whatever log_every: who watches needs them
+TIMES_EVERY = 5  # steps after which times are written, whatever log_every: who watches needs them
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What torch holds for a whole process: precision, determinism, which kernels attention may take."""
+"""What torch holds for a whole process: precision, determinism, the kernels of attention."""
 
 import torch
 from torch.nn.attention import SDPBackend

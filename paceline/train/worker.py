@@ -173,7 +173,7 @@ class RankRun:
         """Apply the plan's settings of torch, then build: kernels are chosen under them."""
         plan = self.plan
         apply_policy(plan)
-        config = effective_config(self.job.config, plan.attention.value)
+        config = effective_config(self.job.config, plan.attention.value, plan.kernels.value)
         parts = EngineParts(config, plan, self.job.workload, self.device)
         return find_strategy(plan.strategy.value).build(parts)
 
@@ -203,13 +203,15 @@ class RankRun:
         hooks, files = self.hooks, self._files(history)
         assert self.observers is not None
         self.observers.watch(engine, history.start.first_step)
+        auditor = Auditor(config, plan, device, engine.proofs, audit, self.run.lost)
+        auditor.tell_overlap(place.rank, self.run.overlap(place.rank))
         parts = LoopParts(
             config=config,
             plan=plan,
             engine=engine,
             clock=self.clock,
             ledger=Ledger(config, plan, self.clock, device, files, hooks.on_step),
-            auditor=Auditor(config, plan, device, engine.proofs, audit, self.run.lost),
+            auditor=auditor,
             evaluation=evaluation,
             keeper=self._keeper(engine, history),
             observers=self.observers,

@@ -110,7 +110,7 @@ def expected_bytes(settings: Sequence[str], env: Env) -> Callable[[int], StateBy
     """Return what the plan has for each rank after one AdamW step."""
     job = build_job([*COMMON, "optim.name=adamw", f"train.micro_batch_size={MICRO}", *settings])
     plan = make_plan(job, env)
-    config = effective_config(job.config, plan.attention.value)
+    config = effective_config(job.config, plan.attention.value, plan.kernels.value)
     model = measure_model(job.workload, config)
     return lambda rank: estimate_rank(plan, config, model, rank)
 

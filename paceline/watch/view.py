@@ -126,7 +126,8 @@ class RunView:
 
     def progress(self) -> str:
         of = f" of {self.num_steps:,}" if self.num_steps else ""
-        left = f", about {elapsed(self.left_s)} left" if self.left_s and self.left_s >= 1 else ""
+        is_known = self.left_s is not None and self.left_s >= 1 and not self.state.is_over
+        left = f", about {elapsed(self.left_s or 0)} left" if is_known else ""
         return f"step {self.step:,}{of}{left}"
 
     def to_dict(self) -> dict[str, Any]:

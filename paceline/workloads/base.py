@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from paceline.attention.crossover import Shape as SparseShape
     from paceline.workloads.exporting import Exported, ExportRequest
     from paceline.workloads.generation import Request
 
@@ -84,6 +85,7 @@ class Workload:
     from_transformers: ClassVar[bool] = False
     # What `attention.impl` may be beside the kernels of torch's SDPA.
     own_attention: ClassVar[frozenset[str]] = frozenset()
+    own_kernels: ClassVar[str] = ""  # which of its layers `train.kernels` is for, in words
     # How the model attends; FLOPs count half of causal attention. "unknown": nothing is said of it.
     attention: ClassVar[Literal["causal", "full", "none", "unknown"]] = "unknown"
     # Why a pipeline cannot run it; empty: it may.
@@ -109,10 +111,18 @@ class Workload:
         it."""
         return None
 
+    def sparse_shape(self, config: Any) -> tuple[int, SparseShape] | None:
+        """Return the tokens of a sequence and the shape of its attention, where the workload has
+        native sparse attention: at short lengths dense attention is faster."""
+        return None
+
     def build_data(self, config: Any, split: Split) -> Dataset | Stream | None:
         """Return the samples of a split, by index; None when this workload has no such split.
         Training data may be a stream: what can be iterated, or has `shards` and `open(shard)`."""
         raise ConfigError(f"{type(self).__name__} must define build_data(self, config, split)")
+
+    def sketch_batch(self, config: Any) -> Any:
+        """Return a microbatch of zeros, for the plan to see what a step keeps; None: not known."""
 
     def collate(self, samples: list[Any]) -> Any:
         """Return a batch of these samples, as by `paceline.data.pad`. By default the data set's
@@ -190,6 +200,11 @@ class Workload:
         """Return the forward and backward FLOPs per sample; None: they are counted on the first
         batch."""
         return None
+
+    def flops_counted(self, config: Any) -> str:
+        """Return how attention is counted in `flops`, in words behind a comma; "" for none."""
+        ways = {"causal": ", causal attention counted half", "full": ", attention counted in full"}
+        return ways.get(self.attention, "")
 
     def block_positions(self, config: Any) -> Sequence[int]:
         """Return how many positions of a sample (tokens, patches) go through each block, where that
@@ -324,8 +339,7 @@ def _source_of(kind: type[Workload]) -> str:
 
 @cache
 def _own_fingerprint() -> str:
-    """Sum our sources once: this process and its ranks run what was loaded, whatever becomes of the
-    files."""
+    """Sum our sources once: what was loaded runs, whatever becomes of the files."""
     package = Path(__file__).parents[1]
     sources = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
     return fingerprint(*sources, version("torch"))

@@ -45,7 +45,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
     "statistics", "bench", "pipelines", "optimizers", "your-job", "speech", "text", "images",
-    "generate", "export", "python", "trackers",
+    "generate", "export", "python", "trackers", "watch", "diagnose", "ddp", "asr",
 )  # fmt: skip
 COMMAND_S = 120
 SCHEDULED = ("srun", "salloc", "sbatch")
@@ -58,7 +58,7 @@ FIRST_OF_TWO = {"train", "launch.launcher=torchrun", "launch.nnodes=2"}
 # Files and methods that are called like keys, and a key that is misspelt on purpose.
 NO_KEYS = {
     "audit.json", "launch.json", "train.log", "data.json", "launch.nprocs", "model.safetensors",
-    "model.parameters", "model.named_parameters", "loss.backward",
+    "model.parameters", "model.named_parameters", "loss.backward", "observe.rules", "train.out",
 }  # fmt: skip
 OPEN_MAPS = ("launch.env", "strategy.deepspeed_config", "model.hf_config", "model.speech_config")
 
@@ -188,6 +188,10 @@ IN_CI = {
     "export": 'run/exported/safetensors "def main("',
     "python": "python script.py",
     "trackers": "paceline plan lm_tiny",
+    "watch": "observe.memory=dumps",
+    "diagnose": "paceline import train.out",
+    "ddp": "observe.profile=steps:5-7",
+    "asr": "data.root_dir=speech_16k train.steps=4",
 }
 
 
@@ -252,7 +256,7 @@ def test_the_python_of_launching_runs(tmp_path: Path) -> None:
 
 
 def test_every_key_in_the_pages_exists() -> None:
-    names = ("lm_tiny", "mae_tiny", "causal_lm", "speech_tiny")
+    names = ("lm_tiny", "mae_tiny", "causal_lm", "speech_tiny", "whisper_tiny_made")
     jobs = [load_job(name, []).config for name in names]
     known = {key.path for config in jobs for key in iter_keys(type(config))}
     known |= RENAMED.keys() | IMPLIED.keys()

@@ -25,11 +25,12 @@ def commands() -> list[str]:
 def test_the_readme_names_every_verb() -> None:
     from paceline.cli import app
 
-    verbs = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    verbs = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
     verbs |= {str(group.name) for group in app.registered_groups}
     assert verbs == {
-        "bench", "check", "checkpoints", "compare", "data", "demo", "export", "generate", "prepare",
-        "recipes", "plan", "sweep", "train", "transcribe", "verify", "report",
+        "bench", "check", "checkpoints", "compare", "data", "demo", "diagnose", "drill", "export",
+        "generate", "import", "plan", "prepare", "recipes", "report", "sweep", "train",
+        "transcribe", "verify", "watch",
     }  # fmt: skip
     # docs/export.md runs the last one: it needs a model that hears, and a recording.
     text = " ".join(commands()) + " make demo transcribe"

@@ -11,14 +11,18 @@ import pytest
 from paceline.config.describe import iter_keys
 from paceline.config.load import recipe_names
 from paceline.config.section import Section
+from paceline.health import judge
 from paceline.job import load_job
 from paceline.launch import find_launcher
 from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.records.rundir import RunDir
 from paceline.run.flow import order_for
+from tests import asr
 from tests.harness import run_here
+from tests.judged import make_all
 from tests.speech_clip import tiny
+from tests.speech_signals import CORPUS
 
 # The recipe at a size that a test can afford. The keys are the recipe's own.
 SMALL = [
@@ -116,12 +120,15 @@ def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, corpus: 
         if workload in seen:  # another recipe of the same keys
             continue
         seen.add(workload)
-        own = tiny() if workload == "speech_clip" else SMALL_MODEL[workload]
-        small = [*SMALL, *own]
+        speech = {"speech_clip": tiny, "asr": asr.tiny}
+        own = speech[workload]() if workload in speech else SMALL_MODEL[workload]
+        small = [*SMALL, *own, "train.epochs=off"]
         small += ["model.hf=llama"] if name == "causal_lm" else []  # its own has other keys
         variants = [[*text, *v] for v in VARIANTS] if workload in READS_TEXT else VARIANTS
         if workload == "lm":
             variants = [*variants, [*text, *SAMPLED]]
+        if workload == "asr":
+            variants = [*variants, *_speech_keys(tmp_path)]
         if workload == "mae":
             variants = [*variants, _image_keys(tmp_path)]
         synthetic = [["data.source=synthetic"]] if workload in READS_TEXT else []
@@ -138,6 +145,7 @@ def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, corpus: 
     for settings in PLANNED:
         make_plan(load_job("lm_tiny", ["launch.device=cpu", *settings]), env)
     _draw_launches(tmp_path)
+    judge(make_all(load_job("lm_tiny", []).config.observe.rules))  # as the watcher of a run does
     unread = {
         key.path
         for schema in schemas
@@ -145,6 +153,12 @@ def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, corpus: 
         if _owner(schema, key.path) not in reads
     }
     assert sorted(unread) == [], "keys that nothing reads: take them out, or use them"
+
+
+def _speech_keys(tmp_path: Path) -> Iterator[list[str]]:
+    """Speech that is not prepared yet, and a teacher."""
+    yield ["data.root_dir=", f"data.source={CORPUS}", f"data.cache_dir={tmp_path}"]
+    yield [f"model.teacher={asr.save_whisper(tmp_path / 'teacher')}"]
 
 
 def _image_keys(tmp_path: Path) -> list[str]:

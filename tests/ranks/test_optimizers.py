@@ -45,6 +45,7 @@ COMMON = [
 # A large eps: where a gradient is all but 0, Adam's update is the sign of rounding errors.
 SETTINGS = {
     "adamw": ["optim.lr=0.01", "optim.eps=1e-3"],
+    "adamw8bit": ["optim.lr=0.01", "optim.eps=1e-3"],
     "adam": ["optim.lr=0.01", "optim.eps=1e-3"],
     "sgd": ["optim.lr=0.1", "optim.momentum=0.9"],
     "lion": ["optim.lr=0.001"],

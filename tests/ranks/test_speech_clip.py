@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from paceline.data.collate import collate
 from paceline.job import load_job
 from paceline.launch.archive import archive_left_over, begin_attempt
 from paceline.machine.topology import RankId
@@ -98,6 +100,42 @@ def test_deepspeed_equals_one_process(reference: RankEnds, tmp_path: Path) -> No
     pytest.importorskip("deepspeed")
     two = tiny(*SGD, "train.micro_batch_size=4", "launch.nproc=2", *STRATEGIES["deepspeed"])
     assert_same(reference, run_ranks(tmp_path / "run", RECIPE, two), "deepspeed")
+
+
+@nightly
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_half_precision_is_near_the_whole(mode: str, reference: RankEnds, tmp_path: Path) -> None:
+    two = tiny(*SGD, "train.micro_batch_size=4", "launch.nproc=2", *STRATEGIES["zero1"])
+    half = [f"precision.mode={mode}", *(["precision.loss_scale=64"] if mode == "fp16" else [])]
+    ends = run_ranks(tmp_path / "run", RECIPE, [*two, *half])
+    assert not any(row.skipped for row in ends.rows)
+    found, expected = ([row.loss for row in each.rows] for each in (ends, reference))
+    assert found == pytest.approx(expected, rel=0.03) and found != expected
+
+
+def test_batches_by_length_compete_with_those_of_other_ranks(tmp_path: Path) -> None:
+    """Ranks have unequally many pairs, and the loss is that of all of them in one batch."""
+    asked = tiny(
+        "optim.name=sgd", "optim.lr=1e-9", "train.steps=1", "train.micro_batch_size=4",
+        "loss.negatives=global", "data.batch_by=length", "data.batch_length=12", "data.buckets=3", "data.cut_max_s=off",
+        "train.eval_every=off", "checkpoint.every=off", "launch.nproc=2", "strategy.name=ddp", "observe.sample_ids=true",
+    )  # fmt: skip
+    ends = run_ranks(tmp_path / "run", RECIPE, asked)
+    ids = [ids for rank in range(2) for ids in sample_ids(ends.run, rank)]
+    job = load_job(RECIPE, asked)
+    job.workload.prepared = json.loads(ends.run.data.read_text())
+    model = job.workload.build_model(job.config)
+    model.load_state_dict(ends.states[0].weights, strict=False)
+    data = job.workload.build_data(job.config, "train")
+    assert data is not None
+    loss, size, *_ = job.workload.loss(model, collate(data, np.array(ids)))
+    assert size == len(ids) > 4
+    assert ends.rows[0].loss == pytest.approx(float(loss) / size, rel=1e-5)
+
+
+def sample_ids(run: RunDir, rank: int) -> list[int]:
+    with run.samples(rank).open() as file:
+        return [int(word) for row in csv.DictReader(file) for word in row["sample_ids"].split()]
 
 
 @nightly

@@ -14,7 +14,7 @@ from paceline.data.spoken import IGNORED, Masks, mask_spans
 from paceline.errors import ConfigError, DataError
 from paceline.job import Job, load_job
 from paceline.plan.planner import make_plan
-from tests.asr import LORA, RECIPE, tiny, tiny_ctc
+from tests.asr import LORA, RECIPE, save_whisper, tiny, tiny_ctc
 from tests.harness import machine
 
 transformers = pytest.importorskip("transformers")
@@ -116,17 +116,6 @@ def prepared(settings: list[str]) -> Job:
 def problems(*settings: str) -> str:
     job = load_job(RECIPE, tiny(*settings))
     return "\n".join(map(str, make_plan(job, machine()).problems()))
-
-
-def save_whisper(folder: Path, **keys: Any) -> Path:
-    """A folder of a small Whisper, as `save_pretrained` writes it."""
-    job = load_job(RECIPE, tiny(*(f"model.hf_config.{key}={value}" for key, value in keys.items())))
-    torch.manual_seed(3)
-    model: Any = job.workload.build_model(job.config)
-    del model.rules
-    model.save_pretrained(folder)
-    job.workload.speller(job.config.model).library.save_pretrained(folder)  # type: ignore[attr-defined]
-    return folder
 
 
 def test_weights_are_loaded_and_adapters_begin_where_others_ended(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ LAYERS = [
     ["errors", "metrics"],
     ["records"],
     ["config", "trust"],
-    ["stats", "schedules", "machine", "data", "prepare", "traces"],
+    ["stats", "schedules", "machine", "data", "prepare", "traces", "kernels", "attention"],
     ["report", "workloads", "track", "health"],
     ["checkpoint"],
     ["strategies"],

@@ -20,7 +20,6 @@ from paceline.schedules.actions import Schedule
 from paceline.schedules.passes import Pass
 from paceline.strategies.base import EngineParts, Totals, normalise
 from paceline.strategies.clock import Clock
-from paceline.strategies.ddp import Buckets
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.gather import global_norm, whole
 from paceline.strategies.pipeline.by_torch import TorchRunner
@@ -98,7 +97,7 @@ class PipelineEngine(ModuleEngine):
         self.line.holdings.spread_buffers()
         if not self.line.is_sharded and self.line.mesh.size(1) > 1:
             group, size = self.line.mesh.get_group("dp"), self.line.mesh.size(1)
-            bucket_mb = Buckets.of(self.parts.config).bucket_mb
+            bucket_mb = self.parts.plan.bucket_mb.value
             all_reduce_gradients(self.parameters, group, bucket_mb, divisor=size)
 
     @property

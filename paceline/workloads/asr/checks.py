@@ -11,7 +11,7 @@ from paceline.errors import DataError
 from paceline.records import Finding
 from paceline.workloads.asr.keys import AsrModel
 from paceline.workloads.asr.lora import require_adapter
-from paceline.workloads.asr.model import WHISPER, build_asr, check_asr
+from paceline.workloads.asr.model import WHISPER, build_asr, check_asr, window_samples
 from paceline.workloads.hf.pretrained import choose_weights
 from paceline.workloads.meta import on_meta
 
@@ -54,6 +54,13 @@ def _hearing_problems(config: Any, known: Any) -> Iterator[Finding]:
             "data.sample_rate",
             f"{data.sample_rate} Hz, and these models hear {RATE}",
             f"set it to {RATE}; data.source is resampled to it",
+        )
+    window, asked = window_samples(known), data.max_batch_seconds
+    if window is not None and isinstance(asked, float) and asked < window / RATE:
+        yield _error(
+            "data.max_batch_seconds",
+            f"{asked:g}, and Whisper hears {window / RATE:g} s of each utterance, silence or not",
+            f"set it to a multiple of {window / RATE:g}, or use train.micro_batch_size",
         )
     if known.model_type != WHISPER and data.features == "device":
         yield _error(

@@ -135,11 +135,12 @@ class AsrData(AudioData):
     @model_validator(mode="before")
     @classmethod
     def _seconds_are_lengths(cls, given: Any) -> Any:
-        """A number of seconds is data.batch_length, by another name."""
+        """They are data.batch_length, by another name."""
         seconds = given.get("max_batch_seconds") if isinstance(given, dict) else None
-        if not isinstance(seconds, int | float) or isinstance(seconds, bool):
-            return given
-        return {**given, "batch_by": "length", "batch_length": float(seconds)}
+        if seconds == "auto" or type(seconds) in (int, float):
+            length = "auto" if seconds == "auto" else float(seconds)
+            return {**given, "batch_by": "length", "batch_length": length}
+        return given
 
     @model_validator(mode="after")
     def _limits_are_a_range(self) -> Self:

@@ -48,6 +48,8 @@ class CausalLM(LanguageModel):
     """The language model's data and units, around another model."""
 
     Model = CausalLMModel  # type: ignore[assignment]
+    Loss = Section  # type: ignore[assignment]
+    own_kernels = ""
     from_transformers = True
 
     def build_model(self, config: Any) -> nn.Module:

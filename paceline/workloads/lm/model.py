@@ -43,8 +43,11 @@ def attend(impl: str, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: Any 
 
 def keep_apart(impl: str, positions_BT: Tensor) -> Any:
     """Return the mask of attention that is causal and stays inside documents, whose tokens are
-    counted from 0: (B, 1, T, T), True where a query may see a key; for flex a block mask."""
+    counted from 0: (B, 1, T, T), True where a query may see a key; for flex a block mask, for
+    nsa where each token's document begins (B, T)."""
     T = positions_BT.shape[1]
+    if impl == "nsa":  # the first token of each one's document
+        return (torch.arange(T, device=positions_BT.device) - positions_BT).int()
     document_BT = (positions_BT == 0).cumsum(dim=1)
     if impl == "flex":
         from torch.nn.attention.flex_attention import create_block_mask
@@ -168,9 +171,9 @@ class Norm(nn.RMSNorm):
 class Attention(nn.Module):
     """Causal grouped-query attention."""
 
-    def __init__(self, config: LMModel, impl: str) -> None:
+    def __init__(self, config: LMModel, impl: str, kernels: str) -> None:
         super().__init__()
-        self.impl = impl
+        self.impl, self.kernels = impl, kernels
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         kv_dim = self.num_kv_heads * self.head_dim
@@ -179,34 +182,58 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x_BTD: Tensor, rope_TE: tuple[Tensor, Tensor], mask: Any = None) -> Tensor:
-        B, T, D = x_BTD.shape
+        qkv_BTX = project(self.qkv, x_BTD, self.kernels)
+        q_BHTE, k_BKTE, v_BKTE = self.split(qkv_BTX, rope_TE)
+        y_BHTE = attend(self.impl, q_BHTE, k_BKTE, v_BKTE, mask)
+        return project(self.out, y_BHTE.transpose(1, 2).flatten(2), self.kernels)
+
+    def split(self, qkv_BTX: Tensor, rope_TE: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Return queries, keys and values by heads, the first two turned by their positions."""
+        B, T, _ = qkv_BTX.shape
         H, K, E = self.num_heads, self.num_kv_heads, self.head_dim
-        q, k, v = self.qkv(x_BTD).split([H * E, K * E, K * E], dim=-1)
+        if self.kernels == "triton" and rope_TE[0].dim() == 2:  # one position for all of a column
+            from paceline.kernels.rope import split_rotated
+
+            return split_rotated(qkv_BTX, rope_TE, H, K)
+        q, k, v = qkv_BTX.split([H * E, K * E, K * E], dim=-1)
         q_BHTE = rotate(q.view(B, T, H, E).transpose(1, 2), rope_TE)
         k_BKTE = rotate(k.view(B, T, K, E).transpose(1, 2), rope_TE)
-        v_BKTE = v.view(B, T, K, E).transpose(1, 2)
-        y_BHTE = attend(self.impl, q_BHTE, k_BKTE, v_BKTE, mask)
-        return self.out(y_BHTE.transpose(1, 2).reshape(B, T, D))
+        return q_BHTE, k_BKTE, v.view(B, T, K, E).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, config: LMModel) -> None:
+    def __init__(self, config: LMModel, kernels: str) -> None:
         super().__init__()
+        self.kernels = kernels
         self.gate_up = nn.Linear(config.dim, 2 * config.hidden_dim, bias=False)
         self.down = nn.Linear(config.hidden_dim, config.dim, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        gate_BTF, up_BTF = self.gate_up(x_BTD).chunk(2, dim=-1)
+        gate_up_BTF = project(self.gate_up, x_BTD, self.kernels)
+        if self.kernels == "triton" and type(self.down) is nn.Linear:
+            from paceline.kernels.swiglu import swiglu_down
+
+            return swiglu_down(gate_up_BTF, self.down.weight)
+        gate_BTF, up_BTF = gate_up_BTF.chunk(2, dim=-1)
         return self.down(F.silu(gate_BTF) * up_BTF)
 
 
+def project(layer: nn.Linear, x_BTD: Tensor, kernels: str) -> Tensor:
+    """Apply a layer without a bias. What has taken its place, as one in fp8, computes by itself."""
+    if kernels != "triton" or type(layer) is not nn.Linear:
+        return layer(x_BTD)
+    from paceline.kernels.products import linear
+
+    return linear(x_BTD, layer.weight)
+
+
 class Block(nn.Module):
-    def __init__(self, config: LMModel, impl: str) -> None:
+    def __init__(self, config: LMModel, impl: str, kernels: str = "torch") -> None:
         super().__init__()
         self.attention_norm = Norm(config.dim)
-        self.attention = Attention(config, impl)
+        self.attention = Attention(config, impl, kernels)
         self.ffn_norm = Norm(config.dim)
-        self.ffn = SwiGLU(config)
+        self.ffn = SwiGLU(config, kernels)
 
     def forward(self, x_BTD: Tensor, rope_TE: tuple[Tensor, Tensor], mask: Any = None) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_TE, mask)
@@ -214,17 +241,29 @@ class Block(nn.Module):
 
 
 class Tail(nn.Module):
-    """From the last block to logits, or to the summed loss, so that one graph can hold both."""
+    """From the last block to logits, or to the summed loss, so that one graph can hold both. The
+    loss of `chunk` tokens at a time never has the logits of all; 0: of all at once."""
 
-    def __init__(self, config: LMModel) -> None:
+    def __init__(self, config: LMModel, kernels: str = "torch", chunk: int = 0) -> None:
         super().__init__()
+        self.kernels, self.chunk = kernels, chunk
         self.norm = Norm(config.dim)
         # Tied by having one matrix, not two names for it: moving off meta would part them.
         self.head = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def forward(self, x_BTD: Tensor, embedding_VD: Tensor, targets_BT: Tensor | None) -> Tensor:
         head_VD = embedding_VD if self.head is None else self.head.weight
-        logits_BTV = F.linear(self.norm(x_BTD), head_VD)
+        x_BTD = self.norm(x_BTD)
+        if targets_BT is not None and self.chunk and x_BTD.dtype != torch.float16:
+            from paceline.kernels.cross_entropy import chunked_loss
+
+            return chunked_loss(x_BTD.flatten(0, 1), head_VD, targets_BT.flatten(), self.chunk)
+        if self.kernels == "triton":
+            from paceline.kernels.products import linear
+
+            logits_BTV = linear(x_BTD, head_VD)
+        else:
+            logits_BTV = F.linear(x_BTD, head_VD)
         if targets_BT is None:
             return logits_BTV
         return F.cross_entropy(
@@ -240,13 +279,20 @@ class LM(nn.Module):
     rope_cos: Tensor
     rope_sin: Tensor
 
-    def __init__(self, config: LMModel, seq_len: int, impl: str = "sdpa") -> None:
+    def __init__(
+        self,
+        config: LMModel,
+        seq_len: int,
+        impl: str = "sdpa",
+        kernels: str = "torch",
+        chunk: int = 0,
+    ) -> None:
         super().__init__()
         self.config, self.seq_len, self.impl = config, seq_len, impl
         self.tail_reads = ("embedding",) if config.tied else ()
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config, impl) for _ in range(config.num_layers))
-        self.tail = Tail(config)
+        self.blocks = nn.ModuleList(Block(config, impl, kernels) for _ in range(config.num_layers))
+        self.tail = Tail(config, kernels, chunk)
         for name, table in zip(("rope_cos", "rope_sin"), self._rope_tables(), strict=True):
             self.register_buffer(name, table.to(torch.get_default_device()), persistent=False)
 
@@ -276,6 +322,10 @@ class LM(nn.Module):
         if past is not None:
             x_BTD = x_BTD[:, -1:]
         return self.tail(x_BTD, self.embedding.weight, targets_BT)
+
+    def new_past(self, pads_B: Tensor, num_places: int) -> Past:
+        """Return an empty past for a text that is to be written."""
+        return Past(len(self.blocks), pads_B, num_places)
 
     @torch.no_grad()
     def init_module(self, name: str, module: nn.Module) -> None:
@@ -314,7 +364,7 @@ def generate(model: LM, request: Request) -> list[list[int]]:
     pads_B = torch.tensor([length - len(ids) for ids in request.prompts], device=device)
     rows = [[0] * (length - len(ids)) + list(ids) for ids in request.prompts]
     all_BT = new_BT = torch.tensor(rows, device=device)
-    past = Past(len(model.blocks), pads_B, length + room)
+    past = model.new_past(pads_B, length + room)
     for _ in range(room):
         ids_B = writing.take(model(new_BT, past=past)[:, -1])
         if writing.is_over:
@@ -322,7 +372,7 @@ def generate(model: LM, request: Request) -> list[list[int]]:
         new_BT = ids_B[:, None]
         if not request.use_cache:
             all_BT = new_BT = torch.cat((all_BT, new_BT), dim=1)
-            past = Past(len(model.blocks), pads_B, length + room)
+            past = model.new_past(pads_B, length + room)
     return writing.rows
 
 

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from paceline.attention.crossover import Shape
+from paceline.attention.sizes import Sizes
 from paceline.config.section import Positive, Section
 from paceline.data.base import Dataset, TextData
 from paceline.errors import ConfigError, DataError
 from paceline.metrics import LOSS, bits_per_byte, perplexity
 from paceline.records import Finding
+from paceline.records.words import size
 from paceline.workloads.base import Split, Workload, prepared_path
 
 if TYPE_CHECKING:
@@ -25,6 +28,11 @@ if TYPE_CHECKING:
     from paceline.data.tokenizer import Tokenizer
     from paceline.workloads.exporting import Exported, ExportRequest
     from paceline.workloads.generation import Request
+
+
+AUTO_CHUNK = 4096  # tokens: enough rows for products at their full rate
+LARGE_LOGITS = 4 * 2**30
+LOGIT_BYTES = 2  # of a logit in bf16
 
 
 class LMModel(Section):
@@ -63,24 +71,47 @@ class LMModel(Section):
         return -(-8 * self.dim // 3 // 64) * 64
 
 
+class LMLoss(Section):
+    chunk: Literal["auto", "off"] | Positive = Field(
+        "auto",
+        description="Tokens whose logits exist at a time; no product is computed twice. auto: all,"
+        " or 4096 where a microbatch's logits would take 4 GiB or more. off: all.",
+    )
+
+
 class LanguageModel(Workload):
     Model = LMModel
+    Loss = LMLoss
+    own_kernels = "RoPE, SwiGLU and weight gradients"
     Data = TextData
     unit = "tokens"
     attention = "causal"
     meta_init = True
-    own_attention = frozenset({"eager", "flex"})
+    own_attention = frozenset({"eager", "flex", "nsa"})
 
     def build_model(self, config: Any) -> nn.Module:
         from paceline.workloads.lm.model import LM
 
-        return LM(config.model, config.data.seq_len, config.attention.impl)
+        kernels = "triton" if config.train.kernels == "triton" else "torch"
+        chunk = choose_chunk(config)
+        if config.attention.impl == "nsa":
+            from paceline.workloads.lm.nsa import Sparse, SparseLM
+
+            sparse = Sparse.of(config)
+            return SparseLM(config.model, config.data.seq_len, sparse, kernels=kernels, chunk=chunk)
+        return LM(config.model, config.data.seq_len, config.attention.impl, kernels, chunk)
 
     def init_weights(self, model: nn.Module, name: str, module: nn.Module) -> None:
         model.init_module(name, module)  # type: ignore[operator]
 
     def head_dim(self, config: Any) -> int:
         return int(config.model.head_dim)
+
+    def sketch_batch(self, config: Any) -> Any:
+        import torch
+
+        rows = config.train.micro_batch_size, config.data.seq_len + 1
+        return {"tokens": torch.zeros(rows, dtype=torch.int64)}
 
     def build_data(self, config: Any, split: Split) -> Dataset | None:
         from paceline.data.synthetic import SyntheticTokens
@@ -97,12 +128,14 @@ class LanguageModel(Workload):
             )
         return open_tokens(prepared_path(self.prepared, "shards"), config.data, split)
 
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int | Tensor]:
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Any, ...]:
         from paceline.data.packing import split_rows
 
         rows = split_rows(batch)
         apart = () if rows.positions_BT is None else (rows.positions_BT,)
-        return model(rows.inputs_BT, rows.targets_BT, *apart), rows.num_targets
+        loss = model(rows.inputs_BT, rows.targets_BT, *apart)
+        told = getattr(model, "told", None)  # of sparse attention's gates and choices
+        return (loss, rows.num_targets) if told is None else (loss, rows.num_targets, told())
 
     def metrics(self, found: Mapping[str, Any]) -> dict[str, float]:
         if LOSS not in found:  # a subclass may evaluate something else
@@ -141,7 +174,30 @@ class LanguageModel(Workload):
         from paceline.workloads.lm.model import flops_per_token
 
         seq_len: int = config.data.seq_len
+        if config.attention.impl == "nsa":
+            from paceline.workloads.lm.nsa import sparse_flops_per_token
+
+            return sparse_flops_per_token(config.model, seq_len, config.attention.nsa) * seq_len
         return flops_per_token(config.model, seq_len) * seq_len
+
+    def flops_counted(self, config: Any) -> str:
+        if config.attention.impl != "nsa":
+            return super().flops_counted(config)
+        from paceline.workloads.lm.model import flops_per_token
+
+        sizes, seq_len = Sizes.of(config.attention.nsa), config.data.seq_len
+        keys = " + ".join(f"{number:.0f}" for number in sizes.seen(seq_len))
+        dense = flops_per_token(config.model, seq_len) * seq_len
+        return (
+            f", attention as computed: a query sees {keys} keys (compressed, selected, window) on"
+            f" average; with dense attention it would be {dense:.4g}"
+        )
+
+    def sparse_shape(self, config: Any) -> tuple[int, Shape] | None:
+        model = config.model
+        sizes = Sizes.of(config.attention.nsa)
+        shape = Shape(model.num_heads, model.num_kv_heads, model.head_dim, sizes)
+        return config.data.seq_len, shape
 
     def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, Any]:
         from paceline.data.text import find_prepared, prepare_tokens, require_same_tokenizer
@@ -175,7 +231,7 @@ class LanguageModel(Workload):
         return config.model.vocab_size, "model.vocab_size"
 
     def problems(self, config: Any) -> Sequence[Finding]:
-        return (*check_data(config), *self.tokenizer_problems(config))
+        return (*check_data(config), *check_chunk(config), *self.tokenizer_problems(config))
 
     def tokenizer_problems(self, config: Any) -> Sequence[Finding]:
         """Look at a tokenizer that lies here; one of the hub is looked at when it is here."""
@@ -231,6 +287,42 @@ def check_vocabulary(name: str, size: int, num_rows: int, where: str) -> Finding
         what=f"{num_rows} rows cannot hold {what} {size}",
         hint=f"set {where}={size} or more, or choose another data.tokenizer",
     )
+
+
+def choose_chunk(config: Any) -> int:
+    """Return how many tokens' logits exist at a time; 0: those of all. A section that another
+    workload has made of this one may have no such key."""
+    asked = getattr(config.loss, "chunk", "off")
+    if asked == "off" or config.precision.mode == "fp16":
+        return 0
+    if asked == "auto":
+        return AUTO_CHUNK if _logits_bytes(config) >= LARGE_LOGITS else 0
+    return int(asked)
+
+
+def _logits_bytes(config: Any) -> int:
+    tokens = config.train.micro_batch_size * config.data.seq_len
+    return int(tokens * config.model.vocab_size * LOGIT_BYTES)
+
+
+def check_chunk(config: Any) -> Iterator[Finding]:
+    """Yield why the loss is computed in chunks, or cannot be."""
+    asked, chunk = getattr(config.loss, "chunk", "off"), choose_chunk(config)
+    if asked not in ("auto", "off") and config.precision.mode == "fp16":
+        yield Finding(
+            severity="error",
+            where="loss.chunk",
+            what="the gradient of a chunk's logits is taken before fp16's loss scale is known, and"
+            " small ones would become 0",
+            hint="set loss.chunk=off, or precision.mode=bf16",
+        )
+    elif asked == "auto" and chunk:
+        yield Finding(
+            severity="note",
+            where="loss.chunk",
+            what=f"the logits of a microbatch would take {size(_logits_bytes(config))}, and their"
+            f" gradient as much: the loss is computed {chunk} tokens at a time",
+        )
 
 
 def check_data(config: Any) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """A wide grouped convolution over time as matrix products, for half precision on a GPU.
 
-wav2vec2 and its kind find out where a frame stands by a convolution of 128 frames in 16 groups. cuDNN
-has no kernel for it that uses tensor cores: on an H200 its forward pass was a third of a whole step
+wav2vec2 and its kind find out where a frame stands by a convolution of 128 frames in 16 groups. For
+its forward pass cuDNN takes kernels that use no tensor cores: a third of a whole step on an H200
 (benchmarks/results/speech_throughput_h200.txt). Frames by channels, a window of K frames lies in
 memory as one row of K x c numbers, so each group is one product of its windows with its weights.
 
@@ -20,8 +20,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class WideConv(torch.autograd.Function):
-    """As `conv1d` with stride 1. Windows of one group are in memory at a time, and are made again
-    for the backward pass."""
+    """As `conv1d` with stride 1. cuDNN's backward pass is quick, and stays."""
 
     @staticmethod
     def forward(context: Any, x_BCT: Tensor, weight: Tensor, groups: int, padding: int) -> Tensor:
@@ -31,21 +30,11 @@ class WideConv(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_BCT, weight = context.saved_tensors
-        groups, padding, width = context.groups, context.padding, weight.shape[2]
-        grad_x = grad_weight = None
-        if context.needs_input_grad[0]:
-            # What a frame had a part in: the same sum, backwards in time, inputs for outputs.
-            split = weight.unflatten(0, (groups, -1)).transpose(1, 2).flip(3)
-            grad_x = correlate(grads[0], split.flatten(0, 1), groups, width - 1 - padding)
-        if context.needs_input_grad[1]:
-            rows_GBPc, out_GBLo = _rows(x_BCT, groups, padding), _rows(grads[0], groups, 0)
-            parts = [
-                _windows(rows, width).T @ out.flatten(0, 1)
-                for rows, out in zip(rows_GBPc, out_GBLo, strict=True)
-            ]
-            split_GKco = torch.stack(parts).unflatten(1, (width, -1))
-            grad_weight = split_GKco.permute(0, 3, 2, 1).flatten(0, 1)
+        x_BCT, weight = (tensor.contiguous() for tensor in context.saved_tensors)
+        how = ([1], [context.padding], [1], False, [0], context.groups)
+        wanted = (*context.needs_input_grad[:2], False)
+        backward = torch.ops.aten.convolution_backward
+        grad_x, grad_weight, _ = backward(grads[0].contiguous(), x_BCT, weight, None, *how, wanted)
         return grad_x, grad_weight, None, None
 
 

@@ -1,0 +1,137 @@
+"""What watching costs a step: on and off in turns of ten steps, inside one run, so that nothing
+else differs between the two.
+
+    python benchmarks/watch_cost.py                              2 ranks on the CPU
+    python benchmarks/watch_cost.py --steps 2000 launch.device=cuda launch.nproc=1 ...
+
+"On" is all that tells work from waiting and judges it: the clock's blocked times with DDP's
+arrival, the count of collectives, rows written every ten steps, and the watcher thread of the
+process that started the run. Heartbeats and telemetry, which every run always had, stay on in both.
+The answer is the ratio of the medians, with an interval by resampling the turns.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+TURN = 10  # steps
+GOAL = {"cpu": 0.005, "cuda": 0.001}
+SIZE = [
+    "data.source=synthetic", "data.synthetic_samples=2048", "data.seq_len=64", "model.dim=96",
+    "model.num_layers=4", "train.eval_every=off", "train.eval_samples=all",
+    "checkpoint.at_end=false",
+]  # fmt: skip
+# A job in a file of its own: ranks import it, and there it puts a switch around what is measured.
+JOB = """
+import paceline.train.metrics as metrics
+from paceline.strategies import clock as clocks
+from paceline.workloads.lm.workload import LanguageModel
+
+IS_ON = True
+
+
+def switched(owner, name, off):
+    real = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        return real(*args, **kwargs) if IS_ON else off
+    setattr(owner, name, call)
+
+
+for kind in (clocks.HostClock, clocks.DeviceClock):
+    begin = kind.begin
+
+    def begin_turn(self, step, begin=begin):
+        global IS_ON
+        IS_ON = (step // {turn}) % 2 == 0
+        begin(self, step)
+    kind.begin = begin_turn
+    switched(kind, "block", None)
+    switched(kind, "unblock", None)
+switched(clocks.Waits, "until_returned", None)
+switched(metrics, "count_collectives", 0)
+
+
+class Switched(LanguageModel):
+    pass
+"""
+
+
+def is_on(step: int) -> bool:
+    return (step // TURN) % 2 == 0
+
+
+def pause_watcher() -> None:
+    """Let the watcher sleep in the turns without it: rank 0's mark says which step it is."""
+    from paceline.run.watching import Watcher
+    from paceline.train.heartbeat import read_mark
+
+    tick = Watcher.tick
+
+    def tick_in_turn(self: Watcher) -> None:
+        if is_on(read_mark(self._files.step_mark(0))):
+            tick(self)
+
+    Watcher.tick = tick_in_turn  # type: ignore[method-assign]
+
+
+def measure(words: list[str], num_steps: int, out: Path) -> tuple[np.ndarray, np.ndarray, str]:
+    """Return the step times of the turns with and without, a row each, and the device."""
+    import paceline
+    from paceline.records import Plan
+    from paceline.records.rundir import RunDir
+    from paceline.records.tables import read_steps
+
+    job = out / "switched_job.py"
+    job.write_text(JOB.replace("{turn}", str(TURN)))
+    pause_watcher()
+    result = paceline.train(f"{job}:Switched", *words, f"train.steps={num_steps}", out=out / "run")
+    run = RunDir(Path(result.run_dir))
+    rows = read_steps(run.steps(0)).since(3 * TURN)
+    steps, times = rows.column("step"), rows.column("wall_s")
+    turns = {True: [], False: []}
+    for first in range(4 * TURN, num_steps - TURN, TURN):
+        inside = (steps >= first + 1) & (steps < first + TURN)  # the first step of a turn is mixed
+        turns[is_on(first)].append(times[inside])
+    length = min(map(len, turns.values()))
+    on, off = (np.array([t for t in turns[key][:length]]) for key in (True, False))
+    return on, off, Plan.load(run.plan).device.value
+
+
+def compare(on: np.ndarray, off: np.ndarray, rounds: int = 2000) -> tuple[float, float, float]:
+    """Return the ratio of medians, less one, with its 95 % interval: whole turns are drawn again,
+    a turn with and the one after it without together."""
+    rng = np.random.default_rng(0)
+    drawn = []
+    for _ in range(rounds):
+        pick = rng.integers(len(on), size=len(on))
+        drawn.append(np.median(on[pick]) / np.median(off[pick]) - 1)
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return float(np.median(on) / np.median(off) - 1), float(low), float(high)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("words", nargs="*", help="further key=value")
+    asked = parser.parse_args()
+    words = [*SIZE, *(asked.words or ["launch.nproc=2", "launch.device=cpu"])]
+    with tempfile.TemporaryDirectory() as folder:
+        on, off, device = measure(words, asked.steps, Path(folder))
+    ratio, low, high = compare(on, off)
+    step_ms = 1e3 * float(np.median(off))
+    print(f"device {device}, {asked.steps} steps, {len(on)} turns of {TURN} each way")
+    print(f"step without {step_ms:.3f} ms, with {1e3 * float(np.median(on)):.3f} ms")
+    print(f"watching adds {ratio:+.3%} (95 % interval {low:+.3%} to {high:+.3%})")
+    print(f"goal: at most {GOAL[device]:.1%}: {'met' if ratio <= GOAL[device] else 'NOT met'}")
+    sys.exit(0 if ratio <= GOAL[device] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Names in profiles for the parts of native sparse attention. torch's profiler sees them whenever it
+runs (the audit reads them there), nsys where `observe.nvtx` asks for ranges.
+
+    projections+rope      queries, keys and values
+    pcmp_all              nsa.cmp: compressed keys
+    topk+ranges           nsa.choose: scores to blocks; in plain torch also map_pcmp_to_pslc
+    branch_attn+gate      nsa.sel, nsa.win, nsa.gate; in plain torch also nsa.sel.ranges_v2
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def mark(name: str, near: Tensor, nvtx: bool = False) -> Iterator[None]:
+    """Name what runs inside. A compiled graph has no room for it, but the operations in it do."""
+    if torch.compiler.is_compiling() or not (nvtx or torch.autograd._profiler_enabled()):
+        yield
+        return
+    with torch.profiler.record_function(name):
+        if not (nvtx and near.is_cuda):
+            yield
+            return
+        with torch.cuda.nvtx.range(name):
+            yield

@@ -1,0 +1,39 @@
+"""The sizes of native sparse attention, and what follows from them. No torch here."""
+
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A compressed key stands for `l` tokens, and one begins every `d`; blocks of `l_sel` tokens
+    are selected, `n_sel` of them per query; the window has `w` tokens."""
+
+    l: int = 32  # noqa: E741  the paper's letters
+    d: int = 16
+    l_sel: int = 64
+    n_sel: int = 16
+    w: int = 512
+
+    @classmethod
+    def of(cls, section: object) -> Self:
+        """Return the sizes that a config's `attention.nsa` asks for."""
+        return cls(*(getattr(section, name) for name in cls.__dataclass_fields__))
+
+    def num_compressed(self, num_tokens: int) -> int:
+        """Return how many whole compression blocks `num_tokens` tokens have."""
+        return 0 if num_tokens < self.l else (num_tokens - self.l) // self.d + 1
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return how many selection blocks `num_tokens` tokens begin."""
+        return -(-num_tokens // self.l_sel)
+
+    def seen(self, num_tokens: int) -> tuple[float, float, float]:
+        """Return how many keys a query of a sequence sees in the compressed, the selected and the
+        window branch, on average; keys of a chosen block that lie ahead are not counted."""
+        T, most = num_tokens, self.n_sel * self.l_sel
+        compressed = sum(self.num_compressed(t + 1) for t in range(T)) / T
+        # Before `most` tokens all are chosen; after, the block of the query is half full.
+        selected = sum(min(t + 1, most - self.l_sel + t % self.l_sel + 1) for t in range(T)) / T
+        window = sum(min(t + 1, self.w) for t in range(T)) / T
+        return compressed, selected, window

@@ -1,0 +1,45 @@
+"""Who moves gradients and weights between ranks: collectives of NCCL or gloo, or the ranks
+themselves through symmetric memory, which needs NVLink between all of them."""
+
+import os
+
+from paceline.config.schema import RunConfig
+from paceline.records import Choice, Crew, Env, ExchangeBy
+from paceline.strategies.base import Strategy
+
+# torch's own switch, to try it with ranks that share a GPU.
+SHARED = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+NVLINKS = ("nvlink", "nvswitch")
+
+
+def choose_exchange(
+    config: RunConfig, env: Env, crew: Crew, strategy: Strategy
+) -> Choice[ExchangeBy]:
+    """Choose as asked, unless the ranks cannot reach each other's memory: then say why."""
+    asked: ExchangeBy = getattr(config.strategy, "exchange", "collectives")
+    if asked == "collectives" or "exchange" not in strategy.Settings.model_fields:
+        return Choice(requested=asked, value="collectives", because="as asked", matters=False)
+    if lacking := _lacking(config, env, crew):
+        return Choice(requested=asked, value="collectives", because=lacking)
+    return Choice(requested=asked, value="symmetric", because="as asked")
+
+
+def _lacking(config: RunConfig, env: Env, crew: Crew) -> str:
+    """Return why symmetric memory cannot be used; empty: it can."""
+    if not crew.on_gpu:
+        return "symmetric memory is that of GPUs, and the ranks are on CPU"
+    if crew.world_size == 1:
+        return "one rank has no other to reach"
+    if crew.num_nodes > 1:
+        return "the ranks are on several machines, and NVLink ends at one"
+    used = crew.device_indices or list(range(crew.per_node))
+    if len(set(used)) < len(used):
+        is_allowed = {**os.environ, **config.launch.env}.get(SHARED) == "1"
+        return "" if is_allowed else f"ranks share a GPU, and {SHARED}=1 does not allow it"
+    pairs = {(min(link.a, link.b), max(link.a, link.b)): link.kind for link in env.links}
+    for a in sorted(used):
+        for b in sorted(used):
+            kind = pairs.get((a, b))
+            if a < b and kind not in NVLINKS:
+                return f"there is no NVLink between GPUs {a} and {b}: {kind or 'not known'}"
+    return ""

@@ -1,0 +1,172 @@
+"""fp8 on paper: which layers take it and why the others do not, and whether it is worth it.
+
+fp8 products run at less than twice the rate of bf16, and three times a step every layer has to find
+scales and cast: that grows with a side of its matrix, the product with both. So large layers gain
+and small ones lose. The rates are those of an H200 (benchmarks/results/gpu_fp8_h200.txt); what
+matters is their ratio."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from paceline.config.schema import RunConfig
+from paceline.plan.policy import capability_of
+from paceline.records import Env, Finding, Fp8Plan, Plan
+from paceline.records.words import few
+from paceline.strategies.base import Strategy
+from paceline.strategies.shape import ModelShape, ParameterShape
+from paceline.workloads.base import Workload
+
+FIRST_FP8 = (8, 9)  # compute capability of Ada
+FIRST_ROWWISE = (9, 0)
+MULTIPLE = 16  # of both sides of a matrix, asked by the tensor cores
+# FLOP/s of large products, and the side of a matrix that costs all of it: 715 TFLOP/s of bf16 and
+# 1130 of fp8 at a side of 2048, 1210 at 4096.
+BF16_RATE, FP8_RATE = (740e12, 70), (1300e12, 270)
+CAST_BYTES_PER_S = 3.3e12
+PRODUCTS_SHARE = 0.72  # of a step in bf16 that is spent in products of layers
+# Bytes of traffic for each number of an input or a gradient, and of a weight: find the scale, cast,
+# and cast once more the other way round, for products that read along the other side.
+CAST_BYTES = {"tensorwise": (6, 10), "rowwise": (7, 12), "rowwise_gw_hp": (4, 12)}
+WORTH_IT = 1.02  # below it a gain is noise
+UNKNOWN_TOKENS = 16384
+
+
+def plan_fp8(
+    config: RunConfig, workload: Workload, model: ModelShape, strategy: Strategy, on_gpu: bool
+) -> Fp8Plan:
+    """Decide for every matrix of the model."""
+    asked, recipe = config.precision, config.precision.fp8_recipe
+    tokens = count_tokens(config, workload)
+    kept: dict[str, str] = {}
+    layers, before, after = [], 0.0, 0.0
+    for parameter in model.trainable:
+        if not parameter.is_matrix or len(parameter.shape) != 2:
+            continue
+        bf16_s, fp8_s = product_seconds(parameter, tokens, recipe)
+        reason = _keeps_bf16(parameter, bf16_s, fp8_s, asked.fp8_layers)
+        before += bf16_s
+        after += bf16_s if reason else fp8_s
+        if reason:
+            kept[parameter.name] = reason
+        else:
+            layers.append(parameter.name.removesuffix(".weight"))
+    gathers = strategy.shards(config) and recipe == "tensorwise" and asked.fp8_all_gather != "off"
+    return Fp8Plan(
+        recipe=recipe,
+        gathers_fp8=gathers,
+        is_emulated=not on_gpu,
+        layers=layers,
+        kept=kept,
+        gain=1 / (1 - PRODUCTS_SHARE * (1 - after / before)) if before else 1.0,
+    )
+
+
+def count_tokens(config: RunConfig, workload: Workload) -> int:
+    """Return the rows of a layer's input: the units of a microbatch, where they are known."""
+    units = workload.units_per_sample(config)
+    return config.train.micro_batch_size * units if units else UNKNOWN_TOKENS
+
+
+def product_seconds(parameter: ParameterShape, tokens: int, recipe: str) -> tuple[float, float]:
+    """Estimate a layer's three products of a step in bf16, and in fp8 with the casts around
+    them."""
+    rows, columns = parameter.shape
+    flops, side = 6 * tokens * rows * columns, min(rows, columns)
+    bf16, fp8 = (peak * side / (side + lost) for peak, lost in (BF16_RATE, FP8_RATE))
+    each, of_weight = CAST_BYTES[recipe]
+    cast = tokens * (rows + columns) * each + rows * columns * of_weight
+    is_half = recipe == "rowwise_gw_hp"  # one of the three products stays in bf16
+    fast = flops * (2 / 3 if is_half else 1)
+    return flops / bf16, fast / fp8 + (flops - fast) / bf16 + cast / CAST_BYTES_PER_S
+
+
+def _keeps_bf16(parameter: ParameterShape, bf16_s: float, fp8_s: float, asked: str) -> str:
+    rows, columns = parameter.shape
+    if not parameter.is_hidden:
+        return "stands outside of the blocks: logits and tables need bf16's digits"
+    if rows % MULTIPLE or columns % MULTIPLE:
+        return f"{rows} x {columns}: both sides must be multiples of {MULTIPLE}"
+    if asked == "auto" and fp8_s * WORTH_IT > bf16_s:
+        return f"{rows} x {columns} is small: casts cost more than fp8 saves"
+    return ""
+
+
+def check_fp8(env: Env, plan: Plan, strategy: Strategy) -> Iterator[Finding]:
+    """Yield why fp8 cannot be used here, or what it will bring."""
+    if plan.fp8 is None:
+        return
+    yield from _impossible(env, plan, strategy)
+    if not plan.fp8.layers:
+        yield Finding(
+            severity="error",
+            where="precision.mode",
+            what=f"no layer can take fp8: {_reasons(plan.fp8)}",
+            hint="set precision.mode=bf16; precision.fp8_layers=all takes small ones too",
+        )
+        return
+    kept = f"; in bf16 stay: {_reasons(plan.fp8)}" if plan.fp8.kept else ""
+    gain = plan.fp8.gain
+    yield Finding(
+        severity="note",
+        where="precision.mode",
+        what=f"{len(plan.fp8.layers)} matrices in fp8, {plan.fp8.recipe}{kept}",
+    )
+    if plan.fp8.is_emulated:
+        yield Finding(
+            severity="note",
+            where="precision.mode",
+            what="a CPU has no fp8: its rounding is computed, and the products in fp32",
+        )
+    elif gain < WORTH_IT:
+        yield Finding(
+            severity="warning",
+            where="precision.mode",
+            what=f"fp8 is not worth it here: a step is estimated at {gain:.2f}x the speed of bf16",
+            hint="set precision.mode=bf16; layers of 2048 and more gain, and long microbatches",
+        )
+    else:
+        yield Finding(
+            severity="note",
+            where="precision.fp8_recipe",
+            what=f"a step is estimated at {gain:.2f}x the speed of bf16",
+        )
+
+
+def _impossible(env: Env, plan: Plan, strategy: Strategy) -> Iterator[Finding]:
+    assert plan.fp8 is not None
+    if find_spec("torchao") is None:
+        yield Finding(
+            severity="error",
+            where="precision.mode",
+            what="fp8 needs torchao, which is not installed",
+            hint="pip install 'paceline[fp8]'",
+            cause="cluster",
+        )
+    if strategy.no_fp8:
+        yield Finding(
+            severity="error",
+            where="precision.mode",
+            what=f"fp8 cannot be used with {strategy.name}: {strategy.no_fp8}",
+            hint="set precision.mode=bf16, or strategy.name=ddp, zero2 or zero3",
+        )
+    capability = capability_of(env) if plan.on_gpu else None
+    first = FIRST_FP8 if plan.fp8.recipe == "tensorwise" else FIRST_ROWWISE
+    if capability is not None and capability < first:
+        has, needs = (".".join(map(str, pair)) for pair in (capability, first))
+        yield Finding(
+            severity="error",
+            where="precision.mode",
+            what=f"fp8 by {plan.fp8.recipe} scales needs compute capability {needs}, and this is"
+            f" {has}",
+            hint="set precision.mode=bf16",
+            cause="cluster",
+        )
+
+
+def _reasons(plan: Fp8Plan) -> str:
+    """Return the matrices that stay bf16, by their reasons."""
+    by_reason = defaultdict(list)
+    for name, reason in plan.kept.items():
+        by_reason[reason].append(name)
+    return "; ".join(f"{few(names)} ({reason})" for reason, names in by_reason.items())

@@ -1,0 +1,64 @@
+"""Whether layers and AdamW run on Triton kernels of our own, and why: only where that was measured
+to be faster and equal."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from paceline.config.schema import RunConfig
+from paceline.plan.policy import capability_of
+from paceline.records import Choice, Device, Env, Finding, Kernels, Plan
+from paceline.strategies.optimizers import builds_own
+from paceline.workloads.base import Workload
+
+# What was measured: benchmarks/results/gpu_kernels_h200.txt.
+MEASURED = (9, 0)
+
+
+def choose_kernels(
+    config: RunConfig, env: Env, device: Choice[Device], precision: str, workload: Workload
+) -> Choice[Kernels]:
+    """Choose where every rank computes the same: by the weakest GPU."""
+    asked = config.train.kernels
+    what = _served(config, workload)
+    if asked != "auto":
+        return Choice(requested=asked, value=asked, because="as asked", matters=asked != "torch")
+    value: Kernels = "torch"
+    capability = capability_of(env)
+    if device.value == "cpu":
+        because = "there is no GPU"
+    elif not what:
+        because = f"there is none for this workload, nor for {config.optim.name}"
+    elif capability != MEASURED:
+        because = "not measured on this GPU"
+    elif precision not in ("bf16", "fp8"):
+        because = f"not measured in {precision}"
+    else:
+        value, because = "triton", f"{what}: faster and equal on compute capability 9.0"
+    return Choice(requested=asked, value=value, because=because, matters=value == "triton")
+
+
+def check_kernels(plan: Plan) -> Iterator[Finding]:
+    """Yield why kernels that were asked for cannot run here."""
+    if plan.kernels.value != "triton" or plan.kernels.requested == "auto":
+        return
+    if not plan.on_gpu:
+        yield Finding(
+            severity="error",
+            where="train.kernels",
+            what="triton was asked for, and the ranks are on CPU",
+            hint="set train.kernels=auto",
+        )
+    elif find_spec("triton") is None:
+        yield Finding(
+            severity="error",
+            where="train.kernels",
+            what="triton cannot be imported; torch's builds for CUDA bring it",
+            hint="pip install triton, or set train.kernels=torch",
+            cause="cluster",
+        )
+
+
+def _served(config: RunConfig, workload: Workload) -> str:
+    """Return what there are kernels for in this job, in words."""
+    has_adamw = config.optim.name == "adamw" and not builds_own(workload)
+    return " and ".join(filter(None, (workload.own_kernels, "AdamW" if has_adamw else "")))

@@ -1,0 +1,110 @@
+"""Activations on the host between forward and backward: each block's saved tensors go to pinned
+memory while the next block computes, and come back while the one behind it does.
+
+Copies run on two streams of their own. When backward asks for the first tensor of a block, those of
+the block before it start on their way too, so that only the last block's are waited for. What
+autograd saves twice is sent once. Weights and small tensors stay."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+MIN_BYTES = 2**20
+
+
+class Parked:
+    """A tensor on the host. `back` holds it on the device again once that was asked for."""
+
+    def __init__(self, host: Tensor, sent: Any, block: int) -> None:
+        self.host, self.sent, self.block = host, sent, block
+        self.back: Tensor | None = None
+        self.returned: Any = None
+
+
+class Offloader:
+    """Sends what blocks save. One for all blocks of a model, in the order of their forward."""
+
+    def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES) -> None:
+        self.device, self.min_bytes = device, min_bytes
+        self.is_async = device.type == "cuda"
+        self.out: Any = torch.cuda.Stream(device) if self.is_async else None
+        self.into: Any = torch.cuda.Stream(device) if self.is_async else None
+        self.parked: dict[int, list[Parked]] = {}
+        self.num_bytes = 0  # sent so far, for the audit
+
+    def wrap(self, block: nn.Module, number: int) -> None:
+        """Make `block` save on the host, whether its forward is compiled or not."""
+        shapes = {tuple(p.shape) for p in block.parameters()}
+        weights = shapes | {shape[::-1] for shape in shapes}
+        if block._compiled_call_impl is not None:
+            # Outside of the graph: the compiler's own saved tensors pass through the hooks too.
+            block._compiled_call_impl = self._saving(block._compiled_call_impl, number, weights)
+        else:
+            block.forward = self._saving(block.forward, number, weights)
+
+    def _saving(
+        self, forward: Callable[..., Any], number: int, weights: set[tuple[int, ...]]
+    ) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            self.parked[number] = []
+            seen: dict[Any, Parked] = {}
+
+            def pack(value: Tensor) -> Tensor | Parked:
+                if self._stays(value, weights):
+                    return value
+                key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value._version)
+                if key not in seen:
+                    seen[key] = self._send(value, number)
+                    self.parked[number].append(seen[key])
+                return seen[key]
+
+            with saved_tensors_hooks(pack, self._unpack):
+                return forward(*args, **kwargs)
+
+        return run
+
+    def _stays(self, value: Tensor, weights: set[tuple[int, ...]]) -> bool:
+        if value.device != self.device or value.nbytes < self.min_bytes:
+            return True
+        # A cast of a weight is made once for all microbatches: it is no activation.
+        return isinstance(value, nn.Parameter) or tuple(value.shape) in weights
+
+    def _send(self, value: Tensor, number: int) -> Parked:
+        self.num_bytes += value.nbytes
+        if not self.is_async:
+            return Parked(value.detach().clone(), None, number)
+        host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+        self.out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.out):
+            host.copy_(value, non_blocking=True)
+        value.record_stream(self.out)  # its memory is free for others only after the copy
+        return Parked(host, self.out.record_event(), number)
+
+    def _unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        self._fetch(kept)
+        # Those before it, while this block computes: backward goes from the last to the first.
+        for earlier in self.parked.pop(kept.block - 1, ()):
+            self._fetch(earlier)
+        if self.is_async:
+            torch.cuda.current_stream(self.device).wait_event(kept.returned)
+            kept.back.record_stream(torch.cuda.current_stream(self.device))
+        return kept.back
+
+    def _fetch(self, kept: Parked) -> None:
+        if kept.back is not None:
+            return
+        if not self.is_async:
+            kept.back = kept.host
+            return
+        with torch.cuda.stream(self.into):
+            self.into.wait_event(kept.sent)
+            kept.back = torch.empty_like(kept.host, device=self.device)
+            kept.back.copy_(kept.host, non_blocking=True)
+        kept.returned = self.into.record_event()

@@ -1,0 +1,65 @@
+"""What brings a GPU to its limit computes the same: kernels, fp8, chunks, offload, 8 bits,
+symmetric memory. That it is faster is in benchmarks/results."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.records import Audit
+from paceline.verify.flow import run_verify
+from tests.gpu.test_strategies import TINY, audit_of
+from tests.harness import RankEnds, run_here
+from tests.proofs import assert_proven
+from tests.skips import needs_gpu, needs_torchao
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200), needs_gpu]
+BF16 = [*TINY, "precision.mode=bf16"]
+SHARED = "launch.env.TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
+
+
+def assert_near(plain: RankEnds, other: RankEnds, rel: float) -> None:
+    for a, b in zip(plain.rows, other.rows, strict=True):
+        assert b.loss == pytest.approx(a.loss, rel=rel)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> RankEnds:
+    return run_here(tmp_path_factory.mktemp("plain"), "lm_tiny", [*BF16, "train.kernels=torch"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["train.kernels=triton"],
+        ["train.kernels=triton", "train.compile=default"],
+        ["train.kernels=triton", "strategy.name=zero3"],
+        ["loss.chunk=64"],
+        ["loss.chunk=64", "train.compile=default", "train.kernels=triton"],
+        ["train.activation_offload=true"],
+        ["train.activation_offload=true", "train.activation_checkpointing=full"],
+        ["train.activation_offload=true", "train.compile=default", "train.compile_scope=blocks"],
+        ["train.memory_budget=0.05"],
+        ["optim.name=adamw8bit"],
+    ],
+    ids=" ".join,
+)
+def test_the_same_is_learned(settings: list[str], plain: RankEnds, tmp_path: Path) -> None:
+    ends = run_here(tmp_path / "run", "lm_tiny", [*BF16, *settings])
+    assert_near(plain, ends, rel=1e-2)
+    wrong = [p for p in Audit.load(ends.run.audit).proofs if not p.ok and "timeout" not in p.what]
+    assert not wrong
+
+
+@needs_torchao
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_gw_hp"])
+def test_products_run_in_fp8(recipe: str, tmp_path: Path) -> None:
+    asked = ["precision.mode=fp8", "precision.fp8_layers=all", f"precision.fp8_recipe={recipe}"]
+    found = audit_of(tmp_path / "run", asked)
+    assert found["precision"].ok and "products with scales" in found["precision"].effective
+
+
+def test_symmetric_memory_is_proven_on_ranks_that_share_a_gpu(tmp_path: Path) -> None:
+    names = ["ddp", "zero2", "zero3"]
+    asked = ["launch.devices=[0,0]", "strategy.exchange=symmetric", SHARED]
+    report = run_verify(names, asked, tmp_path / "two", print)
+    assert_proven(report, *names)

@@ -1,0 +1,243 @@
+"""The rules about a run's health, the verdicts about its speed, and what is done about them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.config.health import RulesConfig
+from paceline.health import Evidence, act_on, judge, read_evidence
+from paceline.health.actions import action_for
+from paceline.health.desync import compare_calls
+from paceline.health.evidence import Heart
+from paceline.records.events import Event, EventLog, iter_events
+from paceline.records.findings import Finding, Findings
+from paceline.records.heartbeats import Beat
+from paceline.records.phases import Phase
+from paceline.records.rundir import RunDir
+from paceline.records.tables import STEPS
+from paceline.run.watching import Watcher
+from tests.judged import make_evidence, make_table, make_telemetry, make_training
+from tests.machines import box, plan
+
+NOW = 1e9
+MIB = 2**20
+STEPS_100 = np.arange(100)
+RISING = 500 * MIB + STEPS_100 * 10 * MIB
+
+
+def kinds(evidence: Evidence) -> list[str]:
+    return [f.kind for f in judge(evidence) if f.severity != "note"]
+
+
+def one(evidence: Evidence, kind: str) -> Finding:
+    return next(f for f in judge(evidence) if f.kind == kind)
+
+
+def with_training(**columns: Any) -> Evidence:
+    num_steps = max([100, *(len(v) for v in columns.values() if isinstance(v, np.ndarray))])
+    return Evidence(1, training=make_training(num_steps, **columns))
+
+
+def at(step: int, value: float, usual: Any = 1.0) -> Any:
+    return np.where(STEPS_100 == step - 1, value, usual)
+
+
+@pytest.mark.parametrize(
+    ("kind", "evidence"),
+    [
+        ("nan_loss", with_training(skipped=at(7, 1, 0))),
+        ("loss_spike", with_training(loss=at(60, 9.0, 3 + 0.01 * np.sin(STEPS_100)))),
+        ("zero_grad", with_training(grad_norm=at(50, 0.0))),
+        ("gradient_explosion", with_training(grad_norm=at(50, 500.0))),
+        ("throughput_drift", with_training(step_s=np.linspace(0.03, 0.06, 400))),
+        ("memory_growth", Evidence(1, telemetry={0: make_telemetry(100, rss_bytes=RISING)})),
+        ("data_starvation", make_evidence({r: {Phase.DATA: 0.05} for r in (0, 1)})),
+    ],
+)
+def test_what_breaks_a_rule_is_found_and_alone(kind: str, evidence: Evidence) -> None:
+    assert kinds(evidence) == [kind]
+    rules = RulesConfig.model_validate({kind: "off"})
+    assert kinds(replace(evidence, rules=rules)) == []
+
+
+def test_what_is_usual_is_no_finding() -> None:
+    falling = 3 * np.exp(-STEPS_100 / 30) + 0.02 * np.sin(7 * STEPS_100)
+    large_at_once = np.where(STEPS_100 < 50, 500 * MIB, 900 * MIB)
+    evidence = Evidence(
+        1,
+        training=make_training(100, loss=falling, grad_norm=1 + 0.5 * np.sin(STEPS_100)),
+        telemetry={0: make_telemetry(100, rss_bytes=large_at_once)},
+    )
+    assert judge(evidence) == []
+
+
+def test_a_plateau_is_a_note() -> None:
+    flat = 2 + 0.1 * np.sin(np.arange(400))
+    rules = RulesConfig(loss_plateau_steps=100)
+    found = judge(replace(with_training(loss=flat), rules=rules))
+    assert [(f.kind, f.severity) for f in found] == [("loss_plateau", "note")]
+    falling = replace(with_training(loss=flat - 0.01 * np.arange(400)), rules=rules)
+    assert judge(falling) == []
+
+
+def test_a_rank_that_is_silent_and_a_run_that_stands_are_named() -> None:
+    hearts = {
+        0: Heart(Beat(NOW - 1, 0, 40, "backward", 99), NOW - 1),
+        1: Heart(Beat(NOW - 200, 1, 40, "forward", 98), NOW - 200),
+    }
+    evidence = Evidence(2, hearts=hearts, now=NOW, idle_s=200.0)
+    stall, flat = one(evidence, "heartbeat_stall"), one(evidence, "throughput_flatline")
+    assert (stall.rank, stall.step) == (1, 40) and "on rank 1" in flat.words
+    assert judge(replace(evidence, now=None)) == [], "a run that is over is silent for good"
+
+
+def test_a_clock_that_is_off_is_named_by_the_time_of_its_files() -> None:
+    off = {0: 0.0, 1: 0.1, 2: -30.0}
+    hearts = {r: Heart(Beat(NOW + s, r, 1, "data", 1), NOW) for r, s in off.items()}
+    found = one(Evidence(3, hearts=hearts), "clock_skew")
+    assert found.rank == 2 and "behind" in found.words
+
+
+def test_unequal_shares_are_named_with_the_rank_that_always_has_the_largest() -> None:
+    steps = {
+        rank: make_table(STEPS, 20, step=np.arange(1, 21), units=100.0 * share)
+        for rank, share in enumerate([1.0, 1.0, 1.5])
+    }
+    assert one(Evidence(3, steps=steps), "unequal_batches").rank == 2
+
+
+def counted(per_step: int, left_out_at: int = 0) -> Any:
+    """Collectives of a rank, one more in every tenth step."""
+    steps = np.arange(1, 41)
+    made = np.cumsum(per_step + (steps % 10 == 0) - (steps == left_out_at))
+    return make_table(STEPS, 40, step=steps, collectives=made)
+
+
+def test_a_collective_that_is_left_out_names_rank_and_step() -> None:
+    """F21; ranks of a pipeline usually run different numbers."""
+    assert kinds(Evidence(2, steps={0: counted(4), 1: counted(4)})) == []
+    found = one(Evidence(2, steps={0: counted(4), 1: counted(4, left_out_at=23)}), "desync")
+    assert (found.rank, found.step) == (1, 23)
+    third = {0: counted(4, left_out_at=9), 1: counted(3), 2: counted(4)}
+    assert (one(Evidence(3, steps=third), "desync").rank) == 0
+
+
+def test_shapes_that_differ_are_found_in_flight_recorders_and_in_logs() -> None:
+    def dump(size: int) -> dict[str, Any]:
+        call = {"profiling_name": "gloo:all_reduce", "process_group": ["0", "default_pg"]}
+        return {"entries": [{**call, "collective_seq_id": 3, "input_sizes": [[size]]}]}
+
+    (found,) = compare_calls({0: dump(100), 1: dump(150)})
+    assert found.kind == "shapes_differ" and "[[150]]" in found.words
+    assert list(compare_calls({0: dump(100), 1: dump(100)})) == []
+    log = (
+        "what(): [enforce fail] op.preamble.length <= op.nbytes. 152 vs 100. Received\n"
+        'Current thread 0x1:\n  File "/x/site-packages/torch/a.py", line 1 in all_reduce\n'
+        '  File "/home/me/job.py", line 15 in loss\n'
+    )
+    told = one(Evidence(2, logs={0: log}), "shapes_differ")
+    assert "job.py:15 in loss" in told.words
+
+
+def test_a_gpu_that_throttles_or_errs_is_named() -> None:
+    decided = plan("launch.nproc=2", machine=box(2))
+    clocks = {"gpu0": 1980.0, "gpu1": np.where(STEPS_100 < 30, 1980.0, 1200.0)}
+    tables = [
+        make_telemetry(
+            100, source, clock_mhz=clock, utilisation_percent=99.0,
+            throttle_reasons=0x20 if source == "gpu1" else 0, xid=at(90, 79, 0),
+        )
+        for source, clock in clocks.items()
+    ]  # fmt: skip
+    both = make_telemetry(0)
+    for name in both.values:
+        both.values[name] = np.concatenate([t.values[name] for t in tables])
+    for name in both.is_empty:
+        both.is_empty[name] = np.concatenate([t.is_empty[name] for t in tables])
+    found = judge(Evidence(2, plan=decided, telemetry={0: both}))
+    assert [(f.kind, f.rank) for f in found if f.kind == "gpu_throttle"] == [("gpu_throttle", 1)]
+    assert [f.rank for f in found if f.kind == "gpu_errors"] == [0, 1]
+
+
+def test_verdicts_say_what_a_run_is_bound_by() -> None:
+    fine = [f.kind for f in judge(make_evidence())]
+    assert fine == ["compute_bound"]
+    slow = make_evidence({r: {Phase.DATA: 0.05} for r in (0, 1)})
+    assert "bound_by_data" in [f.kind for f in judge(slow)]
+    rules = RulesConfig(exchange_share=0.05)
+    exchanged = judge(replace(make_evidence(), rules=rules))
+    assert [f.kind for f in exchanged] == ["bound_by_exchange"]
+    uneven = np.where(np.arange(60) % 2, 0.02, 0.0)
+    turns = make_evidence({0: {Phase.FORWARD: uneven}, 1: {Phase.FORWARD: 0.02 - uneven}})
+    assert [f.kind for f in judge(turns)] == ["bound_by_imbalance"]
+
+
+@pytest.mark.parametrize(
+    ("action", "made"),
+    [("warn", []), ("dump", ["control/dump"]), ("checkpoint", ["control/checkpoint"]),
+     ("halt", [".HALT", ".anomaly_type"])],
+)  # fmt: skip
+def test_a_rule_does_what_it_says(action: Any, made: list[str], tmp_path: Path) -> None:
+    act_on(RunDir(tmp_path), Finding(kind="zero_grad", words="x"), action)
+    files = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
+    assert files == made
+    if action == "halt":
+        assert (tmp_path / ".HALT").read_text() == "halt: zero_grad\n"
+        assert (tmp_path / ".anomaly_type").read_text() == "zero_grad\n"
+
+
+def test_every_rule_with_an_action_has_a_default_and_verdicts_only_warn() -> None:
+    assert action_for(RulesConfig(), "straggler") == "warn"
+    assert action_for(RulesConfig(), "compute_bound") == "warn"
+    assert action_for(RulesConfig(), "straggler_share") == "warn", "a limit is no action"
+
+
+def test_events_are_read_back_and_damage_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.append(Event(kind="straggler", rank=1, step=20, words="rank 1 is slow", time=5.0))
+    log.close()
+    with path.open("a") as file:
+        file.write('{"kind": 3}\nnot json\n{"kind": "cut", "wor')
+    (event,) = iter_events(path)
+    assert (event.rank, event.step, event.time) == (1, 20, 5.0)
+    assert list(iter_events(tmp_path / "absent")) == []
+
+
+def test_findings_stand_in_a_file_with_the_gravest_first(tmp_path: Path) -> None:
+    found = [Finding(kind="a", words="a", severity="note"), Finding(kind="b", words="b")]
+    Findings.of(found).save(tmp_path / "findings.json")
+    assert [f.kind for f in Findings.load(tmp_path / "findings.json").findings] == ["b", "a"]
+
+
+def test_a_watcher_tells_a_slow_rank_once_and_halts_where_the_rule_says_so(tmp_path: Path) -> None:
+    from paceline.records.table_file import TableFile
+
+    run, said = RunDir(tmp_path), list[str]()
+    evidence = make_evidence({1: {Phase.FORWARD: 0.02}}, num_steps=40)
+    files = {}
+    for rank in (0, 1):
+        run.make_rank(rank)
+        files[rank] = TableFile(run.steps(rank), STEPS)
+    watcher = Watcher(
+        run, plan("launch.nproc=2", "launch.device=cpu"), RulesConfig(straggler="halt"), said.append
+    )
+    for first in range(0, 40, 10):
+        for rank, table in evidence.steps.items():
+            part = table[first : first + 10]
+            for place in range(10):
+                files[rank].add({name: part.values[name][place].item() for name in part.values})
+            files[rank].flush()
+        watcher.tick()
+    assert len(said) == 1 and "rank 1 is slow" in said[0]
+    (event,) = iter_events(run.events)
+    assert (event.kind, event.rank) == ("straggler", 1) and event.step is not None
+    assert event.step <= 25, "its first fifteen steps after the warm-up are enough"
+    assert run.anomaly.read_text() == "straggler\n" and run.halt.is_file()
+
+
+def test_an_empty_directory_is_judged_as_nothing(tmp_path: Path) -> None:
+    assert judge(read_evidence(RunDir(tmp_path))) == []

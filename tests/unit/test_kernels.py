@@ -1,0 +1,162 @@
+"""Kernels against plain torch, forward and backward: by Triton's interpreter where there is no
+GPU."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.skips import has_gpu, needs_triton
+
+# Read when a kernel is defined, so before its module is imported.
+if not has_gpu():
+    os.environ["TRITON_INTERPRET"] = "1"
+DEVICE = "cuda" if has_gpu() else "cpu"
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+pytestmark = needs_triton
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE, requires_grad=True)
+
+
+def assert_same_gradients(a: Any, b: Any, inputs: tuple[Tensor, ...]) -> None:
+    """Of the same outputs by the same inputs."""
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, **CLOSE)
+    seeds = [torch.randn_like(x) for x in a]
+    expected, found = (torch.autograd.grad(outputs, inputs, seeds) for outputs in (a, b))
+    for x, y in zip(expected, found, strict=True):
+        torch.testing.assert_close(x, y, **CLOSE)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 8), (3, 1, 6), (2, 2, 16)])
+def test_rope(heads: int, kv_heads: int, width: int) -> None:
+    """Widths and counts that are not powers of two have masked lanes."""
+    from paceline.kernels.rope import split_rotated
+    from paceline.workloads.lm.model import rotate
+
+    B, T, H, K, E = 2, 5, heads, kv_heads, width
+    qkv = random(B, T, (H + 2 * K) * E)
+    angle = torch.randn(T, E // 2, device=DEVICE).repeat(1, 2)
+    tables = angle.cos(), angle.sin()
+    q, k, v = (
+        part.unflatten(-1, (-1, E)).transpose(1, 2)
+        for part in qkv.split([H * E, K * E, K * E], dim=-1)
+    )
+    plain = rotate(q, tables), rotate(k, tables), v
+    assert_same_gradients(plain, split_rotated(qkv, tables, H, K), (qkv,))
+
+
+def test_swiglu_with_its_product() -> None:
+    from paceline.kernels.swiglu import swiglu_down
+
+    gate_up, down = random(2, 3, 40), random(7, 20)
+    gate, up = gate_up.chunk(2, dim=-1)
+    plain = F.linear(F.silu(gate) * up, down)
+    assert_same_gradients([plain], [swiglu_down(gate_up, down)], (gate_up, down))
+
+
+def test_a_weights_gradient_has_the_weights_type() -> None:
+    """In fp32 from bf16 it is the sum before it is rounded."""
+    from paceline.kernels.products import linear
+
+    x = random(64, 16).detach().bfloat16().requires_grad_()
+    weight = random(8, 16)
+    y = linear(x, weight)
+    g = torch.randn_like(y)
+    y.backward(g)
+    assert y.dtype == x.grad.dtype == torch.bfloat16 and weight.grad.dtype == torch.float32
+    exact = g.double().t() @ x.double()
+    torch.testing.assert_close(weight.grad.double(), exact, rtol=1e-5, atol=1e-4)
+    rounded = exact.bfloat16().double()
+    assert (weight.grad - exact).norm() < (rounded - exact).norm() / 100
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_losses_of_tokens(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row in one block and in three; a token that does not count; a logit of -inf."""
+    from paceline.kernels import softmax
+
+    monkeypatch.setattr(softmax, "BLOCK", block)
+    logits, targets = random(5, 37).detach(), torch.tensor([0, 36, -100, 5, 16], device=DEVICE)
+    logits[0, 17:] = float("-inf")
+    leaf = logits.clone().requires_grad_()
+    losses = F.cross_entropy(leaf, targets, reduction="none")
+    (expected,) = torch.autograd.grad(losses.sum(), leaf)
+    kept = logits.clone()
+    found = softmax.take_losses(logits, targets, has_gradients=True)
+    torch.testing.assert_close(found, losses.detach(), **CLOSE)
+    torch.testing.assert_close(logits, expected, **CLOSE)
+    softmax.take_losses(kept, targets, has_gradients=False)
+    assert kept[0, 17:].isinf().all(), "without gradients nothing is written"
+
+
+@pytest.mark.parametrize("chunk", [4, 11, 100])
+def test_chunked_loss(chunk: int) -> None:
+    """Also scaled afterwards, as every loss is, and without gradients."""
+    from paceline.kernels.cross_entropy import chunked_loss
+
+    x, head = random(11, 6), random(37, 6)
+    targets = torch.randint(0, 37, (11,), device=DEVICE)
+    targets[3] = -100
+    plain = F.cross_entropy(F.linear(x, head), targets, reduction="sum") * 3
+    found = chunked_loss(x, head, targets, chunk) * 3
+    assert_same_gradients([plain], [found], (x, head))
+    with torch.no_grad():
+        torch.testing.assert_close(chunked_loss(x, head, targets, chunk) * 3, plain.detach())
+
+
+def test_adamw_is_torchs() -> None:
+    """With the divisor of clipping, and a veto that leaves all as it is."""
+    from paceline.strategies.update_rules import OneReadAdamW
+
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    ours, theirs = (torch.nn.Parameter(random(70, 71).detach().clone()) for _ in range(2))
+    with torch.no_grad():
+        ours.copy_(theirs)
+    mine, torchs = OneReadAdamW([ours], **settings), torch.optim.AdamW([theirs], **settings)
+    mine.grad_scale = torch.tensor(2.0, device=DEVICE)
+    for veto in (0.0, 0.0, 1.0, 0.0):
+        gradient = torch.randn_like(theirs)
+        ours.grad = gradient / (0.0 if veto else 1.0)
+        mine.found_inf = torch.tensor(veto, device=DEVICE)
+        mine.step()
+        if not veto:
+            theirs.grad = gradient / 2
+            torchs.step()
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+    for name, value in torchs.state[theirs].items():
+        torch.testing.assert_close(mine.state[ours][name].cpu(), value.cpu(), **CLOSE)
+
+
+def test_a_model_by_kernels_is_the_model() -> None:
+    """Loss and gradients of all weights; documents that do not see each other too."""
+    from paceline.workloads.lm.model import LM
+    from paceline.workloads.lm.workload import LMModel
+
+    config = LMModel(vocab_size=64, dim=32, num_layers=2, num_heads=4, num_kv_heads=2)
+    plain, fused = LM(config, 12).to(DEVICE), LM(config, 12, kernels="triton", chunk=5).to(DEVICE)
+    fused.load_state_dict(plain.state_dict())
+    tokens, targets = (torch.randint(0, 64, (2, 12), device=DEVICE) for _ in range(2))
+    positions = torch.arange(12, device=DEVICE).remainder(7).expand(2, 12)
+    for apart in ((), (positions,)):
+        expected, found = plain(tokens, targets, *apart), fused(tokens, targets, *apart)
+        assert_same_gradients_by_name(expected, found, plain, fused)
+
+
+def assert_same_gradients_by_name(
+    expected: Tensor, found: Tensor, a: torch.nn.Module, b: torch.nn.Module
+) -> None:
+    torch.testing.assert_close(expected, found, **CLOSE)
+    grads = [torch.autograd.grad(x, list(m.parameters())) for x, m in ((expected, a), (found, b))]
+    for (name, _), x, y in zip(a.named_parameters(), *grads, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")

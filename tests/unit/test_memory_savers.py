@@ -1,0 +1,71 @@
+"""Activations that wait elsewhere and moments in 8 bits: the same numbers come back."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.strategies.offload import Offloader
+from tests.skips import needs_torchao
+
+
+def test_what_blocks_save_comes_back() -> None:
+    """Without streams of a GPU: each tensor sent once, weights never, and gradients the same."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)]
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        y = x
+        for block in blocks:
+            y = y + block(y)
+        return y.square().sum()
+
+    wanted = torch.autograd.grad(run(), [x, *(p for b in blocks for p in b.parameters())])
+    offloader = Offloader(torch.device("cpu"), min_bytes=0)
+    for number, block in enumerate(blocks):
+        offloader.wrap(block, number)
+    loss = run()
+    # Of each block: the input of both products and of GELU, in fp32.
+    assert offloader.num_bytes == 3 * 4 * (8 + 16 + 16) * 4
+    found = torch.autograd.grad(loss, [x, *(p for b in blocks for p in b.parameters())])
+    for a, b in zip(wanted, found, strict=True):
+        assert torch.equal(a, b)
+    with torch.no_grad():
+        before = offloader.num_bytes
+        run()
+        assert offloader.num_bytes == before, "nothing is saved without gradients"
+
+
+@needs_torchao
+@pytest.mark.slow
+def test_moments_in_8_bits_follow_adamw_and_resume_bit_by_bit() -> None:
+    from paceline.strategies.eight_bit import AdamW8bit
+
+    torch.manual_seed(0)
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    weights = [nn.Parameter(torch.randn(16, 512)), nn.Parameter(torch.randn(7))]
+    exact = [nn.Parameter(p.detach().clone()) for p in weights]
+    mine, torchs = AdamW8bit(weights, **settings), torch.optim.AdamW(exact, **settings)
+
+    def step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+    for seed in range(8):
+        step(mine, weights, seed)
+        step(torchs, exact, seed)
+    torch.testing.assert_close(weights[1], exact[1])
+    moved = (exact[0] - weights[0]).norm() / exact[0].norm()
+    assert 0 < moved < 5e-3
+    assert mine.state[weights[0]]["exp_avg_codes"].dtype == torch.uint8
+
+    again = [nn.Parameter(p.detach().clone()) for p in weights]
+    resumed = AdamW8bit(again, **settings)
+    resumed.load_state_dict(deepcopy(mine.state_dict()))
+    step(mine, weights, 100)
+    step(resumed, again, 100)
+    assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))

@@ -1,0 +1,97 @@
+"""Exposed communication from spans of time, and the settings that the plan chooses to hide it."""
+
+from dataclasses import dataclass
+
+import pytest
+from torch.autograd import DeviceType
+
+from paceline.machine.measures import PairSpeed
+from paceline.train.overlap import measure_overlap, merge, uncovered
+from tests.machines import box, machine, plan
+
+CPU, CUDA = DeviceType.CPU, DeviceType.CUDA
+
+
+@dataclass
+class Event:
+    """One of kineto's, in ms."""
+
+    what: str
+    start: int
+    end: int
+    device: DeviceType = CPU
+
+    def name(self) -> str:
+        return self.what
+
+    def start_ns(self) -> int:
+        return self.start * 10**6
+
+    def duration_ns(self) -> int:
+        return (self.end - self.start) * 10**6
+
+    def device_type(self) -> DeviceType:
+        return self.device
+
+
+def test_spans() -> None:
+    assert merge([(5, 7), (0, 2), (1, 3), (7, 8)]) == [(0, 3), (5, 8)]
+    assert uncovered([(0, 10)], [(2, 3), (5, 20)]) == [(0, 2), (3, 5)]
+    assert uncovered([(0, 4), (6, 8)], [(0, 8)]) == []
+    assert uncovered([(0, 4)], []) == [(0, 4)]
+
+
+def test_gloo_beside_operations() -> None:
+    """Sent from 10 to 30; computed until 20, and in 25 to 26."""
+    events = [
+        Event("aten::mm", 0, 20), Event("aten::t", 5, 6), Event("c10d::allreduce_", 8, 40),
+        Event("gloo:all_reduce", 10, 22), Event("gloo:all_reduce", 20, 30),
+        Event("aten::add_", 25, 26),
+    ]  # fmt: skip
+    found = measure_overlap(events, rank=1, step=3)
+    assert (found.communication_s, found.exposed_s) == pytest.approx((0.020, 0.009))
+    assert found.compute_s == pytest.approx(0.021) and found.rank == 1
+
+
+def test_nccl_beside_kernels() -> None:
+    """On a GPU operations of the host are only launches, and copies compute nothing."""
+    events = [
+        Event("aten::mm", 0, 100), Event("gemm", 0, 10, CUDA), Event("Memcpy HtoD", 10, 20, CUDA),
+        Event("ncclDevKernel_AllGather", 5, 20, CUDA), Event("gemm", 18, 30, CUDA),
+    ]  # fmt: skip
+    found = measure_overlap(events, rank=0, step=3)
+    assert (found.communication_s, found.exposed_s) == pytest.approx((0.015, 0.008))
+
+
+def link(gb_per_s: float) -> PairSpeed:
+    return PairSpeed(a=0, b=1, num_bytes=2**26, one_way_s=0.1, gb_per_s=gb_per_s)
+
+
+@pytest.mark.parametrize(("rate", "low", "high"), [(1.5, 1, 3), (300.0, 20, 60)])
+def test_buckets_follow_the_measured_link(
+    rate: float, low: float, high: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sqrt(4 MB x 0.24 ms x 1.5 GB/s) = 1.2 MB; of lm_125m sqrt(500 MB x 30 us x 300 GB/s) is too
+    large for one bucket to be the last, 67 MB."""
+    monkeypatch.setattr("paceline.plan.overlap.load_link", lambda *_: link(rate))
+    made = plan("launch.nproc=2") if rate < 2 else plan(source="lm_125m", machine=box(4))
+    assert low <= made.bucket_mb.value <= high * 1.2
+    assert "that check measured" in made.bucket_mb.because
+
+
+def test_without_a_measured_link_torch_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.plan.overlap.load_link", lambda *_: None)
+    made = plan("launch.nproc=2")
+    assert made.bucket_mb.value == 25.0 and made.prefetch.value == 0
+    assert plan("launch.nproc=2", "strategy.bucket_mb=7").bucket_mb.value == 7.0
+
+
+@pytest.mark.parametrize(("rate", "ahead"), [(0.1, 1), (10_000.0, 0)])
+def test_blocks_are_gathered_ahead_where_the_link_is_slow(
+    rate: float, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.plan.overlap.load_link", lambda *_: link(rate))
+    monkeypatch.setattr("paceline.plan.overlap.load_matmul_tflops", lambda *_: 700.0)
+    made = plan("strategy.name=zero3", source="lm_125m", machine=box(4))
+    assert made.prefetch.value == ahead and "of its computing time" in made.prefetch.because
+    assert plan("strategy.name=zero3", machine=machine()).prefetch.value == 0

@@ -1,0 +1,90 @@
+"""Who is slow, by its own work and not by the time of its phases, which are alike on all ranks."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline.health import judge
+from paceline.health.work import measure_work
+from paceline.records.findings import Finding
+from paceline.records.phases import Phase
+from tests.judged import USUAL_S, make_evidence
+
+STEP_S = sum(USUAL_S.values())
+PARTS = [Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
+
+
+def slow_ranks(found: list[Finding]) -> list[tuple[int | None, str]]:
+    return [(f.rank, f.evidence["part"]) for f in found if f.kind == "straggler"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_a_rank_that_is_a_fifth_slower_is_named_with_its_part(part: Phase, num_ranks: int) -> None:
+    evidence = make_evidence({1: {part: 0.2 * STEP_S}}, num_ranks)
+    found = judge(evidence)
+    assert slow_ranks(found) == [(1, part)]
+    told = next(f for f in found if f.kind == "straggler")
+    assert told.evidence["extra_s"] == pytest.approx(0.2 * STEP_S, rel=0.1)
+    assert told.evidence["lost_s"] == pytest.approx(0.2 * STEP_S, rel=0.3), "what all lose"
+    assert "rank 1 is slow" in told.words
+
+
+def test_times_of_phases_alone_would_not_have_shown_it() -> None:
+    """Backward takes equally long on both ranks: one computes, the other waits."""
+    evidence = make_evidence({1: {Phase.BACKWARD: 0.5 * STEP_S}}, noise=0.0)
+    backward = [np.median(evidence.steps[r].column("backward_s")) for r in (0, 1)]
+    assert backward[0] == pytest.approx(backward[1])
+    assert slow_ranks(judge(evidence)) == [(1, Phase.BACKWARD)]
+
+
+def test_a_live_run_names_it_by_its_last_steps() -> None:
+    late = np.where(np.arange(80) >= 67, 0.3 * STEP_S, 0.0)
+    evidence = make_evidence({1: {Phase.FORWARD: late}}, num_steps=80)
+    assert slow_ranks(judge(evidence)) == [], "13 of the last 45 steps do not make it slow"
+    assert slow_ranks(judge(replace(evidence, now=1e9))) == [(1, Phase.FORWARD)]
+
+
+def test_a_stall_now_and_then_is_a_spike_and_no_straggler() -> None:
+    """F25: half a second in every twentieth step."""
+    stall = np.where(np.arange(100) % 20 == 19, 0.5, 0.0)
+    found = judge(make_evidence({1: {Phase.FORWARD: stall}}, num_steps=100))
+    assert slow_ranks(found) == []
+    spikes = [f for f in found if f.kind == "spikes"]
+    assert [f.rank for f in spikes] == [1] and spikes[0].evidence["every_steps"] == 20
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_clean_runs_have_none(is_live: bool) -> None:
+    """Fifty of them, in which each step of each rank differs by a twentieth."""
+    now = 1e9 if is_live else None
+    for seed in range(50):
+        evidence = replace(make_evidence(num_ranks=4, noise=0.05, seed=seed), now=now)
+        assert [f for f in judge(evidence) if f.severity != "note"] == []
+
+
+def test_a_slow_device_is_told_from_a_slow_part() -> None:
+    all_slow = {p: 0.3 * USUAL_S[p] for p in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)}
+    assert slow_ranks(judge(make_evidence({1: all_slow}))) == [(1, "all")]
+
+
+def test_without_the_time_in_collectives_only_what_stands_before_them_counts() -> None:
+    """A run of another version, or DeepSpeed's: waiting looks like work in backward."""
+    slow = make_evidence({1: {Phase.FORWARD: 0.5 * STEP_S}}, knows_blocked=False)
+    assert slow_ranks(judge(slow)) == [(1, Phase.FORWARD)]
+    hidden = make_evidence({1: {Phase.BACKWARD: 0.5 * STEP_S}}, knows_blocked=False)
+    assert slow_ranks(judge(hidden)) == []
+    work = measure_work(hidden)
+    assert work is not None and not work.is_whole
+
+
+def test_ranks_of_which_one_has_recorded_nothing_are_not_compared() -> None:
+    evidence = make_evidence({1: {Phase.DATA: STEP_S}}, 3)
+    assert judge(replace(evidence, steps={0: evidence.steps[0], 1: evidence.steps[1]})) == []
+
+
+def test_a_rule_that_is_off_says_nothing() -> None:
+    evidence = make_evidence({1: {Phase.FORWARD: STEP_S}})
+    rules = evidence.rules.model_copy(update={"straggler": "off"})
+    assert slow_ranks(judge(replace(evidence, rules=rules))) == []
