@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from paceline.errors import ConfigError, DataError
 from paceline.export.flow import Asked, export
@@ -104,6 +105,11 @@ def test_adapters_on_random_weights_need_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--merge writes both together"):
         export(run, Asked(), quiet)
     assert export(run, Asked(merge=True), quiet).compared[0].error < 1e-5
+    # Trained weights alone: the base is drawn again by its seed, and is the same.
+    part = recogniser(tmp_path / "part", *LORA, "checkpoint.weights=trained")
+    export(part, Asked(merge=True), quiet)
+    both = [load_file(each.root / "exported/safetensors/model.safetensors") for each in (run, part)]
+    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
 
 
 def test_letters(paceline: Callable[..., Ran], tmp_path: Path) -> None:  # noqa: F811

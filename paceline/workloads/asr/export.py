@@ -58,6 +58,8 @@ def export_asr(
         _unpack(model)
         del model.peft_config
     is_adapter = has_adapters and not request.merge
+    if base is not None and (is_adapter or request.config.checkpoint.weights == "trained"):
+        _require_same_base(base, base_hash)
     _set_generation(model, speller, base)
     remarks = []
     if request.merge and not has_adapters:
@@ -110,13 +112,18 @@ def _adapter(model: Any, base: Path | None, base_hash: str) -> AdapterPart:
             "the adapters of this run stand on random weights, which are in no file of their own\n"
             "hint: --merge writes both together"
         )
+    return AdapterPart(model, base, base_hash)
+
+
+def _require_same_base(base: Path, kept: str) -> None:
+    """Refuse a folder that has other weights in it than those that the run began with."""
     found = hash_base(base, {}, 0)
-    if found != base_hash:
+    if found != kept:
         raise DataError(
             f"{base} is not the model that the adapters were trained on: {found}, and that one was"
-            f" {base_hash}\nhint: bring it back, or write both together with --merge"
+            f" {kept}\nhint: bring it back; --merge needs it only where checkpoints have trained"
+            " weights alone"
         )
-    return AdapterPart(model, base, base_hash)
 
 
 def _unpack(model: nn.Module) -> None:
