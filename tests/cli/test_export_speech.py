@@ -52,6 +52,8 @@ def test_whisper_is_handed_out_whole(
     heard = processor(np.zeros(16000, np.float32), sampling_rate=16000, return_tensors="pt")
     assert heard.input_features.shape == (1, 128, 400)
     model.generate(heard.input_features, language="en", task="transcribe", max_new_tokens=4)
+    recognise = library.pipeline("automatic-speech-recognition", str(folder))
+    assert set(recognise({"raw": np.zeros(16000), "sampling_rate": 16000})) == {"text"}
     audio = some_audio(tmp_path)
     ran = paceline("transcribe", "model", audio, "gone.wav", "--json")
     assert ran.code == 4 and "gone.wav: No such file" in ran.err
@@ -88,6 +90,9 @@ def test_adapters_are_merged_or_stand_on_their_base(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no adapters"):
         export(run, Asked(format="onnx", out=tmp_path / "onnx"), quiet)
     open_listener(str(tmp_path / "adapter"), Wanted())
+    packed = [f"model.hf={base}", *LORA, "model.base=nf4"]
+    report = export(recogniser(tmp_path / "q", *packed, kind=WHISPER[1:]), Asked(), quiet)
+    assert report.compared[0].error < 1e-5, "on the base in 4 bits, as trained"
     # The same adapters on another base: who swapped it gets an error, not another model.
     state = first.state_dict()
     library.WhisperForConditionalGeneration(plain.config).save_pretrained(base)

@@ -30,7 +30,7 @@ USAGE = """\
 from transformers import pipeline
 
 recognise = pipeline("automatic-speech-recognition", "FOLDER")
-print(recognise("audio.flac")["text"])
+print(recognise({"raw": waveform, "sampling_rate": 16000})["text"])     # an array of one channel
 """
 ADAPTER_USAGE = """\
 from peft import PeftModel
@@ -73,7 +73,7 @@ def export_asr(
     about = {} if base is None else {"base_model": base.name}
     kind = type(model).__name__
     return Exported(
-        parts={"": _adapter(model, base, base_hash) if is_adapter else TransformersPart(model)},
+        parts={"": _adapter(request, base, base_hash) if is_adapter else TransformersPart(model)},
         wanted=wanted,
         replay=lambda models: _replay(models[""], inputs),
         graphs=graphs,
@@ -106,13 +106,14 @@ def _replay(model: Any, inputs: dict[str, Tensor]) -> Outputs:
         return _logits(model, inputs)
 
 
-def _adapter(model: Any, base: Path | None, base_hash: str) -> AdapterPart:
+def _adapter(request: ExportRequest, base: Path | None, base_hash: str) -> AdapterPart:
     if base is None:
         raise ConfigError(
             "the adapters of this run stand on random weights, which are in no file of their own\n"
             "hint: --merge writes both together"
         )
-    return AdapterPart(model, base, base_hash)
+    is_packed = request.config.model.base == "nf4"
+    return AdapterPart(request.model, base, base_hash, is_packed)
 
 
 def _require_same_base(base: Path, kept: str) -> None:
