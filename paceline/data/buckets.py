@@ -76,7 +76,7 @@ class BatchRule:
     def of(cls, data: DataConfig, micro: int) -> "BatchRule":
         assert data.num_buckets is not None, "batches are made without regard to length"
         budget = data.batch_length if data.batch_by == "length" else None
-        assert budget not in ("off", "auto"), "required by the config, found before training"
+        assert budget is None or isinstance(budget, float), "required, or found before training"
         return cls(data.num_buckets, micro, budget)
 
     def sizes(self, longest: Lengths) -> Indices:

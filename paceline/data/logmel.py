@@ -16,7 +16,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from paceline.data.extras import require_extra
 
@@ -47,26 +46,37 @@ class LogMel:
         # (T + SIZE / 2 - 1) // HOP; beyond the window the signal is mirrored, so that is the end.
         num = min(self.num_frames, (waves_BT.shape[1] + SIZE // 2 - 1) // HOP + 1)
         length = min(self.window, num * HOP + SIZE // 2)
-        filled = pad(waves_BT, (0, length - waves_BT.shape[1]))
-        around = pad(filled, (SIZE // 2, SIZE // 2), mode="reflect")
-        frames_BNS = around.unfold(1, SIZE, HOP)[:, :num]
+        frames_BNS = mirrored(waves_BT, length).unfold(1, SIZE, HOP)[:, :num]
         whole_BMF = waves_BT.new_empty((len(waves_BT), self.num_mels, self.num_frames))
         step = CACHED if waves_BT.device.type == "cpu" else num
         for first in range(0, num, step):
             part = slice(first, min(first + step, num))
-            whole_BMF[..., part] = self._powers(frames_BNS[:, part]).transpose(1, 2)
+            whole_BMF[..., part] = self._powers(frames_BNS[:, part])
         logs_BMF = whole_BMF[..., :num].clamp_(min=FLOOR).log10_()
         least_B11 = logs_BMF.amax(dim=(1, 2), keepdim=True).sub_(RANGE).clamp_(min=SILENCE)
         whole_BMF[..., num:] = SILENCE
-        return torch.maximum(whole_BMF, least_B11, out=whole_BMF).add_(4.0).div_(4.0)
+        torch.maximum(whole_BMF, least_B11, out=whole_BMF)
+        return whole_BMF.add_(4.0).div_(4.0)
 
     def _powers(self, frames_BNS: Tensor) -> Tensor:
-        """Return the power in each mel bin, (B, N, M): squares without roots, which would cost as
+        """Return the power in each mel bin, (B, M, N): squares without roots, which would cost as
         much as the transform."""
         device = frames_BNS.device
         spectrum_BNQ = torch.fft.rfft(frames_BNS * _hann(device))
         power_BNQ = spectrum_BNQ.real.square().add_(spectrum_BNQ.imag.square())
-        return power_BNQ @ _mels(self.num_mels, device)
+        found_BMN: Tensor = _mels(self.num_mels, device) @ power_BNQ.transpose(1, 2)
+        return found_BMN
+
+
+def mirrored(waves_BT: Tensor, length: int) -> Tensor:
+    """Return the waveforms filled up with zeros to `length`, and half a frame of their mirror image
+    before and behind: one copy, where `torch.nn.functional.pad` takes two."""
+    half, size = SIZE // 2, waves_BT.shape[1]
+    whole = waves_BT.new_zeros((len(waves_BT), length + SIZE))
+    whole[:, half : half + size] = waves_BT
+    whole[:, :half] = whole[:, half + 1 : SIZE + 1].flip(1)
+    whole[:, half + length :] = whole[:, length - 1 : length + half - 1].flip(1)
+    return whole
 
 
 @cache
@@ -76,7 +86,7 @@ def _hann(device: torch.device) -> Tensor:
 
 @cache
 def _mels(num_mels: int, device: torch.device) -> Tensor:
-    """Return the filters (Q, M): how much each frequency counts in each bin."""
+    """Return the filters (M, Q): how much each frequency counts in each bin."""
     library = require_extra("transformers.audio_utils", "hf")
     table = library.mel_filter_bank(
         num_frequency_bins=1 + SIZE // 2,
@@ -87,4 +97,4 @@ def _mels(num_mels: int, device: torch.device) -> Tensor:
         norm="slaney",
         mel_scale="slaney",
     )
-    return torch.from_numpy(table).float().to(device)
+    return torch.from_numpy(table).float().T.contiguous().to(device)

@@ -117,7 +117,8 @@ def _try_lengths(place: str, workload: str, packed: bytes, num_ranks: int) -> No
     run = RunDir(Path(place))
     job, plan, alone = reload_job(run, workload, packed), Plan.load(run.plan), RankId(0, 0, 1)
     device = claim_device(plan.crew.device.value, alone, plan.crew.device_indices)
-    join_group(plan.backend.value, alone, device, dist.HashStore(), 60.0)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch does not list it
+    join_group(plan.backend.value, alone, device, store, 60.0)
     data: Any = job.workload.build_data(job.config, "train")
     lengths = all_lengths(data, "data.batch_length=auto")
     trial = Trial(job, plan, device, data, (-lengths).argsort(kind="stable"))

@@ -82,6 +82,8 @@ def explain(error: BaseException, is_built: bool = True) -> RankError:
 
 def _hint(message: str, is_built: bool) -> str:
     """Say what to change, for errors of torch that do not say it."""
+    if "\nhint: " in message:
+        return ""
     if not is_built and ("can't allocate memory" in message or "out of memory" in message):
         return (
             "\nhint: the model itself does not fit: strategy.name=zero3 on more ranks or machines,"

@@ -43,6 +43,7 @@ SGD = [
 ]  # fmt: skip
 ONE, TWO = ["train.micro_batch_size=8"], ["train.micro_batch_size=4", "launch.nproc=2"]
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
+BASES: dict[str, list[str]] = {"fp32": [], "bf16": ["model.base=bf16", "precision.mode=bf16"]}
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +125,24 @@ def _hold(runs: list[tuple[RunDir, list[str]]], group: RunDir, place: RankId) ->
         torch.save(held, run.rank(place.rank) / "held.pt")
 
 
-def test_adapters_alone_have_gradients_and_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [("ddp", "fp32"), ("zero3", "bf16")],
+        pytest.param([(row, base) for row in STRATEGIES for base in BASES], marks=nightly),
+    ],
+    ids=["some", "all"],
+)
+def test_adapters_alone_have_gradients_and_state(
+    rows: list[tuple[str, str]], tmp_path: Path
+) -> None:
     """Bytes as planned, on each strategy; a base in bf16 counts half."""
     adamw = ["optim.name=adamw", "train.global_batch_size=8", "train.steps=9", *TWO, *LORA]
     runs: dict[str, Any] = {}
-    for row in STRATEGIES:
-        for kind, more in {"fp32": [], "bf16": ["model.base=bf16", "precision.mode=bf16"]}.items():
-            settings = tiny(*adamw, *more, f"strategy.name={row}")
-            _, plan, run = prepare_run(tmp_path / f"{row}-{kind}", RECIPE, settings)
-            runs[f"{row}, {kind}"] = plan, run, settings
+    for row, base in rows:
+        settings = tiny(*adamw, *BASES[base], f"strategy.name={row}")
+        _, plan, run = prepare_run(tmp_path / f"{row}-{base}", RECIPE, settings)
+        runs[f"{row}, {base}"] = plan, run, settings
     start_ranks(RunDir(tmp_path), 2, partial(_hold, [(run, s) for _, run, s in runs.values()]))
     for name, (plan, run, _) in runs.items():
         held = [torch.load(run.rank(rank) / "held.pt", weights_only=False) for rank in (0, 1)]
@@ -182,3 +192,13 @@ def test_out_of_memory_names_the_utterance(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(SpeechRecognition, "loss", full)
     with pytest.raises(Exception, match=r"out of memory on sample \d+, train.*\.flac \(\d"):
         run_here(tmp_path / "run", RECIPE, tiny_ctc(*SGD, *ONE))
+
+
+@nightly
+@pytest.mark.parametrize(
+    "more",
+    ["train.activation_checkpointing=full", "data.features=device", "data.num_workers=1"],
+)
+def test_the_same_is_computed_in_other_ways(more: str, reference: RankEnds, tmp_path: Path) -> None:
+    ends = run_here(tmp_path / "run", RECIPE, tiny(*SGD, *LORA, *ONE, LOUD, more))
+    assert_same(reference, ends, more)

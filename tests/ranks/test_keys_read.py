@@ -157,7 +157,8 @@ def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, corpus: 
 
 def _speech_keys(tmp_path: Path) -> Iterator[list[str]]:
     """Speech that is not prepared yet, and a teacher."""
-    yield ["data.root_dir=", f"data.source={CORPUS}", f"data.cache_dir={tmp_path}"]
+    yield ["data.root_dir=", f"data.source={CORPUS}", f"data.cache_dir={tmp_path}",
+           "data.val_splits=[none]"]  # fmt: skip
     yield [f"model.teacher={asr.save_whisper(tmp_path / 'teacher')}"]
 
 

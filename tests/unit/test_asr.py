@@ -41,6 +41,7 @@ def test_features_are_those_of_the_extractor(num_mels: int) -> None:
     assert (together - expected.input_features).abs().max() < 1e-5
 
 
+@slow
 def test_masks_depend_on_the_position_alone_wherever_features_are_made() -> None:
     job = prepared(tiny("data.spec_time_masks=2", "data.spec_mel_masks=2", "data.spec_mel_width=4"))
     data: Any = job.workload.build_data(job.config, "train")
@@ -118,6 +119,7 @@ def problems(*settings: str) -> str:
     return "\n".join(map(str, make_plan(job, machine()).problems()))
 
 
+@slow
 def test_weights_are_loaded_and_adapters_begin_where_others_ended(tmp_path: Path) -> None:
     from paceline.workloads.asr.lora import adapter_tensors, merge_adapters
 
@@ -162,8 +164,11 @@ def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], base: str) -> 
     return folder
 
 
+@slow
 def test_a_base_of_four_bits_has_the_planned_size_and_trains_adapters() -> None:
     pytest.importorskip("bitsandbytes")
+    from paceline.workloads.asr.lora import merge_adapters
+
     four = [*LORA, "model.base=nf4", "checkpoint.weights=trained"]
     job = prepared(tiny(*four))
     model: Any = job.workload.build_model(job.config)
@@ -176,10 +181,20 @@ def test_a_base_of_four_bits_has_the_planned_size_and_trains_adapters() -> None:
     loss.backward()
     grads = {name for name, p in model.named_parameters() if p.grad is not None}
     assert grads and all("lora_" in name for name in grads)
+    inputs = {
+        "input_features": torch.randn(1, 20, 500),
+        "decoder_input_ids": torch.ones(1, 3).long(),
+    }
+    expected = model.eval()(**inputs).logits
+    merge_adapters(model)
+    assert {str(weight.dtype) for weight in model.state_dict().values()} == {"torch.float32"}
+    assert "model.encoder.layers.0.fc1.weight" in dict(model.named_parameters())
+    torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-3, atol=1e-4)
     assert "cannot: what bitsandbytes packs" in problems(*four, "strategy.name=zero3")
     assert "packed again from its files" in problems(*LORA, "model.base=nf4")
 
 
+@slow
 def test_what_cannot_be_is_refused_with_its_name(tmp_path: Path) -> None:
     base = save_whisper(tmp_path / "base")
     (tmp_path / "pickled").mkdir()
@@ -200,6 +215,7 @@ def test_what_cannot_be_is_refused_with_its_name(tmp_path: Path) -> None:
         problems(*LORA, "model.lora_targets=[q_project]")
 
 
+@slow
 def test_a_teacher_takes_part_in_the_loss(tmp_path: Path) -> None:
     teacher = save_whisper(tmp_path / "teacher")
     job = prepared(tiny(f"model.teacher={teacher}", "loss.distill_weight=0.25"))

@@ -50,6 +50,7 @@ def texts(job: Job, split: Any) -> list[str]:
     return sorted(row.transcript for row in data.clips.utterances)
 
 
+@pytest.mark.slow
 def test_parquet_rows_are_limited_split_and_resampled(tmp_path: Path) -> None:
     tables = tmp_path / "tables"
     tables.mkdir()
@@ -67,6 +68,7 @@ def test_parquet_rows_are_limited_split_and_resampled(tmp_path: Path) -> None:
     assert "six" not in texts(few, "train") + texts(few, "val")
 
 
+@pytest.mark.slow
 def test_lists_and_folders_are_read_alike(tmp_path: Path) -> None:
     files = tmp_path / "files"
     (files / "clips").mkdir(parents=True)

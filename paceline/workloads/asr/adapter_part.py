@@ -27,8 +27,8 @@ PICKLE = "adapter_model.bin"
 
 
 class AdapterPart:
-    """A model of transformers with the layers of peft. `base` is the folder below them; `is_packed`:
-    they were trained on it in 4 bits, so that is what they are compared on."""
+    """A model of transformers with the layers of peft. `base` is the folder below them. Those that
+    were trained on it in 4 bits (`is_packed`) are compared on that."""
 
     def __init__(self, model: Any, base: Path, base_hash: str, is_packed: bool) -> None:
         self.model: Any = model

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.data.logmel import RATE
 from paceline.errors import ConfigError, DataError
 from paceline.workloads.asr.adapter_part import AdapterPart
 from paceline.workloads.asr.decoding import frame_mask
 from paceline.workloads.asr.lora import base_hash as hash_base
-from paceline.workloads.asr.lora import merge_adapters, unpacked
+from paceline.workloads.asr.lora import merge_adapters
 from paceline.workloads.asr.model import TEACHER, window_samples
 from paceline.workloads.asr.texts import TASKS, LetterSpeller, Speller, WhisperSpeller
 from paceline.workloads.exporting import Exported, ExportRequest, Graph, Models, Outputs
@@ -55,7 +55,6 @@ def export_asr(
     has_adapters = bool(getattr(model, "peft_config", None))
     if has_adapters and request.merge:
         merge_adapters(model)
-        _unpack(model)
         del model.peft_config
     is_adapter = has_adapters and not request.merge
     if base is not None and (is_adapter or request.config.checkpoint.weights == "trained"):
@@ -125,14 +124,6 @@ def _require_same_base(base: Path, kept: str) -> None:
             f" {kept}\nhint: bring it back; --merge needs it only where checkpoints have trained"
             " weights alone"
         )
-
-
-def _unpack(model: nn.Module) -> None:
-    """Compute linear layers of 4 bits back that had no adapters."""
-    for name, module in list(model.named_modules()):
-        if getattr(getattr(module, "weight", None), "quant_state", None) is not None:
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, unpacked(module))
 
 
 def _set_generation(model: Any, speller: Speller, base: Path | None) -> None:

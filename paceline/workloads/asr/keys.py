@@ -137,10 +137,11 @@ class AsrData(AudioData):
     def _seconds_are_lengths(cls, given: Any) -> Any:
         """They are data.batch_length, by another name."""
         seconds = given.get("max_batch_seconds") if isinstance(given, dict) else None
-        if seconds == "auto" or type(seconds) in (int, float):
-            length = "auto" if seconds == "auto" else float(seconds)
-            return {**given, "batch_by": "length", "batch_length": length}
-        return given
+        if seconds == "auto":
+            return {**given, "batch_by": "length", "batch_length": "auto"}
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+            return given
+        return {**given, "batch_by": "length", "batch_length": float(seconds)}
 
     @model_validator(mode="after")
     def _limits_are_a_range(self) -> Self:

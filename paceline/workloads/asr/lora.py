@@ -82,8 +82,7 @@ def pack_base(model: nn.Module) -> None:
             packed.weight = library.nn.Params4bit(values, requires_grad=False, quant_type="nf4").to(
                 values.device
             )
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, packed)
+        _replace(model, name, packed)
     model.no_sharding = NO_SHARDING  # type: ignore[assignment]
 
 
@@ -139,17 +138,24 @@ def require_adapter(model: nn.Module, folder: Path, base: str) -> None:
 
 def merge_adapters(model: nn.Module) -> None:
     """Add the adapters to the weights below them, in place, and take them out: the model has the
-    names that it had before `add_adapters`. A base of 4 bits is unpacked first."""
+    names and the number type, fp32, that it had before `add_adapters` and `keep_base`."""
     for name, layer in list(_iter_layers(model)):
         base = unpacked(layer.get_base_layer())
-        added = layer.get_delta_weight(NAME)
         with torch.no_grad():
-            base.weight = nn.Parameter((base.weight.float() + added.float()), requires_grad=True)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, base)
+            added = layer.get_delta_weight(NAME).float()
+            base.weight = nn.Parameter(base.weight.float() + added)
+        _replace(model, name, base)
+    for name, module in list(model.named_modules()):  # those that had no adapter
+        if isinstance(module, nn.Linear):
+            _replace(model, name, unpacked(module).float())
 
 
-def unpacked(layer: nn.Module) -> Any:
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def unpacked(layer: Any) -> Any:
     """Return a linear layer of plain numbers; one of 4 bits is computed back."""
     state = getattr(layer.weight, "quant_state", None)
     if state is None:

@@ -139,7 +139,7 @@ class SpeechRecognition(Workload):
         base = prepared_path(self.prepared, FOLDER) if is_loaded else None
         return export_asr(request, self.speller(settings), base, str(self.prepared.get(BASE, "")))
 
-    def units_per_sample(self, config: Any) -> None:  # type: ignore[override]
+    def units_per_sample(self, config: Any) -> None:
         return None
 
     def units(self, batch: dict[str, Any]) -> int:
