@@ -32,8 +32,8 @@ from paceline.records.folders import appearing, require_unused
 from paceline.records.rundir import RunDir
 from paceline.records.words import count
 from paceline.run.trained import Say, Trained, Which, load_trained, open_job
-from paceline.workloads.base import Approve, Split, Workload, no_export, own_collate
-from paceline.workloads.exporting import Exported, ExportRequest
+from paceline.workloads.base import Approve, Split, Workload, own_collate
+from paceline.workloads.exporting import Exported, ExportRequest, no_export
 
 NUM_SAMPLES = 2  # enough that they differ in length
 LIBRARIES = ("paceline", "torch", "transformers", "peft", "onnx", "onnxruntime", "safetensors")
@@ -59,7 +59,7 @@ def export(run: RunDir, asked: Asked, say: Say, approve: Approve | None = None) 
     _require_room(target, asked.overwrite)
     job = open_job(run, approve)
     if type(job.workload).export is Workload.export:
-        raise no_export(job.workload)  # before weights are read
+        raise no_export(type(job.workload).__name__)  # before weights are read
     trained = load_trained(run, job, asked.which, torch.device("cpu"), say)
     say(f"{trained.says}, as {asked.format} in {asked.dtype}")
     batch, inputs = real_batch(job)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,11 @@ LARGE_BYTES = 1 << 30  # a file of protobuf holds 2 GiB; larger weights go into 
 class Proof(NamedTuple):
     compared: list[Comparison]
     num_tensors: int
+
+
+class Format(Protocol):
+    def write(self, exported: Exported, folder: Path, dtype: str) -> Proof:
+        """Write the model, load it again and compare; raise SaveError where it is another."""
 
 
 class WeightsFormat:
@@ -78,7 +83,7 @@ class OnnxFormat:
         return Proof(found, 0)
 
 
-FORMATS = {
+FORMATS: dict[str, Format] = {
     "safetensors": WeightsFormat(pickled=False),
     "pytorch": WeightsFormat(pickled=True),
     "onnx": OnnxFormat(),

@@ -25,6 +25,7 @@ from paceline.job import Job, reload_job
 from paceline.plan.policy import effective_config
 from paceline.records import LaunchPlan, Plan
 from paceline.records.rundir import RunDir
+from paceline.strategies.optim import freeze
 from paceline.strategies.stored import load_module
 from paceline.strategies.weights import fill_weights
 from paceline.workloads.base import Approve, require_trusted
@@ -79,7 +80,9 @@ def load_trained(run: RunDir, job: Job, which: Which, device: torch.device, say:
     manifest = require_sound(folder, step, say)
     averaged = with_averages(manifest) if which.ema else None
     source = TensorFiles(folder.path(step), averaged or manifest)
-    model = _build(job, Plan.load(run.plan), device)
+    plan = Plan.load(run.plan)
+    _require_base(job, plan, device)
+    model = _build(job, plan, device)
     with torch.no_grad():
         load_module(source, model)
     if source.damages:
@@ -95,23 +98,42 @@ def _choose(folder: CheckpointFolder, asked: str) -> tuple[int, bool]:
     return choose_step(folder, BEST if is_there else LATEST), is_there
 
 
+def _require_base(job: Job, plan: Plan, device: torch.device) -> None:
+    """Refuse a checkpoint without the weights below what was trained, where those were random
+    numbers of another device: here the same seed gives others."""
+    is_drawn = job.workload.prepared.get("hf_weights") != "load"
+    drawn_on = plan.device.value
+    if job.config.checkpoint.weights == "trained" and is_drawn and drawn_on != device.type:
+        raise ConfigError(
+            "the checkpoint has trained weights alone (checkpoint.weights=trained), and those below"
+            f" them were drawn on {drawn_on}, not on {device.type}\n"
+            "hint: train with checkpoint.weights=all, or from a model's folder"
+        )
+
+
 def _build(job: Job, plan: Plan, device: torch.device) -> nn.Module:
-    """Build the model with memory but without first values: all are loaded. What a module computes
-    for itself and no checkpoint has, such as a table of positions, it fills in."""
+    """Build the model as training did; the checkpoint's values come later. Where it has all of
+    them, a model that is built on meta gets memory alone, and what a module computes for itself,
+    such as a table of positions."""
     # Other kernels of the same attention give the same result; nsa has weights of its own.
     impl = "nsa" if plan.attention.value == "nsa" else "sdpa"
     workload, config = job.workload, effective_config(job.config, impl)
+    seed, is_whole = config.train.seed, config.checkpoint.weights == "all"
     if not workload.meta_init:
+        torch.manual_seed(seed)
         with device:
-            return workload.build_model(config)
-    # The weights are the checkpoint's: those that the run began with need not be there any more.
-    workload.prepared = {**workload.prepared, "hf_weights": "random"}
+            model = workload.build_model(config)
+        freeze(model, config.optim)
+        return model
+    if is_whole:  # the weights that the run began with need not be there any more
+        workload.prepared = {**workload.prepared, "hf_weights": "random"}
     with on_meta():
         model = workload.build_model(config)
+    freeze(model, config.optim)
 
     def compute(name: str, module: nn.Module) -> None:
-        if module._non_persistent_buffers_set:
+        if module._non_persistent_buffers_set or not is_whole:
             workload.init_weights(model, name, module)
 
-    fill_weights(model, compute, 0, device)
+    fill_weights(model, compute, seed, device)
     return model

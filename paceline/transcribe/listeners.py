@@ -12,7 +12,7 @@ The last two do not know who computes: torch (`ids_by_torch`, `logits_by_torch`)
 from what `paceline export --format onnx` wrote (`ids_by_graphs`, `logits_by_graph`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -129,17 +129,18 @@ class TimedWhisper:
             **self.asked,
         )
         return [
-            [self._segment(each, len(piece) / RATE) for each in row if self._text(each)]
+            list(self._iter_segments(row, len(piece) / RATE))
             for piece, row in zip(pieces, found["segments"], strict=True)
         ]
 
-    def _text(self, segment: dict[str, Any]) -> str:
+    def _iter_segments(self, row: Sequence[dict[str, Any]], end_s: float) -> Iterator[Segment]:
+        """Yield what has words in it and begins before the recording ends: its last window is
+        filled up with silence, and of that the model may say anything."""
         first = self.speller.library.convert_tokens_to_ids(FIRST_TIME)
-        return self.speller.text([x for x in segment["tokens"].tolist() if x < first])
-
-    def _segment(self, segment: dict[str, Any], end_s: float) -> Segment:
-        start, end = (min(float(segment[key]), end_s) for key in ("start", "end"))
-        return Segment(start, end, self._text(segment))
+        for each in row:
+            text = self.speller.text([x for x in each["tokens"].tolist() if x < first])
+            if text and float(each["start"]) < end_s:
+                yield Segment(float(each["start"]), min(float(each["end"]), end_s), text)
 
 
 def _whole(piece: Samples, text: str) -> list[Segment]:

@@ -174,7 +174,9 @@ class Workload:
     def export(self, request: ExportRequest) -> Exported:
         """Return the model as a library knows it, with what the trained one says of real samples:
         see workloads/exporting.py."""
-        raise no_export(self)
+        from paceline.workloads.exporting import no_export
+
+        raise no_export(type(self).__name__)
 
     def on_step(self, step: int, record: Mapping[str, Any]) -> None:
         """Told of each step, with its row of training.csv: once the row is whole, which is up to
@@ -226,15 +228,6 @@ def no_text(workload: Workload) -> ConfigError:
     return ConfigError(
         f"{type(workload).__name__} generates no text\n"
         "hint: lm and causal_lm do, and so does a workload with generate(self, model, request)"
-    )
-
-
-def no_export(workload: Workload) -> ConfigError:
-    """Return the refusal of a workload that has no `export`."""
-    return ConfigError(
-        f"{type(workload).__name__} does not say what library its model is for\n"
-        "hint: write export(self, request) in the workload; paceline checkpoints convert writes"
-        " the tensors of any model by their names"
     )
 
 

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import ConfigError
+
 Outputs = Mapping[str, Tensor]
 Models = Mapping[str, nn.Module]
 
@@ -86,6 +88,15 @@ class Exported:
     @property
     def models(self) -> dict[str, nn.Module]:
         return {folder: part.model for folder, part in self.parts.items()}
+
+
+def no_export(name: str) -> ConfigError:
+    """Return the refusal of a workload that has no `export`."""
+    return ConfigError(
+        f"{name} does not say what library its model is for\n"
+        "hint: write export(self, request) in the workload; paceline checkpoints convert writes"
+        " the tensors of any model by their names"
+    )
 
 
 def first_mask(count_B: Tensor, size: int) -> Tensor:

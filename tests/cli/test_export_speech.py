@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from paceline.errors import ConfigError, DataError
 from paceline.export.flow import Asked, export
@@ -51,6 +52,8 @@ def test_whisper_is_handed_out_whole(
     heard = processor(np.zeros(16000, np.float32), sampling_rate=16000, return_tensors="pt")
     assert heard.input_features.shape == (1, 128, 400)
     model.generate(heard.input_features, language="en", task="transcribe", max_new_tokens=4)
+    recognise = library.pipeline("automatic-speech-recognition", str(folder))
+    assert set(recognise({"raw": np.zeros(16000), "sampling_rate": 16000})) == {"text"}
     audio = some_audio(tmp_path)
     ran = paceline("transcribe", "model", audio, "gone.wav", "--json")
     assert ran.code == 4 and "gone.wav: No such file" in ran.err
@@ -87,6 +90,9 @@ def test_adapters_are_merged_or_stand_on_their_base(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no adapters"):
         export(run, Asked(format="onnx", out=tmp_path / "onnx"), quiet)
     open_listener(str(tmp_path / "adapter"), Wanted())
+    packed = [f"model.hf={base}", *LORA, "model.base=nf4"]
+    report = export(recogniser(tmp_path / "q", *packed, kind=WHISPER[1:]), Asked(), quiet)
+    assert report.compared[0].error < 1e-5, "on the base in 4 bits, as trained"
     # The same adapters on another base: who swapped it gets an error, not another model.
     state = first.state_dict()
     library.WhisperForConditionalGeneration(plain.config).save_pretrained(base)
@@ -104,6 +110,11 @@ def test_adapters_on_random_weights_need_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--merge writes both together"):
         export(run, Asked(), quiet)
     assert export(run, Asked(merge=True), quiet).compared[0].error < 1e-5
+    # Trained weights alone: the base is drawn again by its seed, and is the same.
+    part = recogniser(tmp_path / "part", *LORA, "checkpoint.weights=trained")
+    export(part, Asked(merge=True), quiet)
+    both = [load_file(each.root / "exported/safetensors/model.safetensors") for each in (run, part)]
+    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
 
 
 def test_letters(paceline: Callable[..., Ran], tmp_path: Path) -> None:  # noqa: F811
@@ -173,3 +184,72 @@ def test_graphs_write_what_weights_write(tmp_path: Path, kind: list[str]) -> Non
         for name in ("model", "onnx")
     )
     assert by_weights == by_graphs and len(by_weights.text) > 3
+
+
+def write_timed_whisper(folder: Path) -> None:
+    """A Whisper of random weights whose tokens have times, as those of the hub do."""
+    from paceline.data.logmel import RATE
+    from paceline.workloads.asr.export import _asked_ids
+    from paceline.workloads.asr.texts import find_speller
+
+    speller: Any = find_speller("whisper", None, "english", "transcribe")
+    tokenizer = speller.library
+    tokenizer.add_tokens([f"<|{n * 0.02:.2f}|>" for n in range(1501)], special_tokens=True)
+    config = library.WhisperConfig(
+        vocab_size=len(tokenizer), d_model=16, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
+        decoder_ffn_dim=32, max_target_positions=24, decoder_start_token_id=speller.prompt[0],
+        pad_token_id=speller.end_id, bos_token_id=speller.end_id, eos_token_id=speller.end_id,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = library.WhisperForConditionalGeneration(config)
+    model.generation_config = library.GenerationConfig(**_asked_ids(config, speller))
+    model.save_pretrained(folder)
+    extractor = library.WhisperFeatureExtractor(feature_size=80, sampling_rate=RATE)
+    library.WhisperProcessor(extractor, tokenizer).save_pretrained(folder)
+    find_speller.cache_clear()
+
+
+@pytest.mark.nightly
+def test_whisper_with_times_goes_over_a_long_recording(tmp_path: Path) -> None:
+    from paceline.transcribe.flow import transcribe
+    from paceline.transcribe.listeners import TimedWhisper, WindowedWhisper
+
+    write_timed_whisper(tmp_path / "model")
+    noise = np.random.default_rng(0).normal(size=40 * 16000).astype(np.float32) * 0.1
+    soundfile.write(tmp_path / "long.wav", noise, 16000)
+    soundfile.write(tmp_path / "short.wav", noise[:32000], 16000)
+    listener, _ = open_listener(str(tmp_path / "model"), Wanted(language="en", device="cpu"))
+    assert isinstance(listener, TimedWhisper)
+    files = [tmp_path / "long.wav", tmp_path / "short.wav"]
+    long, short = transcribe(listener, files, 8)
+    times = [moment for said in long.segments for moment in (said.start_s, said.end_s)]
+    assert times == sorted(times) and times[-1] > 30, "both windows were heard"
+    assert all(said.end_s <= 2.0 for said in short.segments) and "<|" not in long.text
+    assert len({said.start_s for said in long.segments}) == len(long.segments)
+    other, _ = open_listener(str(tmp_path / "model"), Wanted(times="off", device="cpu"))
+    assert isinstance(other, WindowedWhisper)
+
+
+@pytest.mark.nightly
+def test_an_export_that_is_killed_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+    import signal
+    import sys
+    import time
+
+    from tests import warm
+    from tests.cli.program import environment
+    from tests.exports import make
+
+    run, _ = make(tmp_path / "run")
+    out = tmp_path / "model"
+    argv = [sys.executable, "-m", "paceline", "export", str(run.root), "--output", str(out)]
+    process = warm.start(argv, cwd=tmp_path, env=environment())
+    deadline = time.monotonic() + 120
+    while not (begun := list(tmp_path.glob(".tmp-model-*"))) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert begun and not out.exists()
+    assert export(run, Asked(out=out), quiet).num_tensors > 0 and hashes_hold(out)

@@ -18,6 +18,7 @@ from paceline.workloads.asr.lora import (
     EXTRA,
     NAME,
     adapter_tensors,
+    pack_base,
 )
 from paceline.workloads.hf.pretrained import quiet
 
@@ -26,11 +27,12 @@ PICKLE = "adapter_model.bin"
 
 
 class AdapterPart:
-    """A model of transformers with peft's layers in it. `base` is the folder below them."""
+    """A model of transformers with the layers of peft. `base` is the folder below them. Those that
+    were trained on it in 4 bits (`is_packed`) are compared on that."""
 
-    def __init__(self, model: Any, base: Path, base_hash: str) -> None:
+    def __init__(self, model: Any, base: Path, base_hash: str, is_packed: bool) -> None:
         self.model: Any = model
-        self.base, self.base_hash = base, base_hash
+        self.base, self.base_hash, self.is_packed = base, base_hash, is_packed
         # Beside adapters a head may be trained: CTC's has no base that knows its letters.
         trained = {name for name, value in model.named_parameters() if value.requires_grad}
         heads = {name.rpartition(".")[0] for name in trained if "lora_" not in name}
@@ -73,5 +75,7 @@ class AdapterPart:
                 local_files_only=True,
                 use_safetensors=True,
             )
+            if self.is_packed:
+                pack_base(base)
             found: nn.Module = require_extra("peft", EXTRA).PeftModel.from_pretrained(base, folder)
         return found.float().eval()

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.data.logmel import RATE
 from paceline.errors import ConfigError, DataError
 from paceline.workloads.asr.adapter_part import AdapterPart
 from paceline.workloads.asr.decoding import frame_mask
 from paceline.workloads.asr.lora import base_hash as hash_base
-from paceline.workloads.asr.lora import merge_adapters, unpacked
+from paceline.workloads.asr.lora import merge_adapters
 from paceline.workloads.asr.model import TEACHER, window_samples
 from paceline.workloads.asr.texts import TASKS, LetterSpeller, Speller, WhisperSpeller
 from paceline.workloads.exporting import Exported, ExportRequest, Graph, Models, Outputs
@@ -30,7 +30,7 @@ USAGE = """\
 from transformers import pipeline
 
 recognise = pipeline("automatic-speech-recognition", "FOLDER")
-print(recognise("audio.flac")["text"])
+print(recognise({"raw": waveform, "sampling_rate": 16000})["text"])     # an array of one channel
 """
 ADAPTER_USAGE = """\
 from peft import PeftModel
@@ -55,9 +55,10 @@ def export_asr(
     has_adapters = bool(getattr(model, "peft_config", None))
     if has_adapters and request.merge:
         merge_adapters(model)
-        _unpack(model)
         del model.peft_config
     is_adapter = has_adapters and not request.merge
+    if base is not None and (is_adapter or request.config.checkpoint.weights == "trained"):
+        _require_same_base(base, base_hash)
     _set_generation(model, speller, base)
     remarks = []
     if request.merge and not has_adapters:
@@ -71,7 +72,7 @@ def export_asr(
     about = {} if base is None else {"base_model": base.name}
     kind = type(model).__name__
     return Exported(
-        parts={"": _adapter(model, base, base_hash) if is_adapter else TransformersPart(model)},
+        parts={"": _adapter(request, base, base_hash) if is_adapter else TransformersPart(model)},
         wanted=wanted,
         replay=lambda models: _replay(models[""], inputs),
         graphs=graphs,
@@ -104,27 +105,25 @@ def _replay(model: Any, inputs: dict[str, Tensor]) -> Outputs:
         return _logits(model, inputs)
 
 
-def _adapter(model: Any, base: Path | None, base_hash: str) -> AdapterPart:
+def _adapter(request: ExportRequest, base: Path | None, base_hash: str) -> AdapterPart:
     if base is None:
         raise ConfigError(
             "the adapters of this run stand on random weights, which are in no file of their own\n"
             "hint: --merge writes both together"
         )
+    is_packed = request.config.model.base == "nf4"
+    return AdapterPart(request.model, base, base_hash, is_packed)
+
+
+def _require_same_base(base: Path, kept: str) -> None:
+    """Refuse a folder that has other weights in it than those that the run began with."""
     found = hash_base(base, {}, 0)
-    if found != base_hash:
+    if found != kept:
         raise DataError(
             f"{base} is not the model that the adapters were trained on: {found}, and that one was"
-            f" {base_hash}\nhint: bring it back, or write both together with --merge"
+            f" {kept}\nhint: bring it back; --merge needs it only where checkpoints have trained"
+            " weights alone"
         )
-    return AdapterPart(model, base, base_hash)
-
-
-def _unpack(model: nn.Module) -> None:
-    """Compute linear layers of 4 bits back that had no adapters."""
-    for name, module in list(model.named_modules()):
-        if getattr(getattr(module, "weight", None), "quant_state", None) is not None:
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, unpacked(module))
 
 
 def _set_generation(model: Any, speller: Speller, base: Path | None) -> None:
