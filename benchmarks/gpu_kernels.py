@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_kernels.py
 
-The shapes are those of a step of lm_1b: 32768 tokens, width 2048, 16 heads, SwiGLU 5504; the loss is
-that of 8192 tokens over a vocabulary of 128256 at width 4096. That they are right is
+The shapes are those of a step of lm_1b: 32768 tokens, width 2048, 16 heads, SwiGLU 5504; the loss
+is that of 8192 tokens over a vocabulary of 128256 at width 4096. That they are right is
 tests/unit/test_kernels.py, which runs on a GPU too.
 """
 

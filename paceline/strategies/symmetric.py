@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.fsdp import FSDPModule
 
@@ -25,7 +25,7 @@ class Exchange:
     grow as they are asked for more."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.name: str = group.group_name
+        self.name: Any = group.group_name
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.num_bytes = 0  # that went through it, for the audit
         self._buffers: dict[torch.dtype, tuple[Any, Tensor]] = {}
@@ -117,7 +117,7 @@ class Scatter(_Allocates):
         self.exchange.reduce_scatter(output_tensor, input_tensor, op == dist.ReduceOp.AVG)
 
 
-def use_in_fsdp(module: FSDPModule, group: dist.ProcessGroup) -> Exchange:
+def use_in_fsdp(module: nn.Module, group: dist.ProcessGroup) -> Exchange:
     """Make every unit below `module` exchange through symmetric memory. Gathers and sums run beside
     each other, on streams of their own, so each has buffers and barriers of its own."""
     gathers, sums = Exchange(group), Exchange(group)
