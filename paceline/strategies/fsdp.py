@@ -38,7 +38,6 @@ def build_sharded(parts: EngineParts, reshards: bool) -> Engine:
     if parts.plan.exchange_by.value == "symmetric":
         from paceline.strategies.symmetric import use_in_fsdp
 
-        assert isinstance(objective, FSDPModule), "fully_shard has been applied"
         shared = use_in_fsdp(objective, mesh.get_group(mesh.ndim - 1))
     defers = ShardedSettings.of(parts.config).accumulate == "defer"
     wrapping = Wrapping(

@@ -302,6 +302,13 @@ def _check_kind(config: RunConfig, strategy: Strategy, model: ModelShape) -> Ite
             hint="set strategy.name=zero1, which deals out whole matrices, or ddp; or"
             " optim.name=adamw or lion",
         )
+    if kind.needs and strategy.updates_itself:
+        yield Finding(
+            severity="error",
+            where="optim.name",
+            what=f"{optim.name} keeps blocks of rows, and {strategy.name} flattens its weights",
+            hint="set strategy.name=zero2 or zero3, or optim.name=adamw",
+        )
     if kind.needs and find_spec(kind.needs) is None:
         yield Finding(
             severity="error",

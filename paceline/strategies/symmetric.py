@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed._symmetric_memory import get_symm_mem_workspace
 from torch.distributed.fsdp import FSDPModule
 
 ONE_SHOT_BYTES = 2**18  # under it the latency of a second shot costs more than reading all twice
@@ -21,18 +21,23 @@ ALIGNMENT = 128  # bytes that the two-shot kernel takes at a time, for each rank
 
 
 class Exchange:
-    """The symmetric buffer of a group of ranks, which grows as it is asked for more."""
+    """Buffers of a group of ranks that each can read the others' of, one for each number type; they
+    grow as they are asked for more."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.name = group, group.group_name
+        self.name: Any = group.group_name
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.num_bytes = 0  # that went through it, for the audit
+        self._buffers: dict[torch.dtype, tuple[Any, Tensor]] = {}
 
     def open(self, like: Tensor, numel: int) -> tuple[Any, Tensor]:
         """Return the handle, and this rank's buffer of `numel` numbers. A collective where the
         buffer has to grow, so all ranks ask for the same sizes in the same order."""
-        handle = get_symm_mem_workspace(self.name, numel * like.element_size())
-        return handle, handle.get_buffer(self.rank, (numel,), like.dtype)
+        if like.dtype not in self._buffers or len(self._buffers[like.dtype][1]) < numel:
+            whole = symm_mem.empty(numel, dtype=like.dtype, device=like.device)
+            self._buffers[like.dtype] = symm_mem.rendezvous(whole, group=self.name), whole
+        handle, whole = self._buffers[like.dtype]
+        return handle, whole[:numel]
 
     def all_reduce(self, values: Tensor) -> None:
         """Sum `values` over the ranks, in place."""
@@ -112,15 +117,14 @@ class Scatter(_Allocates):
         self.exchange.reduce_scatter(output_tensor, input_tensor, op == dist.ReduceOp.AVG)
 
 
-def use_in_fsdp(module: FSDPModule, group: dist.ProcessGroup) -> Exchange:
-    """Make every unit below `module` exchange through symmetric memory. Two buffers: gathers and
-    sums run on streams of their own, side by side."""
-    gathers = Exchange(group)
-    sums = Exchange(dist.new_group(dist.get_process_group_ranks(group)))
+def use_in_fsdp(module: nn.Module, group: dist.ProcessGroup) -> Exchange:
+    """Make every unit below `module` exchange through symmetric memory. Gathers and sums run beside
+    each other, on streams of their own, so each has buffers and barriers of its own."""
+    gathers, sums = Exchange(group), Exchange(group)
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            part.set_custom_all_gather(Gather(gathers))
-            part.set_custom_reduce_scatter(Scatter(sums))
+            part.set_custom_all_gather(Gather(gathers))  # type: ignore[arg-type]
+            part.set_custom_reduce_scatter(Scatter(sums))  # type: ignore[arg-type]
     return gathers
 
 

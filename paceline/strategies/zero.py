@@ -241,8 +241,9 @@ class Hybrid(Sharded):
 
 def wire(plan: Plan) -> list[Collective]:
     """Return what FSDP sends: weights gathered to compute with, gradients summed in fp32. Nothing
-    where the last axis of the mesh has one rank, which holds every piece."""
-    if list(plan.mesh.values())[-1] == 1:
+    where the last axis of the mesh has one rank, which holds every piece, or where ranks read each
+    other's memory."""
+    if list(plan.mesh.values())[-1] == 1 or plan.exchange_by.value == "symmetric":
         return []
     gathered: str = plan.precision.value
     if plan.fp8 is not None:

@@ -9,7 +9,7 @@ told apart.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 from paceline.records import Overlap
 

@@ -45,7 +45,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
     "statistics", "bench", "pipelines", "optimizers", "your-job", "speech", "text", "images",
-    "generate", "export", "python", "trackers", "health", "watch", "diagnose", "ddp", "asr",
+    "generate", "export", "python", "trackers", "health", "watch", "diagnose", "ddp", "asr", "gpu",
 )  # fmt: skip
 COMMAND_S = 120
 SCHEDULED = ("srun", "salloc", "sbatch")
@@ -193,6 +193,7 @@ IN_CI = {
     "diagnose": "paceline import train.out",
     "ddp": "observe.profile=steps:5-7",
     "asr": "data.root_dir=speech_16k train.steps=4",
+    "gpu": "loss.chunk=64",
 }
 
 
