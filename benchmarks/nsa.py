@@ -2,10 +2,10 @@
 
     python benchmarks/nsa.py [--lengths 1024,...,65536] [--heads 64] [--groups 4] [--width 128]
 
-Dense is the fastest of cuDNN's and FlashAttention's kernels of torch's SDPA, causal, in bf16. Sparse
-is all but the projections: compression, choice, three branches, the sum by gates. Times are medians
-on the device; the goals are those of the issue. Where flash-linear-attention is installed its
-kernel is timed too; the figures of others are as they publish them, on their machines.
+Dense is the fastest of cuDNN's and FlashAttention's kernels of torch's SDPA, causal, in bf16.
+Sparse is all but the projections: compression, choice, three branches, the sum by gates. Times are
+medians on the device; the goals are those of the issue. Where flash-linear-attention's kernel is
+installed it is timed too; the figures of others are as they publish them, on their machines.
 """
 
 import argparse
@@ -19,8 +19,8 @@ GOALS = {16384: 1.5, 65536: 4.0}
 PUBLISHED = (
     "paper (arXiv 2502.11089), A100, against FlashAttention-2 in Triton: 64k 9.0x forward, 6.0x"
     " backward",
-    "fla-org/native-sparse-attention (README), forward + backward against flash: 1k 0.26x, 4k 0.63x,"
-    " 8k 1.11x, 16k 1.89x",
+    "fla-org/native-sparse-attention (README), forward + backward against flash: 1k 0.26x, 4k"
+    " 0.63x, 8k 1.11x, 16k 1.89x",
     "Flash-Sparse-Attention (arXiv 2508.18224), H200: up to 3.5x, 1.6x on average, over the paper's"
     " kernel design",
 )
@@ -68,7 +68,9 @@ def _fla(shape: Shape, length: int) -> str:
 
     def step() -> None:
         z = shape.sizes
-        out = parallel_nsa(q, k, v, *gates, block_counts=z.n_sel, block_size=z.l_sel, window_size=z.w)
+        out = parallel_nsa(
+            q, k, v, *gates, block_counts=z.n_sel, block_size=z.l_sel, window_size=z.w
+        )
         torch.autograd.grad(out, (q, k, v), grad)
 
     return f", fla {median_ms(step):.2f} ms"

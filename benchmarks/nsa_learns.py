@@ -1,4 +1,4 @@
-"""Does native sparse attention learn? Text at 2k tokens against dense attention, and a needle at 8k.
+"""Does native sparse attention learn? Text at 2k tokens against dense, and a needle at 8k.
 
     python benchmarks/nsa_learns.py text [--steps 400] [--seq-len 2048]
     python benchmarks/nsa_learns.py needle [--steps 400] [--seq-len 8192]
@@ -140,10 +140,13 @@ def on_needle(steps: int, seq_len: int, batch: int, sizes: Sizes) -> None:
 
     train(model, losses(), steps, 2e-3, "needle")
     with torch.no_grad():
-        right = [(x.argmax(-1) == y).float().mean().item() for x, y in (answers() for _ in range(8))]
+        right = [
+            (x.argmax(-1) == y).float().mean().item() for x, y in (answers() for _ in range(8))
+        ]
     share = sum(right) / len(right)
     verdict = "solved" if share > 0.99 else "NOT solved"
-    print(f"needle at {seq_len}: {share:.1%} right of {KINDS} kinds (chance {1 / KINDS:.1%}): {verdict}")
+    chance = f"{KINDS} kinds, chance {1 / KINDS:.1%}"
+    print(f"needle at {seq_len}: {share:.1%} right ({chance}): {verdict}")
 
 
 def main() -> None:

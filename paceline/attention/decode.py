@@ -64,7 +64,8 @@ class Cache:
         sel = self._selected(q_B1HE, blocks, at_B)
         slot_W = torch.arange(z.w, device=at_B.device)
         holds_BW = at_B1 - (at_B1 - slot_W) % z.w  # the position that a slot of the ring holds
-        win = plain.masked(q_B1HE, *self.win, (holds_BW >= 0)[:, None, None])
+        k_win, v_win = self.win
+        win = plain.masked(q_B1HE, k_win, v_win, (holds_BW >= 0)[:, None, None])
         return Attended(blend(cmp, sel, win, gates_B1H3), cmp, sel, win, blocks)
 
     def _compress(self, at_B: Tensor) -> None:
@@ -75,8 +76,7 @@ class Cache:
         is_whole = (since >= 0) & (since % z.d == 0)
         order_BL = (since[:, None] + torch.arange(z.l, device=at_B.device)) % z.l
         k, v = (
-            x.gather(1, order_BL[..., None, None].expand(-1, -1, *x.shape[2:]))
-            for x in self.recent
+            x.gather(1, order_BL[..., None, None].expand(-1, -1, *x.shape[2:])) for x in self.recent
         )
         place = (since // z.d).where(is_whole, self.cmp[0].shape[1] - 1)
         _put(self.cmp, self.compress(k, v), place)

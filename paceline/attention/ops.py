@@ -1,6 +1,6 @@
 """The Triton kernels as one operation of torch, with its gradient and its shapes.
 
-    paceline::nsa            queries, keys of three branches, gates --> output, and what backward needs
+    paceline::nsa            queries, keys of three branches, gates --> output, what backward needs
     paceline::nsa_backward
 
 As an operation it stands in profiles under its name, is one node for the compiler, and can be
@@ -296,7 +296,9 @@ def nsa_backward(
 
 
 @nsa.register_fake
-def _(q: Tensor, keys: Any, gates: Tensor, first: Tensor, sizes: Sequence[int], *others: Any) -> Any:
+def _(
+    q: Tensor, keys: Any, gates: Tensor, first: Tensor, sizes: Sequence[int], *others: Any
+) -> Any:
     z, (B, T, H, _) = Sizes(*sizes), q.shape
     G = keys[2].shape[2]
     lse = [q.new_empty(B, T, H, dtype=torch.float32) for _ in range(3)]
@@ -322,9 +324,7 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 def _gradient(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
     q, *rest = ctx.saved_tensors
     keys, (gates, first), kept = rest[:6], rest[6:8], rest[8:]
-    dq, *dkeys, dgates = nsa_backward(
-        grad.contiguous(), q, keys, gates, first, kept, *ctx.settings
-    )
+    dq, *dkeys, dgates = nsa_backward(grad.contiguous(), q, keys, gates, first, kept, *ctx.settings)
     return dq, dkeys, dgates, None, None, None, None
 
 

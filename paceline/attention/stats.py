@@ -1,11 +1,11 @@
 """Gates and choices in a few numbers, on the device, for training.csv and the report.
 
-    gate_cmp, gate_sel, gate_win   mean of each gate
-    gate_entropy                   of the three gates as shares, in nats; even ones have 1.0986
-    gate_collapse                  share of (token, head) where one gate has all: its share is above
-                                   0.95 and the entropy below 0.1
-    selection_entropy              how evenly blocks are chosen: 1 all alike, 0 always the same one
-    selection_reach                tokens from a query back to the blocks that it chose, on average
+gate_cmp, gate_sel, gate_win   mean of each gate
+gate_entropy                   of the three gates as shares, in nats; even ones have 1.0986
+gate_collapse                  share of (token, head) where one gate has all: its share is above
+                               0.95 and the entropy below 0.1
+selection_entropy              how evenly blocks are chosen: 1 all alike, 0 always the same one
+selection_reach                tokens from a query back to the blocks that it chose, on average
 """
 
 import math

@@ -45,7 +45,7 @@ from tests.schedulers.slurm import SlurmCluster, why_not
 PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
     "statistics", "bench", "pipelines", "optimizers", "your-job", "speech", "text", "images",
-    "generate", "python", "trackers",
+    "generate", "python", "trackers", "nsa",
 )  # fmt: skip
 COMMAND_S = 120
 SCHEDULED = ("srun", "salloc", "sbatch")
@@ -187,6 +187,7 @@ IN_CI = {
     "generate": "train.sample_tokens=32",
     "python": "python script.py",
     "trackers": "paceline plan lm_tiny",
+    "nsa": "NSA_SDPA_AUDIT=1",
 }
 
 

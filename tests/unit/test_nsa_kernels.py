@@ -1,4 +1,5 @@
-"""The Triton kernels against plain torch, on CPU through Triton's interpreter (tests/conftest.py)."""
+"""The Triton kernels against plain torch, on CPU through Triton's interpreter: tests/conftest.py
+asks for it."""
 
 import pytest
 import torch
