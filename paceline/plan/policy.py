@@ -50,14 +50,13 @@ def _route_nsa(
     config: RunConfig, env: Env, device: Choice[Device], workload: Workload
 ) -> Choice[Attention]:
     """Choose dense attention where it was measured to be faster: nsa is for long contexts."""
-    shape = workload.sparse_shape(config)
     as_asked: Choice[Attention] = Choice(requested="nsa", value="nsa", because="as asked")
     if config.attention.nsa.route == "sparse" or device.value == "cpu" or not env.gpus:
         return as_asked
-    if shape is None or "nsa" not in workload.own_attention:
+    if "nsa" not in workload.own_attention:
         return as_asked  # refused below
-    length, attention = shape
-    found = find_crossover(env, attention)
+    length, shape = workload.sparse_shape(config)  # type: ignore[attr-defined]
+    found = find_crossover(env, shape)
     if isinstance(found, str):
         because = f"as asked; where dense attention is faster could not be measured: {found}"
         return Choice(requested="nsa", value="nsa", because=because)
