@@ -64,6 +64,7 @@ PLANNED = [
     ["strategy.comm_hook=powersgd", "launch.nproc=2"],
     ["strategy.name=pipeline", "launch.nproc=2", "strategy.schedule=dualpipe"],
     ["precision.mode=fp16"],
+    ["attention.impl=nsa"],
     ["model.dim=32768", "model.num_layers=64"],  # fits nowhere: launch.overcommit is asked
 ]
 
