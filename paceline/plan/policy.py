@@ -82,6 +82,16 @@ def effective_config(config: RunConfig, attention: str) -> RunConfig:
     return config.model_copy(update={"attention": section})
 
 
+def keep_route(config: RunConfig, begun: Plan) -> RunConfig:
+    """Return the config of a run that resumes, with the attention that it began with: sparse and
+    dense have other weights, and this machine may have measured another crossover."""
+    if config.attention.impl != "nsa" or begun.attention.requested != "nsa":
+        return config
+    nsa = config.attention.nsa.model_copy(update={"route": "sparse"})
+    section = config.attention.model_copy(update={"impl": begun.attention.value, "nsa": nsa})
+    return config.model_copy(update={"attention": section})
+
+
 def check_policy(config: RunConfig, env: Env, plan: Plan, workload: Workload) -> Iterator[Finding]:
     yield from _precision_problems(config, env, plan)
     yield from _attention_problems(config, env, plan, workload)

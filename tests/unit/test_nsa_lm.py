@@ -14,6 +14,7 @@ from paceline.attention.sizes import Sizes
 from paceline.config.nsa_variables import VARIABLES, read_variables
 from paceline.errors import ConfigError
 from paceline.job import load_job
+from paceline.plan.policy import keep_route
 from paceline.strategies.weights import fill_weights
 from paceline.train.audit_sparse import find_ranges, sparse_proofs
 from paceline.workloads.lm.model import flops_per_token
@@ -112,6 +113,16 @@ def test_dense_attention_below_the_measured_crossover(
     assert plan(*LONG, "data.seq_len=16384", machine=H200).attention.value == "nsa"
     assert plan(*LONG, "attention.nsa.route=sparse", machine=H200).attention.value == "nsa"
     assert plan(*LONG, machine=machine()).attention.value == "nsa"  # CPU: nothing is faster
+
+
+@pytest.mark.parametrize(("began", "impl"), [("nsa", "nsa"), ("sdpa", "sdpa")])
+def test_a_run_resumes_with_the_attention_it_began_with(began: str, impl: str) -> None:
+    made = plan("attention.impl=nsa")
+    begun = made.model_copy(
+        update={"attention": made.attention.model_copy(update={"value": began})}
+    )
+    kept = keep_route(load_job("lm_tiny", ["attention.impl=nsa"]).config, begun).attention
+    assert (kept.impl, kept.nsa.route) == (impl, "sparse")
 
 
 def test_what_cannot_be_is_refused() -> None:
