@@ -15,8 +15,6 @@ gradient of the gate, and what the softmax's gradient takes from every score:
 ds = p gate (grad v - dots), dv = (p gate) grad. No branch needs a gradient tensor of its own.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -24,7 +22,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _rows(tile, first_ptr, b, T, W, R: tl.constexpr, RP: tl.constexpr, TQ: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rows(tile, first_ptr, b, T, W, R: tl.constexpr, RP: tl.constexpr, TQ: tl.constexpr):
     """Return, for each row of a tile, its token, its head in the group, whether it is real, and the
     first token that it sees."""
     m = tl.arange(0, TQ * RP)
@@ -37,7 +35,7 @@ def _rows(tile, first_ptr, b, T, W, R: tl.constexpr, RP: tl.constexpr, TQ: tl.co
 
 @triton.jit
 def _edges(tile, lo_M, is_real, T, S, STRIDE: tl.constexpr, LENGTH: tl.constexpr,
-           TQ: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+           TQ: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Return from which key to which some row of the tile sees them, and between them from where to
     where all rows do."""
     begin = tl.min(tl.where(is_real, lo_M, T)) // STRIDE // BN * BN
@@ -50,7 +48,7 @@ def _edges(tile, lo_M, is_real, T, S, STRIDE: tl.constexpr, LENGTH: tl.constexpr
 
 
 @triton.jit
-def _sees(t_M, lo_M, i_N, S, STRIDE: tl.constexpr, LENGTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sees(t_M, lo_M, i_N, S, STRIDE: tl.constexpr, LENGTH: tl.constexpr):
     begin_N = i_N * STRIDE
     is_past = begin_N[None, :] + (LENGTH - 1) <= t_M[:, None]
     return is_past & (begin_N[None, :] >= lo_M[:, None]) & (i_N[None, :] < S)
@@ -59,7 +57,7 @@ def _sees(t_M, lo_M, i_N, S, STRIDE: tl.constexpr, LENGTH: tl.constexpr):  # typ
 @triton.jit
 def _over(acc, top, total, q, k_ptr, v_ptr, kv, t_M, lo_M, begin, end, S, G, scale,
           STRIDE: tl.constexpr, LENGTH: tl.constexpr, BN: tl.constexpr, E: tl.constexpr,
-          MASKS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+          MASKS: tl.constexpr):  # fmt: skip
     """Add keys [begin, end) to the running sums of a tile."""
     e, n = tl.arange(0, E), tl.arange(0, BN)
     for at in range(begin, end, BN):
@@ -85,7 +83,7 @@ def _over(acc, top, total, q, k_ptr, v_ptr, kv, t_M, lo_M, begin, end, S, G, sca
 
 
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
+def nsa_band_forward(
     q_ptr, k_ptr, v_ptr, first_ptr, o_ptr, lse_ptr, T, S, H, G, W, scale,
     STRIDE: tl.constexpr, LENGTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     TQ: tl.constexpr, BN: tl.constexpr, E: tl.constexpr,
@@ -118,7 +116,7 @@ def _forward(  # type: ignore[no-untyped-def]
 @triton.jit
 def _over_q(dq, q, grad, lse, dots, gate, k_ptr, v_ptr, kv, t_M, lo_M, begin, end, S, G, scale,
             STRIDE: tl.constexpr, LENGTH: tl.constexpr, BN: tl.constexpr, E: tl.constexpr,
-            MASKS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+            MASKS: tl.constexpr):  # fmt: skip
     """Add what keys [begin, end) give to the gradient of a tile's queries."""
     e, n = tl.arange(0, E), tl.arange(0, BN)
     for at in range(begin, end, BN):
@@ -141,7 +139,7 @@ def _over_q(dq, q, grad, lse, dots, gate, k_ptr, v_ptr, kv, t_M, lo_M, begin, en
 
 
 @triton.jit
-def _backward_q(  # type: ignore[no-untyped-def]
+def nsa_band_backward_q(
     q_ptr, k_ptr, v_ptr, first_ptr, grad_ptr, lse_ptr, dots_ptr, gates_ptr, dq_ptr,
     T, S, H, G, W, scale, BRANCH: tl.constexpr, ADDS: tl.constexpr,
     STRIDE: tl.constexpr, LENGTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
@@ -174,7 +172,7 @@ def _backward_q(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_kv(  # type: ignore[no-untyped-def]
+def nsa_band_backward_kv(
     q_ptr, k_ptr, v_ptr, first_ptr, grad_ptr, lse_ptr, dots_ptr, gates_ptr, dk_ptr, dv_ptr,
     T, S, H, G, W, scale, SPAN, BRANCH: tl.constexpr, ADDS: tl.constexpr,
     STRIDE: tl.constexpr, LENGTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
@@ -221,8 +219,3 @@ def _backward_kv(  # type: ignore[no-untyped-def]
         else:
             tl.store(dk_ptr + out, dk * scale, mask=inside)
             tl.store(dv_ptr + out, dv, mask=inside)
-
-
-nsa_band_forward: Any = _forward
-nsa_band_backward_q: Any = _backward_q
-nsa_band_backward_kv: Any = _backward_kv

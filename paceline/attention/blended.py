@@ -1,15 +1,13 @@
 """Triton kernels around the branches: their sum by gates, and the gates' gradient, each in one pass
 over memory."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _blend(cmp_ptr, sel_ptr, win_ptr, gates_ptr, out_ptr, num_rows, BM: tl.constexpr,
-           E: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def nsa_blend(cmp_ptr, sel_ptr, win_ptr, gates_ptr, out_ptr, num_rows, BM: tl.constexpr,
+           E: tl.constexpr):  # fmt: skip
     """Write gate o, summed over branches. A row is a token's head."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     inside = row < num_rows
@@ -23,8 +21,8 @@ def _blend(cmp_ptr, sel_ptr, win_ptr, gates_ptr, out_ptr, num_rows, BM: tl.const
 
 
 @triton.jit
-def _dots(cmp_ptr, sel_ptr, win_ptr, grad_ptr, dots_ptr, num_rows, BM: tl.constexpr,
-          E: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def nsa_dots(cmp_ptr, sel_ptr, win_ptr, grad_ptr, dots_ptr, num_rows, BM: tl.constexpr,
+          E: tl.constexpr):  # fmt: skip
     """Write the products of the gradient with each branch, (rows, 3): the gradients of gates."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     inside = row < num_rows
@@ -34,7 +32,3 @@ def _dots(cmp_ptr, sel_ptr, win_ptr, grad_ptr, dots_ptr, num_rows, BM: tl.conste
         o_ptr = cmp_ptr if branch == 0 else (sel_ptr if branch == 1 else win_ptr)
         o = tl.load(o_ptr + at, mask=there, other=0.0).to(tl.float32)
         tl.store(dots_ptr + row * 3 + branch, tl.sum(o * grad, axis=1), mask=inside)
-
-
-nsa_blend: Any = _blend
-nsa_dots: Any = _dots

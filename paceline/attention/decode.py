@@ -64,7 +64,8 @@ class Cache:
         sel = self._selected(q_B1HE, blocks, at_B)
         slot_W = torch.arange(z.w, device=at_B.device)
         holds_BW = at_B1 - (at_B1 - slot_W) % z.w  # the position that a slot of the ring holds
-        win = plain.masked(q_B1HE, *self.win, (holds_BW >= 0)[:, None, None])
+        k_win, v_win = self.win
+        win = plain.masked(q_B1HE, k_win, v_win, (holds_BW >= 0)[:, None, None])
         return Attended(blend(cmp, sel, win, gates_B1H3), cmp, sel, win, blocks)
 
     def _compress(self, at_B: Tensor) -> None:

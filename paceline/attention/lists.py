@@ -26,8 +26,8 @@ class Lists(NamedTuple):
 
 
 @triton.jit
-def _count(blocks_ptr, counts_ptr, order_ptr, total, T, piece, J, GN, BG, G: tl.constexpr,
-           N: tl.constexpr, FILLS: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def nsa_count(blocks_ptr, counts_ptr, order_ptr, total, T, piece, J, GN, BG, G: tl.constexpr,
+           N: tl.constexpr, FILLS: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """Count the pairs of each list; or, with counts that say where the next one goes, put them
     there (FILLS). Blocks lie by (B, T, G, N)."""
     at = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -42,7 +42,7 @@ def _count(blocks_ptr, counts_ptr, order_ptr, total, T, piece, J, GN, BG, G: tl.
 
 
 @triton.jit
-def _cut(begin_ptr, count_ptr, item_ptr, items_ptr, W, J, lists, LONGEST):  # type: ignore[no-untyped-def]
+def nsa_cut(begin_ptr, count_ptr, item_ptr, items_ptr, W, J, lists, LONGEST):
     """Write the items of one list."""
     which, piece = tl.program_id(0), tl.program_id(1)
     at = piece * lists + which
@@ -63,19 +63,19 @@ def build_lists(blocks: Tensor, num_blocks: int, piece: int, longest: int) -> Li
     order = torch.empty(total, dtype=torch.int32, device=blocks.device)
     grid = (triton.cdiv(total, 1024),)
     shape: dict[str, Any] = {"G": G, "N": N, "BM": 1024}
-    _count[grid](blocks, counts, order, total, T, piece, J, G * N, BG, FILLS=False, **shape)
+    nsa_count[grid](blocks, counts, order, total, T, piece, J, G * N, BG, FILLS=False, **shape)
     begin = counts.flatten().cumsum(0, dtype=torch.int32).view_as(counts) - counts
     if torch.are_deterministic_algorithms_enabled():
         order = _sorted(blocks, piece, J)
     else:
-        _count[grid](
+        nsa_count[grid](
             blocks, begin.clone(), order, total, T, piece, J, G * N, BG, FILLS=True, **shape
         )
     num_items = (counts + (longest - 1)) // longest
     first_item = num_items.cumsum(1, dtype=torch.int32) - num_items
     W = BG * J + triton.cdiv(B * min(piece, T) * G * N, longest)
     items = torch.zeros(P, W, 4, dtype=torch.int32, device=blocks.device)
-    _cut[(BG * J, P)](begin, counts, first_item, items, W, J, BG * J, longest)
+    nsa_cut[(BG * J, P)](begin, counts, first_item, items, W, J, BG * J, longest)
     return Lists(order, items)
 
 

@@ -1,5 +1,5 @@
-"""Names in profiles for the parts of native sparse attention. torch's profiler sees them whenever it
-runs (the audit reads them there), nsys where `observe.nvtx` asks for ranges.
+"""Names in profiles for the parts of native sparse attention. torch's profiler sees them whenever
+it runs (the audit reads them there), nsys where `observe.nvtx` asks for ranges.
 
     projections+rope      queries, keys and values
     pcmp_all              nsa.cmp: compressed keys
@@ -17,7 +17,8 @@ from torch import Tensor
 @contextmanager
 def mark(name: str, near: Tensor, nvtx: bool = False) -> Iterator[None]:
     """Name what runs inside. A compiled graph has no room for it, but the operations in it do."""
-    if torch.compiler.is_compiling() or not (nvtx or torch.autograd._profiler_enabled()):
+    is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+    if torch.compiler.is_compiling() or not (nvtx or is_profiled()):
         yield
         return
     with torch.profiler.record_function(name):

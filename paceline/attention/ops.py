@@ -1,6 +1,6 @@
 """The Triton kernels as one operation of torch, with its gradient and its shapes.
 
-    paceline::nsa            queries, keys of three branches, gates --> output, and what backward needs
+    paceline::nsa            queries, keys of three branches, gates --> output, what backward needs
     paceline::nsa_backward
 
 As an operation it stands in profiles under its name, is one node for the compiler, and can be
@@ -9,7 +9,7 @@ is named too (`nsa.cmp`, `nsa.choose`, `nsa.sel`, `nsa.win`), whoever has compil
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,29 +35,46 @@ MIN_ROWS = 16  # of a tile of the tensor cores
 BY_QUERY_FROM = 16  # heads of a group that fill such a tile
 SCORES_BYTES = 1 << 28  # what scores of blocks may take, likewise
 PARTS_BYTES = 1 << 31  # what parts of sums may take; longer sequences go in pieces
+PICKED, PICK_WARPS = 2048, 4  # scores that a program picks from
 LONGEST = 1024  # queries of a block that one program takes
 SPAN = 4096  # tokens whose gradients for a few keys one program sums
 CMP, SEL, WIN = range(3)
 
 
-def tile_of(q: Tensor, num_groups: int, rows: int = 128) -> dict[str, int]:
-    """Return the heads of a group, as they are and as a power of two, the tokens that fill a tile
-    with them, and the width of a head."""
+class Tile(NamedTuple):
+    """Rows (tokens times heads) and keys of a tile, and how many warps and stages work on it."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# Measured on an H200 with heads of 128 in bf16 (benchmarks/nsa.py).
+TILES = {
+    "band_forward": Tile(64, 64, 4, 3),
+    "band_backward_q": Tile(64, 64, 4, 2),
+    "band_backward_kv": Tile(64, 64, 4, 2),
+    "score": Tile(64, 64, 4, 3),
+    "selected_by_query": Tile(16, 64, 2, 2),
+    "selected_by_block": Tile(64, 64, 4, 3),
+    "selected_backward": Tile(128, 64, 8, 2),
+}
+
+
+def fit(kernel: str, q: Tensor, num_groups: int) -> tuple[dict[str, int], int, dict[str, int]]:
+    """Return the shape of a kernel's tile (heads of a group, as they are and as a power of two, the
+    tokens that fill the tile with them, the width of a head), its keys, and how it is launched."""
     H, E = q.shape[2:]
-    # Products in fp32 are spelt out instruction by instruction: small tiles, or compiling takes
-    # minutes.
-    rows = 32 if q.dtype == torch.float32 else rows // 2 if E > 128 else rows
+    rows, keys, warps, stages = TILES[kernel]
+    if q.dtype == torch.float32:
+        # Products are spelt out instruction by instruction: large tiles take minutes to compile.
+        rows, keys, warps, stages = 32, 32, 4, 1
+    elif E > 128:
+        rows, keys, stages = rows // 2, keys // 2, min(stages, 2)
     RP = triton.next_power_of_2(H // num_groups)
-    return {"R": H // num_groups, "RP": RP, "TQ": max(1, rows // RP), "E": E}
-
-
-def keys_of(q: Tensor, keys: int = 64) -> int:
-    """Return the keys of a tile."""
-    return 32 if q.dtype == torch.float32 else keys
-
-
-def _warps(tile: dict[str, int]) -> int:
-    return 8 if tile["TQ"] * tile["RP"] >= 128 else 4
+    shape = {"R": H // num_groups, "RP": RP, "TQ": max(1, rows // RP), "E": E}
+    return shape, keys, {"num_warps": warps, "num_stages": stages}
 
 
 # ---- forward
@@ -70,10 +87,10 @@ def band_forward(
     B, T, H, E = q.shape
     S, G = k.shape[1:3]
     out, lse = torch.empty_like(q), q.new_empty(B, T, H, dtype=torch.float32)
-    tile = tile_of(q, G, 64)
+    tile, keys, launch = fit("band_forward", q, G)
     nsa_band_forward[(triton.cdiv(T, tile["TQ"]), B * G)](
         q, k, v, first, out, lse, T, S, H, G, band[2], scale, STRIDE=band[0], LENGTH=band[1],
-        **tile, BN=keys_of(q), num_warps=_warps(tile), num_stages=3,
+        **tile, BN=keys, **launch,
     )  # fmt: skip
     return out, lse
 
@@ -83,20 +100,20 @@ def choose(q: Tensor, k: Tensor, lse: Tensor, first: Tensor, z: Sizes, scale: fl
     B, T, H, _ = q.shape
     M, G = k.shape[1:3]
     blocks = torch.empty(B, T, G, z.n_sel, dtype=torch.int32, device=q.device)
-    tile, J = tile_of(q, G, 64), z.num_blocks(T)
+    (tile, keys, launch), J = fit("score", q, G), z.num_blocks(T)
     JP = triton.next_power_of_2(J)
     piece = min(T, max(256, SCORES_BYTES // (2 * 4 * B * G * J)))
     scores = torch.empty(2, B, G, piece, J, dtype=torch.float32, device=q.device)
-    num_blocks = max(1, keys_of(q) * z.d // z.l_sel)  # of a tile
-    TQ = max(1, 2048 // JP)
+    num_blocks = max(1, keys * z.d // z.l_sel)  # of a tile
+    TQ = max(1, PICKED // JP)
     for begin in range(0, T, piece):
         nsa_score[(triton.cdiv(piece, tile["TQ"]), B * G)](
             q, k, lse, first, scores, T, begin, piece, M, J, H, G, scale, L=z.l, D=z.d,
-            L_SEL=z.l_sel, BJ=num_blocks, **tile, num_warps=_warps(tile), num_stages=3,
+            L_SEL=z.l_sel, BJ=num_blocks, **tile, **launch,
         )  # fmt: skip
         nsa_pick[(triton.cdiv(piece, TQ), B * G)](
             scores, first, blocks, T, begin, piece, J, G, L_SEL=z.l_sel, N=z.n_sel,
-            NP=triton.next_power_of_2(z.n_sel), JP=JP, TQ=TQ, num_warps=4,
+            NP=triton.next_power_of_2(z.n_sel), JP=JP, TQ=TQ, num_warps=PICK_WARPS,
         )  # fmt: skip
     return blocks
 
@@ -108,38 +125,36 @@ def piece_of(q: Tensor, num_chosen: int) -> int:
 
 
 def selected_by_query(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: Tensor, z: Sizes, scale: float,
-    num_warps: int = 2, num_stages: int = 2,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: Tensor, z: Sizes, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attend over chosen blocks, token by token: the output and lse."""
     B, T, H, E = q.shape
     S, G = k.shape[1:3]
     out, lse = torch.empty_like(q), q.new_empty(B, T, H, dtype=torch.float32)
-    R = H // G
+    tile, _, launch = fit("selected_by_query", q, G)
     nsa_selected_by_query[(T, B * G)](
-        q, k, v, blocks, first, out, lse, T, S, H, G, scale, N=z.n_sel, L=z.l_sel, R=R,
-        RP=max(MIN_ROWS, triton.next_power_of_2(R)), E=E, num_warps=num_warps,
-        num_stages=num_stages,
+        q, k, v, blocks, first, out, lse, T, S, H, G, scale, N=z.n_sel, L=z.l_sel, R=tile["R"],
+        RP=max(MIN_ROWS, tile["RP"]), E=E, **launch,
     )  # fmt: skip
     return out, lse
 
 
 def selected_by_block(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: Tensor, lists: Lists, z: Sizes,
-    scale: float, rows: int = 64, num_warps: int = 4, num_stages: int = 3,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend over chosen blocks, block by block: the output and lse."""
     B, T, H, E = q.shape
     S, G, N = k.shape[1], k.shape[2], z.n_sel
     out, lse = torch.empty_like(q), q.new_empty(B, T, H, dtype=torch.float32)
-    tile, piece = tile_of(q, G, rows), piece_of(q, N)
+    (tile, _, launch), piece = fit("selected_by_block", q, G), piece_of(q, N)
     parts = q.new_empty(B, G, piece, N, H // G, E)
     part_lse = q.new_empty(B, G, piece, N, H // G, dtype=torch.float32)
     for number, begin in enumerate(range(0, T, piece)):
         items = lists.items[number]
         nsa_selected_by_block[(len(items),)](
             q, k, v, first, lists.order, items, parts, part_lse, T, begin, piece, S, H, G, scale,
-            N=N, L=z.l_sel, **tile, num_warps=num_warps, num_stages=num_stages,
+            N=N, L=z.l_sel, **tile, **launch,
         )  # fmt: skip
         nsa_join_parts[(min(piece, T - begin), B * G)](
             parts, part_lse, blocks, out, lse, T, begin, piece, H, G,
@@ -201,23 +216,21 @@ def band_backward(
     values."""
     B, T, H, _ = q.shape
     S, G = k.shape[1:3]
-    tile, BN = tile_of(q, G, 64), keys_of(q)
     dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
-    fixed: dict[str, Any] = {
-        "BRANCH": branch, "STRIDE": band[0], "LENGTH": band[1], **tile, "BN": BN,
-        "num_warps": _warps(tile), "num_stages": 2,
-    }  # fmt: skip
+    fixed = {"BRANCH": branch, "STRIDE": band[0], "LENGTH": band[1]}
+    tile, keys, launch = fit("band_backward_q", q, G)
     nsa_band_backward_q[(triton.cdiv(T, tile["TQ"]), B * G)](
         q, k, v, first, grad, lse, dots, gates, dq, T, S, H, G, band[2], scale,
-        ADDS=branch != CMP, **fixed,
+        ADDS=branch != CMP, **fixed, **tile, BN=keys, **launch,
     )  # fmt: skip
-    num_tokens = min(T, BN * band[0] + band[2] + tile["TQ"])  # that see some of BN keys
+    tile, keys, launch = fit("band_backward_kv", q, G)
+    num_tokens = min(T, keys * band[0] + band[2] + tile["TQ"])  # that see some of these keys
     span = T if torch.are_deterministic_algorithms_enabled() else SPAN
     num_parts = triton.cdiv(num_tokens, span)
     span = triton.cdiv(span, tile["TQ"]) * tile["TQ"] if num_parts > 1 else FAR
-    nsa_band_backward_kv[(triton.cdiv(S, BN), B * G, num_parts)](
+    nsa_band_backward_kv[(triton.cdiv(S, keys), B * G, num_parts)](
         q, k, v, first, grad, lse, dots, gates, dk, dv, T, S, H, G, band[2], scale, span,
-        ADDS=num_parts > 1, **fixed,
+        ADDS=num_parts > 1, **fixed, **tile, BN=keys, **launch,
     )  # fmt: skip
     return dk.to(k.dtype), dv.to(v.dtype)
 
@@ -225,12 +238,11 @@ def band_backward(
 def selected_backward(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: Tensor, lists: Lists, grad: Tensor,
     lse: Tensor, dots: Tensor, gates: Tensor, z: Sizes, scale: float, dq: Tensor,
-    rows: int = 128, num_warps: int = 8, num_stages: int = 2,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add to the queries' gradient; return those of keys and values."""
     B, T, H, E = q.shape
     S, G, N = k.shape[1], k.shape[2], z.n_sel
-    tile, piece = tile_of(q, G, rows), piece_of(q, N)
+    (tile, _, launch), piece = fit("selected_backward", q, G), piece_of(q, N)
     dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
     parts = q.new_empty(B, G, piece, N, H // G, E)
     for number, begin in enumerate(range(0, T, piece)):
@@ -238,7 +250,7 @@ def selected_backward(
         nsa_selected_backward[(len(items),)](
             q, k, v, first, grad, lse, dots, gates, lists.order, items, parts, dk, dv,
             T, begin, piece, S, H, G, scale,
-            N=N, L=z.l_sel, **tile, num_warps=num_warps, num_stages=num_stages,
+            N=N, L=z.l_sel, **tile, **launch,
         )  # fmt: skip
         nsa_sum_parts[(min(piece, T - begin), B * G)](
             parts, blocks, dq, T, begin, piece, H, G,

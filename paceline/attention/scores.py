@@ -10,8 +10,6 @@ of a piece of the sequence at a time; the second takes the n best of each row.
                 lie in j to j, and the rest to j + 1; l <= l', so there is no third
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -21,7 +19,7 @@ FORCED = tl.constexpr(1e30)
 
 
 @triton.jit
-def _score(  # type: ignore[no-untyped-def]
+def nsa_score(
     q_ptr, k_ptr, lse_ptr, first_ptr, scores_ptr, T, t_base, t_count, M, J, H, G, scale,
     L: tl.constexpr, D: tl.constexpr, L_SEL: tl.constexpr, BJ: tl.constexpr,
     R: tl.constexpr, RP: tl.constexpr, TQ: tl.constexpr, E: tl.constexpr,
@@ -69,7 +67,7 @@ def _score(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pick(  # type: ignore[no-untyped-def]
+def nsa_pick(
     scores_ptr, first_ptr, blocks_ptr, T, t_base, t_count, J, G,
     L_SEL: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, JP: tl.constexpr, TQ: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +99,3 @@ def _pick(  # type: ignore[no-untyped-def]
     num = tl.sum(taken.to(tl.int32), axis=1)[:, None]
     tl.store(out + n, tl.full([TQ, NP], -1, tl.int32), mask=(n >= num) & (n < N) & is_real[:, None])
     tl.store(out + place, tl.broadcast_to(j, [TQ, JP]), mask=taken)
-
-
-nsa_score: Any = _score
-nsa_pick: Any = _pick

@@ -14,8 +14,6 @@ Shapes: q, o (B, T, H, E), k, v (B, S, G, E), blocks (B, T, G, N), contiguous; l
 and dots (B, T, H, 3) in fp32; banded.py has the formulas; parts (B, T, G, N, R, E).
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -23,7 +21,7 @@ from paceline.attention.banded import LOG2E
 
 
 @triton.jit
-def _forward_by_query(  # type: ignore[no-untyped-def]
+def nsa_selected_by_query(
     q_ptr, k_ptr, v_ptr, blocks_ptr, first_ptr, o_ptr, lse_ptr, T, S, H, G, scale,
     N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +60,7 @@ def _forward_by_query(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _pairs_of(order_ptr, at, end, T, t_base, t_count, H, G, bg, N: tl.constexpr,
-              R: tl.constexpr, RP: tl.constexpr, TQ: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+              R: tl.constexpr, RP: tl.constexpr, TQ: tl.constexpr):  # fmt: skip
     """Return the rows of the next TQ queries in a block's list: their tokens, where their heads lie
     in q and in the parts, and whether they are real."""
     m = tl.arange(0, TQ * RP)
@@ -78,7 +76,7 @@ def _pairs_of(order_ptr, at, end, T, t_base, t_count, H, G, bg, N: tl.constexpr,
 
 
 @triton.jit
-def _forward_by_block(  # type: ignore[no-untyped-def]
+def nsa_selected_by_block(
     q_ptr, k_ptr, v_ptr, first_ptr, order_ptr, item_ptr, parts_ptr, part_lse_ptr,
     T, t_base, t_count, S, H, G, scale,
     N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TQ: tl.constexpr,
@@ -112,7 +110,7 @@ def _forward_by_block(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _join_parts(  # type: ignore[no-untyped-def]
+def nsa_join_parts(
     parts_ptr, part_lse_ptr, blocks_ptr, o_ptr, lse_ptr, T, t_base, t_count, H, G,
     N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +145,7 @@ def _join_parts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_by_block(  # type: ignore[no-untyped-def]
+def nsa_selected_backward(
     q_ptr, k_ptr, v_ptr, first_ptr, grad_ptr, lse_ptr, dots_ptr, gates_ptr, order_ptr, item_ptr,
     parts_ptr, dk_ptr, dv_ptr, T, t_base, t_count, S, H, G, scale,
     N: tl.constexpr, L: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TQ: tl.constexpr,
@@ -193,7 +191,7 @@ def _backward_by_block(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _sum_parts(  # type: ignore[no-untyped-def]
+def nsa_sum_parts(
     parts_ptr, blocks_ptr, dq_ptr, T, t_base, t_count, H, G,
     N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
@@ -211,10 +209,3 @@ def _sum_parts(  # type: ignore[no-untyped-def]
         at = (base + turn * R + r)[:, None] * E + e[None, :]
         acc += tl.load(parts_ptr + at, mask=there[:, None], other=0.0).to(tl.float32)
     tl.store(dq_ptr + out, acc.to(dq_ptr.dtype.element_ty), mask=(r < R)[:, None])
-
-
-nsa_selected_by_query: Any = _forward_by_query
-nsa_selected_by_block: Any = _forward_by_block
-nsa_join_parts: Any = _join_parts
-nsa_selected_backward: Any = _backward_by_block
-nsa_sum_parts: Any = _sum_parts

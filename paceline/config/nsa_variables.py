@@ -2,8 +2,8 @@
 
     NSA_DDP_BUCKET_MB=50 NSA_SEL_RANGES_V2=1 paceline train nsa_m7c --from-env
 
-Each variable becomes a key, or asks for what happens anyway, or is refused with the reason; one that
-is not in the table is an error. docs/nsa.md shows the table.
+Each variable becomes a key, or asks for what happens anyway, or is refused with the reason; one
+that is not in the table is an error. docs/nsa.md shows the table.
 """
 
 import re

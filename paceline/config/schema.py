@@ -51,7 +51,7 @@ class PrecisionConfig(Section):
 class NSAConfig(Section):
     """Native sparse attention; the letters are those of arXiv 2502.11089."""
 
-    l: Positive = Field(32, description="Tokens that a compressed key stands for.")
+    l: Positive = Field(32, description="Tokens that a compressed key stands for.")  # noqa: E741
     d: Positive = Field(16, description="Tokens from one compressed key to the next; divides l.")
     l_sel: Positive = Field(64, description="Tokens of a block that is selected; d divides it.")
     n_sel: Annotated[int, Field(ge=3)] = Field(
@@ -88,8 +88,8 @@ class AttentionConfig(Section):
     impl: Literal["auto", "eager", "sdpa", "flash", "cudnn", "efficient", "math", "flex", "nsa"] = (
         Field(
             "auto",
-            description="auto: sdpa, which lets torch choose; eager below compute capability 8.0. nsa:"
-            " native sparse attention, for long contexts.",
+            description="auto: sdpa, which lets torch choose; eager below compute capability 8.0."
+            " nsa: native sparse attention, for long contexts.",
         )
     )
     nsa: NSAConfig = Field(NSAConfig(), description="Native sparse attention.")

@@ -375,5 +375,9 @@ def _choose_flops(workload: Workload, config: RunConfig) -> Choice[float | None]
     if counted is None:
         because = "counted on the first batch by torch.utils.flop_counter"
         return Choice(requested="auto", value=None, because=because)
-    because = f"counted by the workload: forward and backward{workload.flops_counted(config)}"
+    counts = {"causal": ", causal attention counted half", "full": ", attention counted in full"}
+    how = counts.get(workload.attention, "")
+    if config.attention.impl == "nsa":
+        how = workload.sparse_counted(config)  # type: ignore[attr-defined]
+    because = f"counted by the workload: forward and backward{how}"
     return Choice(requested="auto", value=counted, because=because)

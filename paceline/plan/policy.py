@@ -50,14 +50,13 @@ def _route_nsa(
     config: RunConfig, env: Env, device: Choice[Device], workload: Workload
 ) -> Choice[Attention]:
     """Choose dense attention where it was measured to be faster: nsa is for long contexts."""
-    shape = workload.sparse_shape(config)
     as_asked: Choice[Attention] = Choice(requested="nsa", value="nsa", because="as asked")
     if config.attention.nsa.route == "sparse" or device.value == "cpu" or not env.gpus:
         return as_asked
-    if shape is None or "nsa" not in workload.own_attention:
+    if "nsa" not in workload.own_attention:
         return as_asked  # refused below
-    length, attention = shape
-    found = find_crossover(env, attention)
+    length, shape = workload.sparse_shape(config)  # type: ignore[attr-defined]
+    found = find_crossover(env, shape)
     if isinstance(found, str):
         because = f"as asked; where dense attention is faster could not be measured: {found}"
         return Choice(requested="nsa", value="nsa", because=because)
@@ -82,6 +81,16 @@ def effective_config(config: RunConfig, attention: str, kernels: str = "torch") 
     section = config.attention.model_copy(update={"impl": attention})
     train = config.train.model_copy(update={"kernels": kernels})
     return config.model_copy(update={"attention": section, "train": train})
+
+
+def keep_route(config: RunConfig, begun: Plan) -> RunConfig:
+    """Return the config of a run that resumes, with the attention that it began with: sparse and
+    dense have other weights, and this machine may have measured another crossover."""
+    if config.attention.impl != "nsa" or begun.attention.requested != "nsa":
+        return config
+    nsa = config.attention.nsa.model_copy(update={"route": "sparse"})
+    section = config.attention.model_copy(update={"impl": begun.attention.value, "nsa": nsa})
+    return config.model_copy(update={"attention": section})
 
 
 def check_policy(config: RunConfig, env: Env, plan: Plan, workload: Workload) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ from paceline.config.training import DEFAULT_STEPS
 from paceline.errors import ConfigError, RestoreError
 from paceline.job import Job, job_schema
 from paceline.plan.planner import sketch_model
+from paceline.plan.policy import keep_route
 from paceline.records import LaunchPlan, Plan
 from paceline.records.rundir import RunDir
 from paceline.strategies import lossy_keys
@@ -127,14 +128,15 @@ def load_resumption(
     schema = job_schema(kind)
     config = validate(draft, schema)
     changes = list(differences(load_config(run.config, schema), config))
+    begun = Plan.load(run.plan)
+    config = keep_route(config, begun)
     if absolute_name(config.workload) != launch.workload:  # typed in another folder
         config = config.model_copy(update={"workload": launch.workload})
     job = Job(config, kind(), ("--resume", str(path), *overrides), pack(launch.workload))
     _require_same_model(run, job, changes)
     if not allow_change:
         _require_free(changes)
-    global_size = Plan.load(run.plan).batch.global_size
-    return Resumption(run, job, changes, global_size, allow_change)
+    return Resumption(run, job, changes, begun.batch.global_size, allow_change)
 
 
 def explain_schedule(resumption: Resumption, last_step: int) -> str:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from paceline.attention.crossover import Shape as SparseShape
     from paceline.workloads.exporting import Exported, ExportRequest
     from paceline.workloads.generation import Request
 
@@ -109,11 +108,6 @@ class Workload:
     def head_dim(self, config: Any) -> int | None:
         """Return the width of an attention head; None where the model has no attention, or hides
         it."""
-        return None
-
-    def sparse_shape(self, config: Any) -> tuple[int, SparseShape] | None:
-        """Return the tokens of a sequence and the shape of its attention, where the workload has
-        native sparse attention: at short lengths dense attention is faster."""
         return None
 
     def build_data(self, config: Any, split: Split) -> Dataset | Stream | None:
@@ -202,11 +196,6 @@ class Workload:
         """Return the forward and backward FLOPs per sample; None: they are counted on the first
         batch."""
         return None
-
-    def flops_counted(self, config: Any) -> str:
-        """Return how attention is counted in `flops`, in words behind a comma; "" for none."""
-        ways = {"causal": ", causal attention counted half", "full": ", attention counted in full"}
-        return ways.get(self.attention, "")
 
     def block_positions(self, config: Any) -> Sequence[int]:
         """Return how many positions of a sample (tokens, patches) go through each block, where that

@@ -46,6 +46,7 @@ PAGES = (
     "launching", "checking", "troubleshooting", "strategies", "mae", "checkpoints", "sweeping",
     "statistics", "bench", "pipelines", "optimizers", "your-job", "speech", "text", "images",
     "generate", "export", "python", "trackers", "health", "watch", "diagnose", "ddp", "asr", "gpu",
+    "nsa",
 )  # fmt: skip
 COMMAND_S = 120
 SCHEDULED = ("srun", "salloc", "sbatch")
@@ -194,6 +195,7 @@ IN_CI = {
     "ddp": "observe.profile=steps:5-7",
     "asr": "data.root_dir=speech_16k train.steps=4",
     "gpu": "loss.chunk=64",
+    "nsa": "NSA_SDPA_AUDIT=1",
 }
 
 

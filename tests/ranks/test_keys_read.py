@@ -69,6 +69,7 @@ PLANNED = [
     ["strategy.name=pipeline", "launch.nproc=2", "strategy.schedule=dualpipe"],
     ["precision.mode=fp16"],
     ["precision.mode=fp8", "precision.fp8_layers=all", "strategy.name=zero3", "launch.nproc=2"],
+    ["attention.impl=nsa"],
     ["model.dim=32768", "model.num_layers=64"],  # fits nowhere: launch.overcommit is asked
 ]
 

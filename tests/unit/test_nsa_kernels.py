@@ -1,4 +1,5 @@
-"""The Triton kernels against plain torch, on CPU through Triton's interpreter (tests/conftest.py)."""
+"""The Triton kernels against plain torch, on CPU through Triton's interpreter: tests/conftest.py
+asks for it."""
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from paceline.attention.nsa import Attended, Keys, Settings, attend
 from paceline.attention.plain import mean_blocks
 from paceline.attention.sizes import Sizes
 
+pytestmark = pytest.mark.slow
 # T, H, G, E, sizes, where documents begin
 CASES = {
     "by_query": (19, 16, 1, 16, (4, 2, 16, 3, 7), []),
@@ -47,3 +49,13 @@ def run(name: str, kernels: str) -> tuple[Attended, list[Tensor]]:
     grads = torch.autograd.grad(total, leaves, allow_unused=True)
     pairs = zip(grads, leaves, strict=True)
     return found, [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs]
+
+
+def test_its_shapes_are_known_to_the_compiler() -> None:
+    from paceline.attention.ops import nsa
+
+    q, gates = torch.randn(1, 20, 2, 16, requires_grad=True), torch.rand(1, 20, 2, 3)
+    keys = [torch.randn(1, size, 1, 16) for size in (9, 9, 20, 20, 20, 20)]
+    first = torch.zeros(1, 20, dtype=torch.int32)
+    arguments = (q, keys, gates, first, [4, 2, 16, 3, 7], 0.25, False)
+    torch.library.opcheck(nsa, arguments, test_utils=("test_schema", "test_faketensor"))

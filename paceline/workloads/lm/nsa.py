@@ -139,7 +139,7 @@ class SparseLM(LM):
 
     def told(self) -> dict[str, tuple[Tensor, float]]:
         """Return what the layers of this rank tell of the last forward pass, as means."""
-        layers = [block.attention for block in self.blocks]
+        layers: list[Any] = [block.attention for block in self.blocks]
         if not self.training or not layers[0].sparse.stats:
             return {}
         kept = [layer.stats for layer in layers if not layer.stats.is_meta]

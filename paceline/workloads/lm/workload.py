@@ -180,9 +180,8 @@ class LanguageModel(Workload):
             return sparse_flops_per_token(config.model, seq_len, config.attention.nsa) * seq_len
         return flops_per_token(config.model, seq_len) * seq_len
 
-    def flops_counted(self, config: Any) -> str:
-        if config.attention.impl != "nsa":
-            return super().flops_counted(config)
+    def sparse_counted(self, config: Any) -> str:
+        """Return how native sparse attention is counted in `flops`, in words behind a comma."""
         from paceline.workloads.lm.model import flops_per_token
 
         sizes, seq_len = Sizes.of(config.attention.nsa), config.data.seq_len
@@ -193,7 +192,9 @@ class LanguageModel(Workload):
             f" average; with dense attention it would be {dense:.4g}"
         )
 
-    def sparse_shape(self, config: Any) -> tuple[int, Shape] | None:
+    def sparse_shape(self, config: Any) -> tuple[int, Shape]:
+        """Return the tokens of a sequence and the shape of its attention: short ones are attended
+        to densely where that is faster."""
         model = config.model
         sizes = Sizes.of(config.attention.nsa)
         shape = Shape(model.num_heads, model.num_kv_heads, model.head_dim, sizes)

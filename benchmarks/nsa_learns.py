@@ -1,0 +1,171 @@
+"""Does native sparse attention learn? Text at 2k tokens against dense, and a needle at 8k.
+
+    python benchmarks/nsa_learns.py text [--steps 400] [--seq-len 2048]
+    python benchmarks/nsa_learns.py needle [--steps 400] [--seq-len 8192]
+
+text     a byte-level lm on the sources of Python's standard library, once with nsa and once dense:
+         same data in the same order, same steps, same weights where they have the same name. The
+         loss on files that neither has seen is compared: within 1 %.
+needle   one token of 64 kinds is hidden in noise in the first half; at places in the second half,
+         farther away than the windows of all layers together reach, the model is asked for it.
+"""
+
+import argparse
+import random
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.attention.nsa import Settings
+from paceline.attention.sizes import Sizes
+from paceline.strategies.weights import fill_weights
+from paceline.workloads.lm.model import LM
+from paceline.workloads.lm.nsa import Sparse, SparseLM
+from paceline.workloads.lm.workload import LMModel
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NOISE, KINDS, ASK = 128, 64, 300  # tokens below NOISE are noise; KINDS from there on are needles
+EVERY = 50
+
+
+def build(config: LMModel, seq_len: int, sizes: Sizes | None, seed: int = 0) -> LM:
+    """Return a model with sparse attention, or with dense. Weights follow from seed and name."""
+    with torch.device("meta"):
+        if sizes is None:
+            model = LM(config, seq_len)
+        else:
+            model = SparseLM(config, seq_len, Sparse(Settings(sizes), "mlp", stats=True))
+    fill_weights(model, model.init_module, seed, DEVICE)
+    return model
+
+
+def rate(step: int, steps: int, peak: float) -> float:
+    return peak * min(1.0, (step + 1) / 40) * max(0.05, 1 - step / steps)
+
+
+def train(model: LM, losses: Iterator[Tensor], steps: int, peak: float, name: str) -> None:
+    """Take steps on what `losses` yields, and say how it goes."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
+    began = time.perf_counter()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step, steps, peak)
+        loss = next(losses)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % EVERY == EVERY - 1:
+            spent = time.perf_counter() - began
+            print(f"{name} step {step + 1}: loss {loss.item():.4f}, {spent:.1f} s", flush=True)
+
+
+def corpus() -> tuple[Tensor, Tensor]:
+    """Return the bytes of the standard library's sources, for training and for validation."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    random.Random(0).shuffle(files)
+    texts = [path.read_bytes() for path in files]
+    cut = len(texts) // 10
+    val, some = b"\n".join(texts[:cut]), b"\n".join(texts[cut:])
+    return (torch.frombuffer(bytearray(x), dtype=torch.uint8).long() for x in (some, val))  # type: ignore[return-value]
+
+
+def on_text(steps: int, seq_len: int, batch: int, sizes: Sizes) -> None:
+    data, val = (x.to(DEVICE) for x in corpus())
+    config = LMModel(vocab_size=320, dim=512, num_layers=6, num_heads=8, num_kv_heads=2)
+    found = {}
+    for name, of in (("dense", None), ("nsa", sizes)):
+        model = build(config, seq_len, of)
+
+        def losses(model: LM = model) -> Iterator[Tensor]:
+            draw = torch.Generator().manual_seed(1)
+            while True:
+                starts = torch.randint(len(data) - seq_len - 1, (batch,), generator=draw)
+                yield loss_of(model, data, starts, seq_len)
+
+        train(model, losses(), steps, 1e-3, f"text, {name}")
+        model.eval()
+        starts = torch.arange(0, len(val) - seq_len - 1, seq_len)[: 8 * batch]
+        with torch.no_grad():
+            parts = [loss_of(model, val, part, seq_len).item() for part in starts.split(batch)]
+        found[name] = sum(parts) / len(parts)
+        print(f"text, {name}: validation loss {found[name]:.4f} nats a byte", flush=True)
+    apart = found["nsa"] / found["dense"] - 1
+    verdict = "within 1 %" if apart <= 0.01 else "NOT within 1 %"
+    print(f"text: nsa is {apart:+.2%} from dense after {steps} steps: {verdict}")
+
+
+def loss_of(model: LM, data: Tensor, starts: Tensor, seq_len: int) -> Tensor:
+    """Return the mean loss of rows of the text that begin at `starts`."""
+    at = starts.to(DEVICE)[:, None] + torch.arange(seq_len + 1, device=DEVICE)
+    rows = data[at]
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        return model(rows[:, :-1], rows[:, 1:]) / rows[:, 1:].numel()
+
+
+def hide(batch: int, seq_len: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Return noise with a needle in each row (B, T), where it is asked for (A), and which it is."""
+    tokens = torch.randint(NOISE, (batch, seq_len), generator=draw)
+    answer = torch.randint(KINDS, (batch,), generator=draw)
+    place = torch.randint(seq_len // 2, (batch,), generator=draw)
+    tokens[torch.arange(batch), place] = NOISE + answer
+    asked = torch.arange(seq_len * 7 // 8, seq_len, seq_len // 256)
+    tokens[:, asked] = ASK
+    return tokens.to(DEVICE), asked.to(DEVICE), answer.to(DEVICE)
+
+
+def on_needle(steps: int, seq_len: int, batch: int, sizes: Sizes) -> None:
+    config = LMModel(vocab_size=320, dim=256, num_layers=2, num_heads=4, num_kv_heads=1)
+    reach, apart = config.num_layers * (sizes.w - 1), seq_len * 3 // 8
+    assert reach < apart, "windows must not reach the needle"
+    print(f"needle: at least {apart} tokens away; all windows together reach {reach}")
+    model = build(config, seq_len, sizes)
+    draw = torch.Generator().manual_seed(2)
+
+    def answers() -> tuple[Tensor, Tensor]:
+        tokens, asked, answer = hide(batch, seq_len, draw)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            logits = model(tokens)[:, asked, NOISE : NOISE + KINDS].float()
+        return logits, answer[:, None].expand(-1, len(asked))
+
+    def losses() -> Iterator[Tensor]:
+        while True:
+            logits, answer = answers()
+            yield F.cross_entropy(logits.flatten(0, 1), answer.flatten())
+
+    train(model, losses(), steps, 2e-3, "needle")
+    with torch.no_grad():
+        right = [
+            (x.argmax(-1) == y).float().mean().item() for x, y in (answers() for _ in range(8))
+        ]
+    share = sum(right) / len(right)
+    verdict = "solved" if share > 0.99 else "NOT solved"
+    chance = f"{KINDS} kinds, chance {1 / KINDS:.1%}"
+    print(f"needle at {seq_len}: {share:.1%} right ({chance}): {verdict}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=("text", "needle"))
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seq-len", type=int)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--sizes", default="32,16,64,16,512", help="l,d,l_sel,n_sel,w")
+    asked = parser.parse_args()
+    sizes = Sizes(*map(int, asked.sizes.split(",")))
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, sizes {sizes}", flush=True)
+    torch.set_float32_matmul_precision("high")
+    if asked.part == "text":
+        on_text(asked.steps, asked.seq_len or 2048, asked.batch, sizes)
+    else:
+        on_needle(asked.steps, asked.seq_len or 8192, asked.batch, sizes)
+
+
+if __name__ == "__main__":
+    main()
