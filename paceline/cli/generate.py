@@ -57,7 +57,8 @@ def generate(
     texts = [sys.stdin.read() if text == STDIN else text for text in prompts or [""]]
     streams = len(texts) == 1 and not as_json
     with refusals_on_stdout(as_json):
-        from paceline.generate.flow import Which, open_author, write  # imports torch
+        from paceline.generate.flow import open_author, write  # imports torch
+        from paceline.run.trained import Which
         from paceline.workloads.generation import Sampling
 
         # Libraries that transformers imports print what they think; stdout is for data.

@@ -170,8 +170,8 @@ class Auditor:
         if step <= self.step:
             self._counts = compile_counts()
         if step == self.step:
-            # Kernels that a compiler wrote leave no trace but their own name on the device, and what
-            # runs beside communication is seen there only.
+            # Kernels that a compiler wrote leave no trace but their own name on the device, and
+            # what runs beside communication is seen there only.
             by_name = self.plan.attention.value in ("flex", "nsa")
             needs_kernels = by_name or self.overlap is not None
             self._profile = StepProfile(needs_kernels and self.device.type == "cuda")

@@ -15,8 +15,8 @@ from paceline.records import Plan
 from paceline.strategies import find_strategy
 from paceline.strategies.base import EngineParts
 from paceline.strategies.clock import build_clock
+from paceline.train.torch_settings import apply_policy
 from paceline.train.verdict import is_out_of_memory
-from paceline.train.worker import apply_policy
 from paceline.workloads.base import own_collate
 
 
