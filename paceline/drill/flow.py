@@ -16,6 +16,7 @@ from paceline.job import Job, load_job
 from paceline.launch.rendezvous import Rendezvous
 from paceline.records import Result
 from paceline.records.drills import Drill, Fault
+from paceline.records.events import iter_events
 from paceline.records.findings import Finding
 from paceline.records.rundir import RunDir
 from paceline.records.words import did_you_mean
@@ -92,7 +93,17 @@ def run_drill(
     decided = replace(prepare(job, env, plan, talk, rendezvous), drill=drill)
     result = run_decided(decided, out, talk)
     run = RunDir(Path(result.run_dir))
-    return DrillEnd(drill, result, judge(read_evidence(run)))
+    stands = judge(read_evidence(run))
+    return DrillEnd(drill, result, [*stands, *noticed(run, stands)])
+
+
+def noticed(run: RunDir, stands: Sequence[Finding]) -> list[Finding]:
+    """Return what was noticed while it ran and does not stand at its end any more."""
+    known = {finding.key: finding for finding in stands}
+    for event in iter_events(run.events):
+        told = event.model_dump(exclude={"time"})
+        known.setdefault((event.kind, event.rank), Finding.model_validate(told))
+    return [finding for finding in known.values() if finding not in stands]
 
 
 def require_possible(drill: Drill, world_size: int, num_steps: int) -> None:

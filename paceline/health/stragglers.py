@@ -52,7 +52,7 @@ def find_stragglers(evidence: Evidence, work: Work) -> Iterator[Finding]:
     # A live run is judged by its last steps, so that one which becomes slow is named at once; one
     # that is over by its last quarter: what stood at its end.
     few = rules.straggler_steps
-    work = work.last(few if evidence.is_live else max(3 * few, len(work.steps) // 4))
+    work = work.last(few if evidence.is_live else max(2 * few, len(work.steps) // 4))
     total, share = work.total, rules.straggler_share
     share += STAGE_SLACK if _is_pipeline(evidence) else 0.0
     # Against the middle of all first, for all ranks at once: of two it is half as far away.

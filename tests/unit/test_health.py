@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from paceline.config.health import RulesConfig
+from paceline.drill.flow import names_fault, noticed
 from paceline.health import Evidence, act_on, judge, read_evidence
 from paceline.health.actions import action_for
 from paceline.health.desync import compare_calls
 from paceline.health.evidence import Heart
+from paceline.records.drills import Drill, Fault
 from paceline.records.events import Event, EventLog, iter_events
 from paceline.records.findings import Finding, Findings
 from paceline.records.heartbeats import Beat
@@ -263,3 +265,16 @@ def test_what_an_earlier_attempt_has_left_halts_no_later_one(tmp_path: Path) -> 
     watcher._rules_at = 0.0
     watcher.tick()
     assert len(said) == 1 and run.halt.is_file()
+
+
+def test_a_drill_counts_what_was_noticed_on_the_way(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    log = EventLog(run.events)
+    log.append(Event(kind="straggler", rank=1, words="it was slow", evidence={"part": "forward"}))
+    log.append(Event(kind="straggler", rank=0, words="so was this one"))
+    log.close()
+    stands = [Finding(kind="straggler", rank=0, words="and it is")]
+    (told,) = noticed(run, stands)
+    assert names_fault(Drill(fault=Fault.SLOW_FORWARD, rank=1), told)
+    assert not names_fault(Drill(fault=Fault.SLOW_DATA, rank=1), told), "another part"
+    assert not names_fault(Drill(fault=Fault.SLOW_FORWARD, rank=0), told), "another rank"

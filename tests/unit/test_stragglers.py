@@ -44,7 +44,7 @@ def test_times_of_phases_alone_would_not_have_shown_it() -> None:
 def test_a_live_run_names_it_by_its_last_steps() -> None:
     late = np.where(np.arange(80) >= 67, 0.3 * STEP_S, 0.0)
     evidence = make_evidence({1: {Phase.FORWARD: late}}, num_steps=80)
-    assert slow_ranks(judge(evidence)) == [], "13 of the last 45 steps do not make it slow"
+    assert slow_ranks(judge(evidence)) == [], "13 of the last 30 steps do not make it slow"
     assert slow_ranks(judge(replace(evidence, now=1e9))) == [(1, Phase.FORWARD)]
 
 
