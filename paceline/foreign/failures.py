@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from paceline.records.imported import Fault
 
 # A rank in front of a line, as torchrun and DeepSpeed write it.
-PREFIX = re.compile(r"^\s*(?:\[(?:rank|default)(\d+)\]:?|\(rank (\d+)\))\s*:?\s*")
+PREFIX = re.compile(r"^\s*(?:\[(?:rank|default) ?(\d+)\]:?|\(rank (\d+)\))\s*:?\s*")
 ERROR = re.compile(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Interrupt)): ?(.*)")
 MEMORY = re.compile(
     r"(?:CUDA out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate)"
