@@ -113,6 +113,7 @@ def test_half_precision_is_near_the_whole(mode: str, reference: RankEnds, tmp_pa
     assert found == pytest.approx(expected, rel=0.03) and found != expected
 
 
+@nightly
 def test_batches_by_length_compete_with_those_of_other_ranks(tmp_path: Path) -> None:
     """Ranks have unequally many pairs, and the loss is that of all of them in one batch."""
     asked = tiny(

@@ -78,6 +78,14 @@ def test_shapes_alone_tell_the_flops() -> None:
     assert 1.6 < sizes[1] / sizes[0] < 2.2, "twice as long, not quite twice: words are the same"
 
 
+def test_frames_are_masked_as_the_encoder_does_it(model: SpeechClip) -> None:
+    is_real = torch.arange(9000) < torch.tensor([[9000], [5000], [700]])
+    size = num_frames(model.speech.config, 9000)
+    theirs = type(model.speech)._get_feature_vector_attention_mask  # type: ignore[union-attr,operator]
+    ours = model.speech._get_feature_vector_attention_mask  # type: ignore[union-attr,operator]
+    assert torch.equal(ours(size, is_real), theirs(model.speech, size, is_real))
+
+
 @pytest.mark.parametrize(("width", "padding"), [(5, 2), (4, 2), (6, 0)])
 def test_a_wide_convolution_is_what_torch_computes(width: int, padding: int) -> None:
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ H width of the speech encoder, D width of the space that both are drawn in.
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ SPEECH_DEFAULTS: Mapping[str, Any] = {
     "mask_time_prob": 0.0,
     "mask_feature_prob": 0.0,
 }
+FRAME_MASK = "_get_feature_vector_attention_mask"
 MASKED = "paceline_sdpa"  # SDPA with a mask, as transformers is told to call it
 # Parameters that a file of weights need not have: they are not used, or have no trained value.
 SPARE = ("pooler.", "masked_spec_embed")
@@ -63,6 +65,9 @@ class SpeechClip(nn.Module):
         hidden: int = speech.config.hidden_size  # type: ignore[union-attr,assignment]
         text_hidden: int = text.config.hidden_size  # type: ignore[union-attr,assignment]
         self.speech, self.text = speech, text
+        if hasattr(speech, FRAME_MASK):
+            # Its own writes a number of the host's into the mask, and waits until that has arrived.
+            setattr(speech, FRAME_MASK, partial(_frame_mask, speech.config))
         self.pool = AttentionPooling(hidden, dropout)
         self.project_speech = nn.Linear(hidden, width or text_hidden)
         self.project_text = None if width is None else nn.Linear(text_hidden, width)
@@ -113,6 +118,11 @@ class SpeechClip(nn.Module):
         if self.project_text is not None:
             text_BD = self.project_text(text_BD)
         return nn.functional.normalize(text_BD.float(), dim=-1)
+
+
+def _frame_mask(config: Any, size: int, is_real_BT: Tensor, add_adapter: Any = None) -> Tensor:
+    """Return which of `size` frames lie whole within an utterance, (B, size)."""
+    return _first(num_frames(config, is_real_BT.sum(dim=-1)), size)
 
 
 def _first(count_B: Tensor, size: int) -> Tensor:
