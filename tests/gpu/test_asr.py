@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from paceline.data.logmel import LogMel
+from tests.skips import needs_gpu
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 
 @pytest.mark.parametrize("num_mels", [80, 128])
