@@ -31,7 +31,7 @@ MAE = ["launch.device=cpu"]
 WHISPER = [
     "model.hf_config={vocab_size: 384, d_model: 16, encoder_layers: 1, decoder_layers: 1,"
     " encoder_attention_heads: 2, decoder_attention_heads: 2, encoder_ffn_dim: 32,"
-    " decoder_ffn_dim: 32, max_source_positions: 200, max_target_positions: 96,"
+    " decoder_ffn_dim: 32, max_source_positions: 200, max_target_positions: 64,"
     " num_mel_bins: 128}",
     "launch.device=cpu", "data.num_workers=0",
 ]  # fmt: skip

@@ -186,6 +186,16 @@ def test_graphs_write_what_weights_write(tmp_path: Path, kind: list[str]) -> Non
     assert by_weights == by_graphs and len(by_weights.text) > 3
 
 
+@pytest.mark.nightly
+def test_graphs_of_two_encoders(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    run, _ = make_speech(tmp_path / "run", RECIPE, tiny(), "speech_clip")
+    report = export(run, Asked(format="onnx", out=tmp_path / "onnx"), quiet)
+    by_runtime = [row.output for row in report.compared if "onnxruntime" in row.by]
+    assert by_runtime == ["speech.onnx: speech_vectors", "text.onnx: text_vectors"]
+    assert hashes_hold(tmp_path / "onnx")
+
+
 def write_timed_whisper(folder: Path) -> None:
     """A Whisper of random weights whose tokens have times, as those of the hub do."""
     from paceline.data.logmel import RATE
