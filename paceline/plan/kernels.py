@@ -32,6 +32,8 @@ def choose_kernels(
         because = "not measured on this GPU"
     elif precision not in ("bf16", "fp8"):
         because = f"not measured in {precision}"
+    elif find_spec("triton") is None:
+        because = "triton is not installed"
     else:
         value, because = "triton", f"{what}: faster and equal on compute capability 9.0"
     return Choice(requested=asked, value=value, because=because, matters=value == "triton")

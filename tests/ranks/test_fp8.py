@@ -43,7 +43,14 @@ def test_fp8_is_the_same_under_every_strategy(tmp_path: Path) -> None:
             assert ("uint8" in proofs["FSDP gather"].effective) == is_small, name
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_gw_hp"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "tensorwise",
+        pytest.param("rowwise", marks=pytest.mark.nightly),
+        pytest.param("rowwise_gw_hp", marks=pytest.mark.nightly),
+    ],
+)
 def test_losses_stay_with_those_of_bf16(recipe: str, tmp_path: Path) -> None:
     alone = ["strategy.name=ddp", "train.micro_batch_size=16"]
     bf16 = [*tiny_model(), *SGD, *BATCH, *alone, "precision.mode=bf16"]

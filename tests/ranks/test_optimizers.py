@@ -31,7 +31,7 @@ from tests.jobs import BAD_SETTINGS, poisoned_sample, write_bad_job
 from tests.legs import Leg, assert_same_state, read_all, run_legs
 from tests.parity import BATCH, STEPS, assert_same_curve, tiny_model
 from tests.ranks.test_checkpoint_any_to_any import JOB
-from tests.skips import needs_deepspeed
+from tests.skips import needs_deepspeed, needs_torchao
 
 # Every row has groups of their own rate and decay, a frozen block, and an average.
 GROUPS = (
@@ -404,3 +404,23 @@ def test_a_vetoed_step_leaves_the_average(tmp_path: Path) -> None:
         averages.append(ends.states[0].slot("ema"))
     assert averages[0].keys() == {"weight", "bias"}
     assert all(torch.equal(averages[1][name], value) for name, value in averages[0].items())
+
+
+@needs_torchao
+@pytest.mark.slow
+def test_moments_in_8_bits_are_sharded_and_as_many_as_planned(tmp_path: Path) -> None:
+    """At a width of whole blocks: each rank its rows of codes and scales, to the byte."""
+    wide = ["model.dim=256", "model.num_layers=1", "optim.groups=[]", "optim.ema=off"]
+    cases = {s: [*settings("adamw8bit", s), *wide] for s in ("ddp", "zero3")}
+    ended = run_each(tmp_path / "two", "lm_tiny", cases)
+    for a, b in zip(ended["ddp"].rows, ended["zero3"].rows, strict=True):
+        assert b.loss == pytest.approx(a.loss, rel=1e-3)
+    (codes,) = {
+        piece.value.shape
+        for piece in ended["zero3"].states[0].pieces
+        if piece.name == "exp_avg_codes/blocks.0.attention.out.weight"
+    }
+    assert codes == (128, 256), "half of the rows"
+    for name, overrides in cases.items():
+        prepare_run(tmp_path / "held" / name, "lm_tiny", overrides)
+    start_ranks(RunDir(tmp_path / "held"), 2, partial(weigh, cases))

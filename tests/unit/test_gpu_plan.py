@@ -26,11 +26,18 @@ def told(made: Plan) -> str:
     ],
 )
 def test_kernels_are_ours_where_that_was_measured(
-    overrides: list[str], env: Env, value: str, because: str
+    overrides: list[str], env: Env, value: str, because: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("paceline.plan.kernels.find_spec", lambda name: name)
     made = plan(*overrides, machine=env)
     assert made.kernels.value == value and because in made.kernels.because
     assert not made.problems()
+
+
+def test_without_triton_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.plan.kernels.find_spec", lambda name: None)
+    assert plan(machine=H200).kernels.because == "triton is not installed"
+    assert "pip install triton" in told(plan("train.kernels=triton", machine=H200))
 
 
 def test_fp8_takes_large_layers_and_says_why_others_stay() -> None:
