@@ -377,7 +377,7 @@ def _choose_flops(workload: Workload, config: RunConfig) -> Choice[float | None]
         return Choice(requested="auto", value=None, because=because)
     counts = {"causal": ", causal attention counted half", "full": ", attention counted in full"}
     how = counts.get(workload.attention, "")
-    if config.attention.impl == "nsa":
+    if config.attention.impl == "nsa" and "nsa" in workload.own_attention:  # else refused
         how = workload.sparse_counted(config)  # type: ignore[attr-defined]
     because = f"counted by the workload: forward and backward{how}"
     return Choice(requested="auto", value=counted, because=because)
