@@ -61,6 +61,7 @@ class Kind:
     gathers: bool = False
     is_fused: bool = False
     needs: str = ""  # a library of the extra fp8
+    compiles: bool = False  # its update is compiled, whatever train.compile says
 
 
 def _adam(optim: OptimConfig) -> dict[str, Any]:
@@ -127,6 +128,7 @@ KINDS: Mapping[str, Kind] = {
         _adam,
         _moments_in_8_bits,
         needs="torchao",
+        compiles=True,
     ),
     "adam": Kind("torch.optim:Adam", ("beta1", "beta2", "eps"), _adam, _two_moments, is_fused=True),
     "sgd": Kind(

@@ -130,7 +130,9 @@ class OneReadAdamW(AdamW):
                     continue
                 veto, scale = self._scalars(moved[0].device)
                 states = [self._state_of(p) for p in moved]
-                torch._foreach_add_([state["step"] for state in states], 1 - veto)
+                # A list: for one tensor to add to all, torch would wait for its value.
+                taken = [1 - veto] * len(states)
+                torch._foreach_add_([state["step"] for state in states], taken)
                 beta1, beta2 = group["betas"]
                 rates = Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
                 for p, state in zip(moved, states, strict=True):
