@@ -35,6 +35,11 @@ from paceline.traces.events import STEP, load_trace
 MAX_FILES, MAX_JSON, TAIL_LINES = 5000, 256 << 20, 400
 RANK_PATH = re.compile(r"(?:^|/)(\d+)/(?:stdout|stderr)\.log$|rank[_-]?(\d+)[^/]*$")
 LOGS = {".log", ".txt", ".out", ".err", ""}
+# What programs that start ranks write of themselves.
+SAID_BY = {
+    "torchrun": ("torch.distributed.elastic", "torch.distributed.run", "torchrun"),
+    "deepspeed": ("[launch.py:", "deepspeed.launcher"),
+}
 
 
 @dataclass
@@ -199,9 +204,8 @@ def _take_log(path: Path, found: Found) -> SourceFile:
 
 
 def _launcher(line: str) -> str:
-    if "torch.distributed.elastic" in line or "torchrun" in line or "torch.distributed.run" in line:
-        return "torchrun"
-    return "deepspeed" if "[launch.py:" in line or "deepspeed.launcher" in line else ""
+    """Return whose line this is, or nothing."""
+    return next((name for name, words in SAID_BY.items() if any(w in line for w in words)), "")
 
 
 def _describe(run: RunDir, found: Found, paths: Sequence[Path]) -> Imported:

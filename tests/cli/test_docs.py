@@ -59,7 +59,8 @@ FIRST_OF_TWO = {"train", "launch.launcher=torchrun", "launch.nnodes=2"}
 # Files and methods that are called like keys, and a key that is misspelt on purpose.
 NO_KEYS = {
     "audit.json", "launch.json", "train.log", "data.json", "launch.nprocs", "model.safetensors",
-    "model.parameters", "model.named_parameters", "loss.backward", "observe.rules", "train.out",
+    "model.onnx", "model.parameters", "model.named_parameters", "loss.backward", "observe.rules",
+    "train.out",
 }  # fmt: skip
 OPEN_MAPS = ("launch.env", "strategy.deepspeed_config", "model.hf_config", "model.speech_config")
 
