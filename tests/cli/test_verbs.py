@@ -41,7 +41,8 @@ def test_recipes_list_copy_and_keys(tmp_path: Path) -> None:
     assert names == [
         "causal_lm", "fineweb_edu", "limit_longest_1-3_stage1_bf16",
         "limit_longest_1-3_stage2_bf16", "lm_125m", "lm_1b", "lm_tiny", "mae_stub", "mae_tiny",
-        "speech_tiny", "tinyllama_fsdp", "tinystories",
+        "nsa_m7c", "nsa_tiny", "speech_tiny", "tinyllama_fsdp", "tinystories",
+        "whisper_small_lora", "whisper_tiny_made",
     ]  # fmt: skip
     keys = json.loads(paceline("recipes", "--keys", "lm_tiny", "--json", cwd=tmp_path).out)
     types = {key["path"]: key["type"] for key in keys}
