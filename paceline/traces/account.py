@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from paceline.records.profiled import Gap, KernelTime, ProfileFacts
-from paceline.traces.events import Span, Trace, length, merge, subtract
+from paceline.traces.events import Span, Trace
+from paceline.traces.intervals import length, merge, subtract
 
 MAX_TOP, MAX_GAPS = 15, 5
 MICRO = 1e-6
@@ -53,9 +54,10 @@ def account(trace: Trace, rank: int, first_step: int, last_step: int, file: str)
     spans = [span for span in spans if span.end > start and span.start < end]
     # On a CPU gloo works in a thread of its own, which is marked and calls no operation.
     marked = [] if on_device else [a for a in trace.annotations if GLOO.match(a.name)]
-    exchanged = merge([*marked, *(s for s in spans if categorise(s.name) == "communication")])
-    computed = merge([span for span in spans if categorise(span.name) != "communication"])
-    busy = merge(spans)
+    sent = [*marked, *(s for s in spans if categorise(s.name) == "communication")]
+    exchanged = merge(span.time for span in sent)
+    computed = merge(span.time for span in spans if categorise(span.name) != "communication")
+    busy = merge(span.time for span in spans)
     idle = subtract([(start, end)], busy)
     gaps = _gaps(trace, spans, idle) if on_device else []
     late = [gap for gap in gaps if gap.waits_for_host]

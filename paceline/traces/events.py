@@ -3,7 +3,7 @@ trace of five steps may have a million of them."""
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from paceline.errors import DataError
 from paceline.records.base import DAMAGED, damaged
 from paceline.records.files import open_regular
+from paceline.traces.intervals import Interval
 
 MAX_BYTES = 1 << 30  # of the text
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -32,6 +33,10 @@ class Span:
     @property
     def length(self) -> float:
         return self.end - self.start
+
+    @property
+    def time(self) -> Interval:
+        return self.start, self.end
 
 
 @dataclass
@@ -110,39 +115,3 @@ def _span(event: dict[str, Any]) -> Span:
 
 def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def merge(spans: Iterator[Span] | Sequence[Span]) -> list[tuple[float, float]]:
-    """Return the times that any of the spans covers, as intervals that do not touch, in order."""
-    covered: list[tuple[float, float]] = []
-    for start, end in sorted((span.start, span.end) for span in spans):
-        if covered and start <= covered[-1][1]:
-            covered[-1] = (covered[-1][0], max(covered[-1][1], end))
-        else:
-            covered.append((start, end))
-    return covered
-
-
-def length(intervals: Sequence[tuple[float, float]]) -> float:
-    return sum(end - start for start, end in intervals)
-
-
-def subtract(
-    whole: Sequence[tuple[float, float]], cut: Sequence[tuple[float, float]]
-) -> list[tuple[float, float]]:
-    """Return what of `whole` no interval of `cut` covers. Both are as `merge` returns them."""
-    left: list[tuple[float, float]] = []
-    place = 0
-    for start, end in whole:
-        at = start
-        while place < len(cut) and cut[place][1] <= at:
-            place += 1
-        number = place
-        while number < len(cut) and cut[number][0] < end:
-            if cut[number][0] > at:
-                left.append((at, cut[number][0]))
-            at = max(at, cut[number][1])
-            number += 1
-        if at < end:
-            left.append((at, end))
-    return left

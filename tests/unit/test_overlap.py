@@ -6,7 +6,8 @@ import pytest
 from torch.autograd import DeviceType
 
 from paceline.machine.measures import PairSpeed
-from paceline.train.overlap import measure_overlap, merge, uncovered
+from paceline.traces.intervals import merge, subtract
+from paceline.train.overlap import measure_overlap
 from tests.machines import box, machine, plan
 
 CPU, CUDA = DeviceType.CPU, DeviceType.CUDA
@@ -36,9 +37,9 @@ class Event:
 
 def test_spans() -> None:
     assert merge([(5, 7), (0, 2), (1, 3), (7, 8)]) == [(0, 3), (5, 8)]
-    assert uncovered([(0, 10)], [(2, 3), (5, 20)]) == [(0, 2), (3, 5)]
-    assert uncovered([(0, 4), (6, 8)], [(0, 8)]) == []
-    assert uncovered([(0, 4)], []) == [(0, 4)]
+    assert subtract([(0, 10)], [(2, 3), (5, 20)]) == [(0, 2), (3, 5)]
+    assert subtract([(0, 4), (6, 8)], [(0, 8)]) == []
+    assert subtract([(0, 4)], []) == [(0, 4)]
 
 
 def test_gloo_beside_operations() -> None:

@@ -10,7 +10,8 @@ from paceline.errors import DataError
 from paceline.records.profiled import parse_profile
 from paceline.report.profile import profile_sheets
 from paceline.traces.account import account, categorise, simplify
-from paceline.traces.events import load_trace, subtract
+from paceline.traces.events import load_trace
+from paceline.traces.intervals import subtract
 
 
 def event(name: str, cat: str, start: float, length: float, tid: int = 1, **more: int) -> dict:  # type: ignore[type-arg]
