@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.errors import MemoryFull
 from paceline.records.memory import MemoryDump
 from paceline.records.rundir import RunDir
 from paceline.traces.flow import read_profile_facts, write_profile_facts
@@ -42,7 +43,7 @@ def test_out_of_memory_names_what_was_saved_for_backward(tmp_path: Path) -> None
     large = ["model.dim=4096", "model.num_layers=8", "model.num_heads=32", "model.num_kv_heads=32",
              "data.seq_len=2048", "train.micro_batch_size=256", "data.synthetic_samples=512",
              "train.steps=2", "launch.overcommit=true"]  # fmt: skip
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(MemoryFull, match="out of memory"):
         run_here(tmp_path / "run", "lm_tiny", [*SMALL, *large])
     dump = MemoryDump.load(RunDir(tmp_path / "run").memory_dump(0, "oom"))
     assert dump.owners[0].kind == "activations" and dump.inside

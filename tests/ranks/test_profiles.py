@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.errors import ConfigError, Outcome
+from paceline.errors import ConfigError, MemoryFull, Outcome
 from paceline.records import RankVerdict
 from paceline.records.memory import MemoryDump
 from paceline.records.rundir import RunDir
@@ -86,7 +86,7 @@ class Job(Workload):
 def test_where_memory_runs_out_its_owners_are_written(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(OUT_OF_MEMORY)
     settings = ["train.steps=3", "train.micro_batch_size=8", "data.num_workers=0"]
-    with pytest.raises(RuntimeError, match="can't allocate memory"):
+    with pytest.raises(MemoryFull, match="can't allocate memory"):
         run_here(tmp_path / "run", f"{tmp_path / 'job.py'}:Job", [*settings, "launch.device=cpu"])
     run = RunDir(tmp_path / "run")
     dump = MemoryDump.load(run.memory_dump(0, "oom"))
