@@ -153,7 +153,8 @@ def _refused(impl: str, what: str, hint: str) -> Finding:
 
 
 def _offer(own: frozenset[str], on_cpu: bool) -> str:
-    names = [*sorted(own - ({"flex"} if on_cpu else set())), "sdpa"]
+    # nsa is another model, not another way to compute this one.
+    names = [*sorted(own - {"nsa"} - ({"flex"} if on_cpu else set())), "sdpa"]
     return f"set attention.impl to {' or '.join(names)}"
 
 

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.records.disk import Losses
 from paceline.records.files import read_text, write_atomic
-from paceline.records.profiled import parse_profile
+from paceline.records.profiled import AUDITED_STEP, parse_profile
 from paceline.records.rundir import RunDir
 from paceline.strategies.clock import Clock
 from paceline.traces.events import STEP
@@ -55,7 +55,7 @@ class ProfileRequests(Ticker):
             with suppress(ValueError):  # a request that cannot be read asks for nothing
                 self.wanted = parse_profile(asked)
         elif self._is_first:
-            first = self._progress.step + self._steps_ahead()
+            first = max(self._progress.step + self._steps_ahead(), AUDITED_STEP + 1)
             last = first + (int(asked) if asked.isdigit() and int(asked) else NUM_STEPS) - 1
             write_atomic(self._path, f"steps:{first}-{last}\n")
             self._seen, self.wanted = modified_at(self._path), range(first, last + 1)

@@ -45,9 +45,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["zero1", *(pytest.param(name, marks=nightly) for name in CASES if name != "zero1")]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
 def test_a_killed_rank_costs_no_step(name: str, tmp_path: Path) -> None:
     asked = tiny(*SETTINGS, *CASES[name])
     clean = run_ranks(tmp_path / "clean", RECIPE, asked).rows
