@@ -11,7 +11,6 @@ from tests.speech_clip import RECIPE, tiny
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-nightly = pytest.mark.nightly
 STEPS = 6
 JOB = f"""
 import os
