@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.cli.bench import wait_until
 from tests.schedulers.slurm import NODES, SlurmCluster, why_not
 
 pytestmark = [
@@ -26,11 +27,12 @@ def test_two_nodes_and_nothing_left(tmp_path: Path) -> None:
         sleeping = cluster.start(["srun", "-N2", "bash", "-c", "echo here; exec sleep 1234"])
         assert sleeping.stdout is not None
         assert [sleeping.stdout.readline() for _ in NODES] == ["here\n", "here\n"]
+        # A shell has said it; a moment later it is the sleep.
+        wait_until(lambda: _commands(cluster).count("sleep 1234") == len(NODES), 10, "both sleep")
         inside = cluster.processes()
     sleeping.communicate()
     expected = [f"{i} {name} {name} {address}" for i, (name, address) in enumerate(NODES.items())]
     assert sorted(shown.stdout.splitlines()) == expected, shown.stderr
-    assert [process.command for process in inside].count("sleep 1234") == len(NODES)
     assert not [process for process in inside if psutil.pid_exists(process.host_pid)]
     assert not _of(tmp_path)
     assert Path("/etc/hosts").read_text() == hosts
@@ -67,3 +69,7 @@ def _of(folder: Path) -> list[int]:
         if process.pid != os.getpid() and any(str(folder) in text for text in told):
             found.append(process.pid)
     return found
+
+
+def _commands(cluster: SlurmCluster) -> list[str]:
+    return [process.command for process in cluster.processes()]
