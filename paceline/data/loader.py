@@ -4,8 +4,10 @@ A loader's state is one number, the next microbatch: to resume is to start count
 """
 
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple, Protocol
@@ -13,8 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from paceline.data.base import CountsUnits, Dataset
 from paceline.data.buckets import length_of, padding
@@ -28,6 +32,9 @@ MAX_NAMED = 8
 KILLED = "the kernel kills loaders when memory runs out: fewer data.num_workers, less prefetch"
 SILENT = "look at these samples; data.timeout_s sets the limit"
 TIMED_OUT = "DataLoader timed out"  # as torch says it
+LOOK_S = 5.0  # a loader that is waited for is looked at so often
+# What reading from a process that is gone looks like: its tensors are fetched from it by a socket.
+BROKEN = (ConnectionError, EOFError)
 
 
 class Microbatch(NamedTuple):
@@ -136,31 +143,38 @@ class Microbatches:
         else:
             self._items = _started(_loader(source, total, plan))
             self._workers = list(getattr(self._items, "_workers", []))
-            # torch hears of deaths from now on; of one before, only when a batch is overdue.
+            # torch hears of deaths from now on; of one before, only when it looks.
             if not all(worker.is_alive() for worker in self._workers):
-                raise self.fault(RuntimeError("DataLoader worker died at its start"))
+                told = self.fault(RuntimeError("DataLoader worker died at its start"))
+                self.close()
+                raise told
 
     def __next__(self) -> Microbatch:
-        item = None
+        item, read, since = None, self.source.progress(self._next), time.monotonic()
         while item is None:
-            before = self.source.progress(self._next)
             try:
                 item = next(self._items)
-            except RuntimeError as error:
+            except (RuntimeError, *BROKEN) as error:
+                # torch has looked at its loaders, and all live: it tells a death first. By its
+                # handler alone it would be lost where somebody's code swallows what it raises.
+                if TIMED_OUT not in str(error):
+                    raise self.fault(error) from error
                 # One that is slow, but reads, is waited for: the limit is for each read.
-                is_slow = self.source.progress(self._next) != before
-                if not (TIMED_OUT in str(error) and is_slow):
+                if (now := self.source.progress(self._next)) != read:
+                    read, since = now, time.monotonic()
+                elif not self._workers or time.monotonic() - since >= self.plan.timeout_s:
                     raise self.fault(error) from error
         if isinstance(item, DataError):
             raise item
         self._next += 1
         return item
 
-    def fault(self, error: RuntimeError) -> Exception:
+    def fault(self, error: Exception) -> Exception:
         """Say in our words how a loader died or fell silent, with the samples it owes; return any
         other error as it is. It may surface anywhere: torch raises it in a handler of SIGCHLD."""
         is_late = TIMED_OUT in str(error)
-        if "DataLoader" not in str(error) or not (self._workers or is_late):
+        is_broken = isinstance(error, BROKEN) and self._has_lost_one()
+        if not (is_broken or "DataLoader" in str(error)) or not (self._workers or is_late):
             return error
         silent = f"gave nothing for {self.plan.timeout_s:g} s"
         if not self._workers:
@@ -175,12 +189,46 @@ class Microbatches:
             f" {self.source.owed(owed)}\nhint: {KILLED if dead else SILENT}"
         )
 
+    def _has_lost_one(self) -> bool:
+        """Whether a loader is gone, or is about to be: its sockets close a moment before."""
+        deadline = time.monotonic() + 1
+        while all(worker.is_alive() for worker in self._workers):
+            if time.monotonic() > deadline or not self._workers:
+                return False
+            time.sleep(0.01)
+        return True
+
     def close(self) -> None:
         """End the loader's processes now: left to the interpreter's exit, they would hang it."""
-        shut_down = getattr(self._items, "_shutdown_workers", None)
-        self._items = iter(())
-        if shut_down is not None:
-            shut_down()
+        items, self._items = self._items, iter(())
+        shut_down = getattr(items, "_shutdown_workers", None)
+        if shut_down is None:
+            return
+        if all(worker.is_alive() for worker in self._workers):
+            try:
+                shut_down()
+                return
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+        _abandon(items)
+
+
+def _abandon(items: Any) -> None:
+    """End loaders of which one died. torch would ask them to end by an event, whose lock the dead
+    one may hold for ever, and hear of the same death once more meanwhile."""
+    items._shutdown = True
+    with suppress(ValueError):  # of one that is half built it may not know yet
+        _remove_worker_pids(id(items))
+    items._worker_pids_set = False
+    if hasattr(items, "_pin_memory_thread"):
+        items._pin_memory_thread_done_event.set()
+    for worker in items._workers:
+        worker.kill()
+    for worker in items._workers:
+        worker.join()
+    for queue in items._index_queues:
+        queue.cancel_join_thread()
 
 
 class _Told(TorchDataset[Microbatch | DataError]):
@@ -204,6 +252,9 @@ def _started(loader: DataLoader[Microbatch | DataError]) -> Iterator[Microbatch 
         if "DataLoader worker" not in str(error):
             raise
         # torch heard of it while it started others: nobody knows yet which samples it owes.
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if isinstance(half_built := frame.f_locals.get("self"), _MultiProcessingDataLoaderIter):
+                _abandon(half_built)
         raise LoaderError(f"a loader process died at its start: {error}\nhint: {KILLED}") from error
 
 
@@ -218,7 +269,7 @@ def _loader(source: Source, total: int, plan: LoaderPlan) -> DataLoader[Microbat
         sampler=range(total),
         num_workers=plan.num_workers,
         prefetch_factor=plan.prefetch,
-        timeout=plan.timeout_s,
+        timeout=min(LOOK_S, plan.timeout_s),
         pin_memory=plan.pin_memory,
         # A rank is a child of a fork server and would start its loaders from another one: slow,
         # and unable to pickle what a user's own file defines.

@@ -69,7 +69,7 @@ class Feed:
     def close(self) -> None:
         self.microbatches.close()
 
-    def fault(self, error: RuntimeError) -> Exception:
+    def fault(self, error: Exception) -> Exception:
         """Return the error; where it is about a loader process, in words for people."""
         return self.microbatches.fault(error)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data._utils import signal_handling
 
+from paceline.data import loader
 from paceline.data.cursor import EvenPicks, Order, StepSlice
 from paceline.data.loader import LoaderPlan, Microbatches, MicrobatchSource, Rules
 from paceline.errors import DataError, LoaderError
@@ -54,8 +55,6 @@ def test_a_run_that_goes_on_draws_what_one_that_never_stopped_does(num_workers: 
     assert draw(num_workers, first_step=2) == whole[2:]
 
 
-# torch complains about its own half-built iterator.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("is_heard", "says"),
     [
@@ -87,6 +86,49 @@ def test_a_loader_that_dies_at_its_start_is_noticed_at_once(
         signal.signal(signal.SIGCHLD, before)
         for child in multiprocessing.active_children():
             child.kill()
+
+
+class Deaf(Drawing):
+    """Dies over its second batch; the first is ready then."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.counted >= MICRO:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.counted += 1
+        return super().__getitem__(index)
+
+    counted = 0
+
+
+def test_a_death_that_nobody_was_told_of_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises it in whatever runs when SIGCHLD comes, and that may swallow it."""
+    monkeypatch.setattr(loader, "LOOK_S", 0.2)
+    microbatches = start(num_workers=2, data=Deaf())
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        with pytest.raises(LoaderError, match=r"process \d+\) died \(SIGKILL\) over samples"):
+            for _ in range(STEPS):
+                next(microbatches)
+        microbatches.close()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_the_end_of_loaders_does_not_wait_for_a_lock_of_a_dead_one() -> None:
+    """torch's event, by which it asks them to end, stays locked by one that was killed with it."""
+    microbatches = start(num_workers=2)
+    next(microbatches)
+    items = microbatches._items
+    items._workers_done_event._cond.acquire()  # as a loader that is killed just then leaves it
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        os.kill(items._workers[1].pid, signal.SIGKILL)
+        items._workers[1].join()
+        microbatches.close()
+        del items  # nor as the interpreter collects it
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert multiprocessing.active_children() == []
 
 
 class Broken(Drawing):
