@@ -5,20 +5,23 @@ job = load_job("my_job.py:MyWorkload", [])
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from paceline.config.load import Draft, load_config, read_draft, validate
+from paceline.config.plain import read_plain
 from paceline.config.schema import RunConfig, run_schema
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.machine.launchers import launch_section
 from paceline.records.base import load_map
 from paceline.records.files import fingerprint
 from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy, strategy_section
-from paceline.workloads.base import Workload, find_workload, load_trusted, remember_typed
+from paceline.workloads.base import REGISTRY, Workload, find_workload, load_trusted, remember_typed
 from paceline.workloads.given import is_given, pack, unpack
 
 EXPERIMENT = "+experiment="
@@ -80,6 +83,15 @@ def remember_asked(source: str, overrides: Sequence[str]) -> None:
     named = [word.lstrip("+").removeprefix("workload=") for word in overrides]
     for word in (source.removeprefix(EXPERIMENT), *named):
         remember_typed(word)
+
+
+def preloads_of(root: Path) -> tuple[str, ...]:
+    """Return what the fork server shall import for a run that is resumed, by its name for an
+    installed workload alone; nothing where that cannot be read, which others will say."""
+    with suppress(PacelineError, KeyError, TypeError, ValueError):
+        if (name := read_plain(RunDir(root).config)["workload"]) in REGISTRY:
+            return find_workload(name, typed=False).preloads
+    return ()
 
 
 def reload_job(run: RunDir, workload: str, packed: bytes = b"") -> Job:

@@ -143,6 +143,14 @@ LIST = [
         f"{DRILL}::test_f22_shapes_that_differ_are_named_with_the_users_line",
     ),
     Fault(
+        "F23", "a stream that ends earlier on one rank", "all ranks end after the same step",
+        "tests/ranks/test_batches.py::test_unequal_ends_are_agreed_by_all_ranks",
+    ),
+    Fault(
+        "F23", "unequal shares of a step", "told as what holds the others up, with what to do",
+        f"{DRILL}::test_f23_unequal_shares_of_a_step_are_told",
+    ),
+    Fault(
         "F24", "one rank is slow in backward", "named with the part within 20 steps",
         f"{DRILL}::test_f24_a_slow_rank_is_named_while_it_runs_and_in_the_report",
     ),
@@ -153,6 +161,10 @@ LIST = [
     Fault(
         "F26", "the terminal's pipe is full, and nobody reads", "the run ends as if it were not",
         f"{DRILL}::test_f26_a_terminal_that_takes_no_more_holds_no_rank_up",
+    ),
+    Fault(
+        "F26", "writes of tables and logs are slow", "no step waits for them; all are there",
+        f"{DRILL}::test_f26_a_slow_disk_holds_no_step_up",
     ),
     # Asked to stop
     Fault(
@@ -349,6 +361,4 @@ LIST = [
 ]  # fmt: skip
 
 # Of the matrix, not shown by a test yet.
-OPEN = {
-    "F23": "uneven streams of data: a map-style data set is dealt out evenly",
-}  # fmt: skip
+OPEN: dict[str, str] = {}

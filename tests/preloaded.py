@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 import signal
 import sys
+from contextlib import suppress
 
 import torch._dynamo
 import torch.distributed.fsdp
@@ -16,6 +17,8 @@ import torch.profiler
 import torch.utils.flop_counter  # noqa: F401
 
 import paceline
+from paceline.errors import PacelineError
+from paceline.workloads.hf.model import require_extra
 
 
 def import_all() -> None:
@@ -41,3 +44,6 @@ def _handlers() -> dict[signal.Signals, object]:
 
 
 import_all()
+with suppress(PacelineError):
+    for model in ("whisper", "vit_mae", "wav2vec2", "llama", "bert"):
+        require_extra(f"transformers.models.{model}.modeling_{model}")

@@ -54,7 +54,7 @@ def train(
     loaded = load_job(name_of(job), as_words(words, settings))
     talk = ConsoleTalk(quiet)
     talk.say("checking the machine and planning")
-    start_early(loaded.config.launch.launcher)
+    start_early(loaded.config.launch.launcher, loaded.workload.preloads)
     from paceline.run.flow import run_job
 
     return _ended(run_job(loaded, _path(out), talk), talk, check)

@@ -81,8 +81,9 @@ def run_targets(
     Example: paceline bench run zero3 ddp_bucket --repeats 3 --steps 40
     """
     from paceline.bench.target import parse_words
-    from paceline.cli.talk import print_json, refusals_on_stdout, shown
+    from paceline.cli.talk import print_json, refusals_on_stdout
     from paceline.cli.together import require_alone
+    from paceline.records.words import typed
 
     with refusals_on_stdout(as_json):
         require_alone("bench")
@@ -103,8 +104,8 @@ def run_targets(
     else:
         _print_report(report)
     if report.saved:
-        talk.say(f"expectations: {shown(Path(report.saved))}")
-    talk.say(f"summary: {shown(Path(report.out) / 'summary.md')}")
+        talk.say(f"expectations: {typed(Path(report.saved))}")
+    talk.say(f"summary: {typed(Path(report.out) / 'summary.md')}")
     raise typer.Exit(report.exit_code)
 
 

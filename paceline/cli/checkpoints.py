@@ -105,9 +105,9 @@ def convert(
 
     Example: paceline checkpoints convert runs/latest best --out my_model
     """
-    from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout, shown
+    from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout
     from paceline.records.rundir import RunDir
-    from paceline.records.words import size
+    from paceline.records.words import size, typed
 
     with refusals_on_stdout(as_json):
         run = RunDir.open(run_dir)
@@ -119,7 +119,7 @@ def convert(
     if as_json:
         print_json(json.dumps(converted.model_dump(mode="json"), indent=2))
         return
-    print(f"{shown(Path(converted.out))}: step {converted.step}, {converted.kind}")
+    print(f"{typed(Path(converted.out))}: step {converted.step}, {converted.kind}")
     for name, num_bytes in converted.files.items():
         print(f"  {name:<24} {size(num_bytes)}")
     print(f"reloaded and compared: {converted.num_tensors} tensors equal")

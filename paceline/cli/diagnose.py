@@ -57,9 +57,9 @@ def import_files(
 
     Example: paceline import slurm-4711.out nccl_trace_rank_* --out runs/theirs
     """
-    from paceline.cli.talk import ConsoleTalk, print_json, shown
+    from paceline.cli.talk import ConsoleTalk, print_json
     from paceline.foreign.flow import import_run
-    from paceline.records.words import count
+    from paceline.records.words import count, typed
 
     run, imported = import_run(paths, out)
     if as_json:
@@ -71,5 +71,5 @@ def import_files(
     steps = count(imported.num_steps, "step")
     ranks = count(imported.num_ranks, "rank")
     say(f"{imported.trainer}: {steps} up to {imported.last_step}, {ranks}")
-    say(f"next: paceline diagnose {shown(run.root)}")
-    print(shown(run.root))
+    say(f"next: paceline diagnose {typed(run.root)}")
+    print(typed(run.root))

@@ -46,7 +46,7 @@ def drill(
         from paceline.records.drills import Drill
 
         job = load_drilled(source, overrides or [])
-        start_early(job.config.launch.launcher)
+        start_early(job.config.launch.launcher, job.workload.preloads)
         for chosen in which_faults(fault or []):
             planted = Drill(fault=chosen, rank=rank, step=step, share=share)
             place = out / chosen if out is not None and not fault else out

@@ -73,11 +73,10 @@ def export(
 
 
 def _print(report: ExportReport) -> None:
-    from paceline.cli.talk import shown
-    from paceline.records.words import count, size
+    from paceline.records.words import count, size, typed
 
     files = count(report.num_files, "file")
-    print(f"{shown(Path(report.out))}: {files}, {size(report.num_bytes)}, step {report.step}")
+    print(f"{typed(Path(report.out))}: {files}, {size(report.num_bytes)}, step {report.step}")
     if report.num_tensors:
         print(f"loaded again: {report.num_tensors} tensors equal")
     print(f"compared on {report.inputs}:")

@@ -18,9 +18,10 @@ def report(
 
     Example: paceline report runs/latest --with runs/before
     """
-    from paceline.cli.talk import print_json, shown
+    from paceline.cli.talk import print_json
     from paceline.records import Result
     from paceline.records.rundir import RunDir
+    from paceline.records.words import typed
     from paceline.report import write_report
 
     run = RunDir.open(run_dir)
@@ -28,4 +29,4 @@ def report(
     if as_json and run.result.is_file():
         print_json(Result.load(run.result).to_json())
     elif not as_json:
-        print(shown(run.report))
+        print(typed(run.report))

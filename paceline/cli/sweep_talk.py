@@ -11,11 +11,11 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from paceline.cli.talk import TAIL_LINES, ConsoleTalk, literal, say_failure, shown
+from paceline.cli.talk import TAIL_LINES, ConsoleTalk, literal, say_failure
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
 from paceline.records.swept import SweepRecord
-from paceline.records.words import duration, elapsed, number
+from paceline.records.words import duration, elapsed, number, typed
 from paceline.report.sweep_story import (
     SIGNS,
     SweepStory,
@@ -167,13 +167,13 @@ class SweepConsole(ConsoleTalk):
         if end.stopped_by:
             self.say(
                 f"stopped ({end.stopped_by}): this is what there is so far; the same command with"
-                f" --out {shown(folder.root)} resumes"
+                f" --out {typed(folder.root)} resumes"
             )
         rows = load_manifest(folder.manifest)
         for line in _say_answer(end, tell(folder, end.record, rows, end.judgement)):
             self.say(line)
-        self.say(f"summary: {shown(folder.summary)}")
-        self.say(f"report: {shown(folder.report)}")
+        self.say(f"summary: {typed(folder.summary)}")
+        self.say(f"report: {typed(folder.report)}")
 
     def _redraw(self) -> None:
         assert self._live is not None and self._board is not None

@@ -18,7 +18,7 @@ from paceline.metrics import TRAIN, VAL
 from paceline.records import Audit, Plan, Result, words
 from paceline.records.findings import Finding, Findings
 from paceline.records.rundir import RunDir
-from paceline.records.words import count, duration, elapsed, number, visible
+from paceline.records.words import count, duration, elapsed, number, typed, visible
 
 PLAIN_INTERVAL_S = 5.0
 TAIL_LINES = 12
@@ -42,7 +42,7 @@ class ConsoleTalk:
         ranks = count(plan.world_size, "rank")
         self.say(
             f"training {plan.name} for {plan.length} on {ranks} ({plan.device.value},"
-            f" {plan.strategy.value}, {plan.precision.value}) in {shown(run.root)}"
+            f" {plan.strategy.value}, {plan.precision.value}) in {typed(run.root)}"
         )
         if not self.console.is_terminal:
             return lambda row: self._plain_row(row, plan)
@@ -136,7 +136,7 @@ def say_result(talk: ConsoleTalk, result: Result, run: RunDir) -> None:
             f" ({result.window})"
         )
     if run.report.is_file():
-        talk.say(f"report: {shown(run.report)}")
+        talk.say(f"report: {typed(run.report)}")
 
 
 def _branches(run: RunDir) -> Iterator[str]:
@@ -161,7 +161,7 @@ def _way_on(result: Result, run: RunDir) -> str:
     has_any = result.checkpoints is not None and result.checkpoints.num_written > 0
     if result.outcome is not Outcome.PREEMPTED and not has_any:
         return ""
-    return f": resume it with: paceline train --resume {shlex.quote(shown(run.root))}"
+    return f": resume it with: paceline train --resume {shlex.quote(typed(run.root))}"
 
 
 def say_failure(talk: ConsoleTalk, result: Result, tail_lines: int = TAIL_LINES) -> None:
@@ -187,7 +187,7 @@ def failure_lines(result: Result, tail_lines: int = TAIL_LINES) -> list[str]:
     lines = [ended, f"{where}: {failure.message}"]
     lines += [f"  then {other}" for other in failure.others]
     if not result.outcome.is_refusal and tail_lines:  # a refusal has said all there is to know
-        lines.append(f"the end of its log, {shown(run.root / failure.log)}:")
+        lines.append(f"the end of its log, {typed(run.root / failure.log)}:")
         lines += [f"    {line}" for line in _tail(run.root / failure.log, tail_lines)]
     return lines
 
@@ -215,14 +215,6 @@ def literal(text: str) -> str:
     """Return a text for rich's console that is shown as it is: no markup of rich's, nothing that
     a terminal acts on."""
     return escape(visible(text))
-
-
-def shown(path: Path) -> str:
-    """Return a path as the user would type it from here."""
-    try:
-        return visible(str(path.relative_to(Path.cwd())))
-    except ValueError:
-        return visible(str(path))
 
 
 def print_json(text: str) -> None:

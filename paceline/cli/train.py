@@ -79,20 +79,26 @@ def _read_variables() -> list[str]:
 def finish(source: str, overrides: list[str], out: Path | None, as_json: bool) -> None:
     """Run a job to its report, say how it ended, and leave with its exit code."""
     from paceline.job import load_job, remember_asked
+    from paceline.machine.fork_server import start_early
 
     remember_asked(source, overrides)
 
     def run(talk: ConsoleTalk, rendezvous: Rendezvous | None) -> Result:
+        if Path(source.partition(":")[0]).suffix == ".py":  # it will load torch, and who knows what
+            start_early(_launcher_in(overrides))
         job = load_job(source, overrides)
         talk.say("checking the machine and planning")
-        from paceline.machine.fork_server import start_early
-
-        start_early(job.config.launch.launcher)
+        start_early(job.config.launch.launcher, job.workload.preloads)
         from paceline.run.flow import run_job  # imports torch: only once the config is right
 
         return run_job(job, out, talk, rendezvous)
 
     _to_the_end(run, as_json)
+
+
+def _launcher_in(overrides: list[str]) -> str:
+    asked = [word.partition("=")[2] for word in overrides if word.startswith("launch.launcher=")]
+    return asked[-1] if asked else "auto"
 
 
 def go_on(
@@ -108,9 +114,10 @@ def go_on(
         raise ConfigError("--resume continues in the run's own directory; it takes no --out")
 
     def run(talk: ConsoleTalk, rendezvous: Rendezvous | None) -> Result:
+        from paceline.job import preloads_of
         from paceline.machine.fork_server import start_early
 
-        start_early()
+        start_early(preloads=preloads_of(resume))
         from paceline.run.flow import resume_job
         from paceline.run.resume import load_resumption
 

@@ -1,7 +1,8 @@
 """From samples to a batch: by the job's rule or torch's, and who is to blame where that fails."""
 
+import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import default_collate
 
@@ -19,18 +20,26 @@ UNEQUAL = (
 )
 
 
+class Made(NamedTuple):
+    """A batch, and how long its samples were read for and how long they were put together for."""
+
+    batch: Any
+    read_s: float
+    joined_s: float
+
+
 def collate(
     data: Dataset, sample_ids: Indices, own: Collate | None = None, place: int | None = None
-) -> Any:
+) -> Made:
     """Build a batch of these samples: by `own`, the workload's rule, else by the data set's.
 
     A data set that draws random numbers may have `at(index, position)`: the samples stand at
     positions `place`, `place + 1` and so on of the run, so what it draws depends on neither ranks,
     nor loaders, nor microbatches. In validation there is no place."""
-    whole = getattr(data, "batch", None)
+    whole, begun = getattr(data, "batch", None), time.perf_counter()
     if own is None and whole is not None and not _is_of_datasets(data):
         try:
-            return whole(sample_ids)
+            return Made(whole(sample_ids), time.perf_counter() - begun, 0.0)
         except DataError:
             raise
         except Exception as error:
@@ -38,7 +47,9 @@ def collate(
             raise DataError(f"{_name(whole)} failed on samples {named}: {_told(error)}") from error
     ids = sample_ids.tolist()
     samples = [_sample(data, ids[n], None if place is None else place + n) for n in range(len(ids))]
-    return join(samples, own or rule_of(data), lambda n: f"sample {sample_ids[n]}")
+    read = time.perf_counter()
+    batch = join(samples, own or rule_of(data), lambda n: f"sample {sample_ids[n]}")
+    return Made(batch, read - begun, time.perf_counter() - read)
 
 
 def rule_of(data: Any) -> Collate | None:

@@ -40,7 +40,8 @@ BROKEN = (ConnectionError, EOFError)
 class Microbatch(NamedTuple):
     """One forward pass's worth of samples; `units` is what the workload counts in them, `padding`
     what is known of their lengths: how much is filled up, and how much there is then. Of a stream:
-    which `reader` it is from, its `place` after it, and the samples' `names`."""
+    which `reader` it is from, its `place` after it, and the samples' `names`. It took whoever made
+    it `read_s` to read the samples and `joined_s` to put them together."""
 
     batch: Any
     sample_ids: Indices
@@ -49,6 +50,8 @@ class Microbatch(NamedTuple):
     reader: int = 0
     place: Any = None
     names: tuple[str, ...] = ()
+    read_s: float = 0.0
+    joined_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,12 @@ class MicrobatchSource(TorchDataset[Microbatch]):
             # nor on when the run was stopped and resumed. Without loaders it draws from the rank's
             # own generators, which checkpoints keep.
             seed_rng(self.picks.seed, place)
-        batch = collate(self.data, sample_ids, self.rules.collate, place)
+        made = collate(self.data, sample_ids, self.rules.collate, place)
         filled = None if self.length_of is None else padding(self.length_of(sample_ids))
-        return Microbatch(batch, sample_ids, self.rules.units(batch, len(sample_ids)), filled)
+        units = self.rules.units(made.batch, len(sample_ids))
+        return Microbatch(
+            made.batch, sample_ids, units, filled, read_s=made.read_s, joined_s=made.joined_s
+        )
 
     def items(self, total: int, timeout_s: float) -> Iterator[Microbatch]:
         return map(self.__getitem__, range(total))

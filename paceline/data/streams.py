@@ -13,6 +13,7 @@ import json
 import mmap
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -235,14 +236,17 @@ class StreamSource(TorchDataset[Microbatch]):
         if which not in self._readers:
             own = self.marks[which]
             self._readers[which] = Reader(self.plan, which, self.places[which], own)
-        reader = self._readers[which]
+        reader, begun = self._readers[which], time.perf_counter()
         taken = reader.take(micro)
+        read = time.perf_counter()
         ids = np.arange(number * micro, (number + 1) * micro, dtype=np.int64)
         if taken is None:
             return Microbatch(None, ids[:0], 0, None, which, reader.tell())
         batch = join([sample for sample, _ in taken], self.rule, lambda n: taken[n][1])
+        joined_s = time.perf_counter() - read
         units, names = self.rules.units(batch, micro), tuple(name for _, name in taken)
-        return Microbatch(batch, ids, units, None, which, reader.tell(), names)
+        where = (which, reader.tell(), names)
+        return Microbatch(batch, ids, units, None, *where, read - begun, joined_s)
 
     def _hide_worker(self) -> None:
         """Let no data set share samples out by loader processes on its own: readers do."""

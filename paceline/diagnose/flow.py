@@ -93,8 +93,8 @@ def _unconcluded(run: RunDir, view: RunView, evidence: Evidence) -> Iterator[Fin
         words=f"the run ended without a result after step {view.step}: its supervisor was killed,"
         f" or its machine went down{blamed or where}",
         evidence=finite({"last_step": last, "silent_s": behind.silent_s if behind else None}),
-        to_try="paceline train --resume RUN_DIR goes on from its last checkpoint; dmesg and the"
-        " scheduler know who killed it",
+        to_try=f"paceline train --resume {evidence.path} goes on from its last checkpoint;"
+        " dmesg and the scheduler know who killed it",
     )
 
 

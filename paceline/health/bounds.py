@@ -7,6 +7,7 @@ shares of a step    data        the least that any rank waits for its loader
                     idle GPU    by telemetry: no kernel was running
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -16,9 +17,11 @@ from paceline.health.stragglers import gpu_samples
 from paceline.health.work import Work
 from paceline.records.findings import Finding, finite
 from paceline.records.phases import Phase
-from paceline.records.words import duration, number, size
+from paceline.records.words import count, duration, number, size
 
 MIN_STEPS = 10
+HANDED_SHARE = 0.5  # loaders that make batches for less of a step have time to spare
+LOADER = ("loader process", "loader processes")
 IMBALANCE_SHARE = 0.15
 
 
@@ -43,19 +46,47 @@ def _data(evidence: Evidence, work: Work) -> Iterator[Finding]:
     if share < evidence.rules.data_starvation_share:
         return
     workers = evidence.plan.loader_workers.value if evidence.plan is not None else 0
-    stage = (
-        f"its {workers} loader processes are too slow together"
-        if workers
-        else "samples are read and put together in the rank's own process, between two steps"
-    )
+    read_s, joined_s = (_spent(evidence, column) for column in ("read_s", "joined_s"))
     tried = f"{workers},{max(1, 2 * workers)},{max(2, 4 * workers)}"
+    told = f"bound by data: {share:.0%} of each {duration(work.step_s)}"
     yield Finding(
         kind="bound_by_data",
         severity="note",
-        words=f"bound by data: {share:.0%} of each {duration(work.step_s)}; {stage}",
-        evidence=finite({"share": share, "num_workers": workers}),
-        to_try=_sweep(f"data.num_workers={tried}"),
+        words=f"{told}; {_stage(workers, read_s, joined_s, work.step_s)}",
+        evidence=finite(
+            {"share": share, "num_workers": workers, "read_s": read_s, "joined_s": joined_s}
+        ),
+        to_try=_sweep(evidence, f"data.num_workers={tried}"),
     )
+
+
+def _spent(evidence: Evidence, column: str) -> float:
+    """Return what a step's samples take at one stage, on the rank where it is most; nan where that
+    was not recorded."""
+    known = [table.known(column).column(column) for table in evidence.steps.values()]
+    return max((float(np.median(found)) for found in known if len(found)), default=math.nan)
+
+
+def _stage(workers: int, read_s: float, joined_s: float, step_s: float) -> str:
+    """Say which stage of loading is the slow one."""
+    made_s = read_s + joined_s
+    if math.isnan(made_s):
+        parts = ""
+    elif workers and made_s < HANDED_SHARE * workers * step_s:
+        return (
+            f"not making batches, which takes {duration(made_s)} of its {count(workers, *LOADER)},"
+            " but handing them over: they are large, or the rank's own process is busy"
+        )
+    else:
+        by = (
+            f"reading them ({duration(read_s)}"
+            if read_s >= joined_s
+            else (f"putting them together ({duration(joined_s)}")
+        )
+        parts = f": most of it is {by} of {duration(made_s)} a step)"
+    if workers:
+        return f"{count(workers, *LOADER)} cannot make samples in time{parts}"
+    return f"samples are made in the rank's own process, between two steps{parts}"
 
 
 def _exchange(evidence: Evidence, work: Work) -> Iterator[Finding]:
@@ -87,8 +118,8 @@ def _exchange(evidence: Evidence, work: Work) -> Iterator[Finding]:
                 "link": evidence.link_gb_per_s,
             }
         ),
-        to_try=f"train.grad_accum exchanges less often; {_sweep('train.grad_accum=1,2,4')}; or"
-        " paceline bench run ddp_compression",
+        to_try="train.grad_accum exchanges less often:"
+        f" {_sweep(evidence, 'train.grad_accum=1,2,4')}; or paceline bench run ddp_compression",
     )
 
 
@@ -201,5 +232,5 @@ def _is_pipeline(evidence: Evidence) -> bool:
     return evidence.plan is not None and evidence.plan.pipeline is not None
 
 
-def _sweep(axis: str) -> str:
-    return f"paceline sweep RUN_DIR/run.yaml --axis {axis}"
+def _sweep(evidence: Evidence, axis: str) -> str:
+    return f"paceline sweep {evidence.path}/run.yaml --axis {axis}"

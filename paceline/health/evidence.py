@@ -1,6 +1,7 @@
 """What a judgement is made from: the tables and records of a run, as far as they are there."""
 
 import os
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from paceline.records.tables import (
     read_telemetry,
     read_training,
 )
+from paceline.records.words import typed
 
 # Steps that are judged at the end of a run: the last ones, so that a run of a million reads as
 # fast as a short one.
@@ -73,6 +75,7 @@ class Evidence:
     link_gb_per_s: float | None = None  # the slowest link, as `paceline check` measured it
     now: float | None = None
     idle_s: float | None = None  # for how long no rank has begun a step, where it lives
+    path: str = "RUN_DIR"  # for commands that are printed
 
     @property
     def is_live(self) -> bool:
@@ -89,6 +92,7 @@ def read_evidence(run: RunDir, now: float | None = None) -> Evidence:
     found = Evidence(
         num_ranks,
         rules=read_rules(run),
+        path=shlex.quote(typed(run.root)),
         steps={rank: table[-MAX_STEPS:] for rank, table in steps.items() if table is not None},
         hearts={r: heart for r in ranks if (heart := read_heart(run.heartbeat(r))) is not None},
         plan=plan,

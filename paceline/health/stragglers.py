@@ -14,9 +14,10 @@ from paceline.records.words import count, duration
 
 # A rank is slow when it is in four of five steps: a stall in some of them is a spike.
 STEADY_SHARE = 0.2
-# Shares of the FLOPs do not tell the time of stages to the percent: what a pipeline's compute must
-# exceed further to count.
-STAGE_SLACK = 0.25
+# Ranks of a pipeline are unlike. Shares of the FLOPs do not tell the time of their stages to the
+# percent, so what they do not explain must be more to count; less is found against the stages' own
+# first steps, where those are not among the judged ones.
+STAGE_SLACK, START_SLACK, START_STEPS = 0.25, 0.1, 6
 MIN_EXTRA_S = 0.0005  # below that the clocks of ranks and their bookkeeping differ, too
 MIN_SPIKES = 3
 PART_SHARE = 0.3  # of the extra time, from which a part is named
@@ -51,10 +52,22 @@ def find_stragglers(evidence: Evidence, work: Work) -> Iterator[Finding]:
         return
     # A live run is judged by its last steps, so that one which becomes slow is named at once; one
     # that is over by its last quarter: what stood at its end.
-    few = rules.straggler_steps
-    work = work.last(few if evidence.is_live else max(2 * few, len(work.steps) // 4))
-    total, share = work.total, rules.straggler_share
-    share += STAGE_SLACK if _is_pipeline(evidence) else 0.0
+    few, share = rules.straggler_steps, rules.straggler_share
+    judged = few if evidence.is_live else max(2 * few, len(work.steps) // 4)
+    if not _is_pipeline(evidence):
+        yield from _slower(evidence, work.last(judged), share)
+        return
+    found = list(_slower(evidence, work.last(judged), share + STAGE_SLACK))
+    if len(work.steps) >= START_STEPS + few:
+        judged = min(judged, len(work.steps) - START_STEPS)
+        since = work.against_start(START_STEPS).last(judged)
+        found += _slower(evidence, since, share + START_SLACK)
+    yield from {finding.rank: finding for finding in reversed(found)}.values()
+
+
+def _slower(evidence: Evidence, work: Work, share: float) -> Iterator[Finding]:
+    """Yield a finding for each rank that takes longer than the others by more than a share."""
+    total = work.total
     # Against the middle of all first, for all ranks at once: of two it is half as far away.
     ahead = np.quantile(total - np.median(total, axis=0), STEADY_SHARE, axis=1)
     least = max(0.4 * share * float(np.median(total)), 0.4 * MIN_EXTRA_S)

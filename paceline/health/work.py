@@ -6,7 +6,7 @@ inside collectives. A rank knows by its own clock alone how long it was inside t
 clock is needed: who comes last to an exchange sees the shortest one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,15 @@ class Work:
     def step_s(self) -> float:
         """Return the median step."""
         return float(np.median(self.wall))
+
+    def against_start(self, num_steps: int) -> "Work":
+        """Return it as if the ranks had been alike in the first steps, part by part: what is left
+        of their differences has come since."""
+        level = {}
+        for phase, part in self.own.items():
+            usual = np.maximum(np.median(part[:, :num_steps], axis=1, keepdims=True), TINY_S)
+            level[phase] = part * (usual.mean() / usual)
+        return replace(self, own=level)
 
     def last(self, num_steps: int) -> "Work":
         return Work(

@@ -31,7 +31,7 @@ from paceline.machine.group import StoreAddress
 from paceline.machine.process import die_with_parent
 from paceline.machine.topology import RankId
 from paceline.records import RankVerdict, list_unwritten
-from paceline.records.disk import LOG_BYTES, Appender, LogStream
+from paceline.records.disk import LOG_BYTES, PATIENCE_S, Appender, LogStream
 from paceline.records.heartbeats import Beat
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
@@ -175,7 +175,7 @@ def _apply_environment(spec: RankSpec) -> None:
 
 def _redirect(run: RunDir, rank: int) -> None:
     """Send stdout and stderr of this process, C++ included, to its own file, line by line. What is
-    printed there by Python never fails for a full disk."""
+    printed there by Python never fails for a full disk, nor waits for a slow one."""
     file = Appender(run.rank_log(rank), run.lost, LOG_BYTES)
     try:
         run.make_rank(rank)
@@ -185,8 +185,8 @@ def _redirect(run: RunDir, rank: int) -> None:
     for stream in (1, 2):
         os.dup2(handle, stream)
     os.close(handle)
-    sys.stdout = sys.__stdout__ = LogStream.open_text(file, 1)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = LogStream.open_text(file, 2)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = LogStream.open_text(file, 1, PATIENCE_S)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = LogStream.open_text(file, 2, PATIENCE_S)  # type: ignore[misc]
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
 

@@ -1,18 +1,26 @@
 """The process that ranks are forked from: it has torch and the training code loaded already.
 
-It takes three seconds to load them, and so does the process that plans. Whoever will start ranks
-calls `start_early` before its own imports, and both load side by side. Nothing here imports torch.
+Whoever will start ranks calls `start_early` before its own imports. A program that has neither
+loaded torch nor started a thread, as our command line, loads torch once and forks: its child
+becomes the server, and loads what ranks need beyond torch while its parent plans. Any other, such
+as a notebook, starts the server as a program of its own, and both load torch side by side: what
+threads of a process hold locked is locked in its child for ever. Nothing here imports torch before
+that.
 """
 
 import fcntl
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
-from contextlib import suppress
-from multiprocessing import forkserver
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, util
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
+from typing import Any, NoReturn
 
 from paceline.errors import DiskError
 from paceline.machine.launchers import LAUNCHERS
@@ -29,12 +37,50 @@ OWNER = "paceline-owner"  # in the temporary folder of a supervisor
 MAX_TEMPORARY = 60  # letters of TMPDIR; with the rest a socket's path may have 107
 
 
-def start_early(launcher: str = "auto") -> None:
-    """Start the server, unless it would be of no use: another program will start the ranks."""
+def start_early(launcher: str = "auto", preloads: Sequence[str] = ()) -> None:
+    """Start the server, unless it would be of no use: another program will start the ranks.
+    `preloads` are modules that it imports beside its own."""
     if launcher not in LAUNCHERS or LAUNCHERS[launcher].is_local:
         temporary_folder()
-        multiprocessing.set_forkserver_preload(PRELOADED)
-        forkserver.ensure_running()
+        multiprocessing.set_forkserver_preload([*PRELOADED, *preloads])
+        if "torch" in sys.modules or threading.active_count() > 1:
+            forkserver.ensure_running()
+            return
+        import torch  # noqa: F401
+
+        with _forked():
+            forkserver.ensure_running()
+
+
+@contextmanager
+def _forked() -> Iterator[None]:
+    """Have Python's `forkserver` fork its server where it would start a program."""
+    cold = util.spawnv_passfds
+
+    def spawn(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        if "multiprocessing.forkserver" not in args[-1]:
+            return cold(path, args, passfds)
+        return os.fork() or _serve(args[-1], passfds)
+
+    util.spawnv_passfds = spawn
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = cold
+
+
+def _serve(code: str, fds: Sequence[int]) -> NoReturn:
+    """Be the server, as Python's own program for it would be: with these files and no others."""
+    try:
+        kept = {0, 1, 2, *fds}
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) not in kept:
+                with suppress(OSError):
+                    os.close(int(name))
+        sys.argv = ["-c"]
+        exec(code, {"__name__": "__main__"})
+    finally:
+        os._exit(0)
 
 
 def temporary_folder() -> str:

@@ -1,7 +1,8 @@
 """Writes to a disk that may be full, read-only or gone: training does not end for a file.
 
     Losses                what this process could not write, by file: counted, told at the end
-    Appender              appends lines; what the disk does not take is held back for later
+    Appender              appends lines; what the disk does not take is held back for later, and
+                          `flush_soon` waits for no disk at all
     reserve, save_last    the room of a record that is written last, taken when the run begins
 
 Nothing here raises because of a disk but `reserve` and `save_last`.
@@ -17,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.records.files import sync_directory, write_atomic
+from paceline.records.scribe import SCRIBE
 
 HELD_BYTES = 1 << 20  # of one file, until there is room again
 LOG_BYTES = 1 << 16  # the same of what a process prints
 MAX_SPANS, MAX_BEGUN = 16, 4096
+PATIENCE_S = 0.05  # of a rank that prints
 
 
 @dataclass
@@ -76,7 +79,8 @@ class Appender:
 
     A disk that fills up takes a part of a line. Its rest stays in front of all that is held, so
     that no later line is glued to it. Threads may share an appender; a forked child holds nothing,
-    for its parent will write that.
+    for its parent will write that. Lines go to `_new` first, so that whoever appends does not wait
+    for one who writes.
     """
 
     def __init__(
@@ -91,8 +95,9 @@ class Appender:
         self._begin()
 
     def _begin(self) -> None:
-        self._process, self._lock = os.getpid(), threading.RLock()
-        self._held = bytearray()
+        self._process, self._lock, self._gate = os.getpid(), threading.RLock(), threading.RLock()
+        self._new, self._held = bytearray(), bytearray()
+        self._is_asked = False  # to be written by the scribe
         self._num_counted = 0  # bytes of it that count as lost, until they are written
         self._scrap = 0  # bytes on the disk of a line that is not whole
         self._begun = b""  # the first of them
@@ -100,20 +105,46 @@ class Appender:
 
     def _alone(self) -> threading.RLock:
         """Return what keeps other threads out. In a child the parent's lock may never be free."""
+        self._leave_parent()
+        return self._lock
+
+    def _leave_parent(self) -> None:
         if self._process != os.getpid():
             self._begin()
-        return self._lock
 
     def append(self, lines: bytes, is_pinned: bool = False) -> None:
         """Take lines in; `flush` writes them. The first one is never dropped if `is_pinned`."""
-        with self._alone():
-            self._is_pinned |= is_pinned and not self._held
-            self._held += lines
+        self._leave_parent()
+        with self._gate:
+            self._is_pinned |= is_pinned and not (self._held or self._new)
+            self._new += lines
+
+    def flush_soon(self, patience_s: float = 0.0) -> None:
+        """Have a thread write all that is held. Wait for it a moment, so that a process that dies
+        next has said its last word; but not again before a disk that is slower has taken it."""
+        self._leave_parent()
+        with self._gate:
+            if self._is_asked:
+                return
+            self._is_asked = True
+        is_written = threading.Event()
+
+        def write() -> None:
+            self._is_asked = False  # what is appended from here on asks anew
+            self.flush()
+            is_written.set()
+
+        SCRIBE.ask(write)
+        if patience_s:
+            is_written.wait(patience_s)
 
     def flush(self) -> bool:
         """Write all that is held; False where the disk has not taken all of it. The file is there
         from the first time on."""
         with self._alone():
+            with self._gate:
+                self._held += self._new
+                self._new.clear()
             error = self._write()
             if error is not None:
                 self.lost.note(self.path, error)
@@ -225,14 +256,17 @@ class LogStream(io.RawIOBase):
     disk must not raise there. Streams that go to one file share its appender, lest what one could
     not finish is glued to what the other writes."""
 
-    def __init__(self, file: Appender, number: int) -> None:
-        self._file, self._number = file, number
+    def __init__(self, file: Appender, number: int, patience_s: float | None = None) -> None:
+        self._file, self._number, self._patience_s = file, number, patience_s
         self.name = str(file.path)  # which a stream of Python has
 
     @classmethod
-    def open_text(cls, file: Appender, number: int) -> io.TextIOWrapper:
-        """Return it as the stream of text that sys.stdout is, written line by line."""
-        buffered = io.BufferedWriter(cls(file, number))
+    def open_text(
+        cls, file: Appender, number: int, patience_s: float | None = None
+    ) -> io.TextIOWrapper:
+        """Return it as the stream of text that sys.stdout is, written line by line. Whoever prints
+        waits for the disk for `patience_s` at most; without it, as long as it takes."""
+        buffered = io.BufferedWriter(cls(file, number, patience_s))
         return io.TextIOWrapper(buffered, "utf-8", "backslashreplace", line_buffering=True)
 
     def writable(self) -> bool:
@@ -246,7 +280,10 @@ class LogStream(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:
         self._file.append(bytes(data))
-        self._file.flush()
+        if self._patience_s is None:
+            self._file.flush()
+        else:
+            self._file.flush_soon(self._patience_s)
         return len(data)
 
 

@@ -48,7 +48,8 @@ class TrainingRow:
 class StepRow:
     """Phase times of one step of one rank, in seconds; `blocked_s` is what of a phase it spent in
     collectives, where others were waited for. `units` are its own share of the step, `collectives`
-    how many it has begun since it joined."""
+    how many it has begun since it joined. `read_s` and `joined_s` are what its samples took to read
+    and to put together, in loader processes or here."""
 
     step: int
     warmup: bool
@@ -58,6 +59,8 @@ class StepRow:
     blocked_s: dict[Phase, float]
     units: float | None
     collectives: int | None
+    read_s: float | None = None
+    joined_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ STEPS = Layout(
     | {phase.column: float for phase in STEP_PHASES}
     | {"unaccounted_s": float}
     | {phase.blocked_column: float for phase in OWN_PHASES}
-    | {"units": float, "collectives": int},
+    | {"units": float, "collectives": int, "read_s": float, "joined_s": float},
     lambda cells: StepRow(
         cells["step"],
         cells["warmup"],
@@ -114,11 +117,13 @@ STEPS = Layout(
         {phase: cells[phase.blocked_column] or 0.0 for phase in OWN_PHASES},
         cells["units"],
         cells["collectives"],
+        cells["read_s"],
+        cells["joined_s"],
     ),
     frozenset(
         [phase.column for phase in STEP_PHASES]
         + [phase.blocked_column for phase in OWN_PHASES]
-        + ["units", "collectives"]
+        + ["units", "collectives", "read_s", "joined_s"]
     ),
 )
 SAMPLES = Layout({"step": int, "microbatch": int, "sample_ids": str}, lambda cells: cells)

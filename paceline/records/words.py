@@ -5,6 +5,7 @@ be shown: `visible` on a screen or a page, `plain` in Markdown, `text_cell` in a
 import re
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
 SIZES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 TIMES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
@@ -95,6 +96,14 @@ def shown(value: object) -> str:
     if value is None:
         return "unknown"
     return number(value) if isinstance(value, float) else str(value)
+
+
+def typed(path: Path) -> str:
+    """Write a path as one would type it from here."""
+    try:
+        return visible(str(path.relative_to(Path.cwd())))
+    except (ValueError, OSError):  # it lies elsewhere, or "here" is gone
+        return visible(str(path))
 
 
 def nearest(name: str, known: Collection[str], cutoff: float = 0.6) -> str | None:

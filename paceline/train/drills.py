@@ -5,6 +5,7 @@ every engine, and nobody who judges the run knows of it.
 """
 
 import logging
+import math
 import os
 import resource
 import signal
@@ -129,13 +130,19 @@ class Pace:
 
 
 def _spoil_loss(drill: Drill, parts: LoopParts) -> None:
-    """Make the gradient of one step NaN: through the scale, by which every engine multiplies."""
+    """Make the gradient of one step NaN: through the scale, by which every engine multiplies its
+    loss. A stage of a pipeline has gradients and maybe no loss, and they are nobody else's."""
     engine = parts.engine
     compute = engine.forward_backward
 
     def spoilt(batches: list[object], scale: float | Tensor, clock: object) -> object:
         bad = parts.clock.step == drill.step
-        return compute(batches, float("nan") if bad else scale, parts.clock)
+        made = compute(batches, float("nan") if bad else scale, parts.clock)
+        if bad and parts.plan.pipeline is not None:
+            for parameter in engine.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(math.nan)
+        return made
 
     engine.forward_backward = spoilt  # type: ignore[method-assign,assignment]
 

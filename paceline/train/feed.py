@@ -42,7 +42,8 @@ class StepBatch(NamedTuple):
     """`scale` = dp degree / units in the global step: the loss normalisation of every strategy.
     `units` are nan where nobody knows them before the step (paceline.attach).
     `num_samples` are those of all ranks; `sums` is what is known of this rank's batches beside the
-    loss, by name."""
+    loss, by name. Its own samples took `read_s` to read and `joined_s` to put together, wherever
+    that was done."""
 
     batches: list[Any]
     units: float | Tensor
@@ -50,6 +51,8 @@ class StepBatch(NamedTuple):
     sample_ids: list[Indices]
     num_samples: int
     sums: Mapping[str, Pair] = {}
+    read_s: float = 0.0
+    joined_s: float = 0.0
 
 
 class Feed:
@@ -97,6 +100,8 @@ class Feed:
             [item.sample_ids for item in loaded],
             num_samples,
             _padding_of(loaded),
+            sum(item.read_s for item in loaded),
+            sum(item.joined_s for item in loaded),
         )
 
     def tell_places(self) -> StreamPlaces | None:

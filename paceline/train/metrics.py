@@ -65,6 +65,8 @@ class _Row:
     metrics: dict[str, float | None] = field(default_factory=dict)  # by column
     own_units: float = math.nan
     collectives: int | None = None  # that this rank has begun so far
+    read_s: float = 0.0
+    joined_s: float = 0.0
     times: StepTimes | None = None
 
     @property
@@ -127,7 +129,9 @@ class Ledger:
         """Take in a step, and the batch that it took."""
         own = math.nan if isinstance(totals.units, Tensor) else float(totals.units)
         begun = count_collectives() if self.plan.world_size > 1 else None
-        self._rows[step] = _Row(lr, batch.num_samples, own_units=own, collectives=begun)
+        row = _Row(lr, batch.num_samples, own_units=own, collectives=begun)
+        row.read_s, row.joined_s = batch.read_s, batch.joined_s
+        self._rows[step] = row
         if batch.sums:
             totals = totals._replace(extras={**batch.sums, **totals.extras})
         self._window.append((step, totals, batch.units))
@@ -176,7 +180,7 @@ class Ledger:
             self._collect(through=step - 1, wait=False)
         elif step % TIMES_EVERY == 1:
             self._take_times(wait=False)
-            self._steps.flush()
+            self._steps.flush_soon()
 
     def close(self) -> list[tuple[int, bool]]:
         """Gather, wait for and write what is left; return the vetoes that were not returned yet."""
@@ -303,7 +307,7 @@ class Ledger:
             del self._rows[step]
         if done:
             for file in self._files():
-                file.flush()
+                file.flush_soon()
 
     def _log_progress(self, step: int) -> None:
         """Log one line per window to the rank's log, and so to train.log."""
@@ -357,6 +361,8 @@ class Ledger:
             **blocked,
             "units": row.own_units if row is not None and row.own_units >= 0 else None,
             "collectives": row.collectives if row is not None else None,
+            "read_s": row.read_s if row is not None else None,
+            "joined_s": row.joined_s if row is not None else None,
         }
 
 

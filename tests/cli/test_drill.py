@@ -1,6 +1,7 @@
 """Faults that are planted in a real run are named: the rank and the part, while it runs and at its
 end; a terminal that takes no more of it holds nobody up."""
 
+import csv
 import fcntl
 import json
 import os
@@ -15,6 +16,7 @@ from paceline.records.events import Event, iter_events
 from tests import warm
 from tests.cli.bench import SMALL, Bench, finish, wait_until
 from tests.cli.program import Ran, environment, paceline
+from tests.jobs import LINE
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +89,26 @@ def test_f22_shapes_that_differ_are_named_with_the_users_line(bench: Bench) -> N
     assert "job.py" in told["words"]
 
 
+UNEQUAL = """
+class Uneven(Job):
+    def units_per_sample(self, config): return None
+    def units(self, batch): return float((1 + 29 * (batch[:, 0] > 0.75)).sum())
+    def loss(self, model, batch): return model(batch).sum(), self.units(batch)
+"""
+
+
+def test_f23_unequal_shares_of_a_step_are_told(bench: Bench) -> None:
+    """One sample in four has as much in it as thirty others: some rank holds the other up."""
+    (bench.folder / "job.py").write_text(LINE.replace("{trouble}", "pass") + UNEQUAL)
+    words = ["launch.nproc=2", "train.steps=40", "--out", "run"]
+    ran = finish(bench.start("train", "job.py:Uneven", *SMALL, *words))
+    assert ran.code == 0, ran.err
+    found = json.loads((bench.folder / "run/findings.json").read_text())["findings"]
+    (told,) = [f for f in found if f["kind"] == "unequal_batches"]
+    assert told["rank"] is None and told["evidence"]["share"] > 0.2, told
+    assert "data.buckets" in told["to_try"]
+
+
 def test_a_rule_that_halts_leaves_its_name_and_a_checkpoint(bench: Bench) -> None:
     slow = "import os; os.environ['RANK'] == '1' and time.sleep(0.03)"
     words = ["launch.nproc=2", "train.steps=2000", "observe.rules.straggler=halt"]
@@ -117,3 +139,32 @@ def test_f26_a_terminal_that_takes_no_more_holds_no_rank_up(bench: Bench) -> Non
     with os.fdopen(reader) as file:
         told = file.read()
     assert process.wait(30) == 0 and "finished 30 steps" in told
+
+
+SLOW_DISK = """
+import os
+write = os.write
+def slowly(handle, data):
+    told = os.readlink(f"/proc/self/fd/{handle}")
+    if told.endswith((".csv", "log.txt")) and "RANK" in os.environ: time.sleep(0.3)
+    return write(handle, data)
+os.write = slowly
+"""
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_f26_a_slow_disk_holds_no_step_up(bench: Bench) -> None:
+    """Each write of tables and logs takes 0.3 s, and all of it is there at the end."""
+    (bench.folder / "job.py").write_text(LINE.replace("{trouble}", "pass") + SLOW_DISK)
+    words = ["launch.nproc=2", "train.steps=60", "train.log_every=1", "observe.timing_ranks=all"]
+    ran = finish(bench.start("train", "job.py:Job", *SMALL, *words, "--out", "run"))
+    assert ran.code == 0, ran.err
+    steps = rows_of(bench.folder / "run/ranks/rank0/steps.csv")
+    assert [row["step"] for row in steps] == [str(step) for step in range(1, 61)]
+    assert sum(float(row["wall_s"]) for row in steps[5:]) < 4, "less than two of 55 writes a step"
+    assert len(rows_of(bench.folder / "run/training.csv")) == 60
+    assert (bench.folder / "run/ranks/rank1/log.txt").read_text().count("TimingRank") == 60

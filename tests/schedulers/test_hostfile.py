@@ -88,8 +88,9 @@ def test_two_hosts_have_the_losses_of_one(
     assert hosts.processes() == []
 
 
+@nightly
 def test_a_small_job_on_two_hosts(hosts: SshCluster, tmp_path: Path) -> None:
-    """The same in CI, without what transformers takes to import in each of five processes."""
+    """The same, quickly, without what transformers takes to import in each of five processes."""
     expected = run_ranks(tmp_path / "one", "lm_tiny", [*SMALL, "launch.nproc=2"])
     launch = ["launch.launcher=torchrun", hostfile(tmp_path, "n1", "n2"), "launch.env.FLAG=a b"]
     words = [*TRAIN[:-1], "lm_tiny", *SMALL, *launch, "--out", "run"]

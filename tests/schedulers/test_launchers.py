@@ -102,6 +102,7 @@ def test_under_deepspeed(expected: dict[int, list[float]], tmp_path: Path) -> No
     assert launcher_of(tmp_path / "run") == "deepspeed"
 
 
+@nightly
 @needs_deepspeed
 def test_deepspeed_started_by_paceline(expected: dict[int, list[float]], tmp_path: Path) -> None:
     argv = [*PACELINE, "train", *JOB, "launch.launcher=deepspeed", "launch.nproc=2"]

@@ -1,9 +1,13 @@
 """Writes to disks that are full or read-only, on real ones: what is held back, dropped, said."""
 
+import fcntl
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -162,7 +166,7 @@ def test_threads_and_children_print_into_one_log(disk: Path) -> None:
         child = os.fork()
         if child == 0:
             file.append(b"child\n")
-            os._exit(0 if file._held == b"child\n" else 1)
+            os._exit(0 if file._held + file._new == b"child\n" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     for thread in threads:
         thread.join()
@@ -436,3 +440,36 @@ def test_a_full_disk_before_ranks_start_is_a_plain_error(disk: Path) -> None:
         with run.needed():
             write_atomic(run.plan, json.dumps(["x" * 5000]))
     assert raised.value.exit_code == 10
+
+
+def test_a_disk_that_takes_nothing_for_a_while_holds_nobody_up(tmp_path: Path) -> None:
+    """A pipe that is full is the slowest disk there is; what was said meanwhile comes in order."""
+    reader, writer = os.pipe()
+    room = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"." * room)
+    file = Appender(tmp_path / "log", handle=writer)
+    began = time.monotonic()
+    for number in range(100):
+        file.append(f"{number}\n".encode())
+        file.flush_soon(patience_s=0.1)
+    assert time.monotonic() - began < 1, "one wait of 0.1 s, and no other"
+    with os.fdopen(reader, "rb") as held:
+        assert held.read(room) == b"." * room
+        file.close()
+        told = held.read()
+    assert told.split() == [str(number).encode() for number in range(100)]
+
+
+def test_what_was_printed_is_there_when_the_process_dies_next(tmp_path: Path) -> None:
+    words = """
+import os, sys
+from pathlib import Path
+from paceline.records.disk import PATIENCE_S, Appender, LogStream
+sys.stdout = LogStream.open_text(Appender(Path("log")), 1, PATIENCE_S)
+for number in range(50):
+    print(number)
+os._exit(7)
+"""
+    ran = subprocess.run([sys.executable, "-c", words], cwd=tmp_path)
+    assert ran.returncode == 7
+    assert (tmp_path / "log").read_text().split() == [str(number) for number in range(50)]

@@ -169,12 +169,41 @@ def test_verdicts_say_what_a_run_is_bound_by() -> None:
     assert fine == ["compute_bound"]
     slow = make_evidence({r: {Phase.DATA: 0.05} for r in (0, 1)})
     assert "bound_by_data" in [f.kind for f in judge(slow)]
+    assert one(slow, "bound_by_data").to_try.startswith("paceline sweep RUN_DIR/run.yaml --axis")
     rules = RulesConfig(exchange_share=0.05)
     exchanged = judge(replace(make_evidence(), rules=rules))
     assert [f.kind for f in exchanged] == ["bound_by_exchange"]
     uneven = np.where(np.arange(60) % 2, 0.02, 0.0)
     turns = make_evidence({0: {Phase.FORWARD: uneven}, 1: {Phase.FORWARD: 0.02 - uneven}})
     assert [f.kind for f in judge(turns)] == ["bound_by_imbalance"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "read_s", "joined_s", "says"),
+    [
+        (0, 0.04, 0.01, "own process, between two steps: most of it is reading them (40 ms"),
+        (2, 0.12, 0.02, "2 loader processes cannot make samples in time: most of it is reading"),
+        (2, 0.02, 0.15, "most of it is putting them together (150 ms of 170 ms a step)"),
+        (4, 0.01, 0.01, "not making batches, which takes 20 ms of its 4 loader processes, but"),
+        (1, None, None, "1 loader process cannot make samples in time"),
+    ],
+)
+def test_the_slow_stage_of_loading_is_named(
+    workers: int, read_s: float | None, joined_s: float | None, says: str
+) -> None:
+    slow = make_evidence({r: {Phase.DATA: 0.05} for r in (0, 1)})
+    steps = {}
+    for rank, table in slow.steps.items():
+        both = {"read_s": read_s, "joined_s": joined_s}
+        steps[rank] = replace(
+            table,
+            values=table.values | {n: np.full(len(table), v or 0.0) for n, v in both.items()},
+            is_empty=table.is_empty | {n: np.full(len(table), v is None) for n, v in both.items()},
+        )
+    decided = plan("launch.nproc=2", f"data.num_workers={workers}")
+    assert decided.loader_workers.value == workers
+    found = one(replace(slow, steps=steps, plan=decided), "bound_by_data")
+    assert says in found.words, found.words
 
 
 @pytest.mark.parametrize(

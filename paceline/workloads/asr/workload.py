@@ -59,6 +59,7 @@ class SpeechRecognition(Workload):
     attention = "full"
     own_attention = frozenset({"eager"})
     knows_base = True
+    preloads = ("paceline.workloads.hf.preloaded",)
     no_pipeline = "an encoder and a decoder that looks at all of it are not one chain of blocks"
 
     def build_model(self, config: Any) -> nn.Module:

@@ -51,6 +51,7 @@ class CausalLM(LanguageModel):
     Loss = Section  # type: ignore[assignment]
     own_kernels = ""
     from_transformers = True
+    preloads = ("paceline.workloads.hf.preloaded",)
 
     def build_model(self, config: Any) -> nn.Module:
         from paceline.workloads.causal_lm.model import build_causal_lm

@@ -4,6 +4,7 @@ transformers is an extra and takes seconds to import: it is imported where it is
 """
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,8 +30,15 @@ DECIDED = {
 
 
 def require_extra(name: str = "transformers") -> Any:
-    """Import and return a module of the extra `hf`."""
-    return import_extra(name, "hf")
+    """Import and return a module of the extra `hf`. It imports torchao where that is installed,
+    about which torch then has something to say to torchao's developers."""
+    log = logging.getLogger("torch.utils._pytree")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        return import_extra(name, "hf")
+    finally:
+        log.setLevel(before)
 
 
 def attention_name(impl: str) -> str:

@@ -74,6 +74,7 @@ class MaskedAutoencoder(Workload):
     attention = "full"
     meta_init = True
     from_transformers = True
+    preloads = ("paceline.workloads.hf.preloaded",)
     own_attention = frozenset({"eager"})
 
     def build_model(self, config: Any) -> nn.Module:

@@ -119,6 +119,7 @@ class SpeechText(Workload):
     unit = "samples"
     attention = "full"
     own_attention = frozenset({"eager"})
+    preloads = ("paceline.workloads.hf.preloaded",)
     no_pipeline = (
         "a pipeline cuts each batch into parts, and a pair is told apart from the whole batch"
     )
