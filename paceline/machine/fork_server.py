@@ -1,14 +1,14 @@
 """The process that ranks are forked from: it has torch and the training code loaded already.
 
 Whoever will start ranks calls `start_early` before its own imports. A program that has neither
-loaded torch nor started a thread, as our command line, loads torch once and forks: its child
-becomes the server, and loads what ranks need beyond torch while its parent plans. Any other, such
-as a notebook, starts the server as a program of its own, and both load torch side by side: what
-threads of a process hold locked is locked in its child for ever. Nothing here imports torch before
-that.
+loaded torch nor started a thread, as our command line, loads it once and forks: its child becomes
+the server, and loads what ranks alone need while its parent plans. Any other, such as a notebook,
+starts the server as a program of its own, and both load torch side by side: what threads of a
+process hold locked is locked in its child for ever. Nothing here imports torch before that.
 """
 
 import fcntl
+import importlib
 import multiprocessing
 import os
 import shutil
@@ -25,14 +25,11 @@ from typing import Any, NoReturn
 from paceline.errors import DiskError
 from paceline.machine.launchers import LAUNCHERS
 
-# What the server imports, in this order: what a training rank needs. DDP, FSDP and torch's
-# optimizers load the compiler with their first step: 2 s in each rank of each attempt.
-PRELOADED = [
-    "paceline.launch.fork_server_init",
-    "paceline.launch.rank",
-    "paceline.train.worker",
-    "torch._dynamo",
-]
+# What the server imports, in this order: what a training rank needs. The middle is what the process
+# that plans needs, too. DDP, FSDP and torch's optimizers load the compiler with their first step:
+# 2 s in each rank of each attempt.
+SHARED = ["paceline.launch.rank", "paceline.train.worker"]
+PRELOADED = ["paceline.launch.fork_server_init", *SHARED, "torch._dynamo"]
 OWNER = "paceline-owner"  # in the temporary folder of a supervisor
 MAX_TEMPORARY = 60  # letters of TMPDIR; with the rest a socket's path may have 107
 
@@ -46,8 +43,8 @@ def start_early(launcher: str = "auto", preloads: Sequence[str] = ()) -> None:
         if "torch" in sys.modules or threading.active_count() > 1:
             forkserver.ensure_running()
             return
-        import torch  # noqa: F401
-
+        for name in SHARED:
+            importlib.import_module(name)
         with _forked():
             forkserver.ensure_running()
 
