@@ -7,7 +7,9 @@ else differs between the two.
 "On" is all that tells work from waiting and judges it: the clock's blocked times with DDP's
 arrival, the count of collectives, rows written every ten steps, and the watcher thread of the
 process that started the run. Heartbeats and telemetry, which every run always had, stay on in both.
-The answer is the ratio of the medians, with an interval by resampling the turns.
+The answer compares whole turns, since part of it happens once in some steps: the mean step of a
+turn, at the quarter of the turns that other work disturbed least, with an interval by
+resampling turns. The ratio of the medians of all turns is printed beside it.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-TURN = 10  # steps
+TURN, QUIET = 10, 0.25  # steps; the quantile of turns that counts
 GOAL = {"cpu": 0.005, "cuda": 0.001}
 SIZE = [
     "data.source=synthetic", "data.synthetic_samples=2048", "data.seq_len=64", "model.dim=96",
@@ -104,31 +106,37 @@ def measure(words: list[str], num_steps: int, out: Path) -> tuple[np.ndarray, np
     return on, off, Plan.load(run.plan).device.value
 
 
-def compare(on: np.ndarray, off: np.ndarray, rounds: int = 2000) -> tuple[float, float, float]:
-    """Return the ratio of medians, less one, with its 95 % interval: whole turns are drawn again,
-    a turn with and the one after it without together."""
+def compare(
+    on: np.ndarray, off: np.ndarray, quantile: float, rounds: int = 2000
+) -> tuple[float, float, float]:
+    """Return the ratio of the turns' mean steps at a quantile, less one, with its 95 % interval:
+    a turn with and the one after it without are drawn again together."""
     rng = np.random.default_rng(0)
-    drawn = []
-    for _ in range(rounds):
-        pick = rng.integers(len(on), size=len(on))
-        drawn.append(np.median(on[pick]) / np.median(off[pick]) - 1)
+    with_it, without = on.mean(axis=1), off.mean(axis=1)
+
+    def ratio(pick: np.ndarray) -> float:
+        at = np.quantile(with_it[pick], quantile) / np.quantile(without[pick], quantile)
+        return float(at) - 1
+
+    drawn = [ratio(rng.integers(len(on), size=len(on))) for _ in range(rounds)]
     low, high = np.quantile(drawn, [0.025, 0.975])
-    return float(np.median(on) / np.median(off) - 1), float(low), float(high)
+    return ratio(np.arange(len(on))), float(low), float(high)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("words", nargs="*", help="further key=value")
     asked = parser.parse_args()
     words = [*SIZE, *(asked.words or ["launch.nproc=2", "launch.device=cpu"])]
     with tempfile.TemporaryDirectory() as folder:
         on, off, device = measure(words, asked.steps, Path(folder))
-    ratio, low, high = compare(on, off)
-    step_ms = 1e3 * float(np.median(off))
     print(f"device {device}, {asked.steps} steps, {len(on)} turns of {TURN} each way")
-    print(f"step without {step_ms:.3f} ms, with {1e3 * float(np.median(on)):.3f} ms")
-    print(f"watching adds {ratio:+.3%} (95 % interval {low:+.3%} to {high:+.3%})")
+    for name, quantile in (("all turns, their median", 0.5), ("the quiet quarter", QUIET)):
+        steps_ms = [1e3 * float(np.quantile(turns.mean(axis=1), quantile)) for turns in (off, on)]
+        ratio, low, high = compare(on, off, quantile)
+        print(f"{name}: step without {steps_ms[0]:.3f} ms, with {steps_ms[1]:.3f} ms")
+        print(f"    watching adds {ratio:+.3%} (95 % interval {low:+.3%} to {high:+.3%})")
     print(f"goal: at most {GOAL[device]:.1%}: {'met' if ratio <= GOAL[device] else 'NOT met'}")
     sys.exit(0 if ratio <= GOAL[device] else 1)
 

@@ -50,7 +50,7 @@ VARIABLES: dict[str, Variable] = {
     "NSA_DDP_SAFE_MODE": _anyway("recomputation under ddp needs no safe mode", "0"),
     "NSA_PG_TIMEOUT_MIN": Variable("launch.collective_timeout_s={}, in seconds", None, 60),
     # sizes
-    "NSA_BATCH_SIZE": Variable("train.global_batch_size={}"),
+    "NSA_BATCH_SIZE": Variable("train.global_batch_size={}; grad_accum by it, or by NSA_ACCUM"),
     "NSA_ACCUM": Variable("train.grad_accum={}"),
     "NSA_LR": Variable("optim.lr={}"),
     "NSA_SEQ_LEN": Variable("data.seq_len={}"),
@@ -151,6 +151,8 @@ def read_variables(environ: Mapping[str, str]) -> Asked:
             problems.append(f"{name}={value} {error}")
     if problems:
         raise ConfigError(problems)
+    if "NSA_BATCH_SIZE" in environ and "NSA_ACCUM" not in environ:
+        asked.words.append("train.grad_accum=auto")  # a recipe's own is for its own batch
     return asked
 
 

@@ -164,6 +164,11 @@ def test_variables_of_the_runbook() -> None:
     ]  # fmt: skip
     assert len(asked.notes) == 1 and "NSA_PREFILL_BATCHED changes nothing" in asked.notes[0]
     load_job("nsa_m7c", asked.words)
+    batch = read_variables({"NSA_BATCH_SIZE": "6"}).words
+    assert plan(*batch, "launch.nproc=2", source="nsa_m7c").batch.grad_accum == 3
+    assert read_variables({"NSA_BATCH_SIZE": "8", "NSA_ACCUM": "4"}).words == [
+        "train.global_batch_size=8", "train.grad_accum=4",
+    ]  # fmt: skip
     with pytest.raises(ConfigError) as error:
         read_variables(
             {
