@@ -85,13 +85,14 @@ class NSAConfig(Section):
 
 
 class AttentionConfig(Section):
-    impl: Literal["auto", "eager", "sdpa", "flash", "cudnn", "efficient", "math", "flex", "nsa"] = (
-        Field(
-            "auto",
-            description="auto: sdpa, which lets torch choose; eager below compute capability 8.0."
-            " nsa: native sparse attention, for long contexts.",
-        )
-    )
+    impl: Literal[
+        "auto", "eager", "sdpa", "flash", "flash3", "cudnn", "efficient", "math", "flex", "nsa"
+    ] = Field(
+        "auto",
+        description="auto: sdpa, which lets torch choose; eager below compute capability 8.0."
+        " flash3: FlashAttention 3, where it is installed. nsa: native sparse attention, for long"
+        " contexts.",
+    )  # fmt: skip
     nsa: NSAConfig = Field(NSAConfig(), description="Native sparse attention.")
 
 

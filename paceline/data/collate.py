@@ -30,6 +30,13 @@ class Made(NamedTuple):
 
 def collate(
     data: Dataset, sample_ids: Indices, own: Collate | None = None, place: int | None = None
+) -> Any:
+    """Return the batch that `make_batch` makes."""
+    return make_batch(data, sample_ids, own, place).batch
+
+
+def make_batch(
+    data: Dataset, sample_ids: Indices, own: Collate | None = None, place: int | None = None
 ) -> Made:
     """Build a batch of these samples: by `own`, the workload's rule, else by the data set's.
 

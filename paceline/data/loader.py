@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from paceline.data.base import CountsUnits, Dataset
 from paceline.data.buckets import length_of, padding
-from paceline.data.collate import Collate, collate
+from paceline.data.collate import Collate, make_batch
 from paceline.data.cursor import Indices, Picks
 from paceline.data.rng import seed_rng
 from paceline.errors import DataError, LoaderError
@@ -114,7 +114,7 @@ class MicrobatchSource(TorchDataset[Microbatch]):
             # nor on when the run was stopped and resumed. Without loaders it draws from the rank's
             # own generators, which checkpoints keep.
             seed_rng(self.picks.seed, place)
-        made = collate(self.data, sample_ids, self.rules.collate, place)
+        made = make_batch(self.data, sample_ids, self.rules.collate, place)
         filled = None if self.length_of is None else padding(self.length_of(sample_ids))
         units = self.rules.units(made.batch, len(sample_ids))
         return Microbatch(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from paceline.attention.crossover import find_crossover
+from paceline.attention.flash3 import CHIP, INSTALL, find_flash3
 from paceline.config.schema import RunConfig
 from paceline.machine.datasheets import choose_arithmetic
 from paceline.records import Attention, Choice, Device, Env, Finding, Matmul, Plan, Precision
@@ -128,8 +129,10 @@ def _attention_problems(
         yield _refused(impl, "flex_attention has no backward pass on CPU", _offer(own, on_cpu))
     elif on_cpu and impl not in (*SDPA_ON_CPU, "eager", "nsa"):
         yield _refused(impl, f"{impl} is a kernel for GPUs, and the ranks are on CPU", "use sdpa")
+    elif impl == "flash3" and find_flash3() is None:
+        yield _refused(impl, "it is not installed here", INSTALL)
     head = workload.head_dim(config)
-    if impl in ("flash", "cudnn") and not on_cpu and head is not None:
+    if impl in ("flash", "flash3", "cudnn") and not on_cpu and head is not None:
         yield from _head_problems(impl, head, plan, capability_of(env))
 
 
@@ -142,7 +145,10 @@ def _head_problems(
     if head % 8 or head > MAX_FLASH_HEAD:
         what = f"heads of {head}: {impl} takes multiples of 8 up to {MAX_FLASH_HEAD}"
         yield _refused(impl, what, "choose another number of heads, or attention.impl=sdpa")
-    if capability is not None and capability < FAST_BF16:
+    if impl == "flash3" and capability is not None and capability != CHIP:
+        what = f"it is for compute capability 9.0 alone, and this is {_because(capability)}"
+        yield _refused(impl, what, "use sdpa, flash or cudnn")
+    elif capability is not None and capability < FAST_BF16:
         yield _refused(impl, f"needs 8.0, and this is {_because(capability)}", "use sdpa or eager")
 
 

@@ -19,7 +19,9 @@ Device = Literal["cpu", "cuda"]
 Backend = Literal["gloo", "nccl"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Matmul = Literal["highest", "high", "medium"]
-Attention = Literal["eager", "sdpa", "flash", "cudnn", "efficient", "math", "flex", "nsa"]
+Attention = Literal[
+    "eager", "sdpa", "flash", "flash3", "cudnn", "efficient", "math", "flex", "nsa"
+]  # fmt: skip
 ExchangeBy = Literal["collectives", "symmetric"]
 Kernels = Literal["torch", "triton"]
 CompileScope = Literal["blocks", "model"]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from paceline.attention.flash3 import is_flash3_used
 from paceline.config.schema import RunConfig
 from paceline.errors import AuditError
 from paceline.records import Audit, Choice, Fp8Plan, Plan, Proof
@@ -245,6 +246,8 @@ def _attention(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
         return
     calls = Counter(_call(op) for op in seen.find(*KERNELS))
     for (kernel, text), count in sorted(calls.items()):
+        if kernel == "flash" and is_flash3_used():
+            kernel = "flash3"
         ok = asked in ("sdpa", kernel)
         yield _proof("attention", said, f"{kernel} x {count}", f"{PROFILE}: {text}", ok)
     if calls or (asked == "sdpa" and plan.attention.requested == "auto"):

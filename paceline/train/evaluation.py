@@ -70,7 +70,7 @@ class Evaluation:
             clock.enter(Phase.EVAL)  # for each batch: a long evaluation is not a stall
             # A rank without samples still runs a forward pass: others may wait for it inside one.
             some = ids if len(ids) else np.zeros(1, dtype=np.int64)
-            batch = collate(self.data, some, self.collate).batch
+            batch = collate(self.data, some, self.collate)
             found = engine.measure(to_device(batch, self.device))
             if len(ids):
                 tally.add(ids, found)

@@ -3,11 +3,13 @@
 import torch
 from torch.nn.attention import SDPBackend
 
+from paceline.attention.flash3 import use_flash3
 from paceline.records import Plan
 
 # `attention.impl` to the only kernel that SDPA may then take.
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
+    "flash3": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
@@ -28,6 +30,7 @@ def apply_policy(plan: Plan) -> None:
     _apply_determinism(plan)
     torch.set_float32_matmul_precision(plan.matmul.value)
     torch.backends.cudnn.allow_tf32 = plan.matmul.value != "highest"
+    use_flash3(plan.attention.value == "flash3")
     only = KERNELS.get(plan.attention.value)
     torch.backends.cuda.enable_flash_sdp(only in (None, SDPBackend.FLASH_ATTENTION))
     torch.backends.cuda.enable_mem_efficient_sdp(only in (None, SDPBackend.EFFICIENT_ATTENTION))

@@ -329,11 +329,11 @@ def check_chunk(config: Any) -> Iterator[Finding]:
 def check_data(config: Any) -> Iterator[Finding]:
     """Yield keys for documents that cannot be met, or have no effect."""
     data, impl = config.data, config.attention.impl
-    if data.keeps_apart and impl == "flash":
+    if data.keeps_apart and impl in ("flash", "flash3"):
         yield Finding(
             severity="error",
             where="attention.impl",
-            what="flash was asked for, and its kernel takes no data.document_mask",
+            what=f"{impl} was asked for, and its kernel takes no data.document_mask",
             hint="set attention.impl=sdpa, or flex on GPUs",
         )
     fixed = type(data).model_fields

@@ -1,0 +1,56 @@
+"""FlashAttention 3, made for Hopper's chips, as the kernel behind torch's SDPA.
+
+It comes as the package of its authors, or inside the wheels of xformers up to 0.0.34. torch knows
+how to call it, and does so for SDPA's flash kernel once it is asked to.
+"""
+
+import importlib
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from paceline.errors import ConfigError
+
+CHIP = (9, 0)  # the compute capability that it is for
+OWN, OF_XFORMERS = "flash_attn_interface", "xformers.flash_attn_3._C"
+INSTALL = (
+    "install flash_attn_3, from its authors' wheels, or xformers==0.0.34 without what it pins"
+    " (pip install --no-deps); or set attention.impl=sdpa"
+)
+
+
+def find_flash3() -> str | None:
+    """Return the module that brings the kernels; None where none is installed. Imports nothing."""
+    if find_spec(OWN) is not None:
+        return OWN
+    package = find_spec("xformers")
+    places = package.submodule_search_locations if package is not None else None
+    found = [place for place in places or () if (Path(place) / "flash_attn_3/_C.so").is_file()]
+    return OF_XFORMERS if found else None
+
+
+def use_flash3(wanted: bool) -> None:
+    """Let SDPA's flash kernel be FlashAttention 3, or torch's own again."""
+    from torch.nn import attention
+
+    if not hasattr(attention, "activate_flash_attention_impl"):
+        if wanted:
+            raise ConfigError("attention.impl=flash3 needs torch 2.11 or later")
+        return
+    if not wanted:
+        if attention.current_flash_attention_impl() is not None:
+            attention.restore_flash_attention_impl()
+        return
+    module = find_flash3()
+    if module is None:
+        raise ConfigError(f"attention.impl=flash3: it is not installed here\nhint: {INSTALL}")
+    register = importlib.import_module("torch.nn.attention._fa3").register_flash_attention_fa3
+    attention.register_flash_attention_impl("FA3", register_fn=partial(register, module))
+    attention.activate_flash_attention_impl("FA3")
+
+
+def is_flash3_used() -> bool:
+    from torch.nn import attention
+
+    tell = getattr(attention, "current_flash_attention_impl", None)
+    return tell is not None and tell() == "FA3"

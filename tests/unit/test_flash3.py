@@ -1,0 +1,70 @@
+"""FlashAttention 3: found where it is installed, refused with the reason where it cannot be had."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.attention.flash3 import find_flash3, is_flash3_used, use_flash3
+from paceline.errors import ConfigError
+from tests.machines import machine, plan
+
+FLASH3 = "attention.impl=flash3"
+# What torch asks of the package: two operations of these names.
+PACKAGE = """
+import torch
+library = torch.library.Library("flash_attn_3", "DEF")
+library.define("fwd(Tensor q) -> Tensor")
+library.define("bwd(Tensor q) -> Tensor")
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "flash_attn_interface.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    use_flash3(False)
+    sys.modules.pop("flash_attn_interface", None)
+
+
+def problems(*words: str, **where: str) -> list[str]:
+    made = plan(FLASH3, *words, machine=machine(1, **where))
+    return [f"{f.what}; {f.hint}" for f in made.findings if f.severity == "error"]
+
+
+def test_it_is_refused_where_it_is_not_installed_and_on_other_chips(package: None) -> None:
+    assert problems() == []
+    (told,) = problems(capability="8.0", name="NVIDIA A100")
+    assert "for compute capability 9.0 alone, and this is compute capability 8.0" in told
+    (told,) = problems("precision.mode=fp32")
+    assert "flash3 takes bf16 or fp16" in told
+    on_cpu = plan(FLASH3, machine=machine())
+    assert "flash3 is a kernel for GPUs" in str([f.what for f in on_cpu.findings])
+
+
+def test_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xformers", None)
+    monkeypatch.setattr("paceline.attention.flash3.find_spec", lambda name: None)
+    assert find_flash3() is None
+    (told,) = problems()
+    assert "it is not installed here; install flash_attn_3" in told
+    with pytest.raises(ConfigError, match="not installed here"):
+        use_flash3(True)
+
+
+def test_the_wheels_of_xformers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "xformers/flash_attn_3").mkdir(parents=True)
+    (tmp_path / "xformers/__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_flash3() is None, "one without the kernels"
+    (tmp_path / "xformers/flash_attn_3/_C.so").write_text("")
+    assert find_flash3() == "xformers.flash_attn_3._C"
+
+
+def test_torch_is_told_and_told_otherwise_again(package: None) -> None:
+    use_flash3(True)
+    assert is_flash3_used()
+    use_flash3(False)
+    assert not is_flash3_used()
