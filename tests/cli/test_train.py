@@ -90,6 +90,8 @@ def test_every_second_of_a_step_is_accounted_for(finished: tuple[Ran, Path]) -> 
                 seconds = {k: float(v) for k, v in row.items() if k.endswith("_s")}
                 times = {k: v for k, v in seconds.items() if not k.endswith("_blocked_s")}
                 wall, rest = times.pop("wall_s"), times.pop("unaccounted_s")
+                # What samples took, in loader processes: beside the step.
+                assert times.pop("read_s") > 0 and times.pop("joined_s") >= 0
                 assert sum(times.values()) + rest == pytest.approx(wall, abs=1e-6)
                 assert times["forward_s"] > 0 and times["backward_s"] > 0
                 # Waiting in collectives is a part of its phase.
