@@ -48,7 +48,7 @@ PAGES = (
     "generate", "export", "python", "trackers", "health", "watch", "diagnose", "ddp", "asr", "gpu",
     "nsa",
 )  # fmt: skip
-COMMAND_S = 120
+COMMAND_S = 240
 SCHEDULED = ("srun", "salloc", "sbatch")
 NEEDS = {  # a word of a command, and the program that it needs
     "torchrun": "torchrun", "mpirun": "mpirun", "deepspeed": "deepspeed",
@@ -223,7 +223,7 @@ def test_a_flag_that_is_not_there_does_not_parse() -> None:
         parse(["bench", "run", "ddp", "--repeat", "2"])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "block",
     [
