@@ -96,6 +96,8 @@ def open_side(text: str) -> Side:
         cells = [cell.name for cell in SweepRecord.load(SweepDir(path).record).cells]
         names = "\n".join(f"  {text}:{cell}" for cell in cells)
         raise ConfigError(f"{text} is a sweep; compare two of its cells:\n{names}")
+    if not runs and RunDir(path).imported.is_file():
+        raise RunDir.refuse_imported(path)
     if not runs:
         raise DataError(
             f"{text} holds no run directories\n"

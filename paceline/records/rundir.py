@@ -71,10 +71,20 @@ class RunDir:
                 f"{path} is a sweep, not a run\nhint: its page is {path / 'report.html'}, its runs"
                 f" are in {path / 'runs'}"
             )
+        if not run.config.is_file() and run.imported.is_file():
+            raise run.refuse_imported(path)
         if not run.config.is_file():
             hint = "runs/latest is the newest run" if Path("runs").is_dir() else "no runs/ here yet"
             raise DataError(f"{path} is not a run directory (no run.yaml in it)\nhint: {hint}")
         return run
+
+    @staticmethod
+    def refuse_imported(path: Path) -> DataError:
+        """Return why one that was imported is not read as a run of ours: nobody planned it."""
+        return DataError(
+            f"{path} was imported from another trainer: it has neither a plan nor a config\n"
+            f"hint: paceline diagnose {path} judges it, paceline watch {path} shows it"
+        )
 
     def identity(self) -> tuple[int, int] | None:
         """Return what tells this directory from another one of its name; None: it is gone."""

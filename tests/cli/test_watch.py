@@ -74,3 +74,6 @@ def test_a_log_of_another_trainer_is_imported_and_diagnosed(tmp_path: Path) -> N
     data = json.loads(paceline("diagnose", "theirs", "--json", cwd=tmp_path).out)
     assert data["state"] == "foreign" and data["findings"][0]["kind"] == "out_of_memory"
     assert "foreign" in paceline("watch", "theirs", cwd=tmp_path).out
+    for verb in (("report", "theirs"), ("compare", "theirs", "theirs"), ("export", "theirs")):
+        ran = paceline(*verb, cwd=tmp_path)
+        assert ran.code == 4 and "hint: paceline diagnose theirs judges it" in ran.err
