@@ -126,7 +126,8 @@ def test_every_key_is_read(reads: set[tuple[str, str]], tmp_path: Path, corpus: 
         own = speech[workload]() if workload in speech else SMALL_MODEL[workload]
         small = [*SMALL, *own, "train.epochs=off"]
         small += ["model.hf=llama"] if name == "causal_lm" else []  # its own has other keys
-        variants = [[*text, *v] for v in VARIANTS] if workload in READS_TEXT else VARIANTS
+        common = VARIANTS if workload == "lm" else VARIANTS[:2]  # the third's keys are everybody's
+        variants = [[*text, *v] for v in common] if workload in READS_TEXT else common
         if workload == "lm":
             variants = [*variants, [*text, *SAMPLED]]
         if workload == "asr":

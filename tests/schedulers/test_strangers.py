@@ -124,7 +124,7 @@ def test_b2_a_stranger_on_the_network_is_not_obeyed(
     job = write_line_job(tmp_path, "time.sleep(0.2)")
     train = ["-m", "paceline", "train", job, *SMALL, "train.steps=10"]
     if how == "listing":
-        train += ["launch.start_s=20", "launch.grace_s=2"]
+        train += ["launch.start_s=15", "launch.grace_s=1"]
     ranks = [
         start(
             networks[0], [*train, "--out", "run"], tmp_path, RANK=str(rank), WORLD_SIZE="2",
