@@ -29,6 +29,7 @@ class RulesConfig(Section):
         0.1, description="By so much of what the others take, in four of five steps."
     )
     straggler_steps: Positive = Field(15, description="Seen over so many steps at least.")
+    straggler_s: Seconds = Field(0.75, description="And for so long, while the run goes on.")
     spikes: Action = _rule("warn", "Single steps take far longer, now and then.")
     spike_factor: Factor = Field(3.0, description="So many times a rank's median step.")
     heartbeat_stall: Action = _rule("dump", "A rank writes no heartbeat.")

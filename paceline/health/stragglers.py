@@ -52,7 +52,9 @@ def find_stragglers(evidence: Evidence, work: Work) -> Iterator[Finding]:
         return
     # A live run is judged by its last steps, so that one which becomes slow is named at once; one
     # that is over by its last quarter: what stood at its end.
-    few, share = rules.straggler_steps, rules.straggler_share
+    few, share = _enough(evidence, work), rules.straggler_share
+    if len(work.steps) < few:
+        return
     judged = few if evidence.is_live else max(2 * few, len(work.steps) // 4)
     if not _is_pipeline(evidence):
         yield from _slower(evidence, work.last(judged), share)
@@ -63,6 +65,14 @@ def find_stragglers(evidence: Evidence, work: Work) -> Iterator[Finding]:
         since = work.against_start(START_STEPS).last(judged)
         found += _slower(evidence, since, share + START_SLACK)
     yield from {finding.rank: finding for finding in reversed(found)}.values()
+
+
+def _enough(evidence: Evidence, work: Work) -> int:
+    """Return how many of the last steps a live run is judged by: short ones must be more, since a
+    machine may do something else for half a second."""
+    since_s = np.cumsum(np.median(work.wall, axis=0)[::-1])
+    spanned = int(np.searchsorted(since_s, evidence.rules.straggler_s)) + 1
+    return max(evidence.rules.straggler_steps, spanned if evidence.is_live else 0)
 
 
 def _slower(evidence: Evidence, work: Work, share: float) -> Iterator[Finding]:

@@ -137,8 +137,7 @@ class Watcher(Ticker):
 
     def _recent(self, now: float) -> Evidence:
         """Return the last steps alone, which is what is looked at often."""
-        last = self._rules.straggler_steps + NEW_STEPS
-        steps = {rank: window.table(last) for rank, window in self._steps.items()}
+        steps = {rank: window.table() for rank, window in self._steps.items()}
         return Evidence(self._plan.world_size, self._rules, steps, plan=self._plan, now=now)
 
     def _all(self, now: float) -> Evidence:
