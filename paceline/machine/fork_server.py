@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, util
@@ -76,8 +77,11 @@ def _serve(code: str, fds: Sequence[int]) -> NoReturn:
                     os.close(int(name))
         sys.argv = ["-c"]
         exec(code, {"__name__": "__main__"})
-    finally:
+    except SystemExit:  # how it ends with its parent
         os._exit(0)
+    except BaseException:  # nothing of its parent's stack may see it
+        traceback.print_exc()
+    os._exit(1)
 
 
 def temporary_folder() -> str:
