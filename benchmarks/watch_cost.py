@@ -10,11 +10,16 @@ process that started the run. Heartbeats and telemetry, which every run always h
 The answer compares whole turns, since part of it happens once in some steps: the mean step of a
 turn, at the quarter of the turns that other work disturbed least, with an interval by
 resampling turns. The ratio of the medians of all turns is printed beside it.
+
+A shared machine is noisier than the goal. So what is spent inside of it is summed, too, by the
+clock of the thread, which stands still while others run: in each rank, and in the watcher, which is
+a thread of another process. That leaves out what it does to caches, and counts its own clock.
 """
 
 import argparse
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -31,18 +36,30 @@ SIZE = [
 ]  # fmt: skip
 # A job in a file of its own: ranks import it, and there it puts a switch around what is measured.
 JOB = """
+import os
+import time
+from pathlib import Path
+
 import paceline.train.metrics as metrics
 from paceline.strategies import clock as clocks
 from paceline.workloads.lm.workload import LanguageModel
 
 IS_ON = True
+SPENT = 0
 
 
 def switched(owner, name, off):
     real = getattr(owner, name)
 
     def call(*args, **kwargs):
-        return real(*args, **kwargs) if IS_ON else off
+        global SPENT
+        if not IS_ON:
+            return off
+        began = time.thread_time_ns()
+        try:
+            return real(*args, **kwargs)
+        finally:
+            SPENT += time.thread_time_ns() - began
     setattr(owner, name, call)
 
 
@@ -51,6 +68,8 @@ for kind in (clocks.HostClock, clocks.DeviceClock):
 
     def begin_turn(self, step, begin=begin):
         global IS_ON
+        if step % {turn} == 0:
+            Path("{folder}", f"spent.{os.getpid()}").write_text(f"{step} {SPENT}")
         IS_ON = (step // {turn}) % 2 == 0
         begin(self, step)
     kind.begin = begin_turn
@@ -69,7 +88,7 @@ def is_on(step: int) -> bool:
     return (step // TURN) % 2 == 0
 
 
-def pause_watcher() -> None:
+def pause_watcher(spent_ns: list[int]) -> None:
     """Let the watcher sleep in the turns without it: rank 0's mark says which step it is."""
     from paceline.run.watching import Watcher
     from paceline.train.heartbeat import read_mark
@@ -78,9 +97,19 @@ def pause_watcher() -> None:
 
     def tick_in_turn(self: Watcher) -> None:
         if is_on(read_mark(self._files.step_mark(0))):
+            began = time.thread_time_ns()
             tick(self)
+            spent_ns.append(time.thread_time_ns() - began)
 
     Watcher.tick = tick_in_turn  # type: ignore[method-assign]
+
+
+def spent_inside(folder: Path, watcher_ns: list[int]) -> tuple[float, float]:
+    """Return the milliseconds of a step with it that the busiest rank and the watcher spend."""
+    told = [map(int, file.read_text().split()) for file in folder.glob("spent.*")]
+    ranks = [spent / (step / 2) for step, spent in told if step > 0]
+    num_steps = max(int(file.read_text().split()[0]) for file in folder.glob("spent.*"))
+    return max(ranks) / 1e6, sum(watcher_ns) / (num_steps / 2) / 1e6
 
 
 def measure(words: list[str], num_steps: int, out: Path) -> tuple[np.ndarray, np.ndarray, str]:
@@ -91,9 +120,12 @@ def measure(words: list[str], num_steps: int, out: Path) -> tuple[np.ndarray, np
     from paceline.records.tables import read_steps
 
     job = out / "switched_job.py"
-    job.write_text(JOB.replace("{turn}", str(TURN)))
-    pause_watcher()
+    job.write_text(JOB.replace("{turn}", str(TURN)).replace("{folder}", str(out)))
+    watcher_ns: list[int] = []
+    pause_watcher(watcher_ns)
     result = paceline.train(f"{job}:Switched", *words, f"train.steps={num_steps}", out=out / "run")
+    rank_ms, watcher_ms = spent_inside(out, watcher_ns)
+    print(f"inside of it: {rank_ms:.4f} ms of a step in a rank, {watcher_ms:.4f} ms in the watcher")
     run = RunDir(Path(result.run_dir))
     rows = read_steps(run.steps(0)).since(3 * TURN)
     steps, times = rows.column("step"), rows.column("wall_s")

@@ -19,6 +19,7 @@ import torch.utils.flop_counter  # noqa: F401
 import paceline
 from paceline.errors import PacelineError
 from paceline.workloads.hf.model import require_extra
+from paceline.workloads.hf.preloaded import has_gpu
 
 
 def import_all() -> None:
@@ -44,6 +45,7 @@ def _handlers() -> dict[signal.Signals, object]:
 
 
 import_all()
-with suppress(PacelineError):
-    for model in ("whisper", "vit_mae", "wav2vec2", "llama", "bert"):
-        require_extra(f"transformers.models.{model}.modeling_{model}")
+if not has_gpu():
+    with suppress(PacelineError):
+        for model in ("whisper", "vit_mae", "wav2vec2", "llama", "bert"):
+            require_extra(f"transformers.models.{model}.modeling_{model}")

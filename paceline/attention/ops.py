@@ -36,8 +36,8 @@ BY_QUERY_FROM = 16  # heads of a group that fill such a tile
 SCORES_BYTES = 1 << 28  # what scores of blocks may take, likewise
 PARTS_BYTES = 1 << 31  # what parts of sums may take; longer sequences go in pieces
 PICKED, PICK_WARPS = 2048, 4  # scores that a program picks from
-LONGEST = 1024  # queries of a block that one program takes
-SPAN = 4096  # tokens whose gradients for a few keys one program sums
+LONGEST = 512  # queries of a block that one program takes
+SPAN = 512  # tokens whose gradients for a few keys one program sums
 CMP, SEL, WIN = range(3)
 
 
@@ -54,11 +54,11 @@ class Tile(NamedTuple):
 TILES = {
     "band_forward": Tile(64, 64, 4, 3),
     "band_backward_q": Tile(64, 64, 4, 2),
-    "band_backward_kv": Tile(64, 64, 4, 2),
-    "score": Tile(64, 64, 4, 3),
+    "band_backward_kv": Tile(32, 64, 4, 3),
+    "score": Tile(128, 64, 8, 2),
     "selected_by_query": Tile(16, 64, 2, 2),
     "selected_by_block": Tile(64, 64, 4, 3),
-    "selected_backward": Tile(128, 64, 8, 2),
+    "selected_backward": Tile(64, 64, 4, 1),
 }
 
 

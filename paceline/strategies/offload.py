@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 MIN_BYTES = 2**20
+# What autograd calls the ways in which a weight comes to a product.
+AS_IT_COMES = ("AccumulateGrad", "TBackward0", "TransposeBackward0", "ToCopyBackward0")
 
 
 class Parked:
@@ -37,13 +39,14 @@ class Offloader:
 
     def wrap(self, block: nn.Module, number: int) -> None:
         """Make `block` save on the host, whether its forward is compiled or not."""
-        shapes = {tuple(p.shape) for p in block.parameters()}
-        weights = shapes | {shape[::-1] for shape in shapes}
         if block._compiled_call_impl is not None:
             # Outside of the graph: the compiler's own saved tensors pass through the hooks too.
+            # They have no history: what looks like a weight is taken for a cast of one.
+            shapes = {tuple(p.shape) for p in block.parameters()}
+            weights = shapes | {shape[::-1] for shape in shapes}
             block._compiled_call_impl = self._saving(block._compiled_call_impl, number, weights)
         else:
-            block.forward = self._saving(block.forward, number, weights)
+            block.forward = self._saving(block.forward, number, set())
 
     def _saving(
         self, forward: Callable[..., Any], number: int, weights: set[tuple[int, ...]]
@@ -69,10 +72,10 @@ class Offloader:
         return run
 
     def _stays(self, value: Tensor, weights: set[tuple[int, ...]]) -> bool:
-        if value.device != self.device or value.nbytes < self.min_bytes:
+        if value.device.type != self.device.type or value.nbytes < self.min_bytes:
             return True
         # A cast of a weight is made once for all microbatches: it is no activation.
-        return isinstance(value, nn.Parameter) or tuple(value.shape) in weights
+        return _is_weight(value) or tuple(value.shape) in weights
 
     def _send(self, value: Tensor, number: int) -> Parked:
         self.num_bytes += value.nbytes
@@ -108,3 +111,16 @@ class Offloader:
             kept.back = torch.empty_like(kept.host, device=self.device)
             kept.back.copy_(kept.host, non_blocking=True)
         kept.returned = self.into.record_event()
+
+
+def _is_weight(value: Tensor) -> bool:
+    """Say whether it is a weight, turned or cast: by where it comes from, not by its shape, which
+    activations of as many tokens as the model is wide have, too."""
+    if isinstance(value, nn.Parameter):
+        return True
+    node = value.grad_fn
+    while node is not None and node.name().split("::")[-1] in AS_IT_COMES:
+        if not node.next_functions:
+            return True
+        node = node.next_functions[0][0]
+    return False

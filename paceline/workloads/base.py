@@ -92,7 +92,8 @@ class Workload:
     # Which ranks call `on_step`, `on_eval` and `on_checkpoint`.
     hook_ranks: ClassVar[Literal["first", "all"]] = "first"
     knows_base: ClassVar[bool] = False  # `prepare` returns "base_hash", of its first weights
-    # Modules that the fork server imports for its ranks: what takes each of them long.
+    # Modules that the fork server imports for its ranks: what takes each of them long. None that
+    # asks for GPUs as it is imported: ranks forked after that could not use one.
     preloads: ClassVar[tuple[str, ...]] = ()
     # What `prepare` returned, on every rank.
     prepared: Mapping[str, Any] = MappingProxyType({})

@@ -64,6 +64,14 @@ def test_two_ranks_share_a_gpu_when_asked(tmp_path: Path) -> None:
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
 
 
+@pytest.mark.parametrize("recipe", [["lm_tiny", "data.source=synthetic"], ["mae_tiny"]])
+def test_as_a_shell_starts_it_a_rank_takes_its_gpu(recipe: list[str], tmp_path: Path) -> None:
+    """Ranks are forked: nothing that the server imports, also of transformers, may ask for GPUs."""
+    place = ["train.steps=2", "launch.device=cuda", "launch.nproc=1"]
+    ran = paceline("train", *recipe, *place, "--out", "run", cwd=tmp_path, cold=True)
+    assert ran.code == 0, ran.err
+
+
 def test_check_of_two_ranks_on_one_gpu(tmp_path: Path) -> None:
     shared = paceline("check", "launch.devices=[0,0]", "--json", "--out", "s", cwd=tmp_path)
     report = json.loads(shared.out)

@@ -38,6 +38,18 @@ def test_what_blocks_save_comes_back() -> None:
         assert offloader.num_bytes == before, "nothing is saved without gradients"
 
 
+def test_a_weight_is_told_by_its_history() -> None:
+    """As many tokens as the model is wide: activations and weights have one shape."""
+    block, x = nn.Linear(8, 8, bias=False), torch.randn(8, 8, requires_grad=True)
+    offloader = Offloader(torch.device("cpu"), min_bytes=0)
+    offloader.wrap(block, 0)
+    block(x + 1).sum()
+    assert offloader.num_bytes == 8 * 8 * 4
+    with torch.autocast("cpu", torch.bfloat16):
+        block(x + 1).sum()
+    assert offloader.num_bytes == 8 * 8 * (4 + 2), "the input cast to bf16, not the weight's cast"
+
+
 @needs_torchao
 @pytest.mark.slow
 def test_moments_in_8_bits_follow_adamw_and_resume_bit_by_bit() -> None:
