@@ -1,5 +1,6 @@
 """Judges a run while it goes on: a thread of the process that started it, beside the one that
-follows its logs. It reads what ranks write anyway, and no rank waits for it.
+follows its logs. It reads what ranks write anyway, and no rank waits for it: also not for a core,
+since it runs at the lowest priority.
 
     often       new rows of ranks/*/steps.csv: who is slow, who has left a collective out
     now and then all the rules (paceline/health/)
@@ -7,7 +8,10 @@ follows its logs. It reads what ranks write anyway, and no rank waits for it.
 What is new becomes an event, a word to the user, and what the rule asks for.
 """
 
+import os
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +37,9 @@ from paceline.train.heartbeat import Ticker
 
 TICK_S = 0.25
 RULES_S = 10.0  # between two judgements by all rules: these read whole tables
-RULES_SHARE = 0.005  # of the time at most, which makes them rarer in a long run
+RULES_SHARE = 0.002  # of the time at most, which makes them rarer in a long run
 KEPT_STEPS = 200
+LOWEST = 19  # priority, as `nice` counts
 NEW_STEPS = 5  # of all ranks, after which they are compared again: as often as they are written
 MAX_REPEATS = 20  # events of one kind about one rank
 RANK_KINDS = ("straggler", "desync")  # what is looked for often
@@ -121,6 +126,11 @@ class Watcher(Ticker):
     def stop(self) -> None:
         super().stop()
         self._log.close()
+
+    def _run(self) -> None:
+        with suppress(OSError):  # where a thread has no priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+        super()._run()
 
     def tick(self) -> None:
         for rank, window in self._steps.items():

@@ -1,5 +1,7 @@
 """The rules about a run's health, the verdicts about its speed, and what is done about them."""
 
+import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -268,6 +270,18 @@ def test_a_watcher_tells_a_slow_rank_once_and_halts_where_the_rule_says_so(tmp_p
     assert (event.kind, event.rank) == ("straggler", 1) and event.step is not None
     assert event.step <= 25, "its first fifteen steps after the warm-up are enough"
     assert run.anomaly.read_text() == "straggler\n" and run.halt.is_file()
+
+
+def test_a_watcher_takes_no_core_from_a_rank(tmp_path: Path) -> None:
+    watcher = Watcher(RunDir(tmp_path), plan("launch.device=cpu"), RulesConfig(), print)
+    of_others = os.getpriority(os.PRIO_PROCESS, 0)
+    seen = list[int]()
+    watcher.tick = lambda: seen.append(  # type: ignore[method-assign]
+        os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    )
+    watcher.start()
+    watcher.stop()
+    assert set(seen) == {19} and os.getpriority(os.PRIO_PROCESS, 0) == of_others
 
 
 def test_an_empty_directory_is_judged_as_nothing(tmp_path: Path) -> None:
