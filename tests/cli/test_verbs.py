@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -21,13 +23,18 @@ def test_help_teaches(verb: str, tmp_path: Path) -> None:
 @pytest.mark.serial
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
 def test_help_answers_at_once(arguments: list[str], tmp_path: Path) -> None:
-    elapsed_s = [float("inf")]
-    while min(elapsed_s) > 0.5 and len(elapsed_s) < 8:  # a loaded machine gets some more tries
+    """In half a second; on a slow machine in little more than what its libraries take there."""
+    libraries = "import typer, pydantic.types, rich.console, rich.markdown"
+    ours_s, theirs_s = [float("inf")], [float("inf")]
+    while min(ours_s) >= max(0.5, 1.6 * min(theirs_s)) and len(ours_s) < 8:
         started_at = time.perf_counter()
         ran = paceline(*arguments, cwd=tmp_path, cold=True)
-        elapsed_s.append(time.perf_counter() - started_at)
+        ours_s.append(time.perf_counter() - started_at)
+        started_at = time.perf_counter()
+        subprocess.run([sys.executable, "-c", libraries], check=True)
+        theirs_s.append(time.perf_counter() - started_at)
     assert ran.code == 0
-    assert min(elapsed_s) < 0.5, elapsed_s
+    assert min(ours_s) < max(0.5, 1.6 * min(theirs_s)), (ours_s, theirs_s)
 
 
 def test_help_does_not_load_torch(tmp_path: Path) -> None:
