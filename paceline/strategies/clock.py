@@ -57,7 +57,8 @@ class StepTimes:
 class _BaseClock(ABC):
     """What both clocks tell their listeners: the step, the phase, and that something moves."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_alone: bool = False) -> None:
+        self.is_alone = is_alone  # there are no other ranks to wait for
         self.step, self.phase, self.marks = 0, "start", 0
         self.on_step: Callable[[int], None] = lambda step: None
         self.on_action: OnAction = lambda action: None
@@ -77,6 +78,8 @@ class _BaseClock(ABC):
 
     def block(self) -> None:
         """Begin to wait, unless it does already."""
+        if self.is_alone:
+            return
         self._depth += 1
         if self._depth == 1:
             self._note_blocked()
@@ -116,8 +119,8 @@ class _BaseClock(ABC):
 class HostClock(_BaseClock):
     """Phases by the host's clock: right where the host does the work itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, is_alone: bool = False) -> None:
+        super().__init__(is_alone)
         self._times: dict[str, float] = {}
         self._blocked: dict[str, float] = {}
         self._blocked_at = 0.0
@@ -169,8 +172,8 @@ class _Recorded:
 class DeviceClock(_BaseClock):
     """Steps and phases by CUDA events on the current stream."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, is_alone: bool = False) -> None:
+        super().__init__(is_alone)
         self._free: list[Event] = []
         self._marks: list[tuple[str, Event]] = []
         self._waits: list[tuple[str, Event, Event]] = []
@@ -228,8 +231,8 @@ class DeviceClock(_BaseClock):
 Clock = HostClock | DeviceClock
 
 
-def build_clock(device: torch.device) -> Clock:
-    return DeviceClock() if device.type == "cuda" else HostClock()
+def build_clock(device: torch.device, is_alone: bool = False) -> Clock:
+    return DeviceClock(is_alone) if device.type == "cuda" else HostClock(is_alone)
 
 
 class Waits:
@@ -256,7 +259,7 @@ class Waits:
         """Count what a backward pass does once all gradients are computed as waiting: there DDP
         waits for its buckets, and FSDP for what it has scattered. The callback is asked for by the
         first node of the graph, and so it runs before those of their own."""
-        if not objective.requires_grad or self.clock is None:
+        if not objective.requires_grad or self.clock is None or self.clock.is_alone:
             return
         block = self.clock.block
 

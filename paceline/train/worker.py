@@ -98,7 +98,7 @@ class RankRun:
         try:
             crew = self.plan.crew
             self.device = claim_device(crew.device.value, self.place, crew.device_indices)
-            self.clock = build_clock(self.device)
+            self.clock = build_clock(self.device, is_alone=self.plan.world_size == 1)
             self.observers = Observers(
                 self.job.config.observe, self.run, self.place.rank, self.clock, self.device
             )

@@ -31,3 +31,21 @@ def test_readback_hands_out_in_order_and_not_early() -> None:
     assert readback.pop(2, wait=True) == [(1, [1.0, [0.0, 1.0]]), (2, [2.0, [0.0, 1.0]])]
     assert readback.pop(2, wait=True) == []
     assert readback.pop(9, wait=False) == [(3, [3.0, [0.0, 1.0]])]
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_who_is_alone_waits_for_nobody(is_alone: bool) -> None:
+    """One rank: neither counted nor paid for."""
+    clock, waits = timing.HostClock(is_alone), timing.Waits()
+    clock.knows_blocked, waits.clock = True, clock
+    objective = torch.ones(1, requires_grad=True).sum()
+    clock.begin(1)
+    waits.until_returned(objective)
+    objective.backward()
+    clock.unblock()
+    with clock.blocked():
+        pass
+    clock.pause("end")
+    (row,) = clock.finished()
+    assert (row.blocked_s == {}) == is_alone
+    assert (objective._backward_hooks is None) == is_alone

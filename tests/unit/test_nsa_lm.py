@@ -71,6 +71,12 @@ def test_documents_do_not_see_each_other() -> None:
     assert not torch.equal(together[:, :27], changed[:, :27])
 
 
+def test_gates_begin_nearly_open() -> None:
+    attention = build().blocks[0].attention
+    gates = attention._gates(torch.randn(1, 5, attention.gate_in.in_features))
+    torch.testing.assert_close(gates, torch.full_like(gates, 0.88), atol=0.05, rtol=0)
+
+
 def test_gates_and_choices_in_numbers() -> None:
     gates = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.5]]).view(1, 2, 1, 3)
     blocks = torch.tensor([[0, -1], [0, 1]]).view(1, 2, 1, 2).repeat(1, 8, 1, 1)  # 16 tokens

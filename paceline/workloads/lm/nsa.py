@@ -24,6 +24,11 @@ from paceline.attention.sizes import Sizes
 from paceline.workloads.lm.model import LM, Past, rotate
 from paceline.workloads.lm.workload import LMModel
 
+# Gates begin nearly open, sigmoid(2) = 0.88. Half open, every branch learns from half its gradient:
+# copying is learned after 164 steps so, after 135 nearly open, densely after 145
+# (benchmarks/nsa_learns.py copy).
+OPEN = 2.0
+
 
 @dataclass(frozen=True)
 class Sparse:
@@ -77,7 +82,7 @@ class SparseAttention(nn.Module):
         kv_dim = 2 * len(BRANCHES) * self.num_groups * E
         self.qkv = nn.Linear(config.dim, config.dim + kv_dim, bias=False)
         self.gate_in = nn.Linear(config.dim, E, bias=False)
-        self.gate_out = nn.Linear(E, len(BRANCHES) * self.num_heads, bias=False)
+        self.gate_out = nn.Linear(E, len(BRANCHES) * self.num_heads)
         self.compress_k = Compress(sparse.settings.sizes, E, sparse.phi)
         self.compress_v = Compress(sparse.settings.sizes, E, sparse.phi)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
@@ -133,6 +138,8 @@ class SparseLM(LM):
         super().init_module(name, module)
         if isinstance(module, SparseAttention):
             module.stats.zero_()
+        elif name.endswith("gate_out"):
+            nn.init.constant_(module.bias, OPEN)  # type: ignore[arg-type]
 
     def new_past(self, pads_B: Tensor, num_places: int) -> Past:
         return SparsePast(len(self.blocks), pads_B, num_places)
