@@ -65,10 +65,10 @@ def attend(
     q_BTHE: Tensor, keys: Keys, gates_BTH3: Tensor, first_BT: Tensor | None, settings: Settings
 ) -> Attended:
     """Attend by three branches. `first_BT` is where each query's document begins; None: at 0."""
-    if first_BT is None:
-        first_BT = torch.zeros(q_BTHE.shape[:2], dtype=torch.int32, device=q_BTHE.device)
     if settings.uses_kernels(q_BTHE):
         return _by_kernels(q_BTHE, keys, gates_BTH3, first_BT, settings)
+    if first_BT is None:
+        first_BT = torch.zeros(q_BTHE.shape[:2], dtype=torch.int32, device=q_BTHE.device)
     T, z, nvtx = q_BTHE.shape[1], settings.sizes, settings.nvtx
     at_T = torch.arange(T, device=q_BTHE.device)
     with mark("pcmp_all", q_BTHE, nvtx), mark("nsa.cmp", q_BTHE, nvtx):
@@ -89,16 +89,16 @@ def attend(
 
 
 def _by_kernels(
-    q_BTHE: Tensor, keys: Keys, gates_BTH3: Tensor, first_BT: Tensor, settings: Settings
+    q_BTHE: Tensor, keys: Keys, gates_BTH3: Tensor, first_BT: Tensor | None, settings: Settings
 ) -> Attended:
     from paceline.attention import ops  # with it comes Triton
 
     z, E = settings.sizes, q_BTHE.shape[-1]
     q, *wide = (ops.widen(x) for x in (q_BTHE, *keys))
     sizes = [z.l, z.d, z.l_sel, z.n_sel, z.w]
-    first = first_BT.int().contiguous()
+    begins = None if first_BT is None else first_BT.int().contiguous()
     out, cmp, sel, win, _, _, _, blocks, _, _ = ops.nsa(
-        q, wide, gates_BTH3.contiguous(), first, sizes, E**-0.5, settings.nvtx
+        q, wide, gates_BTH3.contiguous(), begins, sizes, E**-0.5, settings.nvtx
     )
     return Attended(out[..., :E], cmp[..., :E], sel[..., :E], win[..., :E], blocks)
 

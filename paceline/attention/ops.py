@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.attention.banded import nsa_band_backward_kv, nsa_band_backward_q, nsa_band_forward
 from paceline.attention.blended import nsa_blend, nsa_dots
+from paceline.attention.folded import fits, folded_backward, folded_forward
 from paceline.attention.lists import Lists, build_lists
 from paceline.attention.marks import mark
 from paceline.attention.scores import nsa_pick, nsa_score
@@ -165,18 +166,22 @@ def selected_by_block(
 
 @torch.library.custom_op("paceline::nsa", mutates_args=())
 def nsa(
-    q: Tensor, keys: Sequence[Tensor], gates: Tensor, first: Tensor, sizes: Sequence[int],
+    q: Tensor, keys: Sequence[Tensor], gates: Tensor, begins: Tensor | None, sizes: Sequence[int],
     scale: float, nvtx: bool,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
-    """Attend by three branches. Returns the output, the branches, their lse, the chosen blocks, and
-    the lists of who chose them."""
+    """Attend by three branches; `begins` is the first token of each query's document (B, T), None
+    where there is but one. Returns the output, the branches, their lse, the chosen blocks, and the
+    lists of who chose them."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = keys
-    z = Sizes(*sizes)
+    z, first = Sizes(*sizes), first_of(q, begins)
     G = k_sel.shape[2]
     with mark("pcmp_all", q, nvtx), mark("nsa.cmp", q, nvtx):
-        cmp, lse_cmp = band_forward(q, k_cmp, v_cmp, first, (z.d, z.l, FAR), scale)
+        if begins is None and fits(q, z):
+            cmp, lse_cmp = folded_forward(q, k_cmp, v_cmp, z, scale)
+        else:
+            cmp, lse_cmp = band_forward(q, k_cmp, v_cmp, first, (z.d, z.l, FAR), scale)
     with mark("topk+ranges", q, nvtx), mark("nsa.choose", q, nvtx):
         blocks = choose(q, k_cmp, lse_cmp, first, z, scale)
         piece = piece_of(q, z.n_sel)
@@ -195,6 +200,13 @@ def nsa(
                 cmp, sel, win, gates, out, num_rows, BM=32, E=q.shape[3]
             )
     return out, cmp, sel, win, lse_cmp, lse_sel, lse_win, blocks, *lists
+
+
+def first_of(q: Tensor, begins: Tensor | None) -> Tensor:
+    """Return the first token that each query may see (B, T)."""
+    if begins is None:
+        return torch.zeros(q.shape[:2], dtype=torch.int32, device=q.device)
+    return begins
 
 
 def longest_of(q: Tensor, z: Sizes) -> int:
@@ -261,7 +273,7 @@ def selected_backward(
 
 @torch.library.custom_op("paceline::nsa_backward", mutates_args=())
 def nsa_backward(
-    grad: Tensor, q: Tensor, keys: Sequence[Tensor], gates: Tensor, first: Tensor,
+    grad: Tensor, q: Tensor, keys: Sequence[Tensor], gates: Tensor, begins: Tensor | None,
     kept: Sequence[Tensor], sizes: Sequence[int], scale: float, nvtx: bool,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
@@ -269,17 +281,22 @@ def nsa_backward(
     """Return the gradients of queries, of keys and values of each branch, and of gates."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = keys
     cmp, sel, win, lse_cmp, lse_sel, lse_win, blocks, order, items = kept
-    z, num_rows = Sizes(*sizes), q.shape[:3].numel()
+    z, num_rows, first = Sizes(*sizes), q.shape[:3].numel(), first_of(q, begins)
     dq, dots = torch.empty_like(q), torch.empty_like(gates, dtype=torch.float32)
+    folds = begins is None and fits(q, z)
+    of_out = torch.empty_like(grad) if folds else grad  # of the compressed branch, for cuDNN
     with mark("nsa.gate_backward", q, nvtx):
         nsa_dots[(triton.cdiv(num_rows, 32),)](
-            cmp, sel, win, grad, dots, num_rows, BM=32, E=q.shape[3]
+            cmp, sel, win, grad, gates, dots, of_out, num_rows, WRITES=folds, BM=32, E=q.shape[3]
         )
     # In this order: the first writes the queries' gradient, the others add to it.
     with mark("nsa.cmp_backward", q, nvtx):
-        of_cmp = band_backward(
-            q, k_cmp, v_cmp, first, grad, lse_cmp, dots, gates, (z.d, z.l, FAR), scale, CMP, dq
-        )
+        if folds:
+            of_cmp = folded_backward(of_out, q, k_cmp, v_cmp, cmp, lse_cmp, z, scale, dq)
+        else:
+            of_cmp = band_backward(
+                q, k_cmp, v_cmp, first, grad, lse_cmp, dots, gates, (z.d, z.l, FAR), scale, CMP, dq
+            )
     with mark("nsa.win_backward", q, nvtx):
         of_win = band_backward(
             q, k_win, v_win, first, grad, lse_win, dots, gates, (1, 1, z.w), scale, WIN, dq
@@ -296,9 +313,7 @@ def nsa_backward(
 
 
 @nsa.register_fake
-def _(
-    q: Tensor, keys: Any, gates: Tensor, first: Tensor, sizes: Sequence[int], *others: Any
-) -> Any:
+def _(q: Tensor, keys: Any, gates: Tensor, begins: Any, sizes: Sequence[int], *others: Any) -> Any:
     z, (B, T, H, _) = Sizes(*sizes), q.shape
     G = keys[2].shape[2]
     lse = [q.new_empty(B, T, H, dtype=torch.float32) for _ in range(3)]
@@ -316,15 +331,18 @@ def _(grad: Tensor, q: Tensor, keys: Any, gates: Tensor, *others: Any) -> Any:
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    q, keys, gates, first, *ctx.settings = inputs
-    ctx.save_for_backward(q, *keys, gates, first, *output[1:])
+    q, keys, gates, begins, *ctx.settings = inputs
+    ctx.save_for_backward(q, *keys, gates, begins, *output[1:])
     ctx.mark_non_differentiable(*output[1:])  # gradients come through the sum
+    ctx.set_materialize_grads(False)  # those of the others would be filled with zeros
 
 
 def _gradient(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
     q, *rest = ctx.saved_tensors
-    keys, (gates, first), kept = rest[:6], rest[6:8], rest[8:]
-    dq, *dkeys, dgates = nsa_backward(grad.contiguous(), q, keys, gates, first, kept, *ctx.settings)
+    keys, (gates, begins), kept = rest[:6], rest[6:8], rest[8:]
+    dq, *dkeys, dgates = nsa_backward(
+        grad.contiguous(), q, keys, gates, begins, kept, *ctx.settings
+    )
     return dq, dkeys, dgates, None, None, None, None
 
 
@@ -334,4 +352,5 @@ nsa.register_autograd(_gradient, setup_context=_keep)
 def widen(x: Tensor) -> Tensor:
     """Return it contiguous, with heads of a power of two: zeros change no score."""
     E = x.shape[-1]
-    return F.pad(x, (0, max(MIN_ROWS, triton.next_power_of_2(E)) - E)).contiguous()
+    missing = max(MIN_ROWS, triton.next_power_of_2(E)) - E
+    return F.pad(x, (0, missing)) if missing else x.contiguous()  # a pad of 0 would be a copy

@@ -18,7 +18,8 @@ BRANCHES = {
     "nsa.win": "window", "nsa.cmp_backward": "compressed, backward",
     "nsa.sel_backward": "selected, backward", "nsa.win_backward": "window, backward",
 }  # fmt: skip
-OURS = "nsa_"  # how the names of our Triton kernels begin
+# How names of our Triton kernels begin, and those of cuDNN that compressed keys are folded for.
+OURS = ("nsa_", "cudnn_generated")
 # torch's operations that are attention, or what it is made of where it is spelt out.
 OPERATIONS = ("aten::_scaled_dot_product", "aten::bmm", "aten::sort", "aten::_softmax")
 
