@@ -20,11 +20,11 @@ from paceline.workloads.base import Workload
 FIRST_FP8 = (8, 9)  # compute capability of Ada
 FIRST_ROWWISE = (9, 0)
 MULTIPLE = 16  # of both sides of a matrix, asked by the tensor cores
-# FLOP/s of large products, and the side of a matrix that costs all of it: 715 TFLOP/s of bf16 and
-# 1130 of fp8 at a side of 2048, 1210 at 4096.
-BF16_RATE, FP8_RATE = (740e12, 70), (1300e12, 270)
-CAST_BYTES_PER_S = 3.3e12
-PRODUCTS_SHARE = 0.72  # of a step in bf16 that is spent in products of layers
+# FLOP/s of large products, and the side of a matrix that costs half of it.
+BF16_RATE, FP8_RATE = (740e12, 70), (1500e12, 100)
+# By our kernel (kernels/fp8.py), and as torch.compile casts.
+CAST_BYTES_PER_S = {"triton": 3.7e12, "torch": 1.8e12}
+PRODUCTS_SHARE = 0.74  # of a step in bf16 that is spent in products of layers
 # Bytes of traffic for each number of an input or a gradient, and of a weight: find the scale, cast,
 # and cast once more the other way round, for products that read along the other side.
 CAST_BYTES = {"tensorwise": (6, 10), "rowwise": (7, 12), "rowwise_gw_hp": (4, 12)}
@@ -33,17 +33,20 @@ UNKNOWN_TOKENS = 16384
 
 
 def plan_fp8(
-    config: RunConfig, workload: Workload, model: ModelShape, strategy: Strategy, on_gpu: bool
+    config: RunConfig, plan: Plan, workload: Workload, model: ModelShape, strategy: Strategy
 ) -> Fp8Plan:
     """Decide for every matrix of the model."""
     asked, recipe = config.precision, config.precision.fp8_recipe
+    gathers = strategy.shards(config) and recipe == "tensorwise" and asked.fp8_all_gather != "off"
+    has_kernel = recipe == "tensorwise" and not gathers and plan.kernels.value == "triton"
+    rate = CAST_BYTES_PER_S["triton" if has_kernel else "torch"]
     tokens = count_tokens(config, workload)
     kept: dict[str, str] = {}
     layers, before, after = [], 0.0, 0.0
     for parameter in model.trainable:
         if not parameter.is_matrix or len(parameter.shape) != 2:
             continue
-        bf16_s, fp8_s = product_seconds(parameter, tokens, recipe)
+        bf16_s, fp8_s = product_seconds(parameter, tokens, recipe, rate)
         reason = _keeps_bf16(parameter, bf16_s, fp8_s, asked.fp8_layers)
         before += bf16_s
         after += bf16_s if reason else fp8_s
@@ -51,11 +54,10 @@ def plan_fp8(
             kept[parameter.name] = reason
         else:
             layers.append(parameter.name.removesuffix(".weight"))
-    gathers = strategy.shards(config) and recipe == "tensorwise" and asked.fp8_all_gather != "off"
     return Fp8Plan(
         recipe=recipe,
         gathers_fp8=gathers,
-        is_emulated=not on_gpu,
+        is_emulated=not plan.on_gpu,
         layers=layers,
         kept=kept,
         gain=1 / (1 - PRODUCTS_SHARE * (1 - after / before)) if before else 1.0,
@@ -68,7 +70,9 @@ def count_tokens(config: RunConfig, workload: Workload) -> int:
     return config.train.micro_batch_size * units if units else UNKNOWN_TOKENS
 
 
-def product_seconds(parameter: ParameterShape, tokens: int, recipe: str) -> tuple[float, float]:
+def product_seconds(
+    parameter: ParameterShape, tokens: int, recipe: str, cast_rate: float
+) -> tuple[float, float]:
     """Estimate a layer's three products of a step in bf16, and in fp8 with the casts around
     them."""
     rows, columns = parameter.shape
@@ -78,7 +82,7 @@ def product_seconds(parameter: ParameterShape, tokens: int, recipe: str) -> tupl
     cast = tokens * (rows + columns) * each + rows * columns * of_weight
     is_half = recipe == "rowwise_gw_hp"  # one of the three products stays in bf16
     fast = flops * (2 / 3 if is_half else 1)
-    return flops / bf16, fast / fp8 + (flops - fast) / bf16 + cast / CAST_BYTES_PER_S
+    return flops / bf16, fast / fp8 + (flops - fast) / bf16 + cast / cast_rate
 
 
 def _keeps_bf16(parameter: ParameterShape, bf16_s: float, fp8_s: float, asked: str) -> str:

@@ -2,7 +2,8 @@
 
 A layer casts its input, its weight and the gradient of its output to 8 bits, each with a scale, and
 multiplies those; weights, optimizer state and everything between layers stay what they are. On a
-CPU the same casts are computed and the product is taken in fp32: right, and slow."""
+CPU the same casts are computed and the product is taken in fp32: right, and slow. Layers of the
+recipe `tensorwise` are marked: a model that has our kernels computes those by kernels/fp8.py."""
 
 import logging
 import os
@@ -40,6 +41,10 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> None:
         config=build_config(float8, plan.fp8, device),
         module_filter_fn=lambda module, name: name in wanted,
     )
+    # Weights that are gathered in fp8 come as torchao's tensors, which only its layers know.
+    is_cast_whole = plan.fp8.recipe == "tensorwise" and not plan.fp8.gathers_fp8
+    for name in wanted:
+        model.get_submodule(name).is_cast_whole = is_cast_whole  # type: ignore[assignment]
 
 
 def build_config(float8: Any, plan: Fp8Plan, device: torch.device) -> Any:

@@ -44,7 +44,10 @@ def test_fp8_takes_large_layers_and_says_why_others_stay() -> None:
     made = plan(FP8, source="lm_1b", machine=H200)
     assert made.fp8 is not None and len(made.fp8.layers) == 4 * 24 and not made.problems()
     assert "outside of the blocks" in made.fp8.kept["tail.head.weight"]
-    assert 1.1 < made.fp8.gain < 1.3  # 1.18 was measured: benchmarks/results/gpu_fp8_h200.txt
+    # Measured: 1.31 by our kernel, 1.18 by torchao's (benchmarks/results/gpu_fp8_h200.txt).
+    assert 1.26 < made.fp8.gain < 1.36
+    without = plan(FP8, "train.kernels=torch", source="lm_1b", machine=H200)
+    assert without.fp8 is not None and 1.13 < without.fp8.gain < 1.23
     odd = plan(FP8, "model.ffn_dim=5500", source="lm_1b", machine=H200)
     assert odd.fp8 is not None
     assert "multiples of 16" in odd.fp8.kept["blocks.0.ffn.down.weight"]

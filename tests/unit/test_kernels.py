@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.skips import has_gpu, needs_triton
+from tests.skips import has_gpu, needs_torchao, needs_triton
 
 # Read when a kernel is defined, so before its module is imported.
 if not has_gpu():
@@ -160,3 +160,59 @@ def assert_same_gradients_by_name(
     grads = [torch.autograd.grad(x, list(m.parameters())) for x, m in ((expected, a), (found, b))]
     for (name, _), x, y in zip(a.named_parameters(), *grads, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_swiglu_alone() -> None:
+    from paceline.kernels.swiglu import swiglu
+
+    gate_up = random(2, 3, 12)
+    gate, up = gate_up.chunk(2, dim=-1)
+    assert_same_gradients((F.silu(gate) * up,), (swiglu(gate_up),), (gate_up,))
+
+
+@needs_torchao
+@pytest.mark.parametrize(("N", "D", "F"), [(96, 80, 144), (256, 128, 384)])
+def test_a_layer_in_fp8_has_torchaos_numbers(N: int, D: int, F: int) -> None:
+    """Sides that are and are not multiples of a tile, outliers, a gradient that only e5m2 holds."""
+    from paceline.kernels import fp8
+    from paceline.strategies.fp8 import load_torchao
+
+    float8 = load_torchao("float8")
+    layer = torch.nn.Linear(D, F, bias=False, device=DEVICE)
+    layer.weight.data = layer.weight.data.bfloat16().float()
+    x = random(3, N // 3, D) if N % 3 == 0 else random(N, D)
+    x = x.detach().bfloat16()
+    x[..., 0, 0] = 50
+    x.requires_grad_()
+    seed = torch.randn(*x.shape[:-1], F, device=DEVICE, dtype=x.dtype) * 1e-6
+    seed[..., 0, 0] = 1
+    ours = fp8.linear(x, layer.weight)
+    found = torch.autograd.grad(ours, (x, layer.weight), seed)
+    config = float8.Float8LinearConfig(emulate=DEVICE == "cpu")
+    theirs = float8.convert_to_float8_training(layer, config=config)
+    expected = theirs(x)
+    torch.testing.assert_close(ours, expected)
+    wanted = torch.autograd.grad(expected, (x, theirs.weight), seed)
+    torch.testing.assert_close(found[0], wanted[0])
+    # They write the weight's gradient in the type of the output, and cast it.
+    assert found[1].dtype == torch.float32
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-2, atol=1e-6)
+
+
+@needs_triton
+@pytest.mark.parametrize(("N", "D"), [(48, 200), (256, 128), (128, 640)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_is_cast_is_turned_too(N: int, D: int, dtype: torch.dtype) -> None:
+    from paceline.kernels import fp8
+
+    x = random(N, D).detach().to(dtype)
+    for is_gradient, low in ((False, fp8.NUMBERS), (True, fp8.GRADIENTS)):
+        scale, limit = fp8.scale_of(x, low), torch.finfo(low).max
+        plain, turned = fp8.cast_both(x, scale, is_gradient)
+        assert plain.dtype == turned.dtype == low
+        expected = (x.float() * scale).clamp(-limit, limit).to(low).float()
+        assert torch.equal(plain.float(), expected) and torch.equal(turned.float(), expected.t())
+        assert plain.float().abs().max() == limit
+    assert torch.isfinite(fp8.scale_of(torch.zeros(2, 2), fp8.NUMBERS))
+    arguments = (x, torch.tensor(2.0, device=DEVICE), True)
+    torch.library.opcheck(fp8.cast_both, arguments, test_utils=("test_schema", "test_faketensor"))

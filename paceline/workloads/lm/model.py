@@ -214,17 +214,32 @@ class SwiGLU(nn.Module):
             from paceline.kernels.swiglu import swiglu_down
 
             return swiglu_down(gate_up_BTF, self.down.weight)
+        if self.kernels == "triton" and is_cast_whole(self.down):
+            from paceline.kernels.swiglu import swiglu
+
+            return project(self.down, swiglu(gate_up_BTF), self.kernels)
         gate_BTF, up_BTF = gate_up_BTF.chunk(2, dim=-1)
         return self.down(F.silu(gate_BTF) * up_BTF)
 
 
 def project(layer: nn.Linear, x_BTD: Tensor, kernels: str) -> Tensor:
-    """Apply a layer without a bias. What has taken its place, as one in fp8, computes by itself."""
-    if kernels != "triton" or type(layer) is not nn.Linear:
-        return layer(x_BTD)
-    from paceline.kernels.products import linear
+    """Apply a layer without a bias. What has taken its place computes by itself, but for layers in
+    fp8 that have a kernel."""
+    if kernels == "triton" and type(layer) is nn.Linear:
+        from paceline.kernels.products import linear
 
-    return linear(x_BTD, layer.weight)
+        return linear(x_BTD, layer.weight)
+    if kernels == "triton" and is_cast_whole(layer):
+        from paceline.kernels import fp8
+
+        if fp8.fits(x_BTD):
+            return fp8.linear(x_BTD, layer.weight)
+    return layer(x_BTD)
+
+
+def is_cast_whole(layer: nn.Module) -> bool:
+    """Say whether a layer was marked by strategies/fp8.py: one scale for each of its matrices."""
+    return getattr(layer, "is_cast_whole", False)
 
 
 class Block(nn.Module):

@@ -1,0 +1,122 @@
+"""A linear layer in fp8 whose matrices are cast once, for all of its products.
+
+Tensor cores multiply rows by rows in fp8, so of each matrix both layouts are needed:
+
+    output           x (N, D)    times    w (F, D)
+    gradient of x    g (N, F)    times    w turned (D, F)
+    gradient of w    g turned    times    x turned (D, N)
+
+torch.compile casts again for every product, and writes what is turned byte by byte. Here one kernel
+reads a tile once and writes it both ways; what backward needs is kept in 8 bits. Numbers are those
+of torchao's recipe `tensorwise`: one scale for each matrix, gradients in e5m2, all else in e4m3;
+weights in fp32 are rounded to the type of the input first.
+
+Shape letters: N rows (all leading axes), D inputs, F outputs.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NUMBERS, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+SMALLEST = 1e-12  # a matrix of zeros has a scale too
+MULTIPLE = 16  # of rows that a product sums over
+TILE, WARPS = 128, 4
+
+
+def fits(x: Tensor) -> bool:
+    """Say whether the rows of an input can be summed over in fp8."""
+    return x.shape[:-1].numel() % MULTIPLE == 0
+
+
+def linear(x: Tensor, weight_FD: Tensor) -> Tensor:
+    """Multiply (..., D) by the rows of a weight in fp8. The product has the type of `x`, the
+    weight's gradient that of the weight."""
+    product: Tensor = _Linear.apply(x, weight_FD)
+    return product
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_FD: Tensor) -> Tensor:
+        x_ND, w_FD = x.flatten(0, -2), weight_FD.to(x.dtype)
+        of_x, of_w = scale_of(x_ND, NUMBERS), scale_of(w_FD, NUMBERS)
+        low_ND, low_DN = cast_both(x_ND, of_x, False)
+        low_FD, low_DF = cast_both(w_FD, of_w, False)
+        ctx.save_for_backward(low_DN, low_DF, of_x, of_w)
+        ctx.weight_type = weight_FD.dtype
+        y_NF = multiply(low_ND, low_FD, of_x, of_w, x.dtype, is_fast=True)
+        return y_NF.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        low_DN, low_DF, of_x, of_w = ctx.saved_tensors
+        (g,) = gradients
+        g_NF = g.flatten(0, -2)
+        of_g = scale_of(g_NF, GRADIENTS)
+        low_NF, low_FN = cast_both(g_NF, of_g, True)
+        d_x = multiply(low_NF, low_DF, of_g, of_w, g.dtype)
+        d_w = multiply(low_FN, low_DN, of_g, of_x, ctx.weight_type)
+        return d_x.unflatten(0, g.shape[:-1]), d_w
+
+
+def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what a matrix is multiplied with, so that its largest number is the type's."""
+    largest = x.detach().abs().amax().double().clamp(min=SMALLEST)
+    return (torch.finfo(dtype).max / largest).float()
+
+
+def multiply(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    of_a: Tensor,
+    of_b: Tensor,
+    dtype: torch.dtype,
+    is_fast: bool = False,
+) -> Tensor:
+    """Return a times b turned, of scaled matrices in fp8. Fast sums have fewer digits than fp32:
+    enough for outputs, not for gradients."""
+    inverse = of_a.reciprocal(), of_b.reciprocal()
+    if not a_MK.is_cuda:  # the same numbers, multiplied in fp32
+        return ((a_MK.float() * inverse[0]) @ (b_NK.float() * inverse[1]).t()).to(dtype)
+    return torch._scaled_mm(a_MK, b_NK.t(), *inverse, out_dtype=dtype, use_fast_accum=is_fast)
+
+
+@torch.library.custom_op("paceline::cast_both", mutates_args=())
+def cast_both(x_ND: Tensor, scale: Tensor, is_gradient: bool) -> tuple[Tensor, Tensor]:
+    """Return a scaled matrix in fp8, as it is (N, D) and turned (D, N)."""
+    dtype = GRADIENTS if is_gradient else NUMBERS
+    limit, (N, D) = torch.finfo(dtype).max, x_ND.shape
+    # Triton 3.6 miscompiles tiles that are read in fp32 and turned in 8 bits.
+    if not x_ND.is_cuda or x_ND.dtype == torch.float32 or N % TILE or D % TILE:
+        low = (x_ND.float() * scale).clamp(-limit, limit).to(dtype)
+        return low, low.t().contiguous()
+    x_ND = x_ND.contiguous()
+    plain, turned = torch.empty_like(x_ND, dtype=dtype), x_ND.new_empty((D, N), dtype=dtype)
+    _cast_both[(N // TILE, D // TILE)](
+        x_ND, scale, plain.view(torch.uint8), turned.view(torch.uint8), N, D, LIMIT=limit,
+        IS_GRADIENT=is_gradient, TILE=TILE, num_warps=WARPS,
+    )  # fmt: skip
+    return plain, turned
+
+
+@cast_both.register_fake
+def _(x_ND: Tensor, scale: Tensor, is_gradient: bool) -> tuple[Tensor, Tensor]:
+    dtype, (N, D) = GRADIENTS if is_gradient else NUMBERS, x_ND.shape
+    return x_ND.new_empty((N, D), dtype=dtype), x_ND.new_empty((D, N), dtype=dtype)
+
+
+@triton.jit
+def _cast_both(x, scale, plain, turned, N, D, LIMIT: tl.constexpr, IS_GRADIENT: tl.constexpr,
+               TILE: tl.constexpr):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    d = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    at = n[:, None] * D + d[None, :]
+    wide = tl.load(x + at).to(tl.float32) * tl.load(scale)
+    wide = tl.minimum(tl.maximum(wide, -LIMIT), LIMIT)
+    low = wide.to(tl.float8e5 if IS_GRADIENT else tl.float8e4nv).to(tl.uint8, bitcast=True)
+    tl.store(plain + at, low)
+    tl.store(turned + d[:, None] * N + n[None, :], tl.trans(low))
