@@ -50,8 +50,8 @@ class Fold(NamedTuple):
 
     def view(self, x_THE: Tensor) -> Tensor:
         """Return the folded tokens as a batch of sequences (d, H, P, E)."""
-        folded = x_THE[self.begin : self.end].unflatten(0, (self.length, self.width))
-        return folded.permute(1, 2, 0, 3)
+        folded = x_THE[self.begin : self.end]
+        return folded.reshape(self.length, self.width, *x_THE.shape[1:]).permute(1, 2, 0, 3)
 
     def repeat(self, x_MGE: Tensor) -> Tensor:
         """Return the keys of every sequence of the batch (d, G, P, E)."""
@@ -87,12 +87,11 @@ def folded_backward(
     dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
     dq[:, : fold.begin] = 0
     for b in range(len(q)):
+        of_out, queries, seen = (fold.view(x[b]) for x in (grad, q, out))
+        keys, values = fold.repeat(k[b]), fold.repeat(v[b])
         stats = fold.view(lse[b, :, :, None]).contiguous()
-        *views, found = (fold.view(x[b]) for x in (grad, q, out, dq))
-        of_q, of_k, of_v = causal_backward(
-            *views, fold.repeat(k[b]), fold.repeat(v[b]), stats, scale
-        )
-        found.copy_(of_q)
+        of_q, of_k, of_v = causal_backward(of_out, queries, seen, keys, values, stats, scale)
+        fold.view(dq[b]).copy_(of_q)
         for sums, parts in ((dk[b], of_k), (dv[b], of_v)):
             sums[: fold.length] = parts.sum(dim=0, dtype=torch.float32).transpose(0, 1)
     if fold.end < q.shape[1]:
@@ -102,10 +101,16 @@ def folded_backward(
 
 def weights_of_rest(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the weights of tokens that see all keys (B, t, G, R, M), and lse, in fp32."""
-    q_BtGRE = q.unflatten(2, (k.shape[2], -1)).float()
+    q_BtGRE = _by_group(q, k)
     scores = torch.einsum("btgre,bmge->btgrm", q_BtGRE, k.float()) * scale
     lse = scores.logsumexp(dim=-1)
     return (scores - lse[..., None]).exp(), lse
+
+
+def _by_group(x_BTHE: Tensor, k: Tensor) -> Tensor:
+    """Return heads by group of keys (B, T, G, R, E), in fp32."""
+    B, T, _, E = x_BTHE.shape
+    return x_BTHE.reshape(B, T, k.shape[2], -1, E).float()
 
 
 def _add_rest(
@@ -114,8 +119,8 @@ def _add_rest(
 ) -> None:  # fmt: skip
     """Write the gradient of the tokens behind the fold, and add to those of keys and values."""
     dq, dk, dv = into
-    q, grad = (x[:, fold.end :].unflatten(2, (k.shape[2], -1)).float() for x in (q, grad))
-    weights, _ = weights_of_rest(q.flatten(2, 3), k, scale)
+    weights, _ = weights_of_rest(q[:, fold.end :], k, scale)
+    q, grad = (_by_group(x[:, fold.end :], k) for x in (q, grad))
     dv += torch.einsum("btgrm,btgre->bmge", weights, grad)
     of_weights = torch.einsum("btgre,bmge->btgrm", grad, v.float())
     dots = (weights * of_weights).sum(dim=-1, keepdim=True)

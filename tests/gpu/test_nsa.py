@@ -71,9 +71,9 @@ def test_a_graph_can_hold_it() -> None:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize(("length", "least"), [(16384, 1.0), (65536, 2.5)])
+@pytest.mark.parametrize(("length", "least"), [(16384, 1.35), (65536, 3.7)])
 def test_faster_than_the_best_dense_kernel(length: int, least: float) -> None:
-    """What holds today. The goals are 1.5 and 4: benchmarks/nsa.py."""
+    """Less than was measured (1.48 and 4.15, benchmarks/nsa.py): GPUs of a kind differ."""
     if "H200" not in torch.cuda.get_device_name():
         pytest.skip("the ratios are those of an H200")
     row = time_both(Shape(64, 4, 128), length)

@@ -19,6 +19,7 @@ CASES = {
     "one_head_odd_width": (33, 2, 2, 12, (4, 4, 16, 3, 50), []),
     "tiles_seen_whole": (97, 2, 1, 16, (4, 2, 16, 3, 70), []),
     "one_token": (1, 2, 1, 16, (4, 2, 16, 3, 7), []),
+    "two_rows": (37, 4, 2, 16, (8, 4, 16, 3, 9), []),
 }
 
 
@@ -37,12 +38,13 @@ def run(name: str, kernels: str) -> tuple[Attended, list[Tensor]]:
     """Return the branches, and gradients of queries, keys and values."""
     T, H, G, E, letters, begins = CASES[name]
     sizes, noise = Sizes(*letters), torch.Generator().manual_seed(0)
-    q = torch.randn(1, T, H, E, generator=noise, requires_grad=True)
-    kv = [torch.randn(1, T, G, E, generator=noise, requires_grad=True) for _ in range(6)]
+    B = 2 if name == "two_rows" else 1
+    q = torch.randn(B, T, H, E, generator=noise, requires_grad=True)
+    kv = [torch.randn(B, T, G, E, generator=noise, requires_grad=True) for _ in range(6)]
     firsts = [max((b for b in begins if b <= t), default=0) for t in range(T)]
     first = torch.tensor([firsts], dtype=torch.int32) if begins else None
     compressed = [mean_blocks(x, sizes) for x in kv[:2]]
-    gates = torch.rand(1, T, H, 3, generator=noise, requires_grad=True)
+    gates = torch.rand(B, T, H, 3, generator=noise, requires_grad=True)
     settings = Settings(sizes, kernels=kernels)  # type: ignore[arg-type]
     found = attend(q, Keys(*compressed, *kv[2:]), gates, first, settings)
     leaves = [q, *kv, gates]
