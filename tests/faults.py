@@ -151,7 +151,7 @@ LIST = [
         f"{DRILL}::test_f23_unequal_shares_of_a_step_are_told",
     ),
     Fault(
-        "F24", "one rank is slow in backward", "named with the part within 20 steps",
+        "F24", "one rank is slow in backward", "named with the part within 20 steps of 50 ms",
         f"{DRILL}::test_f24_a_slow_rank_is_named_while_it_runs_and_in_the_report",
     ),
     Fault(

@@ -6,6 +6,7 @@ CI has installed some things and says which, in PACELINE_REQUIRED: then their ab
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NamedTuple, TypeVar
@@ -70,6 +71,7 @@ EXCUSES = [
     Excuse(r"namespaces: (not installed|needs root|no namespaces)", namespaces_cannot_be_made),
     Excuse(r"root may write anywhere", lambda: os.geteuid() == 0),
     Excuse(r"only root can mount", lambda: os.geteuid() != 0),
+    Excuse(r"SIGHUP is ignored here", lambda: signal.getsignal(signal.SIGHUP) is signal.SIG_IGN),
     Excuse(r"file systems cannot be mounted here", lambda: True),
 ]
 

@@ -60,7 +60,8 @@ class Deadlines:
         self._interval_s = min([1.0, *(seconds / 10 for seconds in known)])
 
     def missed(self) -> Deadline | None:
-        """Return the deadline that has passed, if one has."""
+        """Return the deadline that has passed, if one has. A rank that began step 1 too late, but
+        before this looked, is let go on: it is not stuck."""
         now, limits = self._now(), self._limits
         if now - self._looked_at < self._interval_s:
             return None

@@ -61,11 +61,11 @@ def test_a_pair_its_files_its_gate_and_compare(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_that_dies_fails_the_pair(tmp_path: Path) -> None:
+def test_a_run_that_fails_fails_the_pair(tmp_path: Path) -> None:
     words = ("fused_adamw", *SMALL, "--repeats", "1", "--steps", "8", "--out", "b")
-    ran = paceline("bench", "run", *words, "launch.start_s=0.01", cwd=tmp_path)
+    ran = paceline("bench", "run", *words, "optim.lr=1e30", cwd=tmp_path)
     assert ran.code == 1
-    assert "fused_adamw: failed: many: repeat 1: stall (exit 6)" in ran.out
+    assert "fused_adamw: failed: many: repeat 1: nan (exit 7)" in ran.out
     assert "0 of 1 pairs ok, 1 failed" in ran.out
 
 

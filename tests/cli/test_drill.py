@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from paceline.records.events import Event, iter_events
 from tests import warm
 from tests.cli.bench import SMALL, Bench, finish, wait_until
 from tests.cli.program import Ran, environment, paceline
-from tests.jobs import LINE
+from tests.jobs import LINE, write_line_job
 
 pytestmark = pytest.mark.slow
 
@@ -28,18 +29,23 @@ TINY = [
 SHARE = "0.5"  # of a step; a fifth is for unit tests and for the benchmark, on a quiet machine
 
 
-def drill(folder: Path, fault: str, *words: str) -> tuple[Ran, dict[str, Any], list[Event]]:
+def drill(
+    folder: Path, fault: str, *words: str, job: Sequence[str] = ("lm_tiny", *TINY)
+) -> tuple[Ran, dict[str, Any], list[Event]]:
     """Run a drill; return how it ended, what it found and what was noticed on the way."""
     ran = paceline(
-        "drill", "lm_tiny", *TINY, *words, "--fault", fault, "--share", SHARE, "--out", "run",
-        "--json", cwd=folder,
+        "drill", *job, *words, "--fault", fault, "--share", SHARE, "--out", "run", "--json",
+        cwd=folder,
     )  # fmt: skip
     (told,) = json.loads(ran.out)
     return ran, told, list(iter_events(folder / "run" / "events.jsonl"))
 
 
 def test_f24_a_slow_rank_is_named_while_it_runs_and_in_the_report(tmp_path: Path) -> None:
-    ran, told, events = drill(tmp_path, "slow_backward")
+    """Steps that sleep take 50 ms and more on any machine, so 15 of them are the 0.75 s
+    (`observe.rules.straggler_s`) for which a rank of shorter steps must be slow to be named."""
+    slow_steps = [write_line_job(tmp_path, "time.sleep(0.05)"), *SMALL, "launch.nproc=2"]
+    ran, told, events = drill(tmp_path, "slow_backward", "train.steps=60", job=slow_steps)
     assert ran.code == 0 and told["named"], ran.err
     (slow,) = [event for event in events if event.kind == "straggler"]
     assert slow.rank == 1 and slow.evidence["part"] == "backward"
@@ -60,8 +66,8 @@ def test_f21_a_collective_that_is_left_out_is_named_with_rank_and_step(tmp_path:
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "pipeline"])
 @pytest.mark.parametrize(
     "fault",
-    ["kill", "hang", "slow_data", "slow_forward", "slow_optimizer", "slow_disk", "nan",
-     "out_of_memory", "full_disk"],
+    ["kill", "hang", "slow_data", "slow_forward", "slow_backward", "slow_optimizer", "slow_disk",
+     "nan", "out_of_memory", "full_disk"],
 )  # fmt: skip
 def test_every_fault_is_named_under_every_strategy(
     fault: str, strategy: str, tmp_path: Path

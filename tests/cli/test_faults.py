@@ -257,9 +257,14 @@ def test_term_to_the_whole_group_stops_ranks_in_order(bench: Bench) -> None:
 
 
 def test_check_names_a_rank_that_hangs(bench: Bench) -> None:
-    process = bench.start("check", "launch.nproc=2", "launch.device=cpu", "launch.total_s=4")
+    words = ["check", "launch.nproc=2", "launch.device=cpu", "launch.total_s=4", "--out", "run"]
+    process = bench.start(*words)
+    log = bench.folder / "run/launcher.log"
+    wait_until(lambda: log.is_file() and "rank 1 is process" in log.read_text(), 60, "both ranks")
+    os.kill(bench.ranks()[1], signal.SIGSTOP)
     ran = finish(process)
     assert ran.code == 3 and "it took longer than 4 s" in ran.out, ran.err
+    assert "rank 1" in ran.out and "stopped by a signal" in ran.out
 
 
 @pytest.mark.parametrize("target", ["supervisor", "rank"])

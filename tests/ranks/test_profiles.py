@@ -153,7 +153,7 @@ def test_a_live_run_is_profiled_when_it_is_asked(
 
     asker = threading.Thread(target=ask, daemon=True)
     asker.start()
-    slow = ["train.steps=3000", "train.log_every=1", "launch.device=cpu"]
+    slow = ["train.steps=100000", "train.log_every=1", "launch.device=cpu"]
     stop = threading.Thread(target=_stop_when_there, args=(run,), daemon=True)
     stop.start()
     run_here(run.root, "lm_tiny", [*TINY, *slow, "checkpoint.at_stop=false"])

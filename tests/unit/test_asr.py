@@ -195,6 +195,45 @@ def test_a_base_of_four_bits_has_the_planned_size_and_trains_adapters() -> None:
 
 
 @slow
+def test_an_evaluation_leaves_a_base_of_four_bits_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """bitsandbytes would pack it anew where it takes the CPU for one with AVX512-BF16: for good,
+    without gradients, and only where rows come in 32s, as here."""
+    packing = pytest.importorskip("bitsandbytes.nn.modules")
+    from paceline.workloads.asr.lora import merge_adapters
+
+    monkeypatch.setattr(packing, "has_avx512bf16", lambda: True)
+    wide = [f"model.hf_config.{side}_ffn_dim=64" for side in ("encoder", "decoder")]
+    four = [*LORA, "model.base=nf4", "checkpoint.weights=trained", "model.hf_config.d_model=64"]
+    job = prepared(tiny(*four, *wide))
+    model: Any = job.workload.build_model(job.config)
+    data: Any = job.workload.build_data(job.config, "train")
+    batch = data.collate_fn([data[0], data[1]])
+    before = learned(job, model, batch)
+    inputs = {
+        "input_features": torch.randn(1, 20, 500),
+        "decoder_input_ids": torch.ones(1, 3).long(),
+    }
+    with torch.no_grad():
+        expected = model.eval()(**inputs).logits
+    after = learned(job, model, batch)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    merge_adapters(model)
+    torch.testing.assert_close(model.eval()(**inputs).logits, expected, rtol=1e-3, atol=1e-4)
+
+
+def learned(job: Job, model: Any, batch: Any) -> dict[str, torch.Tensor]:
+    """The loss of a batch and its gradients, by name."""
+    model.train().zero_grad()
+    loss, *_ = job.workload.loss(model, batch)
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **grads}
+
+
+@slow
 def test_what_cannot_be_is_refused_with_its_name(tmp_path: Path) -> None:
     base = save_whisper(tmp_path / "base")
     (tmp_path / "pickled").mkdir()

@@ -74,6 +74,10 @@ def pack_base(model: nn.Module) -> None:
             module.in_features, module.out_features, bias=module.bias is not None, quant_type="nf4"
         )
         packed.bias = module.bias
+        # On a CPU with AVX512-BF16 the first evaluation would pack its weight anew: for good, in a
+        # layout through which no gradient goes and that is not computed back when merged, and only
+        # where rows come in 32s.
+        packed.support_avx512bf16_for_cpu = False
         if module.weight.is_meta:  # to count bytes: two numbers in each
             empty = torch.empty(-(-module.weight.numel() // 2), 1, dtype=torch.uint8, device="meta")
             packed.weight = nn.Parameter(empty, requires_grad=False)
