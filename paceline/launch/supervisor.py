@@ -8,7 +8,6 @@ is a loop in the main thread; signal handlers only write to a log that the loop 
                          one that is busy outside a collective would not notice for long
 """
 
-import multiprocessing
 import signal
 import socket
 import time
@@ -24,7 +23,7 @@ from paceline.launch.ending import LaunchEnd
 from paceline.launch.process import REAP_S, RankProcess, count_oom_kills, wait_for_any
 from paceline.launch.rank import RankSpec
 from paceline.launch.signals import SignalLog, kill_time, request_for
-from paceline.machine.fork_server import PRELOADED
+from paceline.machine.fork_server import set_preloads
 from paceline.records import Limits, RankEnd, RankVerdict
 from paceline.records.disk import Appender, release, reserve, save_last
 from paceline.records.rundir import RunDir
@@ -62,7 +61,7 @@ class Supervisor:
 
     def run(self, signals: SignalLog) -> LaunchEnd:
         """Run all ranks. The caller logs `signals`: one may have come before the first rank."""
-        multiprocessing.set_forkserver_preload(PRELOADED)
+        set_preloads()
         try:
             self._start(signals)
             beats = {rank.rank: partial(getattr, rank, "beat") for rank in self.ranks}
