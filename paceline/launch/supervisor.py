@@ -247,12 +247,20 @@ class Supervisor:
     def _settle(self, signals: SignalLog) -> None:
         """Wait a moment for the signal that a failure may be due to: a launcher that ends a run
         signals every supervisor, and ranks fail as their peers go. Then the signal is the cause."""
-        if any(self._has_failed(r) for r in self.ranks) and not signals.stops:
-            time.sleep(SETTLE_S)
+        if self._fails_by_signals and any(self._has_failed(r) for r in self.ranks):
+            if not signals.stops:
+                time.sleep(SETTLE_S)
         if signals.stops and self.signal is None and not self.has_killed:
             self.signal = signals.first
             for rank in self.ranks:
                 rank.asked_to_end = True
+
+    @property
+    def _fails_by_signals(self) -> bool:
+        """Say whether a rank may fail by a signal that we get, too: it has peers elsewhere, or dies
+        on one itself. Where neither is so, the next attempt need not wait."""
+        first = self.specs[0]
+        return len(self.specs) < first.place.world_size or not first.task.polls_requests
 
     def _conclude(self) -> LaunchEnd:
         oom_kills = count_oom_kills() - self._oom_kills
