@@ -8,7 +8,6 @@ is a loop in the main thread; signal handlers only write to a log that the loop 
                          one that is busy outside a collective would not notice for long
 """
 
-import multiprocessing
 import signal
 import socket
 import time
@@ -24,7 +23,7 @@ from paceline.launch.ending import LaunchEnd
 from paceline.launch.process import REAP_S, RankProcess, count_oom_kills, wait_for_any
 from paceline.launch.rank import RankSpec
 from paceline.launch.signals import SignalLog, kill_time, request_for
-from paceline.machine.fork_server import PRELOADED
+from paceline.machine.fork_server import set_preloads
 from paceline.records import Limits, RankEnd, RankVerdict
 from paceline.records.disk import Appender, release, reserve, save_last
 from paceline.records.rundir import RunDir
@@ -62,7 +61,7 @@ class Supervisor:
 
     def run(self, signals: SignalLog) -> LaunchEnd:
         """Run all ranks. The caller logs `signals`: one may have come before the first rank."""
-        multiprocessing.set_forkserver_preload(PRELOADED)
+        set_preloads()
         try:
             self._start(signals)
             beats = {rank.rank: partial(getattr, rank, "beat") for rank in self.ranks}
@@ -248,12 +247,20 @@ class Supervisor:
     def _settle(self, signals: SignalLog) -> None:
         """Wait a moment for the signal that a failure may be due to: a launcher that ends a run
         signals every supervisor, and ranks fail as their peers go. Then the signal is the cause."""
-        if any(self._has_failed(r) for r in self.ranks) and not signals.stops:
-            time.sleep(SETTLE_S)
+        if self._fails_by_signals and any(self._has_failed(r) for r in self.ranks):
+            if not signals.stops:
+                time.sleep(SETTLE_S)
         if signals.stops and self.signal is None and not self.has_killed:
             self.signal = signals.first
             for rank in self.ranks:
                 rank.asked_to_end = True
+
+    @property
+    def _fails_by_signals(self) -> bool:
+        """Say whether a rank may fail by a signal that we get, too: it has peers elsewhere, or dies
+        on one itself. Where neither is so, the next attempt need not wait."""
+        first = self.specs[0]
+        return len(self.specs) < first.place.world_size or not first.task.polls_requests
 
     def _conclude(self) -> LaunchEnd:
         oom_kills = count_oom_kills() - self._oom_kills

@@ -8,6 +8,7 @@ process hold locked is locked in its child for ever. Nothing here imports torch 
 """
 
 import fcntl
+import gc
 import importlib
 import multiprocessing
 import os
@@ -26,11 +27,12 @@ from typing import Any, NoReturn
 from paceline.errors import DiskError
 from paceline.machine.launchers import LAUNCHERS
 
-# What the server imports, in this order: what a training rank needs. The middle is what the process
-# that plans needs, too. DDP, FSDP and torch's optimizers load the compiler with their first step:
-# 2 s in each rank of each attempt.
-SHARED = ["paceline.launch.rank", "paceline.train.worker"]
-PRELOADED = ["paceline.launch.fork_server_init", *SHARED, "torch._dynamo"]
+# What the server imports, in this order: what a training rank needs. The process that plans needs
+# SHARED alone, and goes on while its child imports the rest. DDP, FSDP and torch's optimizers load
+# the compiler with their first step: 2 s in each rank of each attempt.
+SHARED = "paceline.launch.rank"
+FIRST, LAST = "paceline.launch.fork_server_init", "paceline.launch.fork_server_loaded"
+PRELOADED = [SHARED, "paceline.train.worker", "torch._dynamo"]
 OWNER = "paceline-owner"  # in the temporary folder of a supervisor
 MAX_TEMPORARY = 60  # letters of TMPDIR; with the rest a socket's path may have 107
 
@@ -40,14 +42,36 @@ def start_early(launcher: str = "auto", preloads: Sequence[str] = ()) -> None:
     `preloads` are modules that it imports beside its own."""
     if launcher not in LAUNCHERS or LAUNCHERS[launcher].is_local:
         temporary_folder()
-        multiprocessing.set_forkserver_preload([*PRELOADED, *preloads])
+        set_preloads(preloads)
         if "torch" in sys.modules or threading.active_count() > 1:
             forkserver.ensure_running()
             return
-        for name in SHARED:
-            importlib.import_module(name)
+        with settled_imports():
+            importlib.import_module(SHARED)
         with _forked():
             forkserver.ensure_running()
+
+
+def set_preloads(more: Sequence[str] = ()) -> None:
+    """Say what the server imports, should it be started now, and what it does before and after."""
+    multiprocessing.set_forkserver_preload([FIRST, *PRELOADED, *more, LAST])
+
+
+@contextmanager
+def settled_imports() -> Iterator[None]:
+    """Import without the garbage collector, which walks all that is there again and again and finds
+    nothing: a sixth of the time. What was imported is taken out of its later rounds; what was
+    garbage before goes first."""
+    if not gc.isenabled():  # whoever has called us collects by himself
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from paceline.config.schema import RunConfig
 from paceline.records import Choice, Env, Finding, MemoryPlan, Plan, Recompute
 from paceline.records.words import size
 from paceline.strategies import find_strategy
-from paceline.strategies.blocks import find_blocks
-from paceline.strategies.compose import KEPT_OPS
+from paceline.strategies.blocks import KEPT_OPS, find_blocks
 from paceline.strategies.precision import compute_context
 from paceline.workloads.base import Workload
 

@@ -1,11 +1,22 @@
 """The repeated parts of a model: what is sharded, recomputed or compiled one by one. Its sizes."""
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.strategies.shape import ModelShape, ParameterShape
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+# What `selective` keeps: the products that cost most to repeat. All else is cheap to redo.
+KEPT_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 
 from paceline.strategies.base import EngineParts
 from paceline.strategies.batchnorm import has_statistics, sync_batchnorm, untracked
-from paceline.strategies.blocks import find_blocks, find_tail
+from paceline.strategies.blocks import KEPT_OPS, find_blocks, find_tail
 from paceline.strategies.fp8 import convert_layers
 from paceline.strategies.objective import Objective
 from paceline.strategies.offload import Offloader
@@ -26,16 +26,6 @@ from paceline.strategies.optim import freeze
 from paceline.strategies.weights import fill_weights
 from paceline.workloads.meta import on_meta
 
-# What `selective` keeps: the products that cost most to repeat. All else is cheap to redo.
-KEPT_OPS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-}
 SPARSE = "paceline.nsa.default"  # by name: it is there once Triton has been imported
 
 

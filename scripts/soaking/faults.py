@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint.folder import TEMPORARY
-from soaking.program import START_S, Program, SoakError
+from soaking.program import PREEMPTED, START_S, STOP_S, Program, SoakError
 
-STOP_S, SAVE_S = 60.0, 30.0
-PREEMPTED, KILLED = 75, -signal.SIGKILL
+SAVE_S, KILLED = 30.0, -signal.SIGKILL
 PAST = 12  # steps; more than a heartbeat may be behind
 
 Strike = Callable[[Program, random.Random], str]
@@ -81,8 +80,7 @@ def wait_for_save(program: Program) -> None:
 
 
 def preempt(program: Program, draw: random.Random) -> str:
-    program.process.send_signal(signal.SIGTERM)
-    program.wait_for_exit(PREEMPTED, STOP_S)
+    program.stop()
     program.resume()
     return "supervisor"
 
@@ -103,8 +101,7 @@ def kill_supervisor(program: Program, draw: random.Random) -> str:
 
 def damage(program: Program, draw: random.Random) -> str:
     """Stop it, damage the newest checkpoint, resume: it must name that one and take another."""
-    program.process.send_signal(signal.SIGTERM)
-    program.wait_for_exit(PREEMPTED, STOP_S)
+    program.stop()
     newest = program.checkpoints.steps()[0]
     file = draw.choice(sorted(program.checkpoints.manifest(newest).files))
     how = draw.choice([truncate, flip_bit])

@@ -4,6 +4,7 @@ Every process carries a mark in its environment: nothing without it is ever sign
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,8 @@ from paceline.train.heartbeat import read_mark
 
 MARK = "PACELINE_SOAK_MARK"
 POLL_S = 0.02
-START_S, GONE_S = 90.0, 5.0
+START_S, STOP_S, GONE_S = 90.0, 60.0, 5.0
+PREEMPTED = 75
 LAUNCHERS = ("SLURM", "OMPI_COMM", "PMI", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
@@ -53,8 +55,13 @@ class Program:
                 cwd=self.folder, env=env, stdout=screen, stderr=screen, start_new_session=True,
             )  # fmt: skip
 
-    def resume(self) -> None:
-        self.start("--resume", str(self.run.root))
+    def resume(self, *changes: str) -> None:
+        self.start("--resume", str(self.run.root), *changes)
+
+    def stop(self) -> None:
+        """Preempt it: it must write a checkpoint and leave."""
+        self.process.send_signal(signal.SIGTERM)
+        self.wait_for_exit(PREEMPTED, STOP_S)
 
     @property
     def process(self) -> "subprocess.Popen[bytes]":
@@ -153,16 +160,18 @@ class Program:
             self._process.wait()
 
 
-def overrides(steps: int, ranks: int, tokens: Path) -> Sequence[str]:
+def overrides(steps: int, most: int, ranks: int, tokens: Path) -> Sequence[str]:
     """lm_tiny, smaller: fp32 and AdamW on CPU, a checkpoint every 20 steps, restarts without end.
-    Heartbeats are quick and silence is noticed soon, so that a frozen rank costs seconds."""
+    Learning rates are those of `most` steps, however many are taken. Heartbeats are quick, and
+    silence of 3 s, some 50 steps, is a stall: a frozen rank costs seconds."""
     return (
         "name=soak", "model.dim=64", "model.num_layers=2", "data.seq_len=32",
         f"data.cache_dir={tokens}", "data.source=stdlib", "data.max_files=40",
         "data.val_fraction=0.2",
         "data.num_workers=1", f"train.steps={steps}", "train.micro_batch_size=2",
         "train.eval_every=100", "train.eval_samples=32", "precision.mode=fp32",
-        "optim.schedule.warmup_steps=20", f"launch.nproc={ranks}", "launch.device=cpu",
-        "launch.max_restarts=1000", "launch.progress_s=6", "observe.heartbeat_s=0.2",
+        "optim.schedule.warmup_steps=20", f"optim.schedule.total_steps={most}",
+        f"launch.nproc={ranks}", "launch.device=cpu",
+        "launch.max_restarts=1000", "launch.progress_s=3", "observe.heartbeat_s=0.2",
         "observe.sample_ids=true", "checkpoint.every=20",
     )  # fmt: skip

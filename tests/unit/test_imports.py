@@ -8,6 +8,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[2] / "paceline"
 
 # Each package may import from itself, from those on its own line that do not import it, and from
@@ -111,8 +113,10 @@ def test_runs_without_torch() -> None:
 def test_every_module_imports() -> None:
     kernels = {name for name in modules() if name.startswith("paceline.kernels.")}
     without_triton = kernels if importlib.util.find_spec("triton") is None else set()
-    # It makes its process ignore signals, and this one has tests to run that send some.
-    left_out = {"paceline.__main__", "paceline.launch.fork_server_init"} | without_triton
+    # They make their process ignore signals, and this one has tests to run that send some; and
+    # settle its heap.
+    server = {f"paceline.launch.fork_server_{when}" for when in ("init", "loaded")}
+    left_out = {"paceline.__main__"} | server | without_triton
     for module in set(modules()) - left_out:
         importlib.import_module(module)
 
@@ -127,3 +131,18 @@ def test_models_know_nothing_of_ranks() -> None:
             if isinstance(node, ast.Import | ast.ImportFrom)
         ]
         assert "distributed" not in "".join(imports), file
+
+
+# What takes a tenth of a second or more to import, and who can do without it: a process that plans
+# leaves it to the fork server, and a rank of most strategies needs no other optimizers.
+SPARED = {
+    "paceline.run.flow": ("paceline.train.worker", "torch.distributed.tensor", "sympy", "triton"),
+    "paceline.strategies.pipeline.build": ("torch.distributed.optim",),
+}
+
+
+@pytest.mark.parametrize("module", SPARED)
+def test_spares_what_takes_long_to_import(module: str) -> None:
+    code = f"import sys, {module}; print(*set(sys.modules) & {set(SPARED[module])})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

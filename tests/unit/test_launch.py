@@ -13,14 +13,18 @@ from paceline.job import load_job
 from paceline.launch.base import Task
 from paceline.launch.deadlines import Deadlines, explain_missed
 from paceline.launch.ending import LaunchEnd, judge_end
+from paceline.launch.local import build_spec
 from paceline.launch.member import take_part
+from paceline.launch.signals import SignalLog
 from paceline.launch.slurm import batch_script
+from paceline.launch.supervisor import Supervisor
 from paceline.machine.fabric import NODE_CACHE, choose_fabric, make_node_caches
 from paceline.machine.facts import allowed_variables
 from paceline.machine.gpus import rocm_gpus
+from paceline.machine.group import StoreAddress
 from paceline.machine.hosts import read_hostfile
 from paceline.machine.launchers import LAUNCHERS
-from paceline.machine.topology import Topology
+from paceline.machine.topology import RankId, Topology
 from paceline.plan.crew import check_crew, choose_crew
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Gpu, Limits, Link, RankEnd
@@ -331,6 +335,24 @@ def test_the_total_deadline_and_ranks_that_have_finished(tmp_path: Path) -> None
     assert deadlines.missed() is None, "it has said its last word"
     clock.now = 1001
     assert deadlines.missed() == "total"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "polls", "waits"), [(2, True, False), (2, False, True), (3, True, True)]
+)
+def test_a_failure_waits_for_a_signal_where_one_may_be_its_cause(
+    world_size: int, polls: bool, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where all ranks are ours and only note signals: each restart would take 0.2 s more."""
+    launch, run = draw("launch.nproc=2", "launch.device=cpu", by="local"), RunDir(tmp_path)
+    task, store = Task("train", print, "paceline.run", polls), StoreAddress("localhost", 1, "")
+    specs = [build_spec(launch, run, RankId(r, r, world_size), store, task) for r in range(2)]
+    here, slept = Supervisor(run, specs, launch.limits), list[float]()
+    monkeypatch.setattr("paceline.launch.supervisor.time.sleep", slept.append)
+    monkeypatch.setattr(here, "_has_failed", lambda rank: True)
+    monkeypatch.setattr(here, "ranks", [None])
+    here._settle(SignalLog())
+    assert bool(slept) == waits
 
 
 def test_the_rank_that_is_behind_is_blamed(tmp_path: Path) -> None:
