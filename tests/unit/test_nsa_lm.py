@@ -17,6 +17,7 @@ from paceline.job import load_job
 from paceline.plan.policy import keep_route
 from paceline.strategies.weights import fill_weights
 from paceline.train.audit_sparse import find_ranges, sparse_proofs
+from paceline.workloads.lm.export import as_llama
 from paceline.workloads.lm.model import flops_per_token
 from paceline.workloads.lm.nsa import Sparse, SparseLM, sparse_flops_per_token
 from paceline.workloads.lm.workload import LMModel
@@ -57,6 +58,12 @@ def test_token_by_token_is_all_at_once(phi: str) -> None:
             at = [min(part.shape[1] + step, n - 1) for part, n in zip(prompt, lengths, strict=True)]
             new = torch.cat([row[:, i : i + 1] for row, i in zip(rows, at, strict=True)])
             logits = model(new, past=past)[:, -1]
+
+
+def test_others_have_no_form_of_it() -> None:
+    with pytest.raises(ConfigError, match="no other program has native sparse attention") as error:
+        as_llama(build())
+    assert "paceline generate" in str(error.value)
 
 
 def test_documents_do_not_see_each_other() -> None:
