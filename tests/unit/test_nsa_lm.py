@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from paceline.config.nsa_variables import VARIABLES, read_variables
 from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.plan.policy import keep_route
+from paceline.records import Env
 from paceline.strategies.weights import fill_weights
 from paceline.train.audit_sparse import find_ranges, sparse_proofs
 from paceline.workloads.lm.export import as_llama
@@ -143,6 +145,35 @@ def test_what_cannot_be_is_refused() -> None:
         load_job("lm_tiny", ["attention.nsa.d=12"])
     idle = plan("attention.nsa.w=64").findings
     assert any(found.where == "attention.nsa" and "no effect" in found.what for found in idle)
+
+
+@pytest.mark.parametrize(
+    ("asked", "env", "where", "says"),
+    [
+        (["kernels=triton"], machine(), "kernels", "the ranks are on CPU"),
+        (["l_sel=48"], H200, "l_sel", "l_sel 48 over d 16: not powers"),
+        (["l_sel=48", "kernels=triton"], H200, "l_sel", "l_sel 48 over d 16: not powers"),
+        (["ranges=v1"], H200, "ranges", "Triton reads the blocks themselves"),
+    ],
+)
+def test_what_kernels_cannot_take_is_said(
+    asked: list[str], env: Env, where: str, says: str
+) -> None:
+    words = [f"attention.nsa.{word}" for word in (*asked, "route=sparse")]
+    made = plan("attention.impl=nsa", *words, machine=env)
+    said = [f for f in made.findings if f.where == f"attention.nsa.{where}"]
+    assert len(said) == 1 and says in said[0].what
+    assert (said[0].severity == "error") == ("kernels=triton" in asked)
+
+
+def test_wide_heads_are_left_to_torch() -> None:
+    asked = ["attention.impl=nsa", "attention.nsa.route=sparse", "model.dim=1536",
+             "model.num_heads=4", "model.num_kv_heads=2"]  # fmt: skip
+    (said,) = (f for f in plan(*asked, machine=H200).findings if "nsa" in f.where)
+    assert "heads of 384" in said.what and said.severity == "warning"
+    for head, ours in ((256, True), (384, False)):
+        q = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 1, 4, head))
+        assert Settings().uses_kernels(q) == ours  # type: ignore[arg-type]
 
 
 @pytest.mark.slow  # imports transformers
