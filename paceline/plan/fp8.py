@@ -38,7 +38,8 @@ def plan_fp8(
     """Decide for every matrix of the model."""
     asked, recipe = config.precision, config.precision.fp8_recipe
     gathers = strategy.shards(config) and recipe == "tensorwise" and asked.fp8_all_gather != "off"
-    has_kernel = recipe == "tensorwise" and not gathers and plan.kernels.value == "triton"
+    is_ours = bool(workload.own_kernels) and plan.kernels.value == "triton"
+    has_kernel = is_ours and recipe == "tensorwise" and not gathers
     rate = CAST_BYTES_PER_S["triton" if has_kernel else "torch"]
     tokens = count_tokens(config, workload)
     kept: dict[str, str] = {}

@@ -53,6 +53,20 @@ def test_fp8_takes_large_layers_and_says_why_others_stay() -> None:
     assert "multiples of 16" in odd.fp8.kept["blocks.0.ffn.down.weight"]
 
 
+@pytest.mark.slow  # imports transformers
+def test_a_model_without_our_kernels_gains_what_torchao_gains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton updates its weights, but its layers are torchao's."""
+    monkeypatch.setattr("paceline.plan.kernels.find_spec", lambda name: name)
+    asked = [FP8, "precision.fp8_layers=all"]
+    ours = plan(*asked, source="mae_tiny", machine=H200)
+    theirs = plan(*asked, "train.kernels=torch", source="mae_tiny", machine=H200)
+    assert (ours.kernels.value, theirs.kernels.value) == ("triton", "torch")
+    assert ours.fp8 is not None and theirs.fp8 is not None
+    assert ours.fp8.layers and ours.fp8.gain == theirs.fp8.gain
+
+
 @pytest.mark.parametrize(
     ("overrides", "env", "says"),
     [
