@@ -66,8 +66,9 @@ def plan_fp8(
 
 
 def count_tokens(config: RunConfig, workload: Workload) -> int:
-    """Return the rows of a layer's input: the units of a microbatch, where they are known."""
-    units = workload.units_per_sample(config)
+    """Return the rows of a layer's input: the tokens of a microbatch, where they are known. Of
+    samples each has many."""
+    units = workload.units_per_sample(config) if workload.unit == "tokens" else None
     return config.train.micro_batch_size * units if units else UNKNOWN_TOKENS
 
 

@@ -67,6 +67,14 @@ def test_a_model_without_our_kernels_gains_what_torchao_gains(
     assert ours.fp8.layers and ours.fp8.gain == theirs.fp8.gain
 
 
+@pytest.mark.slow  # imports transformers
+def test_images_are_no_rows() -> None:
+    """A layer's input has a row for each patch: of 64 images some thousand, not 64."""
+    wide = ["model.hf_config.hidden_size=4096", "model.hf_config.intermediate_size=16384"]
+    made = plan(FP8, *wide, "train.micro_batch_size=64", source="mae_tiny", machine=H200)
+    assert made.fp8 is not None and made.fp8.layers and made.fp8.gain > 1.1
+
+
 @pytest.mark.parametrize(
     ("overrides", "env", "says"),
     [
