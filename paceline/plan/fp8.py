@@ -98,11 +98,23 @@ def _keeps_bf16(parameter: ParameterShape, bf16_s: float, fp8_s: float, asked: s
     return ""
 
 
-def check_fp8(env: Env, plan: Plan, strategy: Strategy) -> Iterator[Finding]:
+def check_fp8(
+    config: RunConfig, env: Env, plan: Plan, workload: Workload, strategy: Strategy
+) -> Iterator[Finding]:
     """Yield why fp8 cannot be used here, or what it will bring."""
     if plan.fp8 is None:
         return
     yield from _impossible(env, plan, strategy)
+    tokens = count_tokens(config, workload)
+    if plan.on_gpu and tokens % MULTIPLE and plan.fp8.recipe != "rowwise_gw_hp":
+        yield Finding(
+            severity="error",
+            where="precision.mode",
+            what=f"{tokens} tokens in a microbatch: in fp8 gradients of weights sum over multiples"
+            f" of {MULTIPLE}",
+            hint=f"set data.seq_len or train.micro_batch_size to a multiple of {MULTIPLE}, or"
+            " precision.fp8_recipe=rowwise_gw_hp",
+        )
     if not plan.fp8.layers:
         yield Finding(
             severity="error",

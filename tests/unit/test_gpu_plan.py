@@ -67,6 +67,16 @@ def test_a_model_without_our_kernels_gains_what_torchao_gains(
     assert ours.fp8.layers and ours.fp8.gain == theirs.fp8.gain
 
 
+def test_gradients_in_fp8_sum_over_rows_in_16s() -> None:
+    """The product of a weight's gradient sums over tokens; rowwise_gw_hp takes it in bf16."""
+    odd = [FP8, "train.micro_batch_size=8", "data.seq_len=2047", "precision.fp8_layers=all"]
+    (problem,) = plan(*odd, source="lm_1b", machine=H200).problems()
+    assert "16376 tokens in a microbatch" in problem.what and "16" in problem.hint
+    high = "precision.fp8_recipe=rowwise_gw_hp"
+    assert not plan(*odd, high, source="lm_1b", machine=H200).problems()
+    assert not plan(*odd, source="lm_1b", machine=CPU).problems()
+
+
 @pytest.mark.slow  # imports transformers
 def test_images_are_no_rows() -> None:
     """A layer's input has a row for each patch: of 64 images some thousand, not 64."""
