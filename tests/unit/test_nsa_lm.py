@@ -130,6 +130,17 @@ def test_dense_attention_below_the_measured_crossover(
     assert plan(*LONG, machine=machine()).attention.value == "nsa"  # CPU: nothing is faster
 
 
+def test_other_kernels_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier Paceline found slower may be faster now."""
+    shape, source = Shape(4, 2, 32), tmp_path / "banded.py"
+    source.write_text("one = 1")
+    monkeypatch.setattr("paceline.attention.crossover.SOURCES", tmp_path)
+    before = kept_path(H200, shape)
+    assert kept_path(H200, shape) == before
+    source.write_text("one = 2")
+    assert kept_path(H200, shape) != before
+
+
 @pytest.mark.parametrize(("began", "impl"), [("nsa", "nsa"), ("sdpa", "sdpa")])
 def test_a_run_resumes_with_the_attention_it_began_with(began: str, impl: str) -> None:
     made = plan("attention.impl=nsa")
