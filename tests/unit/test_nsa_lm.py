@@ -1,8 +1,10 @@
 """The language model with native sparse attention: cache, figures, route, audit, variables."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -205,6 +207,23 @@ def test_the_audit_names_each_branch() -> None:
     assert all(proof.ok for proof in said.values()) and len(said) == 4
     on_gpu = plan("attention.impl=nsa", "attention.nsa.route=sparse", machine=H200)
     assert not any(proof.ok for proof in sparse_proofs(on_gpu, ranges)), "plain torch, and slow"
+
+
+@pytest.mark.parametrize("ranges", ["v1", "v2"])
+def test_ranges_of_the_runbook_are_marked(ranges: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    for place in ("attention.nsa", "workloads.lm.nsa"):
+        monkeypatch.setattr(
+            f"paceline.{place}.mark", lambda name, *_: told.append(name) or nullcontext()
+        )
+    with torch.device("meta"):
+        model = SparseLM(CONFIG, 40, Sparse(Settings(SIZES, ranges=ranges)))
+    fill_weights(model, model.init_module, 0, torch.device("cpu"))
+    model(torch.zeros(1, 20, dtype=torch.int64))
+    assert told == 2 * [
+        "projections+rope", "pcmp_all", "nsa.cmp", "map_pcmp_to_pslc", "nsa.choose", "topk+ranges",
+        f"nsa.sel.ranges_{ranges}", "branch_attn+gate", "nsa.sel", "nsa.win", "nsa.gate",
+    ]  # fmt: skip
 
 
 def test_variables_of_the_runbook() -> None:
