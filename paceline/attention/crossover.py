@@ -27,6 +27,7 @@ from paceline.records.files import fingerprint
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 TIMEOUT_S = 300.0
+SOURCES = Path(__file__).parent  # of what is measured
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def find_crossover(env: Env, shape: Shape) -> Crossover | str:
     path = kept_path(env, shape)
     try:
         return Crossover.load(path)
-    except DataError:  # never measured, or by another version
+    except DataError:  # never measured
         pass
     found = _measure_apart(shape)
     if isinstance(found, Crossover):
@@ -73,10 +74,12 @@ def find_crossover(env: Env, shape: Shape) -> Crossover | str:
 
 
 def kept_path(env: Env, shape: Shape) -> Path:
-    """Return where the measure of a kind of GPU, a version of torch and a shape is kept."""
+    """Return where the measure of a kind of GPU, a version of torch, these kernels and a shape is
+    kept."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     sizes = json.dumps(asdict(shape), sort_keys=True)
-    named = fingerprint(*sorted({gpu.name for gpu in env.gpus}), env.torch, sizes)
+    code = [path.read_text() for path in sorted(SOURCES.glob("*.py"))]
+    named = fingerprint(*sorted({gpu.name for gpu in env.gpus}), env.torch, sizes, *code)
     return root / "paceline" / "nsa" / f"{named}.json"
 
 

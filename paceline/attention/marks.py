@@ -3,8 +3,11 @@ it runs (the audit reads them there), nsys where `observe.nvtx` asks for ranges.
 
     projections+rope      queries, keys and values
     pcmp_all              nsa.cmp: compressed keys
-    topk+ranges           nsa.choose: scores to blocks; in plain torch also map_pcmp_to_pslc
-    branch_attn+gate      nsa.sel, nsa.win, nsa.gate; in plain torch also nsa.sel.ranges_v2
+    topk+ranges           nsa.choose: scores to blocks
+    branch_attn+gate      nsa.sel, nsa.win, nsa.gate
+
+In plain torch nsa.choose is inside map_pcmp_to_pslc, and topk+ranges has nsa.sel.ranges_v1 or _v2:
+kernels read the blocks themselves. Backward passes of kernels have names too (ops.py).
 """
 
 from collections.abc import Iterator

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Self
 
+SMALLEST_BLOCK = 16  # tokens that a tile of the tensor cores takes at once
+WIDEST_HEAD = 256
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -19,6 +22,15 @@ class Sizes:
     def of(cls, section: object) -> Self:
         """Return the sizes that a config's `attention.nsa` asks for."""
         return cls(*(getattr(section, name) for name in cls.__dataclass_fields__))
+
+    def no_kernels(self, head_dim: int) -> str:
+        """Return why no Triton kernel takes these sizes; empty: they do."""
+        each = self.l_sel // self.d
+        if self.l_sel < SMALLEST_BLOCK or self.l_sel & (self.l_sel - 1) or each & (each - 1):
+            return (
+                f"l_sel {self.l_sel} over d {self.d}: not powers of two, or below {SMALLEST_BLOCK}"
+            )
+        return f"heads of {head_dim} are above {WIDEST_HEAD}" if head_dim > WIDEST_HEAD else ""
 
     def num_compressed(self, num_tokens: int) -> int:
         """Return how many whole compression blocks `num_tokens` tokens have."""

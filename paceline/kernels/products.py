@@ -2,12 +2,30 @@
 
 Under autocast torch writes the gradient of an fp32 weight in bf16 and casts it: ten bytes of
 traffic for each weight, and a rounding. cuBLAS sums in fp32 anyway, so it can write that itself:
-four bytes."""
+four bytes. `project` says which layers are multiplied so."""
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def project(layer: nn.Linear, x: Tensor, kernels: str) -> Tensor:
+    """Apply a layer without a bias. What has taken its place computes by itself, but for layers in
+    fp8 that have a kernel."""
+    if kernels == "triton" and type(layer) is nn.Linear:
+        return linear(x, layer.weight)
+    if kernels == "triton" and is_cast_whole(layer):
+        from paceline.kernels import fp8  # with it comes Triton
+
+        if fp8.fits(x):
+            return fp8.linear(x, layer.weight)
+    return layer(x)
+
+
+def is_cast_whole(layer: nn.Module) -> bool:
+    """Say whether a layer was marked by strategies/fp8.py: one scale for each of its matrices."""
+    return getattr(layer, "is_cast_whole", False)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

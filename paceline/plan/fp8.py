@@ -38,7 +38,8 @@ def plan_fp8(
     """Decide for every matrix of the model."""
     asked, recipe = config.precision, config.precision.fp8_recipe
     gathers = strategy.shards(config) and recipe == "tensorwise" and asked.fp8_all_gather != "off"
-    has_kernel = recipe == "tensorwise" and not gathers and plan.kernels.value == "triton"
+    is_ours = bool(workload.own_kernels) and plan.kernels.value == "triton"
+    has_kernel = is_ours and recipe == "tensorwise" and not gathers
     rate = CAST_BYTES_PER_S["triton" if has_kernel else "torch"]
     tokens = count_tokens(config, workload)
     kept: dict[str, str] = {}
@@ -65,8 +66,9 @@ def plan_fp8(
 
 
 def count_tokens(config: RunConfig, workload: Workload) -> int:
-    """Return the rows of a layer's input: the units of a microbatch, where they are known."""
-    units = workload.units_per_sample(config)
+    """Return the rows of a layer's input: the tokens of a microbatch, where they are known. Of
+    samples each has many."""
+    units = workload.units_per_sample(config) if workload.unit == "tokens" else None
     return config.train.micro_batch_size * units if units else UNKNOWN_TOKENS
 
 
@@ -96,11 +98,23 @@ def _keeps_bf16(parameter: ParameterShape, bf16_s: float, fp8_s: float, asked: s
     return ""
 
 
-def check_fp8(env: Env, plan: Plan, strategy: Strategy) -> Iterator[Finding]:
+def check_fp8(
+    config: RunConfig, env: Env, plan: Plan, workload: Workload, strategy: Strategy
+) -> Iterator[Finding]:
     """Yield why fp8 cannot be used here, or what it will bring."""
     if plan.fp8 is None:
         return
     yield from _impossible(env, plan, strategy)
+    tokens = count_tokens(config, workload)
+    if plan.on_gpu and tokens % MULTIPLE and plan.fp8.recipe != "rowwise_gw_hp":
+        yield Finding(
+            severity="error",
+            where="precision.mode",
+            what=f"{tokens} tokens in a microbatch: in fp8 gradients of weights sum over multiples"
+            f" of {MULTIPLE}",
+            hint=f"set data.seq_len or train.micro_batch_size to a multiple of {MULTIPLE}, or"
+            " precision.fp8_recipe=rowwise_gw_hp",
+        )
     if not plan.fp8.layers:
         yield Finding(
             severity="error",

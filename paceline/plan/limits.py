@@ -35,6 +35,6 @@ def check_limits(
     config: RunConfig, env: Env, plan: Plan, workload: Workload, by: Strategy
 ) -> Iterator[Finding]:
     """Yield what cannot be had here, and what the rest will bring."""
-    yield from check_fp8(env, plan, by)
+    yield from check_fp8(config, env, plan, workload, by)
     yield from check_kernels(plan)
     yield from check_memory(config, plan)

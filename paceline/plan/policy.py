@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from paceline.attention.crossover import find_crossover
 from paceline.attention.flash3 import CHIP, INSTALL, find_flash3
-from paceline.config.schema import RunConfig
+from paceline.attention.sizes import Sizes
+from paceline.config.schema import NSAConfig, RunConfig
 from paceline.machine.datasheets import choose_arithmetic
 from paceline.records import Attention, Choice, Device, Env, Finding, Matmul, Plan, Precision
 from paceline.workloads.base import Workload
@@ -132,8 +133,36 @@ def _attention_problems(
     elif impl == "flash3" and find_flash3() is None:
         yield _refused(impl, "it is not installed here", INSTALL)
     head = workload.head_dim(config)
+    if impl == "nsa" and impl in own and head is not None:
+        yield from _sparse_problems(config.attention.nsa, head, on_cpu)
     if impl in ("flash", "flash3", "cudnn") and not on_cpu and head is not None:
         yield from _head_problems(impl, head, plan, capability_of(env))
+
+
+def _sparse_problems(asked: NSAConfig, head: int, on_cpu: bool) -> Iterator[Finding]:
+    """Yield why Triton does not compute nsa where it was asked to, or would on this GPU."""
+    is_asked, lacking = asked.kernels == "triton", Sizes.of(asked).no_kernels(head)
+    if is_asked and on_cpu:
+        yield Finding(
+            severity="error",
+            where="attention.nsa.kernels",
+            what="triton was asked for, and the ranks are on CPU",
+            hint="set attention.nsa.kernels=auto",
+        )
+    elif lacking and asked.kernels != "torch" and not on_cpu:
+        yield Finding(
+            severity="error" if is_asked else "warning",
+            where="attention.nsa.l_sel" if "l_sel" in lacking else "attention.nsa.kernels",
+            what=f"no Triton kernel: {lacking}; torch's own operations hold a square of tokens",
+            hint="the paper's sizes are l_sel=64 and d=16",
+        )
+    elif asked.ranges == "v1" and asked.kernels != "torch" and not on_cpu:
+        yield Finding(
+            severity="warning",
+            where="attention.nsa.ranges",
+            what="is set but has no effect: Triton reads the blocks themselves",
+            hint="attention.nsa.kernels=torch reads it",
+        )
 
 
 def _head_problems(

@@ -92,6 +92,7 @@ class Offloader:
         if isinstance(kept, Tensor):
             return kept
         self._fetch(kept)
+        self.parked.pop(kept.block, None)  # the last block's, for which nobody asked ahead
         # Those before it, while this block computes: backward goes from the last to the first.
         for earlier in self.parked.pop(kept.block - 1, ()):
             self._fetch(earlier)

@@ -53,6 +53,38 @@ def test_fp8_takes_large_layers_and_says_why_others_stay() -> None:
     assert "multiples of 16" in odd.fp8.kept["blocks.0.ffn.down.weight"]
 
 
+@pytest.mark.slow  # imports transformers
+def test_a_model_without_our_kernels_gains_what_torchao_gains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton updates its weights, but its layers are torchao's."""
+    monkeypatch.setattr("paceline.plan.kernels.find_spec", lambda name: name)
+    asked = [FP8, "precision.fp8_layers=all"]
+    ours = plan(*asked, source="mae_tiny", machine=H200)
+    theirs = plan(*asked, "train.kernels=torch", source="mae_tiny", machine=H200)
+    assert (ours.kernels.value, theirs.kernels.value) == ("triton", "torch")
+    assert ours.fp8 is not None and theirs.fp8 is not None
+    assert ours.fp8.layers and ours.fp8.gain == theirs.fp8.gain
+
+
+def test_gradients_in_fp8_sum_over_rows_in_16s() -> None:
+    """The product of a weight's gradient sums over tokens; rowwise_gw_hp takes it in bf16."""
+    odd = [FP8, "train.micro_batch_size=8", "data.seq_len=2047", "precision.fp8_layers=all"]
+    (problem,) = plan(*odd, source="lm_1b", machine=H200).problems()
+    assert "16376 tokens in a microbatch" in problem.what and "16" in problem.hint
+    high = "precision.fp8_recipe=rowwise_gw_hp"
+    assert not plan(*odd, high, source="lm_1b", machine=H200).problems()
+    assert not plan(*odd, source="lm_1b", machine=CPU).problems()
+
+
+@pytest.mark.slow  # imports transformers
+def test_images_are_no_rows() -> None:
+    """A layer's input has a row for each patch: of 64 images some thousand, not 64."""
+    wide = ["model.hf_config.hidden_size=4096", "model.hf_config.intermediate_size=16384"]
+    made = plan(FP8, *wide, "train.micro_batch_size=64", source="mae_tiny", machine=H200)
+    assert made.fp8 is not None and made.fp8.layers and made.fp8.gain > 1.1
+
+
 @pytest.mark.parametrize(
     ("overrides", "env", "says"),
     [

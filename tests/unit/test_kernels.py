@@ -199,6 +199,35 @@ def test_a_layer_in_fp8_has_torchaos_numbers(N: int, D: int, F: int) -> None:
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-2, atol=1e-6)
 
 
+@needs_torchao
+def test_a_model_in_fp8_multiplies_by_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All four matrices of a block, to torchao's numbers; rows that are no multiple of 16 not."""
+    from paceline.kernels import fp8
+    from paceline.strategies.fp8 import load_torchao
+    from paceline.workloads.lm.model import LM
+    from paceline.workloads.lm.workload import LMModel
+
+    widths: list[int] = []
+    linear = fp8.linear
+    monkeypatch.setattr(fp8, "linear", lambda x, w: (widths.append(len(w)), linear(x, w))[1])
+    config = LMModel(vocab_size=64, dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=48)
+    model, float8 = LM(config, 16, kernels="triton").to(DEVICE), load_torchao("float8")
+    layers = float8.Float8LinearConfig(emulate=DEVICE == "cpu")
+    float8.convert_to_float8_training(model.blocks, config=layers)
+    tokens = torch.randint(0, 64, (2, 16), device=DEVICE)
+    theirs = model(tokens, tokens)
+    assert not widths, "not marked"
+    for part in model.blocks.modules():
+        if isinstance(part, torch.nn.Linear):
+            part.is_cast_whole = True  # type: ignore[assignment]
+    ours = model(tokens, tokens)
+    assert widths == [64, 32, 96, 32]  # qkv, out, gate and up, down
+    assert_same_gradients_by_name(theirs, ours, model, model)
+    if DEVICE == "cpu":
+        model(tokens[:, :5], tokens[:, :5])
+        assert len(widths) == 4, "10 rows cannot be summed over in fp8"
+
+
 @needs_triton
 @pytest.mark.parametrize(("N", "D"), [(48, 200), (256, 128), (128, 640)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -32,6 +32,7 @@ def test_what_blocks_save_comes_back() -> None:
     found = torch.autograd.grad(loss, [x, *(p for b in blocks for p in b.parameters())])
     for a, b in zip(wanted, found, strict=True):
         assert torch.equal(a, b)
+    assert not offloader.parked, "nothing waits, nor is held on the device, once it was read"
     with torch.no_grad():
         before = offloader.num_bytes
         run()

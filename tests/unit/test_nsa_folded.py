@@ -1,6 +1,8 @@
 """Compressed attention folded into causal attention, against the same spelt out with masks. The
 causal kernel is cuDNN's, which no CPU has: here torch's operations stand in for it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -56,5 +58,26 @@ def test_folded_tokens_are_a_view() -> None:
     assert x.sum() == 60 * 2 * 4 and not x[:3].any() and not x[63:].any()
 
 
-def test_what_cudnn_cannot_take_is_left_to_our_kernels() -> None:
-    assert not folded.fits(torch.zeros(1, 8192, 1, 64), Sizes())  # on a CPU
+# What cuDNN takes, and what keeps it from each: tokens, width of a head, type, chip.
+@pytest.mark.parametrize(
+    ("T", "E", "dtype", "capability", "may"),
+    [
+        (4127, 128, torch.bfloat16, 9, True),
+        (4126, 128, torch.bfloat16, 9, False),
+        (4127, 256, torch.bfloat16, 9, False),
+        (4127, 128, torch.float32, 9, False),
+        (4127, 128, torch.bfloat16, 10, False),
+    ],
+)
+def test_what_cudnn_cannot_take_is_left_to_our_kernels(
+    T: int, E: int, dtype: torch.dtype, capability: int, may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    q = SimpleNamespace(is_cuda=True, device="cuda", dtype=dtype, shape=torch.Size((1, T, 1, E)))
+    assert folded.fits(q, Sizes()) == may  # type: ignore[arg-type]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not folded.fits(q, Sizes())  # type: ignore[arg-type]
+
+
+def test_a_cpu_has_no_cudnn() -> None:
+    assert not folded.fits(torch.zeros(1, 8192, 1, 64, dtype=torch.bfloat16), Sizes())

@@ -1,7 +1,10 @@
 """The language model with native sparse attention: cache, figures, route, audit, variables."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +18,10 @@ from paceline.config.nsa_variables import VARIABLES, read_variables
 from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.plan.policy import keep_route
+from paceline.records import Env
 from paceline.strategies.weights import fill_weights
 from paceline.train.audit_sparse import find_ranges, sparse_proofs
+from paceline.workloads.lm.export import as_llama
 from paceline.workloads.lm.model import flops_per_token
 from paceline.workloads.lm.nsa import Sparse, SparseLM, sparse_flops_per_token
 from paceline.workloads.lm.workload import LMModel
@@ -57,6 +62,12 @@ def test_token_by_token_is_all_at_once(phi: str) -> None:
             at = [min(part.shape[1] + step, n - 1) for part, n in zip(prompt, lengths, strict=True)]
             new = torch.cat([row[:, i : i + 1] for row, i in zip(rows, at, strict=True)])
             logits = model(new, past=past)[:, -1]
+
+
+def test_others_have_no_form_of_it() -> None:
+    with pytest.raises(ConfigError, match="no other program has native sparse attention") as error:
+        as_llama(build())
+    assert "paceline generate" in str(error.value)
 
 
 def test_documents_do_not_see_each_other() -> None:
@@ -121,6 +132,17 @@ def test_dense_attention_below_the_measured_crossover(
     assert plan(*LONG, machine=machine()).attention.value == "nsa"  # CPU: nothing is faster
 
 
+def test_other_kernels_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier Paceline found slower may be faster now."""
+    shape, source = Shape(4, 2, 32), tmp_path / "banded.py"
+    source.write_text("one = 1")
+    monkeypatch.setattr("paceline.attention.crossover.SOURCES", tmp_path)
+    before = kept_path(H200, shape)
+    assert kept_path(H200, shape) == before
+    source.write_text("one = 2")
+    assert kept_path(H200, shape) != before
+
+
 @pytest.mark.parametrize(("began", "impl"), [("nsa", "nsa"), ("sdpa", "sdpa")])
 def test_a_run_resumes_with_the_attention_it_began_with(began: str, impl: str) -> None:
     made = plan("attention.impl=nsa")
@@ -136,6 +158,35 @@ def test_what_cannot_be_is_refused() -> None:
         load_job("lm_tiny", ["attention.nsa.d=12"])
     idle = plan("attention.nsa.w=64").findings
     assert any(found.where == "attention.nsa" and "no effect" in found.what for found in idle)
+
+
+@pytest.mark.parametrize(
+    ("asked", "env", "where", "says"),
+    [
+        (["kernels=triton"], machine(), "kernels", "the ranks are on CPU"),
+        (["l_sel=48"], H200, "l_sel", "l_sel 48 over d 16: not powers"),
+        (["l_sel=48", "kernels=triton"], H200, "l_sel", "l_sel 48 over d 16: not powers"),
+        (["ranges=v1"], H200, "ranges", "Triton reads the blocks themselves"),
+    ],
+)
+def test_what_kernels_cannot_take_is_said(
+    asked: list[str], env: Env, where: str, says: str
+) -> None:
+    words = [f"attention.nsa.{word}" for word in (*asked, "route=sparse")]
+    made = plan("attention.impl=nsa", *words, machine=env)
+    said = [f for f in made.findings if f.where == f"attention.nsa.{where}"]
+    assert len(said) == 1 and says in said[0].what
+    assert (said[0].severity == "error") == ("kernels=triton" in asked)
+
+
+def test_wide_heads_are_left_to_torch() -> None:
+    asked = ["attention.impl=nsa", "attention.nsa.route=sparse", "model.dim=1536",
+             "model.num_heads=4", "model.num_kv_heads=2"]  # fmt: skip
+    (said,) = (f for f in plan(*asked, machine=H200).findings if "nsa" in f.where)
+    assert "heads of 384" in said.what and said.severity == "warning"
+    for head, ours in ((256, True), (384, False)):
+        q = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 1, 4, head))
+        assert Settings().uses_kernels(q) == ours  # type: ignore[arg-type]
 
 
 @pytest.mark.slow  # imports transformers
@@ -156,6 +207,23 @@ def test_the_audit_names_each_branch() -> None:
     assert all(proof.ok for proof in said.values()) and len(said) == 4
     on_gpu = plan("attention.impl=nsa", "attention.nsa.route=sparse", machine=H200)
     assert not any(proof.ok for proof in sparse_proofs(on_gpu, ranges)), "plain torch, and slow"
+
+
+@pytest.mark.parametrize("ranges", ["v1", "v2"])
+def test_ranges_of_the_runbook_are_marked(ranges: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    for place in ("attention.nsa", "workloads.lm.nsa"):
+        monkeypatch.setattr(
+            f"paceline.{place}.mark", lambda name, *_: told.append(name) or nullcontext()
+        )
+    with torch.device("meta"):
+        model = SparseLM(CONFIG, 40, Sparse(Settings(SIZES, ranges=ranges)))
+    fill_weights(model, model.init_module, 0, torch.device("cpu"))
+    model(torch.zeros(1, 20, dtype=torch.int64))
+    assert told == 2 * [
+        "projections+rope", "pcmp_all", "nsa.cmp", "map_pcmp_to_pslc", "nsa.choose", "topk+ranges",
+        f"nsa.sel.ranges_{ranges}", "branch_attn+gate", "nsa.sel", "nsa.win", "nsa.gate",
+    ]  # fmt: skip
 
 
 def test_variables_of_the_runbook() -> None:

@@ -28,6 +28,11 @@ OUTSIDE = {
 
 def as_llama(model: LM) -> nn.Module:
     """Return a LlamaForCausalLM with the weights of this model."""
+    if model.impl == "nsa":
+        raise ConfigError(
+            "no other program has native sparse attention (attention.impl=nsa)\n"
+            "hint: `paceline generate` writes text with it"
+        )
     with on_meta():
         made = build_from_config("AutoModelForCausalLM", _llama_config(model), "sdpa")
     made.to_empty(device="cpu")

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.kernels.products import is_cast_whole, linear, project
 from paceline.workloads.generation import Request, Writing
 from paceline.workloads.lm.workload import LMModel
 
@@ -222,26 +223,6 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(gate_BTF) * up_BTF)
 
 
-def project(layer: nn.Linear, x_BTD: Tensor, kernels: str) -> Tensor:
-    """Apply a layer without a bias. What has taken its place computes by itself, but for layers in
-    fp8 that have a kernel."""
-    if kernels == "triton" and type(layer) is nn.Linear:
-        from paceline.kernels.products import linear
-
-        return linear(x_BTD, layer.weight)
-    if kernels == "triton" and is_cast_whole(layer):
-        from paceline.kernels import fp8
-
-        if fp8.fits(x_BTD):
-            return fp8.linear(x_BTD, layer.weight)
-    return layer(x_BTD)
-
-
-def is_cast_whole(layer: nn.Module) -> bool:
-    """Say whether a layer was marked by strategies/fp8.py: one scale for each of its matrices."""
-    return getattr(layer, "is_cast_whole", False)
-
-
 class Block(nn.Module):
     def __init__(self, config: LMModel, impl: str, kernels: str = "torch") -> None:
         super().__init__()
@@ -274,8 +255,6 @@ class Tail(nn.Module):
 
             return chunked_loss(x_BTD.flatten(0, 1), head_VD, targets_BT.flatten(), self.chunk)
         if self.kernels == "triton":
-            from paceline.kernels.products import linear
-
             logits_BTV = linear(x_BTD, head_VD)
         else:
             logits_BTV = F.linear(x_BTD, head_VD)
