@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 def project(layer: nn.Linear, x: Tensor, kernels: str) -> Tensor:
     """Apply a layer without a bias. What has taken its place computes by itself, but for layers in
-    fp8 that have a kernel."""
+    fp8 that have a kernel; rows that fp8 cannot sum over are multiplied as without it."""
     if kernels == "triton" and type(layer) is nn.Linear:
         return linear(x, layer.weight)
     if kernels == "triton" and is_cast_whole(layer):
         from paceline.kernels import fp8  # with it comes Triton
 
-        if fp8.fits(x):
-            return fp8.linear(x, layer.weight)
+        return fp8.linear(x, layer.weight) if fp8.fits(x) else linear(x, layer.weight)
     return layer(x)
 
 

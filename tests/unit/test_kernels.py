@@ -245,3 +245,19 @@ def test_what_is_cast_is_turned_too(N: int, D: int, dtype: torch.dtype) -> None:
     assert torch.isfinite(fp8.scale_of(torch.zeros(2, 2), fp8.NUMBERS))
     arguments = (x, torch.tensor(2.0, device=DEVICE), True)
     torch.library.opcheck(fp8.cast_both, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_rows_that_fp8_cannot_sum_over_are_multiplied_without_it() -> None:
+    """Batches by length have any number of rows; `_scaled_mm` sums over multiples of 16."""
+    from paceline.kernels.products import linear, project
+
+    class Marked(torch.nn.Linear):  # stands in for torchao's, whose forward pass would fail there
+        is_cast_whole = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise AssertionError("of no use for such rows")
+
+    layer = Marked(32, 48, bias=False, device=DEVICE)
+    x = random(3, 5, 32).detach().bfloat16().requires_grad_()
+    found, expected = project(layer, x, "triton"), linear(x, layer.weight)
+    assert_same_gradients((expected,), (found,), (x, layer.weight))
