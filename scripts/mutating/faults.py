@@ -192,7 +192,7 @@ FAULTS = (
         "tokens[-1] = BYTE_END", "tokens[-1] = 10", "tests/unit/test_text.py",
     ),
     Fault(
-        "documents-see-each-other", "paceline/workloads/lm/model.py",
+        "documents-see-each-other", "paceline/workloads/lm/attend.py",
         "return (is_same_BTT & is_past_TT)[:, None]",
         "return (is_same_BTT | is_past_TT)[:, None] & is_past_TT", "tests/unit/test_documents.py",
     ),
