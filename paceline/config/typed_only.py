@@ -21,7 +21,10 @@ VARIABLES: dict[str, str] = {
         "compilers, and what they are told",
     r"NCCL_.*PLUGIN.*|RCCL_.*PLUGIN.*|NCCL_CONF_FILE|MSCCL.*|FI_PROVIDER_PATH|UCX_MODULE.*"
     r"|RDMAV_.*|IBV_.*": "plugins of the network",
-    r".*INJECTION.*|OMP_TOOL.*|HSA_TOOLS.*|ROCP_.*|NSYS_.*|CUPTI.*": "tools inside of processes",
+    # INTEL_LIBITTNOTIFY64 is a library that oneDNN loads with the first product in bf16.
+    r".*INJECTION.*|OMP_TOOL.*|HSA_TOOLS.*|ROCP_.*|NSYS_.*|CUPTI.*|INTEL_.*|KINETO_.*":
+        "tools inside of processes",
+    r".*_(LIB|LIBRARY|LIBRARIES|PATH)\d*": "libraries that are loaded",  # as NCCL_CUDA_PATH is
     r"TORCH_.*EXTENSIONS.*|TORCHINDUCTOR_.*|TRITON_.*|TORCH_DEVICE_BACKEND.*|NUMBA_.*"
     r"|HF_MODULES_CACHE|OPENSSL_.*|TMPDIR|XDG_.*": "where compiled code is loaded from",
     r"PET_.*|TORCHELASTIC_.*|OMPI_.*|PMIX_.*|PRTE_.*|ORTE_.*|SLURM_.*|SRUN_.*|SBATCH_.*|PDSH_.*"
@@ -58,9 +61,13 @@ def iter_typed_only(tree: Any) -> Iterator[TypedOnly]:
     if not isinstance(launch, dict):
         return
     env = launch.get("env")
-    for name in env if isinstance(env, dict) else ():
+    for name, value in env.items() if isinstance(env, dict) else ():
         if chosen := _chosen_by(str(name)):
             yield TypedOnly(("launch", "env", str(name)), f"it chooses {chosen}")
+        # No list knows every variable by which some library loads code; what it loads is a path.
+        elif "/" in str(value):
+            why = f"its value is a path, {value}, and code may be loaded from there"
+            yield TypedOnly(("launch", "env", str(name)), why)
     if why := _torchrun_refusal(launch.get("torchrun_args")):
         yield TypedOnly(("launch", "torchrun_args"), why)
     if launch.get("rdzv_endpoint", "auto") != "auto":

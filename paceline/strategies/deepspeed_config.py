@@ -39,7 +39,7 @@ OURS = {
     "torch_autocast.dtype": "precision.mode",
     "zero_optimization.stage": "strategy.stage",
 }
-# What a user may not change: each breaks the sum of gradients or the veto.
+# What a user may not change: each breaks the sum of gradients or the veto, or chooses code.
 FIXED = {
     "gradient_allreduce_op": "gradients are the mean over ranks, as the loss is scaled for it",
     "zero_optimization.compute_grad_norm": "the norm is what finds a bad gradient on any rank",
@@ -49,6 +49,8 @@ FIXED = {
     "tensor_parallel": "every rank has its own share of the batch",
     "sequence_parallel_size": "every rank has its own share of the batch",
     "elasticity": "it chooses the batch by itself",
+    "torch_autocast.lower_precision_safe_modules": "DeepSpeed imports what it names, and sums the"
+    " gradients of those modules in 16 bits",
 }
 # What DeepSpeed 0.19 looks for beside the keys above; it passes over any other in silence.
 KNOWN = frozenset(

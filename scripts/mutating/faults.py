@@ -58,8 +58,8 @@ FAULTS = (
         "return optim.lr * (step - 1) / schedule.warmup_steps", "tests/unit/test_optim.py",
     ),
     Fault(
-        "norms-and-biases-decay", "paceline/strategies/optim.py",
-        "if group[0].dim() >= 2 else 0.0", "if group[0].dim() >= 1 else 0.0",
+        "norms-and-biases-decay", "paceline/strategies/optimizers.py",
+        "decay = 0.0 if is_vector else optim.weight_decay", "decay = optim.weight_decay",
         "tests/unit/test_optim.py",
     ),
     Fault(
@@ -106,8 +106,9 @@ FAULTS = (
         "tests/unit/test_strategies.py::test_deal_is_torchs_own",
     ),
     Fault(
-        "adamw-keeps-one-moment", "paceline/strategies/ddp.py",
-        "return 2 * num_bytes + 4 * num_parameters", "return num_bytes + 4 * num_parameters",
+        "adamw-keeps-one-moment", "paceline/strategies/optimizers.py",
+        '"exp_avg": (*parameter.shape,), "exp_avg_sq": (*parameter.shape,)}',
+        '"exp_avg": (*parameter.shape,)}',
         "tests/unit/test_strategies.py::test_ddp_holds_16_bytes_a_parameter",
     ),
     Fault(
@@ -171,7 +172,7 @@ FAULTS = (
     ),
     Fault(
         "resumed-run-reads-from-the-begin", "paceline/train/worker.py",
-        ", history.start_position)", ", 0)", DEATH,
+        "place.rank, history.start_position, ", "place.rank, 0, ", DEATH,
     ),
     Fault(
         "position-of-the-step-before-is-kept", "paceline/train/history.py",
@@ -179,8 +180,8 @@ FAULTS = (
     ),
     Fault(
         "loaders-are-seeded-by-their-count", "paceline/data/loader.py",
-        "seed_rng(self.order.seed, int(self.step_slice.positions(index)[0]))",
-        "seed_rng(self.order.seed, index)", "tests/unit/test_loader.py",
+        "seed_rng(self.picks.seed, place)", "seed_rng(self.picks.seed, index)",
+        "tests/unit/test_loader.py",
     ),
     Fault(
         "targets-are-the-inputs", "paceline/data/packing.py",
@@ -192,7 +193,7 @@ FAULTS = (
         "tokens[-1] = BYTE_END", "tokens[-1] = 10", "tests/unit/test_text.py",
     ),
     Fault(
-        "documents-see-each-other", "paceline/workloads/lm/model.py",
+        "documents-see-each-other", "paceline/workloads/lm/attend.py",
         "return (is_same_BTT & is_past_TT)[:, None]",
         "return (is_same_BTT | is_past_TT)[:, None] & is_past_TT", "tests/unit/test_documents.py",
     ),
@@ -254,7 +255,7 @@ FAULTS = (
         "if _all_agree(not problems, device):", "if not problems:", "tests/ranks/test_restore.py",
     ),
     Fault(
-        "other-shapes-are-loaded", "paceline/strategies/stored.py",
+        "other-shapes-are-loaded", "paceline/checkpoint/pieces.py",
         "        if kept[name] != held[name]\n", "        if len(kept[name]) != len(held[name])\n",
         "tests/cli/test_keep_disk.py::test_f39_another_model_is_refused_whatever_is_allowed",
     ),

@@ -132,6 +132,12 @@ def test_what_breaks_the_engine_is_refused(path: str) -> None:
     assert found.where.endswith(path)
 
 
+def test_a_config_names_no_module_that_deepspeed_imports() -> None:
+    asked = "strategy.deepspeed_config={torch_autocast: {lower_precision_safe_modules: [evil.X]}}"
+    (found,) = errors(planned(asked))
+    assert "lower_precision_safe_modules: cannot be changed: DeepSpeed imports" in str(found)
+
+
 def test_auto_and_nonsense_are_refused() -> None:
     auto = planned("+strategy.deepspeed_config.zero_optimization.reduce_bucket_size=auto")
     assert "Hugging Face" in errors(auto)[0].what

@@ -21,7 +21,7 @@ from paceline.errors import ConfigError
 from paceline.run.flow import require_feasible
 from paceline.workloads.causal_lm.model import KEEPS_DOCUMENTS_APART, build_causal_lm, loss_sum
 from paceline.workloads.hf.pretrained import load_config
-from paceline.workloads.lm import model as lm_model
+from paceline.workloads.lm import attend
 from paceline.workloads.lm.model import LM
 from paceline.workloads.lm.workload import LanguageModel, LMModel
 from tests.machines import plan
@@ -127,7 +127,7 @@ def test_flex_keeps_documents_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mask, without the compiler: a kernel on GPUs is tests/gpu's."""
     from torch.nn.attention import flex_attention
 
-    monkeypatch.setattr(lm_model, "_compiled_flex", lambda: flex_attention.flex_attention)
+    monkeypatch.setattr(attend, "_compiled_flex", lambda: flex_attention.flex_attention)
     assert_apart(lm("flex", kv_heads=4), logits_of_lm)
 
 

@@ -21,7 +21,8 @@ from paceline.workloads.generation import (
     codec_of,
     open_codec,
 )
-from paceline.workloads.lm.model import LM, Past, generate
+from paceline.workloads.lm.attend import Past
+from paceline.workloads.lm.model import LM, generate
 from paceline.workloads.lm.workload import LMModel
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17]]

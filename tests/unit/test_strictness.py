@@ -1,5 +1,6 @@
 """The suite is strict: a flaky test is told from a broken one, and a skip needs an excuse."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +70,17 @@ def test_an_excuse_must_be_true(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_REQUIRED")
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     assert why_refused(reason) == "it is here"
+
+
+def test_every_fault_that_mutants_plants_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`scripts/mutants` takes an hour, and plants none while one of them is stale."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    faults = importlib.import_module("mutating.faults").FAULTS
+    times = {fault.name: (ROOT / fault.file).read_text().count(fault.old) for fault in faults}
+    assert {name: count for name, count in times.items() if count != 1} == {}
+    assert [fault.test for fault in faults if not has_test(fault.test)] == []
+
+
+def has_test(node: str) -> bool:
+    file, _, name = node.partition("::")
+    return f"def {name.partition('[')[0]}" in (ROOT / file).read_text()

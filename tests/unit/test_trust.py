@@ -211,6 +211,7 @@ VARIABLES = [
     "NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_CONF_FILE", "BASH_ENV", "ENV", "IFS", "PERL5LIB",
     "TORCH_EXTENSIONS_DIR", "CUDA_INJECTION64_PATH", "GCONV_PATH", "MY_PRELOAD", "PET_NO_PYTHON",
     "OMPI_MCA_plm_rsh_agent", "PACELINE_TRUSTED", "XDG_STATE_HOME", "OMP_TOOL_LIBRARIES",
+    "INTEL_LIBITTNOTIFY64", "NCCL_CUDA_PATH", "ANY_LIBRARY", "KINETO_CONFIG",
 ]  # fmt: skip
 ORDINARY = ["OMP_NUM_THREADS", "NCCL_DEBUG", "NCCL_P2P_LEVEL", "NCCL_NET", "CUDA_VISIBLE_DEVICES",
             "MY_FLAGS", "HF_HOME", "TORCH_LOGS", "PATHS", "ENVIRONMENT"]  # fmt: skip
@@ -243,6 +244,18 @@ def test_b3_a_file_sets_no_variable_that_chooses_code(name: str, tmp_path: Path)
 def test_a_file_sets_all_other_variables(tmp_path: Path) -> None:
     env = dict.fromkeys(ORDINARY, "1")
     assert load_job(config_file(tmp_path, {"env": env}), []).config.launch.env == env
+
+
+@pytest.mark.parametrize(
+    "value", ["/x/evil.so", "./evil.so", "evil/lib", "~/evil", "http://evil/x"]
+)
+def test_a_file_gives_no_variable_a_path(value: str, tmp_path: Path) -> None:
+    """Libraries load code by variables that no list knows; what they load is a path."""
+    source = config_file(tmp_path, {"env": {"NOBODY_KNOWS_ME": value}})
+    with pytest.raises(ConfigError, match="launch.env.NOBODY_KNOWS_ME in .*: its value is a path"):
+        load_job(source, [])
+    typed = load_job("lm_tiny", [f"launch.env.NOBODY_KNOWS_ME={value}"])
+    assert typed.config.launch.env == {"NOBODY_KNOWS_ME": value}
 
 
 @pytest.mark.parametrize("arguments", REFUSED_ARGS, ids=" ".join)

@@ -21,7 +21,8 @@ from paceline.attention.marks import mark
 from paceline.attention.nsa import BRANCHES, Attended, Keys, Settings, attend
 from paceline.attention.plain import mean_blocks
 from paceline.attention.sizes import Sizes
-from paceline.workloads.lm.model import LM, Past, rotate
+from paceline.workloads.lm.attend import Past
+from paceline.workloads.lm.model import LM, rotate
 from paceline.workloads.lm.workload import LMModel
 
 # Gates begin nearly open, sigmoid(2) = 0.88. Half open, every branch learns from half its gradient:
