@@ -7,7 +7,7 @@ from pydantic import Field
 
 from paceline.config.section import Positive, Seconds, Section
 
-# What a broken rule leads to; each does what stands before it, too, `off` not even a word.
+# What a broken rule leads to: a word but for `off`; `halt` asks for the stacks, too.
 Action = Literal["off", "warn", "dump", "checkpoint", "halt"]
 ACTIONS = get_args(Action)
 Share = Annotated[float, Field(gt=0, le=10)]
@@ -22,7 +22,8 @@ def _rule(default: Action, description: str) -> Action:
 
 class RulesConfig(Section):
     """off: not judged. warn: an event and a finding. dump: the stacks of all ranks too. checkpoint:
-    one is written. halt: .anomaly_type and .HALT, so that all ranks stop at the same step."""
+    one is written. halt: as dump, and .anomaly_type and .HALT, so that all ranks stop at the same
+    step."""
 
     straggler: Action = _rule("warn", "A rank does its own work slower than the others.")
     straggler_share: Share = Field(

@@ -20,12 +20,12 @@ def act_on(run: RunDir, finding: Finding, action: Action) -> str:
         return ""
     with suppress(OSError):
         run.dump_request.parent.mkdir(exist_ok=True)
-        if action == "dump":
-            run.dump_request.touch()
-            return "asked for the stacks of all ranks"
         if action == "checkpoint":
             run.checkpoint_request.touch()
             return "asked for a checkpoint"
+        run.dump_request.touch()  # also before a halt: the stacks say why
+        if action == "dump":
+            return "asked for the stacks of all ranks"
         halt(run, finding.kind)
         return "asked all ranks to stop (.HALT)"
     return f"{action} could not be asked for: the disk takes no file"

@@ -189,28 +189,11 @@ def _growth(
 
 
 def _gpus(evidence: Evidence) -> Iterator[Finding]:
-    gpus, share = gpu_samples(evidence), evidence.rules.gpu_throttle_share
+    gpus = gpu_samples(evidence)
+    clocks = {rank: _busy(rows, "clock_mhz") for rank, rows in gpus.items()}
     for rank, rows in gpus.items():
-        busy = [row for row in rows if row.values.get("utilisation_percent", 100) > 50]
-        reasons = [int(row.values.get("throttle_reasons", 0)) for row in busy[-30:]]
-        named = {
-            w
-            for bit, w in THROTTLE_BITS.items()
-            if sum(bool(r & bit) for r in reasons) * 2 > len(reasons) > 4
-        }
-        clocks = np.array([row.values["clock_mhz"] for row in busy if "clock_mhz" in row.values])
-        if named and len(clocks) and float(np.median(clocks[-30:])) < (1 - share) * clocks.max():
-            now = float(np.median(clocks[-30:]))
-            yield Finding(
-                kind="gpu_throttle",
-                rank=rank,
-                words=f"the GPU of rank {rank} is throttled by {', '.join(sorted(named))}:"
-                f" {now:.0f} MHz, {clocks.max():.0f} at its best",
-                evidence=finite(
-                    {"clock_mhz": now, "best_mhz": clocks.max(), "reasons": sorted(named)}
-                ),
-                to_try="look at its cooling and power limit (nvidia-smi -q -d PERFORMANCE)",
-            )
+        others = [float(np.median(c[-30:])) for r, c in clocks.items() if r != rank and len(c)]
+        yield from _throttled(evidence, rank, rows, float(np.median(others)) if others else 0.0)
         for name, what in (("ecc_errors", "uncorrected ECC errors"), ("xid", "Xid")):
             seen = [row.values[name] for row in rows if name in row.values]
             if seen and max(seen) > (seen[0] if name == "ecc_errors" else 0):
@@ -224,11 +207,44 @@ def _gpus(evidence: Evidence) -> Iterator[Finding]:
                 )
 
 
+def _throttled(
+    evidence: Evidence, rank: int, rows: list[TelemetryRow], others_mhz: float
+) -> Iterator[Finding]:
+    """Judge by what the driver says, where the clock is also below the GPU's own best, or that of
+    the others: one that is throttled from its first step on has no better one of its own."""
+    clocks, reasons = _busy(rows, "clock_mhz"), _busy(rows, "throttle_reasons").astype(int)[-30:]
+    named = {
+        words
+        for bit, words in THROTTLE_BITS.items()
+        if np.count_nonzero(reasons & bit) * 2 > len(reasons) > 4
+    }
+    if not named or not len(clocks):
+        return
+    now, best = float(np.median(clocks[-30:])), max(float(clocks.max()), others_mhz)
+    if now < (1 - evidence.rules.gpu_throttle_share) * best:
+        whose = "at its best" if best > others_mhz else "on the others"
+        yield Finding(
+            kind="gpu_throttle",
+            rank=rank,
+            words=f"the GPU of rank {rank} is throttled by {', '.join(sorted(named))}:"
+            f" {now:.0f} MHz, {best:.0f} {whose}",
+            evidence=finite({"clock_mhz": now, "best_mhz": best, "reasons": sorted(named)}),
+            to_try="look at its cooling and power limit (nvidia-smi -q -d PERFORMANCE)",
+        )
+
+
+def _busy(rows: list[TelemetryRow], name: str) -> Values:
+    """Return what was sampled while the GPU had work."""
+    busy = [row.values for row in rows if row.values.get("utilisation_percent", 100) > 50]
+    return np.array([values[name] for values in busy if name in values])
+
+
 def _skew(evidence: Evidence) -> Iterator[Finding]:
     """Compare each rank's clock with that of who keeps the files; a machine whose clock is off
     writes moments of the past or the future."""
     off = {rank: heart.beat.time - heart.written_at for rank, heart in evidence.hearts.items()}
-    usual = float(np.median(list(off.values()))) if off else 0.0
+    # The middle one, not between two of them: of two each would be off by half.
+    usual = float(np.quantile(list(off.values()), 0.5, method="lower")) if off else 0.0
     for rank, seconds in off.items():
         if abs(seconds - usual) > evidence.rules.clock_skew_s and len(off) > 1:
             yield Finding(
@@ -248,7 +264,7 @@ def _units(evidence: Evidence) -> Iterator[Finding]:
         return
     length = min(len(table) for table in tables.values())
     units = np.array([table.column("units")[-length:] for table in tables.values()])
-    usual = np.nanmedian(units, axis=0)
+    usual = np.nanmedian(np.sort(units, axis=0)[:-1], axis=0)  # of all but the largest
     over = np.nanmedian(units / np.where(usual > 0, usual, np.nan), axis=1) - 1
     largest = float(np.nanmedian(units.max(axis=0) / np.where(usual > 0, usual, np.nan))) - 1
     if np.nanmax([largest, 0.0]) > evidence.rules.unequal_batches_share:
@@ -259,7 +275,7 @@ def _units(evidence: Evidence) -> Iterator[Finding]:
             kind="unequal_batches",
             rank=who,
             words=f"ranks get unequal shares of a step: the largest has {largest:.0%} more than the"
-            " median one" + (f", and it is always rank {who}'s" if always else ""),
+            " middle one of the others" + (f", and it is always rank {who}'s" if always else ""),
             evidence=finite({"share": largest, "by_rank": dict(zip(tables, over, strict=True))}),
             to_try="data.buckets puts samples of like length together; data.batch_by=length fills"
             " batches evenly",

@@ -176,8 +176,10 @@ class Watcher(Ticker):
         return min(now, max(times))
 
     def _note(self, found: Sequence[Finding], of_ranks: bool) -> None:
-        """Tell what is new, and forget what is over."""
-        serious = {f.key: f for f in found if f.severity != "note"}
+        """Tell what is new, and forget what is over. A note is only told where a rule is about it:
+        verdicts wait for the end."""
+        ruled = self._rules.actions()
+        serious = {f.key: f for f in found if f.severity != "note" or f.kind in ruled}
         for key, finding in serious.items():
             if key not in self._standing:
                 self._tell(finding)

@@ -105,12 +105,21 @@ def test_a_clock_that_is_off_is_named_by_the_time_of_its_files() -> None:
     assert found.rank == 2 and "behind" in found.words
 
 
+def test_two_clocks_are_apart_by_all_that_is_between_them() -> None:
+    """Half of it on either side of their middle would be below the limit of 5 s."""
+    hearts = {r: Heart(Beat(NOW + 8 * r, r, 1, "data", 1), NOW) for r in (0, 1)}
+    found = [f for f in judge(Evidence(2, hearts=hearts)) if f.kind == "clock_skew"]
+    assert [(f.rank, f.evidence["skew_s"]) for f in found] == [(1, 8.0)]
+
+
 def test_unequal_shares_are_named_with_the_rank_that_always_has_the_largest() -> None:
     steps = {
         rank: make_table(STEPS, 20, step=np.arange(1, 21), units=100.0 * share)
         for rank, share in enumerate([1.0, 1.0, 1.5])
     }
     assert one(Evidence(3, steps=steps), "unequal_batches").rank == 2
+    two = one(Evidence(2, steps={1: steps[1], 2: steps[2]}), "unequal_batches")
+    assert two.rank == 2 and "50% more" in two.words, "against the other one, not their middle"
 
 
 def counted(per_step: int, left_out_at: int = 0) -> Any:
@@ -164,6 +173,9 @@ def test_a_gpu_that_throttles_or_errs_is_named() -> None:
     found = judge(Evidence(2, plan=decided, telemetry={0: both}))
     assert [(f.kind, f.rank) for f in found if f.kind == "gpu_throttle"] == [("gpu_throttle", 1)]
     assert [f.rank for f in found if f.kind == "gpu_errors"] == [0, 1]
+    both.values["clock_mhz"][100:] = 1200.0  # from its first step on: the other GPU tells
+    found = judge(Evidence(2, plan=decided, telemetry={0: both}))
+    assert [(f.kind, f.rank) for f in found if f.kind == "gpu_throttle"] == [("gpu_throttle", 1)]
 
 
 def test_verdicts_say_what_a_run_is_bound_by() -> None:
@@ -211,7 +223,7 @@ def test_the_slow_stage_of_loading_is_named(
 @pytest.mark.parametrize(
     ("action", "made"),
     [("warn", []), ("dump", ["control/dump"]), ("checkpoint", ["control/checkpoint"]),
-     ("halt", [".HALT", ".anomaly_type"])],
+     ("halt", [".HALT", ".anomaly_type", "control/dump"])],
 )  # fmt: skip
 def test_a_rule_does_what_it_says(action: Any, made: list[str], tmp_path: Path) -> None:
     act_on(RunDir(tmp_path), Finding(kind="zero_grad", words="x"), action)
@@ -270,6 +282,16 @@ def test_a_watcher_tells_a_slow_rank_once_and_halts_where_the_rule_says_so(tmp_p
     assert (event.kind, event.rank) == ("straggler", 1) and event.step is not None
     assert event.step <= 25, "its first fifteen steps after the warm-up are enough"
     assert run.anomaly.read_text() == "straggler\n" and run.halt.is_file()
+
+
+def test_a_rule_about_a_note_does_what_it_is_told(tmp_path: Path) -> None:
+    """A plateau is no fault, and yet who asks for a halt of it gets one."""
+    run, rules = RunDir(tmp_path), RulesConfig(loss_plateau="halt", loss_plateau_steps=100)
+    watcher = Watcher(run, plan("launch.nproc=2"), rules, lambda words: None)
+    flat = with_training(loss=2 + 0.1 * np.sin(np.arange(400)))
+    watcher._note(judge(replace(flat, rules=rules)), of_ranks=False)
+    assert [e.kind for e in iter_events(run.events)] == ["loss_plateau"]
+    assert run.anomaly.read_text() == "loss_plateau\n"
 
 
 def test_a_watcher_takes_no_core_from_a_rank(tmp_path: Path) -> None:
