@@ -8,6 +8,7 @@ shares of a step    data        the least that any rank waits for its loader
 """
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -185,7 +186,7 @@ def _host(evidence: Evidence, work: Work) -> Iterator[Finding]:
             words=f"bound by the host: GPUs have nothing to run for {idle:.0%} of a step, beside"
             " data and exchange: kernels are too small, or launched too slowly",
             evidence=finite({"idle_share": idle, "utilisation_percent": np.median(used)}),
-            to_try="paceline bench run compile; a larger train.micro_batch_size",
+            to_try=_more_at_once(evidence),
         )
 
 
@@ -218,9 +219,7 @@ def _compute(evidence: Evidence, work: Work) -> Finding:
         words=f"compute-bound: {_share(own, work, Phase.FORWARD, Phase.BACKWARD):.0%} of each"
         f" {duration(work.step_s)} is forward and backward{told}{again}",
         evidence=finite({"own_s": own, "step_s": work.step_s, "matmul_share": share}),
-        to_try="paceline bench run compile"
-        if evidence.plan is None or not evidence.plan.on_gpu
-        else "paceline bench run sdpa_backends; paceline bench run compile",
+        to_try=_more_at_once(evidence),
     )
 
 
@@ -232,5 +231,17 @@ def _is_pipeline(evidence: Evidence) -> bool:
     return evidence.plan is not None and evidence.plan.pipeline is not None
 
 
+def _more_at_once(evidence: Evidence) -> str:
+    """Say what makes fewer and larger kernels of the same work: to compile, or larger batches."""
+    if evidence.plan is None or evidence.plan.compile.value == "off":
+        return _sweep(evidence, "train.compile=off,default")
+    micro = evidence.plan.batch.micro
+    return _sweep(evidence, f"train.micro_batch_size={micro},{2 * micro}")
+
+
 def _sweep(evidence: Evidence, axis: str) -> str:
-    return f"paceline sweep {evidence.path}/run.yaml --axis {axis}"
+    """Return the command that tries an axis on this very job. A workload of a Python file must be
+    typed: run.yaml may not choose code to run."""
+    workload = evidence.plan.workload if evidence.plan is not None else ""
+    typed = shlex.quote(f"workload={workload}") + " " if ":" in workload else ""
+    return f"paceline sweep {evidence.path}/run.yaml {typed}--axis {axis}"

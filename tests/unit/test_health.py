@@ -184,6 +184,14 @@ def test_verdicts_say_what_a_run_is_bound_by() -> None:
     slow = make_evidence({r: {Phase.DATA: 0.05} for r in (0, 1)})
     assert "bound_by_data" in [f.kind for f in judge(slow)]
     assert one(slow, "bound_by_data").to_try.startswith("paceline sweep RUN_DIR/run.yaml --axis")
+    typed = replace(slow, plan=plan().model_copy(update={"workload": "my job.py:Mine"}))
+    asked = "run.yaml 'workload=my job.py:Mine' --axis"
+    assert asked in one(typed, "bound_by_data").to_try, "a file may not choose code to run"
+    tried = one(make_evidence(), "compute_bound").to_try
+    assert tried == "paceline sweep RUN_DIR/run.yaml --axis train.compile=off,default"
+    compiled = plan("train.compile=default")
+    tried = one(replace(make_evidence(), plan=compiled), "compute_bound").to_try
+    assert tried.endswith("--axis train.micro_batch_size=8,16"), "it is compiled already"
     rules = RulesConfig(exchange_share=0.05)
     exchanged = judge(replace(make_evidence(), rules=rules))
     assert [f.kind for f in exchanged] == ["bound_by_exchange"]
