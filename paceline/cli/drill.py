@@ -41,16 +41,26 @@ def drill(
     talk = ConsoleTalk()
     ends: list[DrillEnd] = []
     with refusals_on_stdout(as_json), stoppable():
-        from paceline.drill.flow import load_drilled, run_drill, which_faults
+        from paceline.drill.flow import (
+            load_drilled,
+            place_of,
+            require_all,
+            run_drill,
+            which_faults,
+        )
         from paceline.machine.fork_server import start_early
         from paceline.records.drills import Drill
 
         job = load_drilled(source, overrides or [])
         start_early(job.config.launch.launcher, job.workload.preloads)
-        for chosen in which_faults(fault or []):
-            planted = Drill(fault=chosen, rank=rank, step=step, share=share)
-            place = out / chosen if out is not None and not fault else out
-            ends.append(run_drill(job, planted, place, talk))
+        asked = [
+            Drill(fault=chosen, rank=rank, step=step, share=share)
+            for chosen in which_faults(fault or [])
+        ]
+        if len(asked) > 1:
+            require_all(job, asked)
+        for planted in asked:
+            ends.append(run_drill(job, planted, place_of(out, planted, len(asked)), talk))
             _say(talk, ends[-1])
     ignore_stop_signals()
     named = sum(end.named is not None for end in ends)

@@ -106,8 +106,26 @@ def noticed(run: RunDir, stands: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in known.values() if finding not in stands]
 
 
+def place_of(out: Path | None, drill: Drill, num_drills: int) -> Path | None:
+    """Return where a drill runs: of several each has a folder of its own."""
+    return out / drill.fault if out is not None and num_drills > 1 else out
+
+
+def require_all(job: Job, drills: Sequence[Drill]) -> None:
+    """Refuse a list of drills before the first of them has run."""
+    _, plan = decide(job)
+    found = [text for drill in drills for text in problems_of(drill, plan.world_size, plan.steps)]
+    if found:
+        raise ConfigError(list(dict.fromkeys(found)))
+
+
 def require_possible(drill: Drill, world_size: int, num_steps: int) -> None:
     """Refuse a drill in which nothing would happen."""
+    if problems := problems_of(drill, world_size, num_steps):
+        raise ConfigError(problems)
+
+
+def problems_of(drill: Drill, world_size: int, num_steps: int) -> list[str]:
     problems = []
     if drill.rank >= world_size:
         problems.append(
@@ -123,5 +141,4 @@ def require_possible(drill: Drill, world_size: int, num_steps: int) -> None:
             f"the fault begins at step {drill.step} of {num_steps}: too late to be seen\n"
             f"hint: train.steps={drill.step + 30}, or an earlier --step"
         )
-    if problems:
-        raise ConfigError(problems)
+    return problems

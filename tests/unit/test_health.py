@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from paceline.config.health import RulesConfig
-from paceline.drill.flow import names_fault, noticed
+from paceline.drill.flow import load_drilled, names_fault, noticed, place_of, require_all
+from paceline.errors import ConfigError
 from paceline.health import Evidence, act_on, judge, read_evidence
 from paceline.health.actions import action_for
 from paceline.health.desync import compare_calls
@@ -351,3 +352,16 @@ def test_a_drill_counts_what_was_noticed_on_the_way(tmp_path: Path) -> None:
     assert names_fault(Drill(fault=Fault.SLOW_FORWARD, rank=1), told)
     assert not names_fault(Drill(fault=Fault.SLOW_DATA, rank=1), told), "another part"
     assert not names_fault(Drill(fault=Fault.SLOW_FORWARD, rank=0), told), "another rank"
+
+
+def test_drills_that_cannot_be_are_refused_before_the_first_run(tmp_path: Path) -> None:
+    """A long list must not end half way, and each run has a folder of its own."""
+    alone = load_drilled("lm_tiny", ["launch.nproc=1", "launch.device=cpu"])
+    asked = [Drill(fault=fault, rank=0) for fault in (Fault.KILL, Fault.DESYNC, Fault.SLOW_DATA)]
+    with pytest.raises(ConfigError) as refused:
+        require_all(alone, asked)
+    assert [text.split()[0] for text in refused.value.problems] == ["desync", "slow_data"]
+    require_all(alone, asked[:1])
+    assert place_of(tmp_path, asked[0], 2) == tmp_path / "kill"
+    assert place_of(tmp_path, asked[0], 1) == tmp_path
+    assert place_of(None, asked[0], 2) is None
