@@ -19,7 +19,7 @@ STEADY_SHARE = 0.2
 # first steps, where those are not among the judged ones.
 STAGE_SLACK, START_SLACK, START_STEPS = 0.25, 0.1, 6
 MIN_EXTRA_S = 0.0005  # below that the clocks of ranks and their bookkeeping differ, too
-MIN_SPIKES = 3
+MIN_SPIKES, SPIKE_SHARE = 3, 0.01  # of the steps; fewer are told where they have a rhythm
 PART_SHARE = 0.3  # of the extra time, from which a part is named
 WORDS = {
     Phase.DATA: "loading data",
@@ -193,20 +193,31 @@ def find_spikes(evidence: Evidence, work: Work) -> Iterator[Finding]:
     total, usual = work.total, np.median(work.total, axis=1, keepdims=True)
     is_long = (total > evidence.rules.spike_factor * usual) & (total - usual > 10 * MIN_EXTRA_S)
     together = np.logical_and.reduce(is_long) if len(work.ranks) > 1 else np.zeros_like(is_long[0])
-    if together.sum() >= MIN_SPIKES:
+    if _is_often(work, together):
         yield _spike(work, None, together, np.max(total - usual, axis=0))
     for row, rank in enumerate(work.ranks):
         alone = is_long[row] & ~together
-        if alone.sum() >= MIN_SPIKES:
+        if _is_often(work, alone):
             yield _spike(work, rank, alone, (total - usual)[row])
+
+
+def _is_often(work: Work, at: NDArray[np.bool_]) -> bool:
+    """Tell whether stalls are worth a word: some in a hundred steps, or at a rhythm."""
+    num_steps = int(at.sum())
+    is_some = num_steps >= SPIKE_SHARE * len(work.steps)
+    return num_steps >= MIN_SPIKES and (is_some or _is_regular(work.steps[at]))
+
+
+def _is_regular(steps: NDArray[np.int64]) -> bool:
+    gaps = np.diff(steps)
+    return len(gaps) >= 2 and bool(np.ptp(gaps) <= 0.2 * float(np.median(gaps)))
 
 
 def _spike(
     work: Work, rank: int | None, at: NDArray[np.bool_], extra: NDArray[np.float64]
 ) -> Finding:
     steps, stall_s = work.steps[at], float(np.median(extra[at]))
-    gaps = np.diff(steps)
-    is_regular = len(gaps) >= 2 and np.ptp(gaps) <= 0.2 * float(np.median(gaps))
+    gaps, is_regular = np.diff(steps), _is_regular(steps)
     rhythm = f", every {int(np.median(gaps))} steps" if is_regular else ""
     who = f"rank {rank} stalls" if rank is not None else "all ranks stall together"
     p90, p50 = np.quantile(work.wall, [0.9, 0.5])
@@ -218,9 +229,10 @@ def _spike(
     part = max(parts, key=lambda phase: parts[phase])
     words = (
         f"{who} now and then: {count(int(at.sum()), 'step')} of {len(work.steps)} took"
-        f" {duration(stall_s)} longer in {WORDS[part]}{rhythm}; no straggler: its other steps are"
-        " as those of the others"
+        f" {duration(stall_s)} longer in {WORDS[part]}{rhythm}"
     )
+    if rank is not None:
+        words += "; no straggler: its other steps are as those of the others"
     return Finding(
         kind="spikes",
         rank=rank,

@@ -58,6 +58,18 @@ def test_a_stall_now_and_then_is_a_spike_and_no_straggler() -> None:
     assert slow_ranks(found) == []
     spikes = [f for f in found if f.kind == "spikes"]
     assert [f.rank for f in spikes] == [1] and spikes[0].evidence["every_steps"] == 20
+    together = judge(make_evidence({r: {Phase.FORWARD: stall} for r in (0, 1)}, num_steps=100))
+    (spike,) = [f for f in together if f.kind == "spikes"]
+    assert spike.rank is None and "no straggler" not in spike.words, "no rank is meant"
+
+
+def test_few_stalls_of_a_long_run_are_none_but_for_a_rhythm() -> None:
+    """A machine does something else for a moment now and then; every 150 steps is no chance."""
+    places = np.arange(600)
+    for at, found_in in (([104, 249, 492], []), ([149, 299, 449, 599], [1])):
+        stall = np.where(np.isin(places, at), 0.5, 0.0)
+        found = judge(make_evidence({1: {Phase.FORWARD: stall}}, num_steps=600))
+        assert [f.rank for f in found if f.kind == "spikes"] == found_in
 
 
 @pytest.mark.parametrize("is_live", [False, True])
