@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from statistics import median
+from urllib.parse import quote
 
 from paceline.metrics import TRAIN, VAL
 from paceline.records.events import Event
-from paceline.records.words import duration, elapsed, number, short, size, visible
+from paceline.records.words import count, duration, elapsed, number, short, size, visible
 from paceline.report import plots
 from paceline.report.plots import MAX_BARS, Axes, line_chart, stacked_bars
 from paceline.watch.series import Series
@@ -45,7 +46,7 @@ def draw_list(views: list[RunView], names: Mapping[Path, str], sweeps: list[str]
         "<tr><th>run</th><th>state</th><th>steps</th><th>loss</th><th>speed</th><th>what</th></tr>"
     )
     body = f'<div class="scroll"><table class="runs">{head}{rows}</table></div>' if views else ""
-    said = f"{len(views)} runs, {live} live" if views else "no run here yet"
+    said = f"{count(len(views), 'run')}, {live} live" if views else "no run here yet"
     told = "".join(f'<p class="soft">{escape(visible(text))}</p>' for text in sweeps)
     return {"count": escape(said), "runs": told + (body or NOTHING)}
 
@@ -58,7 +59,7 @@ def _run_row(view: RunView, name: str) -> str:
     spark = _spark(view.series["loss"]) if "loss" in view.series else ""
     said = view.state.said or view.title
     return (
-        f'<tr><td><a href="run/{escape(name)}">{escape(visible(name or view.name))}</a></td>'
+        f'<tr><td><a href="run/{quote(name)}">{escape(visible(name or view.name))}</a></td>'
         f'<td><span class="badge {kind}">{view.state.kind}</span></td><td>{steps}</td>'
         f"<td>{loss} {spark}</td><td>{rate}</td><td>{escape(visible(said))}</td></tr>"
     )
@@ -258,4 +259,5 @@ def _event(event: Event) -> str:
 
 
 def _findings(view: RunView) -> str:
-    return "".join(f"<p>{escape(visible(text))}</p>" for text in view.findings)
+    texts = (text.split("\n") for text in view.findings)
+    return "".join(f"<p>{'<br>'.join(escape(visible(line)) for line in t)}</p>" for t in texts)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -14,13 +15,14 @@ from starlette.testclient import TestClient
 from paceline.errors import ConfigError
 from paceline.records import Attempt
 from paceline.records.events import Event, EventLog
+from paceline.records.findings import Finding, Findings
 from paceline.records.heartbeats import Beat
 from paceline.records.rundir import RunDir
 from paceline.records.table_file import TableFile
 from paceline.records.tables import TRAINING
 from paceline.watch import page
 from paceline.watch.fleet import Fleet
-from paceline.watch.fragments import draw_run
+from paceline.watch.fragments import draw_list, draw_run
 from paceline.watch.page import Address, Channel, Drawn, build_app, stream
 from paceline.watch.reader import RunReader
 from paceline.watch.series import MAX_BINS, Series
@@ -285,6 +287,26 @@ def test_names_from_outside_are_escaped(run: RunDir) -> None:
     log.close()
     drawn = "".join(draw_run(RunReader(run).read()).values())
     assert "<script>" not in drawn and "&lt;script&gt;" in drawn and "\x1b" not in drawn
+
+
+def test_a_run_of_any_name_is_reached_by_its_link(tmp_path: Path) -> None:
+    """A folder may be called as its user likes; a hash ends a link, a question mark its path."""
+    named = write_run(tmp_path / "runs" / "lr=1e-3 #2?")
+    fleet = Fleet(tmp_path / "runs")
+    drawn = draw_list(fleet.read(), fleet.names(), fleet.sweeps())
+    (link,) = re.findall(r'href="(run/[^"]*)"', drawn["runs"])
+    assert "#" not in link and "?" not in link and drawn["count"] == "1 run, 1 live"
+    shown = client(named).get(f"/{link}")
+    assert shown.status_code == 200
+    (events,) = re.findall(r'data-events="([^"]*)"', shown.text)
+    assert "#" not in events and "?" not in events
+
+
+def test_a_hint_is_a_line_of_its_own(run: RunDir) -> None:
+    told = Finding(kind="spikes", words="it stalls", to_try="look at it")
+    Findings.of([told]).save(run.findings)
+    finish(run)
+    assert "it stalls<br>hint: look at it" in draw_run(RunReader(run).read())["findings"]
 
 
 def test_only_what_has_changed_is_sent(monkeypatch: pytest.MonkeyPatch, run: RunDir) -> None:
