@@ -9,11 +9,14 @@ arrival, the count of collectives, rows written every ten steps, and the watcher
 process that started the run. Heartbeats and telemetry, which every run always had, stay on in both.
 The answer compares whole turns, since part of it happens once in some steps: the mean step of a
 turn, at the quarter of the turns that other work disturbed least, with an interval by
-resampling turns. The ratio of the medians of all turns is printed beside it.
+resampling turns. The ratio of the medians of all turns is printed beside it. A goal is met where
+the whole interval is below it, and not met where all of it is above; else it is not shown.
 
 A shared machine is noisier than the goal. So what is spent inside of it is summed, too, by the
 clock of the thread, which stands still while others run: in each rank, and in the watcher, which is
 a thread of another process. That leaves out what it does to caches, and counts its own clock.
+One rank alone waits for nobody and records nothing of it: on one GPU give it two,
+    launch.device=cuda launch.nproc=2 launch.devices=[0,0] launch.backend=gloo
 """
 
 import argparse
@@ -112,8 +115,11 @@ def spent_inside(folder: Path, watcher_ns: list[int]) -> tuple[float, float]:
     return max(ranks) / 1e6, sum(watcher_ns) / (num_steps / 2) / 1e6
 
 
-def measure(words: list[str], num_steps: int, out: Path) -> tuple[np.ndarray, np.ndarray, str]:
-    """Return the step times of the turns with and without, a row each, and the device."""
+def measure(
+    words: list[str], num_steps: int, out: Path
+) -> tuple[np.ndarray, np.ndarray, str, float]:
+    """Return the step times of the turns with and without, a row each, the device, and the
+    milliseconds of a step inside of a rank."""
     import paceline
     from paceline.records import Plan
     from paceline.records.rundir import RunDir
@@ -135,7 +141,7 @@ def measure(words: list[str], num_steps: int, out: Path) -> tuple[np.ndarray, np
         turns[is_on(first)].append(times[inside])
     length = min(map(len, turns.values()))
     on, off = (np.array([t for t in turns[key][:length]]) for key in (True, False))
-    return on, off, Plan.load(run.plan).device.value
+    return on, off, Plan.load(run.plan).device.value, rank_ms
 
 
 def compare(
@@ -155,6 +161,13 @@ def compare(
     return ratio(np.arange(len(on))), float(low), float(high)
 
 
+def verdict(low: float, high: float, goal: float) -> str:
+    """Say whether a goal is met: only where the interval leaves no doubt."""
+    if high <= goal:
+        return "met"
+    return "NOT met" if low > goal else "not shown: the interval reaches both sides of it"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=8000)
@@ -162,15 +175,17 @@ def main() -> None:
     asked = parser.parse_args()
     words = [*SIZE, *(asked.words or ["launch.nproc=2", "launch.device=cpu"])]
     with tempfile.TemporaryDirectory() as folder:
-        on, off, device = measure(words, asked.steps, Path(folder))
+        on, off, device, rank_ms = measure(words, asked.steps, Path(folder))
     print(f"device {device}, {asked.steps} steps, {len(on)} turns of {TURN} each way")
     for name, quantile in (("all turns, their median", 0.5), ("the quiet quarter", QUIET)):
         steps_ms = [1e3 * float(np.quantile(turns.mean(axis=1), quantile)) for turns in (off, on)]
         ratio, low, high = compare(on, off, quantile)
         print(f"{name}: step without {steps_ms[0]:.3f} ms, with {steps_ms[1]:.3f} ms")
         print(f"    watching adds {ratio:+.3%} (95 % interval {low:+.3%} to {high:+.3%})")
-    print(f"goal: at most {GOAL[device]:.1%}: {'met' if ratio <= GOAL[device] else 'NOT met'}")
-    sys.exit(0 if ratio <= GOAL[device] else 1)
+    print(f"inside of a rank it is {rank_ms / steps_ms[0]:.3%} of a quiet step")
+    told = verdict(low, high, GOAL[device])
+    print(f"goal: at most {GOAL[device]:.1%}: {told}")
+    sys.exit(0 if told == "met" else 1)
 
 
 if __name__ == "__main__":
