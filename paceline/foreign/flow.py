@@ -184,6 +184,7 @@ def _take_log(path: Path, found: Found) -> SourceFile:
     rank = int(named[1] or named[2]) if named else None
     reader = FaultReader(path.name, rank)
     before = len(found.progress.rows)
+    found.progress.begin_log()
     with open_regular(path, follow=True) as file:
         for raw in file:
             # A progress bar goes back to the beginning of its line.
@@ -221,7 +222,7 @@ def _describe(run: RunDir, found: Found, paths: Sequence[Path]) -> Imported:
         trainer=trainer,
         num_ranks=max(ranks, default=0) + 1,
         num_steps=len(progress.rows),
-        last_step=max(progress.step, max(progress.rows, default=0)),
+        last_step=max(progress.last_step, max(progress.rows, default=0)),
         files=found.files,
         faults=found.faults,
         notes=notes,

@@ -19,6 +19,8 @@ from itertools import pairwise
 NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf)"
 MOMENT = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)")
 BAR = re.compile(r"(\d+)/(\d+) \[[\d:?]+<[\d:?, ]*(?:,\s*)?(?:(" + NUMBER + r")(it/s|s/it))?")
+RATE = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|" + NUMBER  # people like 52,341
+BARE = re.compile(r"(?<=: )-?(?:nan|inf)(?=[,}])")  # as Python prints them in a dict
 HF = re.compile(r"\{['\"](?:loss|eval_loss|eval_runtime|train_runtime|train_loss)['\"].*\}")
 LIGHTNING = re.compile(
     r"Epoch (\d+)(?::\s+\d+%\|.*?\||/\d+\s+\S+) (\d+)/(\d+) \[?[\d:]+\s*[<•]\s*[\d:?]+,?\s*(.*)"
@@ -32,8 +34,8 @@ PLAIN_VALUES = {
     "loss": re.compile(r"(?<![\w/])(?:train[_ ])?loss[ =:]+(" + NUMBER + ")", re.IGNORECASE),
     "lr": re.compile(r"(?<!\w)(?:lr|learning[_ ]rate)[ =:]+(" + NUMBER + ")", re.IGNORECASE),
     "grad_norm": re.compile(r"(?:grad[_ ]?norm|gnorm)[ =:]+(" + NUMBER + ")", re.IGNORECASE),
-    "tokens_per_s": re.compile(r"(?:toks?|tokens?)/s(?:ec)?[ =:]+(" + NUMBER + ")", re.IGNORECASE),
-    "samples_per_s": re.compile(r"samples/s(?:ec)?[ =:]+(" + NUMBER + ")", re.IGNORECASE),
+    "tokens_per_s": re.compile(r"(?:toks?|tokens?)/s(?:ec)?[ =:]+(" + RATE + ")", re.IGNORECASE),
+    "samples_per_s": re.compile(r"samples/s(?:ec)?[ =:]+(" + RATE + ")", re.IGNORECASE),
     "val_loss": re.compile(
         r"(?:val(?:idation)?|eval)[_ ]loss[ =:]+(" + NUMBER + ")", re.IGNORECASE
     ),
@@ -58,7 +60,8 @@ class Progress:
 
     rows: dict[int, Row] = field(default_factory=dict)
     phases: dict[int, dict[int, Row]] = field(default_factory=dict)  # seconds
-    step: int = 0
+    step: int = 0  # of the log that is read
+    last_step: int = 0
     num_steps: int = 0
     trainers: dict[str, int] = field(default_factory=dict)  # lines of each
     told: list[Row] = field(default_factory=list)  # of HF's Trainer, whose step is not known yet
@@ -69,6 +72,7 @@ class Progress:
         if step > 0 and values:
             self.rows.setdefault(step, {}).update(values)
         self.step = max(self.step, step)
+        self.last_step = max(self.last_step, self.step)
 
     def note_times(self, rank: int, step: int, times: Row) -> None:
         if step > 0 and times:
@@ -82,7 +86,7 @@ class Progress:
                 break
         if self.step > before and (moment := MOMENT.search(line)):
             at = datetime.fromisoformat(moment[1].replace(",", "."))
-            self.times[self.step] = at.timestamp()
+            self.times.setdefault(self.step, at.timestamp())
 
     def settle(self) -> None:
         """Give what HF's Trainer has told the step of the bar below it."""
@@ -90,14 +94,22 @@ class Progress:
             self.note("hf trainer", self.step, values)
         self.told.clear()
 
+    def begin_log(self) -> None:
+        """Count anew: lines without a step belong to the last one that their own log has named."""
+        self._settle_rest()
+        self.step = self.num_steps = 0
+
     def finish(self) -> None:
+        self._settle_rest()
+        self._fill_step_times()
+
+    def _settle_rest(self) -> None:
         """Without any bar, what was told is counted: the steps themselves are not in the log."""
         if self.step == 0:
             for number, values in enumerate(self.told, start=1):
                 self.note("hf trainer", number, values)
             self.told.clear()
         self.settle()
-        self._fill_step_times()
 
     def _fill_step_times(self) -> None:
         """Give each step that has no time of its own the mean since the one written of before it,
@@ -113,7 +125,7 @@ def _read_hf(found: Progress, line: str, rank: int) -> bool:
     if match is None:
         return False
     try:
-        told = ast.literal_eval(match[0])
+        told = ast.literal_eval(BARE.sub(r"'\g<0>'", match[0]))
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return False
     if isinstance(told, dict):
@@ -146,6 +158,7 @@ def _read_bar(found: Progress, line: str, rank: int) -> bool:
         if int(match[2]) < found.num_steps:
             continue
         found.step, found.num_steps = max(found.step, int(match[1])), int(match[2])
+        found.last_step = max(found.last_step, found.step)
         found.settle()
     return False  # the same line may hold a dict
 
@@ -185,7 +198,7 @@ def _times(parts: list[str], sign: str) -> Row:
 def _read_plain(found: Progress, line: str, rank: int) -> bool:
     step = PLAIN_STEP.search(line)
     values = {
-        name: float(match[1]) for name, pattern in PLAIN_VALUES.items()
+        name: float(match[1].replace(",", "")) for name, pattern in PLAIN_VALUES.items()
         if (match := pattern.search(line))
     }  # fmt: skip
     if step is None or not values or rank > 0:

@@ -38,7 +38,7 @@ def find_bounds(evidence: Evidence, work: Work, slow: Sequence[Finding]) -> Iter
         *_memory(evidence, work),
     ]
     yield from found
-    if not found and not slow and not evidence.is_live:
+    if not found and not slow and not evidence.is_live and _knows_passes(work):
         yield _compute(evidence, work)
 
 
@@ -231,6 +231,12 @@ def _is_pipeline(evidence: Evidence) -> bool:
     return evidence.plan is not None and evidence.plan.pipeline is not None
 
 
+def _knows_passes(work: Work) -> bool:
+    """Tell whether forward and backward are known, and as work: another trainer's log may have the
+    times of whole steps alone, or backward passes with the waiting in them."""
+    return work.is_whole and bool(work.own[Phase.FORWARD].any())
+
+
 def _more_at_once(evidence: Evidence) -> str:
     """Say what makes fewer and larger kernels of the same work: to compile, or larger batches."""
     if evidence.plan is None or evidence.plan.compile.value == "off":
@@ -241,7 +247,9 @@ def _more_at_once(evidence: Evidence) -> str:
 
 def _sweep(evidence: Evidence, axis: str) -> str:
     """Return the command that tries an axis on this very job. A workload of a Python file must be
-    typed: run.yaml may not choose code to run."""
-    workload = evidence.plan.workload if evidence.plan is not None else ""
+    typed: run.yaml may not choose code to run. A run of another trainer has no such command."""
+    if evidence.plan is None:
+        return ""
+    workload = evidence.plan.workload
     typed = shlex.quote(f"workload={workload}") + " " if ":" in workload else ""
     return f"paceline sweep {evidence.path}/run.yaml {typed}--axis {axis}"

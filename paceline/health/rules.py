@@ -53,8 +53,8 @@ def _loss(evidence: Evidence) -> Iterator[Finding]:
             kind="nan_loss",
             step=first,
             severity="error" if bad[-1] else "warning",
-            words=f"loss or gradient was not finite in {times}, first in step {first}; their"
-            " updates were left out",
+            words=f"loss or gradient was not finite in {times}, first in step {first}"
+            + ("; their updates were left out" if evidence.plan is not None else ""),
             evidence=finite({"num_steps": int(bad.sum()), "steps": steps[bad][:8].tolist()}),
             to_try="a lower optim.lr or optim.clip=1; observe.sample_ids=true names the samples",
         )

@@ -95,6 +95,55 @@ def test_a_log_with_a_loss_that_is_not_a_number(tmp_path: Path) -> None:
     assert "nan_loss" in {f.kind for f in diagnose(run.root).findings}
 
 
+def test_hf_trainer_writes_nan_as_a_bare_word(tmp_path: Path) -> None:
+    """Which is no literal of Python; transformers 5 writes all numbers as texts."""
+    log = tmp_path / "train.log"
+    losses = enumerate(["2.31", "nan", "'2.2'", "-inf"], start=1)
+    log.write_text(
+        "".join(
+            f"{{'loss': {loss}, 'grad_norm': nan, 'epoch': 0.{n}}}\n 1%| | {n}0/90 [00:05<08:15]\n"
+            for n, loss in losses
+        )
+    )
+    run, _ = import_run([log], tmp_path / "theirs")
+    rows = read_training(run.training)
+    assert rows.column("step").tolist() == [10, 20, 30, 40] and rows.column("loss")[2] == 2.2
+    (finding,) = [f for f in diagnose(run.root).findings if f.kind == "nan_loss"]
+    assert finding.step == 20 and "updates were left out" not in finding.words, "who knows?"
+
+
+def test_lines_belong_to_the_step_of_their_own_log(tmp_path: Path) -> None:
+    """A line of times has no step; the log before it may have ended far ahead. With all of them a
+    slow rank of DeepSpeed is named."""
+    for rank in (0, 1):
+        times = f"fwd: {60 + 40 * rank}.00 | bwd: 120.00 | step: 5.00"
+        lines = (
+            f"[Rank {rank}] step={step}, skipped=0, lr=[0.1], mom=[0.9]\n"
+            f"[Rank {rank}] time (ms) | {times}\n"
+            for step in range(1, 41)
+        )
+        (tmp_path / f"rank{rank}.log").write_text("".join(lines))
+    run, found = import_run([tmp_path / "rank0.log", tmp_path / "rank1.log"], tmp_path / "theirs")
+    assert [len(read_steps(run.steps(rank))) for rank in (0, 1)] == [40, 40]
+    assert found.last_step == 40
+    (slow,) = [f for f in diagnose(run.root).findings if f.kind == "straggler"]
+    assert slow.rank == 1 and slow.evidence["part"] == "forward"
+
+
+def test_a_log_without_phases_has_no_verdict_about_them(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(
+        "".join(
+            f"step {s:05d}/02000 ({s / 20:.2f}%) | loss: 2.5 | dt: 120ms | tok/sec: 52,341\n"
+            f"Epoch 0: 10%|# | {s}/100 [00:05<00:05,  9.80it/s, v_num=0, train_loss=2.5]\n"
+            for s in range(1, 41)
+        )
+    )
+    run, _ = import_run([log], tmp_path / "theirs")
+    assert read_training(run.training).column("tokens_per_s")[0] == 52341
+    assert diagnose(run.root).findings == []
+
+
 def test_files_that_tell_nothing_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("buy milk\n")
     with pytest.raises(DataError, match="nothing was found that tells of a run"):

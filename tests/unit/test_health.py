@@ -182,13 +182,14 @@ def test_a_gpu_that_throttles_or_errs_is_named() -> None:
 def test_verdicts_say_what_a_run_is_bound_by() -> None:
     fine = [f.kind for f in judge(make_evidence())]
     assert fine == ["compute_bound"]
-    slow = make_evidence({r: {Phase.DATA: 0.05} for r in (0, 1)})
+    slow = make_evidence({r: {Phase.DATA: 0.05} for r in (0, 1)}, plan=plan())
     assert "bound_by_data" in [f.kind for f in judge(slow)]
     assert one(slow, "bound_by_data").to_try.startswith("paceline sweep RUN_DIR/run.yaml --axis")
     typed = replace(slow, plan=plan().model_copy(update={"workload": "my job.py:Mine"}))
     asked = "run.yaml 'workload=my job.py:Mine' --axis"
     assert asked in one(typed, "bound_by_data").to_try, "a file may not choose code to run"
-    tried = one(make_evidence(), "compute_bound").to_try
+    assert one(make_evidence(), "compute_bound").to_try == "", "another trainer's run"
+    tried = one(make_evidence(plan=plan()), "compute_bound").to_try
     assert tried == "paceline sweep RUN_DIR/run.yaml --axis train.compile=off,default"
     compiled = plan("train.compile=default")
     tried = one(replace(make_evidence(), plan=compiled), "compute_bound").to_try
