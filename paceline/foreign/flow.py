@@ -10,6 +10,7 @@ DIR/train.log                the last lines of all logs
 
 import csv
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -256,7 +257,8 @@ def _write_training(run: RunDir, progress: Progress) -> None:
     table = TableFile(run.training, TRAINING)
     for step, row in rows.items():
         known = {name: row[name] for name in TRAINING.columns if name in row}
-        table.add({"step": step, "skipped": False, "warmup": False, **known})
+        is_bad = not math.isfinite(row.get("grad_norm", 0.0))  # of HF, with a loss of 0.0
+        table.add({"step": step, "skipped": is_bad, "warmup": False, **known})
     table.close()
 
 

@@ -98,18 +98,20 @@ def test_a_log_with_a_loss_that_is_not_a_number(tmp_path: Path) -> None:
 def test_hf_trainer_writes_nan_as_a_bare_word(tmp_path: Path) -> None:
     """Which is no literal of Python; transformers 5 writes all numbers as texts."""
     log = tmp_path / "train.log"
-    losses = enumerate(["2.31", "nan", "'2.2'", "-inf"], start=1)
+    losses = enumerate(["2.31", "nan", "'2.2'", "-inf", "0.0"], start=1)
     log.write_text(
         "".join(
-            f"{{'loss': {loss}, 'grad_norm': nan, 'epoch': 0.{n}}}\n 1%| | {n}0/90 [00:05<08:15]\n"
+            f"{{'loss': {loss}, 'grad_norm': {'nan' if n == 5 else 1.5}, 'epoch': 0.{n}}}\n"
+            f" 1%| | {n}0/90 [00:05<08:15]\n"
             for n, loss in losses
         )
     )
     run, _ = import_run([log], tmp_path / "theirs")
     rows = read_training(run.training)
-    assert rows.column("step").tolist() == [10, 20, 30, 40] and rows.column("loss")[2] == 2.2
+    assert rows.column("step").tolist() == [10, 20, 30, 40, 50] and rows.column("loss")[2] == 2.2
     (finding,) = [f for f in diagnose(run.root).findings if f.kind == "nan_loss"]
     assert finding.step == 20 and "updates were left out" not in finding.words, "who knows?"
+    assert finding.severity == "error" and "in 3 steps" in finding.words, "by its gradient at last"
 
 
 def test_lines_belong_to_the_step_of_their_own_log(tmp_path: Path) -> None:
