@@ -53,7 +53,7 @@ def _data(evidence: Evidence, work: Work) -> Iterator[Finding]:
     yield Finding(
         kind="bound_by_data",
         severity="note",
-        words=f"{told}; {_stage(workers, read_s, joined_s, work.step_s)}",
+        words=f"{told}; {_stage(workers, read_s, joined_s, (share, work.step_s))}",
         evidence=finite(
             {"share": share, "num_workers": workers, "read_s": read_s, "joined_s": joined_s}
         ),
@@ -68,8 +68,9 @@ def _spent(evidence: Evidence, column: str) -> float:
     return max((float(np.median(found)) for found in known if len(found)), default=math.nan)
 
 
-def _stage(workers: int, read_s: float, joined_s: float, step_s: float) -> str:
-    """Say which stage of loading is the slow one."""
+def _stage(workers: int, read_s: float, joined_s: float, waits: tuple[float, float]) -> str:
+    """Say which stage of loading is the slow one. `waits`: the share of a step, and the step."""
+    share, step_s = waits
     made_s = read_s + joined_s
     if math.isnan(made_s):
         parts = ""
@@ -85,9 +86,13 @@ def _stage(workers: int, read_s: float, joined_s: float, step_s: float) -> str:
             else (f"putting them together ({duration(joined_s)}")
         )
         parts = f": most of it is {by} of {duration(made_s)} a step)"
+    own = "samples are made in the rank's own process, between two steps"
+    if not workers and made_s < HANDED_SHARE * share * step_s:
+        parts = f", but not in reading them ({duration(read_s)} a step) or putting them together"
+        return f"{own}{parts}: look at the sampler, at hooks, and at what moves them to the device"
     if workers:
         return f"{count(workers, *LOADER)} cannot make samples in time{parts}"
-    return f"samples are made in the rank's own process, between two steps{parts}"
+    return f"{own}{parts}"
 
 
 def _exchange(evidence: Evidence, work: Work) -> Iterator[Finding]:

@@ -206,6 +206,7 @@ def test_verdicts_say_what_a_run_is_bound_by() -> None:
     ("workers", "read_s", "joined_s", "says"),
     [
         (0, 0.04, 0.01, "own process, between two steps: most of it is reading them (40 ms"),
+        (0, 0.0001, 0.0, "own process, between two steps, but not in reading them (100 µs"),
         (2, 0.12, 0.02, "2 loader processes cannot make samples in time: most of it is reading"),
         (2, 0.02, 0.15, "most of it is putting them together (150 ms of 170 ms a step)"),
         (4, 0.01, 0.01, "not making batches, which takes 20 ms of its 4 loader processes, but"),
