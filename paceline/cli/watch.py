@@ -109,7 +109,7 @@ def _be_watchdog(path: Path, interval: float) -> None:
 
     say = ConsoleTalk().say
     run = wait_for_run(path, interval, say)
-    dog = Watchdog(run, halts=True, say=say)
+    dog = Watchdog(run, say)
     say(f"watchdog of {path}: a look every {interval:g} s")
     view = dog.tick()
     while not view.state.is_over:

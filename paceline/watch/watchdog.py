@@ -18,7 +18,6 @@ from paceline.health import Evidence, judge, read_evidence
 from paceline.health.actions import halt
 from paceline.records import Attempt
 from paceline.records.events import Event, EventLog
-from paceline.records.files import write_atomic
 from paceline.records.findings import Finding
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
@@ -34,8 +33,8 @@ Say = Callable[[str], None]
 class Watchdog:
     """Call `tick` every so often; `anomaly` is the name of the rule that was broken first."""
 
-    def __init__(self, run: RunDir, halts: bool, say: Say) -> None:
-        self.run, self._halts, self._say = run, halts, say
+    def __init__(self, run: RunDir, say: Say) -> None:
+        self.run, self._say = run, say
         self.anomaly = ""
         self._reader = RunReader(run)
         self._told: set[tuple[str, int | None]] = set()
@@ -77,12 +76,8 @@ class Watchdog:
         if finding.kind in NEEDS_STACKS:  # before the end is asked for: the stacks say why
             self.run.dump_request.parent.mkdir(exist_ok=True)
             self.run.dump_request.touch()
-        done = "wrote .anomaly_type"
-        if self._halts:
-            halt(self.run, finding.kind)
-            done = "wrote .anomaly_type and .HALT"
-        else:
-            write_atomic(self.run.anomaly, f"{finding.kind}\n")
+        halt(self.run, finding.kind)
+        done = "wrote .anomaly_type and .HALT"
         self._say(f"{done}: {finding.kind}")
         log = EventLog(self.run.events)
         log.append(

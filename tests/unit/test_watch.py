@@ -228,7 +228,7 @@ def test_the_watchdog_halts_a_run_whose_rank_is_silent(run: RunDir) -> None:
     lived(run, time.time() - 500)
     beat(run, 0, time.time())
     beat(run, 1, time.time() - 300)
-    dog = Watchdog(run, halts=True, say=said.append)
+    dog = Watchdog(run, said.append)
     dog.tick()
     assert dog.anomaly == "heartbeat_stall"
     assert run.anomaly.read_text() == "heartbeat_stall\n"
@@ -241,7 +241,7 @@ def test_the_watchdog_leaves_alone_what_is_well_and_what_is_old(run: RunDir) -> 
     lived(run, time.time() - 10)  # resumed: the heartbeat of rank 1 is of the attempt before
     beat(run, 0, time.time())
     beat(run, 1, time.time() - 300)
-    dog = Watchdog(run, halts=True, say=lambda text: None)
+    dog = Watchdog(run, lambda text: None)
     dog.tick()
     assert dog.anomaly == "" and not run.halt.exists()
 
@@ -252,7 +252,7 @@ def test_zero_gradients_halt_too(run: RunDir) -> None:
         beat(run, rank, time.time())
     text = run.training.read_text()
     run.training.write_text(text.replace(",1.5,", ",0,"))
-    dog = Watchdog(run, halts=True, say=lambda text: None)
+    dog = Watchdog(run, lambda text: None)
     dog.tick()
     assert run.anomaly.read_text() == "zero_grad\n"
 
