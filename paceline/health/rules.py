@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.health.evidence import Evidence
-from paceline.health.stragglers import gpu_samples
+from paceline.health.stragglers import STEADY_SHARE, gpu_samples
 from paceline.health.work import Work
 from paceline.records.findings import Finding, finite
 from paceline.records.phases import Phase
@@ -269,7 +269,9 @@ def _units(evidence: Evidence) -> Iterator[Finding]:
     largest = float(np.nanmedian(units.max(axis=0) / np.where(usual > 0, usual, np.nan))) - 1
     if np.nanmax([largest, 0.0]) > evidence.rules.unequal_batches_share:
         row = int(np.nanargmax(over))
-        always = over[row] > evidence.rules.unequal_batches_share
+        others = np.nanmedian(np.delete(units, row, axis=0), axis=0)
+        ratio = units[row] / np.where(others > 0, others, np.nan)
+        always = np.nanquantile(ratio, STEADY_SHARE) - 1 > evidence.rules.unequal_batches_share
         who = list(tables)[row] if always else None
         yield Finding(
             kind="unequal_batches",

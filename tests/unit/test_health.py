@@ -121,6 +121,11 @@ def test_unequal_shares_are_named_with_the_rank_that_always_has_the_largest() ->
     assert one(Evidence(3, steps=steps), "unequal_batches").rank == 2
     two = one(Evidence(2, steps={1: steps[1], 2: steps[2]}), "unequal_batches")
     assert two.rank == 2 and "50% more" in two.words, "against the other one, not their middle"
+    turns = np.where(np.arange(20) % 2, 3.0, 1.0)
+    for rank, units in ((1, 100 * turns), (2, 300 / turns)):
+        steps[rank] = make_table(STEPS, 20, step=np.arange(1, 21), units=units)
+    in_turns = one(Evidence(2, steps={1: steps[1], 2: steps[2]}), "unequal_batches")
+    assert in_turns.rank is None and "200% more" in in_turns.words
 
 
 def counted(per_step: int, left_out_at: int = 0) -> Any:
