@@ -208,7 +208,7 @@ def _memory(evidence: Evidence, work: Work) -> Iterator[Finding]:
             f" {max(retries):.0f} times, each of which waits for the device",
             evidence=finite({"alloc_retries": max(retries)}),
             to_try="a smaller train.micro_batch_size with more train.grad_accum, or"
-            " train.recompute=selective",
+            " train.activation_checkpointing=selective",
         )
 
 

@@ -119,7 +119,7 @@ def _gradient(evidence: Evidence) -> Iterator[Finding]:
             words=f"the gradient norm is 0 in {count(int(zeros.sum()), 'step')}, first in step"
             f" {first}: nothing is learnt there",
             evidence=finite({"num_steps": int(zeros.sum()), "first_step": first}),
-            to_try="look for a detached loss, a frozen model (optim.freeze) or a mask of zeros",
+            to_try="look for a detached loss, a model that is frozen, or a mask of zeros",
         )
     usual = float(np.median(norms)) if len(norms) > MIN_STEPS else 0.0
     if usual > 0 and (large := norms > limit * usual).any():

@@ -1,6 +1,7 @@
 """The rules about a run's health, the verdicts about its speed, and what is done about them."""
 
 import os
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import paceline
+from paceline.config.describe import iter_keys
 from paceline.config.health import RulesConfig
 from paceline.drill.flow import load_drilled, names_fault, noticed, place_of, require_all
 from paceline.errors import ConfigError
@@ -16,6 +19,7 @@ from paceline.health import Evidence, act_on, judge, read_evidence
 from paceline.health.actions import action_for
 from paceline.health.desync import compare_calls
 from paceline.health.evidence import Heart
+from paceline.job import load_job
 from paceline.records.drills import Drill, Fault
 from paceline.records.events import Event, EventLog, iter_events
 from paceline.records.findings import Finding, Findings
@@ -248,6 +252,17 @@ def test_a_rule_does_what_it_says(action: Any, made: list[str], tmp_path: Path) 
     if action == "halt":
         assert (tmp_path / ".HALT").read_text() == "halt: zero_grad\n"
         assert (tmp_path / ".anomaly_type").read_text() == "zero_grad\n"
+
+
+def test_hints_name_keys_that_exist() -> None:
+    """All that findings tell people to set, as it stands in their sources."""
+    root = Path(paceline.__file__).parent
+    sources = [*(root / "health").glob("*.py"), *(root / "diagnose").glob("*.py")]
+    named = re.compile(r"(?<![\w.])(?:optim|train|data|strategy|observe|launch)\.[a-z_.]*[a-z]")
+    asked = {key for file in sources for key in named.findall(file.read_text())}
+    keys = {key.path for key in iter_keys(type(load_job("lm_tiny", []).config))}
+    sections = {path.rpartition(".")[0] for path in keys}
+    assert len(asked) > 8 and asked - keys - sections == set()
 
 
 def test_every_rule_with_an_action_has_a_default_and_verdicts_only_warn() -> None:
