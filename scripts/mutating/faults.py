@@ -265,8 +265,8 @@ FAULTS = (
     ),
     Fault(
         "file-is-written-over-in-place", "paceline/records/files.py",
-        "        os.replace(temporary, path)\n",
-        "        path.write_bytes(raw)\n        os.unlink(temporary)\n",
+        "            os.replace(temporary, path)\n",
+        "            path.write_bytes(raw)\n            os.unlink(temporary)\n",
         "tests/unit/test_rundir.py",
     ),
     Fault(
