@@ -158,7 +158,7 @@ def _take_dump(path: Path, body: Any, found: Found) -> SourceFile:
 
 def _take_csv(path: Path, found: Found) -> SourceFile:
     """Read the metrics of Lightning's CSVLogger, or a table without a header: step, loss, learning
-    rate, tokens/s, as the trainer of seed 003 writes it."""
+    rate, tokens/s, as a plain training script writes it."""
     with open_regular(path, follow=True) as file:
         rows = list(csv.reader(file.read(MAX_JSON).decode("utf-8", "replace").splitlines()))
     if rows and "step" in rows[0]:
