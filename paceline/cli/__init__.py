@@ -4,6 +4,7 @@ stdout is data, stderr is talk. torch is imported by the verbs that need it, ins
 help answers at once.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -37,6 +38,15 @@ from paceline.cli import (
 from paceline.errors import ConfigError, DiskError, Outcome, PacelineError
 from paceline.machine.process import leave_at_once
 
+# What a person can change about a name that was given, by the number of the error.
+WRONG_PLACES = {
+    errno.EACCES: "run as a user who may, or choose another place",
+    errno.EPERM: "run as a user who may, or choose another place",
+    errno.EISDIR: "a folder stands where a file belongs: move it, or choose another place",
+    errno.ENOTDIR: "a file stands where a folder belongs: move it, or choose another place",
+    errno.ELOOP: "a link leads to itself: remove it",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
 app = typer.Typer(
     name="paceline",
     help="Take a PyTorch training job from bare machines to a finished, explained run.\n\n"
@@ -135,12 +145,12 @@ def _run() -> None:
 
 def _known(error: Exception) -> PacelineError | None:
     """Return what a person should know of an error that is not a bug of ours: of a disk that takes
-    nothing, or a file that this user may not touch. None of all others."""
-    if isinstance(error, PermissionError):
+    nothing, a file that this user may not touch, a name that cannot be one. None of others."""
+    if isinstance(error, OSError) and (hint := WRONG_PLACES.get(error.errno or 0)):
         what = error.filename if isinstance(error.filename, str) else "a file"
-        return ConfigError(
-            f"{what}: {error.strerror}\nhint: run as a user who may, or choose another place"
-        )
+        return ConfigError(f"{what}: {error.strerror}\nhint: {hint}")
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # pathlib's own
+        return ConfigError(f"{error}\nhint: {WRONG_PLACES[errno.ELOOP]}")
     if isinstance(error, OSError) and DiskError.is_meant(error):
         return DiskError.of(error)
     return None

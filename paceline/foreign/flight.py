@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import DataError
+from paceline.health.desync import key_of
 from paceline.records.base import Body
 from paceline.records.findings import Finding, finite
 from paceline.records.words import count, few
@@ -28,8 +29,7 @@ def find_waiting(dumps: Mapping[int, Body]) -> Iterator[Finding]:
     groups: dict[str, dict[int, dict[int, Body]]] = {}
     for rank, body in dumps.items():
         for entry in _entries(body):
-            group = str((entry.get("process_group") or ["0"])[0])
-            number = int(entry.get("collective_seq_id") or 0)
+            group, number = key_of(entry)
             groups.setdefault(group, {}).setdefault(rank, {})[number] = entry
     for group, ranks in groups.items():
         yield from _behind(group, ranks)

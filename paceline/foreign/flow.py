@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from paceline.records.words import count, visible
 from paceline.traces.account import account
 from paceline.traces.events import STEP, load_trace
 
-MAX_FILES, MAX_JSON, TAIL_LINES = 5000, 256 << 20, 400
+MAX_FILES, MAX_JSON, TAIL_LINES, MAX_SAID = 5000, 256 << 20, 400, 120
 RANK_PATH = re.compile(r"(?:^|/)(\d+)/(?:stdout|stderr)\.log$|rank[_-]?(\d+)[^/]*$")
 LOGS = {".log", ".txt", ".out", ".err", ""}
 # What programs that start ranks write of themselves.
@@ -111,6 +112,9 @@ def _read_file(path: Path, found: Found) -> SourceFile:
         return SourceFile(path=str(path), kind="other", said="left alone")
     except (PacelineError, OSError) as error:
         return SourceFile(path=str(path), kind="unreadable", said=str(error).partition("\n")[0])
+    except (csv.Error, *DAMAGED) as error:
+        said = f"it is damaged ({str(error)[:MAX_SAID]})"
+        return SourceFile(path=str(path), kind="unreadable", said=said)
 
 
 def _take_json(path: Path, found: Found) -> SourceFile:
@@ -119,6 +123,8 @@ def _take_json(path: Path, found: Found) -> SourceFile:
         body = json.loads(raw)
     except DAMAGED:
         return _take_log(path, found)  # a log of JSON lines, or one that begins with a brace
+    if not isinstance(body, dict | list):
+        return SourceFile(path=str(path), kind="other", said="left alone")
     if isinstance(body, list) or "traceEvents" in body:
         return _take_trace(path, found)
     if "entries" in body:
@@ -153,7 +159,7 @@ def _take_dump(path: Path, body: Any, found: Found) -> SourceFile:
 
 def _take_csv(path: Path, found: Found) -> SourceFile:
     """Read the metrics of Lightning's CSVLogger, or a table without a header: step, loss, learning
-    rate, tokens/s, as the trainer of seed 003 writes it."""
+    rate, tokens/s, as a plain training script writes it."""
     with open_regular(path, follow=True) as file:
         rows = list(csv.reader(file.read(MAX_JSON).decode("utf-8", "replace").splitlines()))
     if rows and "step" in rows[0]:
@@ -180,6 +186,15 @@ def _is_number(text: str) -> bool:
     return True
 
 
+def _take_line(line: str, rank: int | None, reader: FaultReader, found: Found) -> None:
+    prefix = PREFIX.match(line)
+    own = int(prefix[1] or prefix[2]) if prefix else rank
+    found.ranks |= {own} if own is not None else set()
+    found.launcher = found.launcher or _launcher(line)
+    found.progress.read(line, own)
+    reader.read(line, found.progress.step)
+
+
 def _take_log(path: Path, found: Found) -> SourceFile:
     named = RANK_PATH.search(path.as_posix())
     rank = int(named[1] or named[2]) if named else None
@@ -190,12 +205,8 @@ def _take_log(path: Path, found: Found) -> SourceFile:
         for raw in file:
             # A progress bar goes back to the beginning of its line.
             for line in raw.decode("utf-8", "replace").replace("\r", "\n").splitlines():
-                prefix = PREFIX.match(line)
-                own = int(prefix[1] or prefix[2]) if prefix else rank
-                found.ranks |= {own} if own is not None else set()
-                found.launcher = found.launcher or _launcher(line)
-                found.progress.read(line, own)
-                reader.read(line, found.progress.step)
+                with suppress(*DAMAGED):  # one line that nobody wrote costs no other
+                    _take_line(line, rank, reader, found)
                 found.lines.append(visible(line))
         del found.lines[:-TAIL_LINES]
     found.faults += reader.faults

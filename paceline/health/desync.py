@@ -128,6 +128,13 @@ def compare_calls(dumps: Mapping[int, Body]) -> Iterator[Finding]:
         return
 
 
+def key_of(entry: Body) -> tuple[str, int]:
+    """Return group and number of a call; "?" and 0 where a dump says nothing that can be one."""
+    group, number = entry.get("process_group"), entry.get("collective_seq_id")
+    name = group[0] if isinstance(group, list | tuple) and group else "?"
+    return str(name), number if isinstance(number, int) else 0
+
+
 def _calls(body: Body) -> dict[tuple[str, int], Call]:
     """Return what a dump says was called, by group and number; calls between two ranks, which have
     no counterpart of the same shape on all, are left out."""
@@ -135,8 +142,6 @@ def _calls(body: Body) -> dict[tuple[str, int], Call]:
     found = {}
     for entry in entries if isinstance(entries, Sequence) else ():
         if isinstance(entry, dict) and not entry.get("is_p2p"):
-            group = entry.get("process_group") or ["?"]
-            key = str(group[0]), int(entry.get("collective_seq_id") or 0)
             sizes = entry.get("input_sizes")
-            found[key] = (str(entry.get("profiling_name")), str(sizes))
+            found[key_of(entry)] = (str(entry.get("profiling_name")), str(sizes))
     return found

@@ -18,6 +18,7 @@ from paceline.records import Env, Plan, Record, Result
 from paceline.records.base import Body, load_map
 from paceline.records.cells import DTYPES
 from paceline.records.columns import Layout, Row, Table
+from paceline.records.files import open_regular
 from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.rundir import RunDir
 from paceline.records.tables import (
@@ -154,10 +155,10 @@ def _load(path: Path, kind: type[Known]) -> Known | None:
 
 def _log_end(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
             return file.read().decode(errors="replace")
-    except OSError:
+    except (OSError, PacelineError):
         return ""
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self, cast
 
 from paceline.errors import DataError
+from paceline.records.files import open_regular
 from paceline.records.phases import Phase
 
 TAIL_BYTES = 4096
@@ -51,21 +52,22 @@ def _fits(value: object, default: object) -> bool:
 
 
 def last_beat(path: Path) -> Beat:
-    """Return the newest whole line; a rank that has not begun has none."""
+    """Return the newest whole line; a rank that has not begun has none, nor has what is not a plain
+    file."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]
         return Beat.from_line(lines[-1])
-    except (OSError, IndexError, ValueError):
+    except (OSError, DataError, IndexError, ValueError):
         return Beat()
 
 
 def iter_beats(path: Path) -> Iterator[Beat]:
     """Yield all whole lines; none where the file is absent. `DataError` names a damaged one."""
     if path.is_file():
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for number, line in enumerate(file, start=1):
                 if line.endswith(b"\n"):
                     yield _whole_beat(path, number, line)

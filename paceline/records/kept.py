@@ -83,7 +83,7 @@ class Kept(Record):
 
 
 class FileSum(Part):
-    """Of a file of tensors also the sum of its head: that and the parts' sums cover every byte."""
+    """A file of tensors also has the sum of its head: that and the parts' sums cover every byte."""
 
     num_bytes: Annotated[int, Field(ge=0)]
     xxh3: str

@@ -368,5 +368,5 @@ class Result(Record):
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of the rank that held most: active bytes on a GPU; on a CPU the largest RSS."""
+        """Return the peak of the rank that held most: active bytes on a GPU, RSS on a CPU."""
         return self.peak_active_bytes or self.peak_reserved_bytes

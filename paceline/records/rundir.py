@@ -299,7 +299,7 @@ class RunDir:
 
     @property
     def secret(self) -> Path:
-        """By which members of a launcher that we run know each other; there while it runs."""
+        """The secret by which members of a launcher that we run know each other, while it runs."""
         return self.root / ".secret"
 
     def rank(self, rank: int) -> Path:

@@ -5,6 +5,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.errors import DataError
+from paceline.records.files import open_regular
 from paceline.records.tables import read_header
 
 
@@ -24,14 +26,14 @@ class Tail:
     def lines(self, last: bool = False) -> list[str]:
         """Return the lines since the last call; with `last`, the unfinished one too."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     # A new attempt has cut off what its checkpoint does not hold. What is left has
                     # been returned before.
                     self._offset, self._rest = file.seek(0, os.SEEK_END), b""
                 file.seek(self._offset)
                 new = file.read()
-        except OSError:
+        except (OSError, DataError):  # not there yet, or not a plain file
             return []
         self._offset += len(new)
         *whole, self._rest = (self._rest + new).split(b"\n")

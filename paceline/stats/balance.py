@@ -20,7 +20,7 @@ MIN_SAMPLES = 3
 
 
 class Balance(NamedTuple):
-    """Of each GPU the mean percentage of time in which it was busy, while it trained."""
+    """Return the mean percentage of time in which each GPU was busy, while it trained."""
 
     busy: tuple[float, ...]
 

@@ -12,6 +12,7 @@ followed through the folder that it shares with this one.
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -177,10 +178,11 @@ class RunReader:
         self._result_seen = found
         try:
             self.view.result = Result.load(self.run.result) if found is not None else None
-            if self.run.findings.is_file():
-                self.view.findings = [str(f) for f in Findings.load(self.run.findings).findings]
         except DataError:
             self.view.result = None
+        with suppress(DataError):
+            if self.run.findings.is_file():
+                self.view.findings = [str(f) for f in Findings.load(self.run.findings).findings]
 
 
 class _RankReader:

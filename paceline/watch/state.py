@@ -5,7 +5,8 @@ from pathlib import Path
 
 import psutil
 
-from paceline.errors import Outcome
+from paceline.errors import DataError, Outcome
+from paceline.records.files import read_regular
 from paceline.records.rundir import RunDir
 from paceline.records.runlock import RunLock
 from paceline.records.words import elapsed
@@ -14,6 +15,7 @@ from paceline.watch.view import RunView, State
 SILENT_S = 15.0  # heartbeats come every second; a network file system may hold them back this long
 DEAD_S = 90.0
 STILL_S = 60.0
+MAX_LOCK_BYTES = 4096  # a process and the name of its host
 
 
 def judge_state(run: RunDir, view: RunView, now: float) -> State:
@@ -61,9 +63,10 @@ def _has_left(path: Path) -> bool:
     this machine and is not there any more. The lock itself is not touched, not even for a moment: a
     run that starts just then must get it."""
     try:
-        process, _, host = path.read_text(errors="replace").strip().partition(" ")
-    except OSError:
+        said = read_regular(path, MAX_LOCK_BYTES).decode(errors="replace")
+    except (OSError, DataError):
         return False
+    process, _, host = said.strip().partition(" ")
     if not process:
         return True
     is_known = host == socket.gethostname() and process.isdigit()

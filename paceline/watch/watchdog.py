@@ -1,4 +1,4 @@
-"""The external watchdog of seed 003: looks at a run's files every so often, from whatever machine
+"""The external watchdog: looks at a run's files every so often, from whatever machine
 shares them, and asks it to stop where a rule is broken.
 
     paceline watch RUN_DIR --halt --interval 30

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """`old`, which the file has once, becomes `new`; `test` is a node id, or the begin of some."""
+    """`old`, which the file has once, becomes `new`; `test` is the beginning of node ids."""
 
     name: str
     file: str

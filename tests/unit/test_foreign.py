@@ -18,6 +18,7 @@ from paceline.records.imported import Imported
 from paceline.records.rundir import RunDir
 from paceline.records.tables import read_steps, read_training
 
+LONG = b"9" * 5000
 FILES = Path(__file__).parents[1] / "data" / "foreign"
 
 
@@ -158,6 +159,29 @@ def test_files_that_tell_nothing_are_refused(tmp_path: Path) -> None:
 class Evil:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.system, ("touch pwned",)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("scalar.json", b"5"),
+        ("text.json", b'"text"'),
+        ("state.json", b'{"log_history": [{"step": 3, "loss": %s}]}' % (b"9" * 400)),
+        ("dump.json", b'{"entries": [{"collective_seq_id": "x", "process_group": 5}]}'),
+        ("table.csv", b'"' + b"a" * 200_000),
+        ("table.csv", b"step,train_loss\n%s,1\n" % LONG),
+        ("digits.log", b"step %s loss 3\n" % LONG),
+        ("rank.log", b"[rank %s]: ValueError: x\n" % LONG),
+        ("bar.log", b"%s/%s [00:00<00:00, 3it/s]\n" % (LONG, LONG)),
+        ("date.log", b"9999-99-99 99:99:99 step 8 loss 2\n"),
+    ],
+)
+def test_what_nobody_wrote_costs_no_other_file(tmp_path: Path, name: str, raw: bytes) -> None:
+    (tmp_path / name).write_bytes(raw)
+    (tmp_path / "sound.log").write_text("step 1 loss 2.5\nstep 2 loss 2.25\n")
+    run, found = import_run([tmp_path / name, tmp_path / "sound.log"], tmp_path / "theirs")
+    assert found.last_step in (2, 8) and read_training(run.training).column("loss")[0] == 2.5
+    diagnose(run.root)
 
 
 def test_a_pickle_is_read_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from paceline.bench.target import parse_target
 from paceline.config.load import load_config
 from paceline.config.plain import read_plain
 from paceline.errors import ConfigError, DataError, PacelineError
+from paceline.health.evidence import _log_end
 from paceline.job import job_schema, load_job, reload_job
 from paceline.machine.hosts import read_hostfile
 from paceline.plan.planner import make_plan
@@ -21,10 +22,12 @@ from paceline.records.heartbeats import Beat, iter_beats, last_beat
 from paceline.records.rundir import RunDir
 from paceline.records.table_file import TableFile
 from paceline.records.tables import TRAINING, read_telemetry, read_training
+from paceline.records.tails import Tail
 from paceline.schedules.passes import read_passes
 from paceline.stats.figures import measure_run
 from paceline.sweep.folder import NEEDED, load_manifest, save_manifest
 from paceline.sweep.spec import read_spec
+from paceline.watch.state import _has_left
 from paceline.workloads.base import find_workload
 from tests.machines import MACHINE
 from tests.measured import make_run
@@ -285,6 +288,18 @@ def test_a_damaged_heartbeat_is_named_by_its_line(tmp_path: Path, line: str) -> 
     path.write_text(f"{Beat(time=1.0).to_line()}{line}\n")
     assert "heartbeat_rank0.jsonl:2" in refusal(lambda: list(iter_beats(path)), DataError)
     assert last_beat(path) == Beat(), "a supervisor goes on"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, _link_out])
+def test_heartbeats_logs_and_locks_are_plain_files(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    """`watch` and `diagnose` waited for a FIFO, and read a link to /dev/zero until memory ended."""
+    make(tmp_path / "file")
+    assert last_beat(tmp_path / "file") == Beat()
+    assert Tail(tmp_path / "file").lines() == []
+    assert _log_end(tmp_path / "file") == ""
+    assert not _has_left(tmp_path / "file")
 
 
 @pytest.mark.parametrize("raw", [b"\xff", b"[" * 20_000, b"[]", b'{"step": Infinity}', b"0"])

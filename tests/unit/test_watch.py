@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -173,6 +174,13 @@ def test_files_that_are_not_plain_or_are_damaged_end_no_view(run: RunDir) -> Non
     run.result.write_text("[]")
     view = RunReader(run).read()
     assert view.step == 20 and draw_run(view)["loss"].count("<svg") > 1
+
+
+def test_damaged_findings_take_nothing_from_a_result(run: RunDir) -> None:
+    """The run was said to have died."""
+    shutil.copy(OLD / "0.6.0" / "ddp1" / "result.json", run.result)
+    run.findings.write_bytes(b"\xff\xfe{}")
+    assert RunReader(run).read().state.kind == "ok"
 
 
 @pytest.mark.parametrize("path", sorted(OLD.glob("*/*/run.yaml")), ids=lambda p: str(p.parent))
