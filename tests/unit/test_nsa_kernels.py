@@ -62,3 +62,20 @@ def test_its_shapes_are_known_to_the_compiler() -> None:
     first = torch.zeros(1, 20, dtype=torch.int32)
     arguments = (q, keys, gates, first, [4, 2, 16, 3, 7], 0.25, False)
     torch.library.opcheck(nsa, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled")
+def test_it_is_one_node_of_a_compiled_graph() -> None:
+    sizes, noise = Sizes(4, 2, 16, 3, 7), torch.Generator().manual_seed(0)
+    made = [torch.randn(1, 20, heads, 16, generator=noise) for heads in (2, *[1] * 6)]
+    made = [x.requires_grad_() for x in (*made, torch.rand(1, 20, 2, 3, generator=noise))]
+    settings = Settings(sizes, kernels="triton")
+
+    def loss(q: Tensor, *others: Tensor) -> Tensor:
+        *kv, gates = others
+        compressed = [mean_blocks(x, sizes) for x in kv[:2]]
+        return attend(q, Keys(*compressed, *kv[2:]), gates, None, settings).out.square().sum()
+
+    expected = torch.autograd.grad(loss(*made), made)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(*made), made), expected)
