@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.metrics import Items
     from paceline.workloads.base import Workload
 
-__version__ = "0.6.0"
+__version__ = "0.7.0"
 __all__ = [
     "DataConfig", "Items", "PacelineError", "RunFailed", "Section", "Workload", "__version__",
     "attach", "compare", "load_run", "plan", "resume", "sweep", "train", "verify",
