@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from paceline.records import Env, Plan, Record, Result
 from paceline.records.base import Body, load_map
 from paceline.records.cells import DTYPES
 from paceline.records.columns import Layout, Row, Table
+from paceline.records.decided import MAX_RANKS
 from paceline.records.files import open_regular
 from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.rundir import RunDir
@@ -87,11 +88,10 @@ def read_evidence(run: RunDir, now: float | None = None) -> Evidence:
     """Read what a run has recorded. A file that is damaged counts as absent: a judgement of the
     rest is better than none. `now`: it lives."""
     plan = _load(run.plan, Plan)
-    num_ranks = plan.world_size if plan is not None else _count_ranks(run)
-    ranks = range(num_ranks)
+    ranks = range(plan.world_size) if plan is not None else _find_ranks(run)
     steps = {rank: _table(run.steps(rank)) for rank in ranks}
     found = Evidence(
-        num_ranks,
+        ranks[-1] + 1,
         rules=read_rules(run),
         path=shlex.quote(typed(run.root)),
         steps={rank: table[-MAX_STEPS:] for rank, table in steps.items() if table is not None},
@@ -162,6 +162,8 @@ def _log_end(path: Path) -> str:
         return ""
 
 
-def _count_ranks(run: RunDir) -> int:
-    numbers = [folder.name.removeprefix("rank") for folder in run.ranks.glob("rank*")]
-    return 1 + max((int(number) for number in numbers if number.isdigit()), default=0)
+def _find_ranks(run: RunDir) -> Sequence[int]:
+    """Return the ranks that have a folder, where no plan says how many there were."""
+    names = [folder.name.removeprefix("rank") for folder in run.ranks.glob("rank*")]
+    numbers = sorted(int(name) for name in names if name.isascii() and name.isdigit())
+    return [number for number in numbers if number < MAX_RANKS] or [0]

@@ -13,11 +13,11 @@ from paceline.bench.target import parse_target
 from paceline.config.load import load_config
 from paceline.config.plain import read_plain
 from paceline.errors import ConfigError, DataError, PacelineError
-from paceline.health.evidence import _log_end
+from paceline.health.evidence import _log_end, read_evidence
 from paceline.job import job_schema, load_job, reload_job
 from paceline.machine.hosts import read_hostfile
 from paceline.plan.planner import make_plan
-from paceline.records import Env
+from paceline.records import Env, Plan
 from paceline.records.heartbeats import Beat, iter_beats, last_beat
 from paceline.records.rundir import RunDir
 from paceline.records.table_file import TableFile
@@ -321,6 +321,16 @@ def test_a_manifest_of_a_sweep_is_refused_with_its_line(
     assert "run_manifest.tsv:3: repeat" in refusal(lambda: load_manifest(path), DataError)
     path.write_bytes(b"\xff")
     assert "not text in UTF-8" in refusal(lambda: load_manifest(path), DataError)
+
+
+@pytest.mark.parametrize("number", [0, -1, 10**9])
+def test_a_plan_of_ranks_that_nobody_could_read_is_damage(tmp_path: Path, number: int) -> None:
+    plan = make_plan(load_job("lm_tiny", []), MACHINE)
+    plan.model_copy(update={"world_size": number}).save(tmp_path / "plan.json")
+    assert "world_size" in refusal(lambda: Plan.load(tmp_path / "plan.json"), DataError)
+    rank = RunDir(tmp_path).ranks / f"rank{10**9}"
+    rank.mkdir(parents=True)
+    assert read_evidence(RunDir(tmp_path)).num_ranks == 1
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", ""])
