@@ -29,6 +29,7 @@ from paceline.sweep.folder import NEEDED, load_manifest, save_manifest
 from paceline.sweep.spec import read_spec
 from paceline.watch.state import _has_left
 from paceline.workloads.base import find_workload
+from paceline.workloads.lm.model import LM
 from tests.machines import MACHINE
 from tests.measured import make_run
 
@@ -361,6 +362,22 @@ def test_numbers_that_nobody_could_wait_for_are_refused(
     words = ["launch.nproc=2", f"strategy.name={strategy}", override]
     said = refusal(lambda: make_plan(load_job("lm_tiny", words), MACHINE), ConfigError)
     assert says in said
+
+
+@pytest.mark.parametrize("recipe", ["lm_tiny", "nsa_tiny"])
+def test_tables_of_positions_are_not_filled_by_a_plan(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 3e9 tokens are 12 GB and more."""
+    monkeypatch.setattr(LM, "_rope_tables", lambda self: pytest.fail("they are filled"))
+    words = ["data.seq_len=3000000000"]
+    assert make_plan(load_job(recipe, words), MACHINE).units_per_sample == 3_000_000_000
+
+
+def test_a_model_that_no_number_can_size_is_not_built() -> None:
+    words = ["model.dim=3000000000"]
+    said = refusal(lambda: make_plan(load_job("lm_tiny", words), MACHINE), ConfigError)
+    assert "too large" in said and "can't allocate" not in said
 
 
 def test_the_parts_of_a_large_batch_are_found_at_once() -> None:
