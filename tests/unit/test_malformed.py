@@ -324,6 +324,19 @@ def test_a_manifest_of_a_sweep_is_refused_with_its_line(
     assert "not text in UTF-8" in refusal(lambda: load_manifest(path), DataError)
 
 
+@pytest.mark.parametrize("place", ["../../..", "/etc", "runs/../../x", ".", "link", ""])
+def test_a_manifest_names_no_run_outside_of_its_sweep(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "sweep" / "run_manifest.tsv"
+    path.parent.mkdir()
+    (path.parent / "link").symlink_to(tmp_path)
+    sound = dict.fromkeys(NEEDED, "1")
+    save_manifest(path, [sound | {"run_dir": "runs/a..b_r1"}, sound | {"run_dir": "n/a"}])
+    assert len(load_manifest(path)) == 2
+    save_manifest(path, [sound, sound | {"run_dir": place}])
+    said = refusal(lambda: load_manifest(path), DataError)
+    assert f"run_manifest.tsv:3: run_dir is {place!r}" in said and "hint: " in said
+
+
 @pytest.mark.parametrize("number", [0, -1, 10**9])
 def test_a_plan_of_ranks_that_nobody_could_read_is_damage(tmp_path: Path, number: int) -> None:
     plan = make_plan(load_job("lm_tiny", []), MACHINE)
