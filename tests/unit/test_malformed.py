@@ -12,6 +12,7 @@ import pytest
 from paceline.bench.target import parse_target
 from paceline.config.load import load_config
 from paceline.config.plain import read_plain
+from paceline.diagnose.flow import diagnose
 from paceline.errors import ConfigError, DataError, PacelineError
 from paceline.health.evidence import _log_end, read_evidence
 from paceline.job import job_schema, load_job, reload_job
@@ -245,6 +246,32 @@ def test_a_table_is_refused_with_its_column(tmp_path: Path, raw: str | bytes, sa
     path.write_bytes(raw if isinstance(raw, bytes) else raw.encode())
     said = refusal(lambda: read_training(path), DataError)
     assert says in said and "training.csv" in said and "hint: " in said
+
+
+@pytest.mark.parametrize("cell", ["=2+2", "1e300"])
+@pytest.mark.parametrize("num_rows", [40, 150_000])
+def test_a_cell_that_is_damaged_is_named_by_its_line(
+    tmp_path: Path, cell: str, num_rows: int
+) -> None:
+    """In a table that is read whole, and in one that is read in parts and by pyarrow."""
+    rows = [f"{step},2.5,0.1,1,0.5,8,,0,0,\n" for step in range(1, num_rows + 1)]
+    rows[-7] = f"{num_rows - 6},{cell},0.1,1,0.5,8,,0,0,\n"
+    path = tmp_path / "training.csv"
+    path.write_text(HEADER + "".join(rows))
+    said = refusal(lambda: read_training(path), DataError)
+    assert f"column loss of line {num_rows - 5}" in said, "the header is line 1"
+
+
+@pytest.mark.parametrize("name", ["training.csv", "result.json", "ranks/rank0/steps.csv"])
+def test_diagnose_says_what_is_damaged(tmp_path: Path, name: str) -> None:
+    run = make_run(tmp_path / "run")
+    assert "damaged" not in {finding.kind for finding in diagnose(run.root).findings}
+    path = run.root / name
+    lines = path.read_text().splitlines()
+    lines[len(lines) // 2] = "x" * 30 + "," * 60
+    path.write_text("\n".join(lines) + "\n")
+    (found,) = [f for f in diagnose(run.root).findings if f.kind == "damaged"]
+    assert found.severity == "error" and f"{name} is damaged" in found.words and found.to_try
 
 
 def test_half_a_character_is_damage(tmp_path: Path) -> None:
