@@ -44,8 +44,18 @@ class Sizes:
         """Return how many keys a query of a sequence sees in the compressed, the selected and the
         window branch, on average; keys of a chosen block that lie ahead are not counted."""
         T, most = num_tokens, self.n_sel * self.l_sel
-        compressed = sum(self.num_compressed(t + 1) for t in range(T)) / T
+        # The sums of all queries, not one by one: T may be a million. A query that ends k tokens
+        # behind the first block sees k // d + 1 of them.
+        ends = max(0, T - self.l + 1)
+        compressed = ends + _sum_to(ends // self.d) * self.d + ends // self.d * (ends % self.d)
         # Before `most` tokens all are chosen; after, the block of the query is half full.
-        selected = sum(min(t + 1, most - self.l_sel + t % self.l_sel + 1) for t in range(T)) / T
-        window = sum(min(t + 1, self.w) for t in range(T)) / T
-        return compressed, selected, window
+        late = max(0, T - most)
+        rest = late // self.l_sel * _sum_to(self.l_sel) + _sum_to(late % self.l_sel)
+        selected = _sum_to(min(T, most) + 1) + late * (most - self.l_sel + 1) + rest
+        window = _sum_to(min(T, self.w) + 1) + max(0, T - self.w) * self.w
+        return compressed / T, selected / T, window / T
+
+
+def _sum_to(end: int) -> int:
+    """Return 0 + 1 + ... + (end - 1)."""
+    return end * (end - 1) // 2

@@ -16,7 +16,7 @@ from paceline.records.memory import MemoryDump
 from paceline.records.moments import wall_time
 from paceline.records.profiled import ProfileFacts
 from paceline.records.rundir import RunDir
-from paceline.records.words import duration, plain, visible
+from paceline.records.words import count, duration, plain, visible
 from paceline.report.profile import profile_sentences, read_memory
 from paceline.traces.flow import read_profile_facts, write_profile_facts
 from paceline.watch.fleet import is_run
@@ -52,6 +52,7 @@ def diagnose(path: Path) -> Diagnosis:
     found = list(judge(evidence))
     profiles = read_profile_facts(run)
     more = [
+        *_damaged(evidence),
         *_unconcluded(run, view, evidence),
         *find_waiting(evidence.collectives),
         *_faults(run),
@@ -63,6 +64,22 @@ def diagnose(path: Path) -> Diagnosis:
     found = list(known.values())
     notes = [sentence for facts in profiles for sentence in profile_sentences(facts)]
     return Diagnosis(run, view, sort_findings(found), [*_imported_notes(run), *notes])
+
+
+def _damaged(evidence: Evidence) -> Iterator[Finding]:
+    """Say which files could not be read: what was judged lacks them."""
+    if not evidence.damaged:
+        return
+    first, _, hint = evidence.damaged[0].partition("\n")
+    more = len(evidence.damaged) - 1
+    yield Finding(
+        kind="damaged",
+        severity="error",
+        words=f"{first}; what it says is not judged"
+        + (f", nor is that of {count(more, 'more file')}" if more else ""),
+        evidence=finite({"files": [each.partition("\n")[0] for each in evidence.damaged[:9]]}),
+        to_try=hint.removeprefix("hint: "),
+    )
 
 
 def _unconcluded(run: RunDir, view: RunView, evidence: Evidence) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from paceline.records.decided import MAX_RANKS
 from paceline.records.imported import Fault
 
 # A rank in front of a line, as torchrun and DeepSpeed write it.
@@ -26,6 +27,13 @@ ECHOES = ("ChildFailedError", "DistBackendError", "DistNetworkError", "CalledPro
 MAX_WORDS, MAX_FAULTS = 300, 200
 
 
+def known_rank(number: object) -> int | None:
+    """Return a rank that some run may have; None for a number that is none: each rank up to the
+    largest is looked at later."""
+    rank = int(number) if isinstance(number, int | str) else -1
+    return rank if 0 <= rank < MAX_RANKS else None
+
+
 class FaultReader:
     """Takes in the lines of one log; `rank` is whose log it is, where it is one rank's alone."""
 
@@ -39,7 +47,7 @@ class FaultReader:
         prefix = PREFIX.match(line)
         rank = self.rank
         if prefix:
-            rank = int(prefix[1] or prefix[2])
+            rank = known_rank(prefix[1] or prefix[2])
             line = line[prefix.end() :]
         if self._read_table(line) or len(self.faults) >= MAX_FAULTS:
             return
@@ -52,7 +60,7 @@ class FaultReader:
             seconds = int(found[4]) / 1000
             yield Fault(
                 kind="hang",
-                rank=int(found[1]),
+                rank=known_rank(found[1]),
                 step=at,
                 file=self.file,
                 words=f"{found[3].lower()} number {found[2]} waited {seconds:.0f} s for others",
@@ -92,7 +100,7 @@ class FaultReader:
             self.faults.append(
                 Fault(
                     kind="killed" if is_killed else "crash",
-                    rank=int(child["rank"]),
+                    rank=known_rank(child["rank"]),
                     host=child.get("host", ""),
                     file=self.file,
                     words=words,

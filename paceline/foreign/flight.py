@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import DataError
+from paceline.foreign.failures import known_rank
 from paceline.health.desync import key_of
 from paceline.records.base import Body
 from paceline.records.findings import Finding, finite
@@ -21,7 +22,7 @@ def read_dump(path: Path, body: Any) -> tuple[int | None, Body]:
     if not isinstance(body, dict) or not isinstance(body.get("entries"), list | tuple):
         raise DataError(f"{path.name} holds no entries of a flight recorder")
     named, own = RANK.search(path.name), body.get("rank")
-    return (int(named[1]) if named else own if isinstance(own, int) else None), body
+    return known_rank(named[1] if named else own), body
 
 
 def find_waiting(dumps: Mapping[int, Body]) -> Iterator[Finding]:
@@ -50,7 +51,8 @@ def _behind(group: str, ranks: Mapping[int, Mapping[int, Body]]) -> Iterator[Fin
         if open_at and has_ended:
             yield _all_inside(group, ranks, open_at)
         return
-    number = min(last[rank] for rank in behind) + 1
+    reached = min(last[rank] for rank in behind)
+    number = min(n for calls in ranks.values() for n in calls if n > reached)
     waiting = sorted(rank for rank, at in open_at.items() if at >= number - 1)
     entry = next(calls[number] for calls in ranks.values() if number in calls)
     rank = min(behind, key=lambda each: last[each])
@@ -82,7 +84,9 @@ def _all_inside(
 
 
 def _entries(body: Body) -> list[dict[str, Any]]:
-    return [e for e in body["entries"] if isinstance(e, dict) and not e.get("is_p2p")]
+    entries = body.get("entries")
+    found = entries if isinstance(entries, list | tuple) else ()
+    return [e for e in found if isinstance(e, dict) and not e.get("is_p2p")]
 
 
 def _what(entry: Body) -> str:

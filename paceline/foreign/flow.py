@@ -12,18 +12,20 @@ import csv
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import DataError, PacelineError
-from paceline.foreign.failures import PREFIX, FaultReader
+from paceline.foreign.failures import PREFIX, FaultReader, known_rank
 from paceline.foreign.flight import read_dump
 from paceline.foreign.pickles import read_plain_pickle
 from paceline.foreign.progress import HF_NAMES, LIGHTNING_NAMES, Progress
-from paceline.records.base import DAMAGED, Body
+from paceline.records.base import DAMAGED
 from paceline.records.files import open_regular, read_regular, write_atomic
 from paceline.records.imported import Fault, Imported, SourceFile
 from paceline.records.phases import STEP_PHASES
@@ -35,6 +37,10 @@ from paceline.traces.account import account
 from paceline.traces.events import STEP, load_trace
 
 MAX_FILES, MAX_JSON, TAIL_LINES, MAX_SAID = 5000, 256 << 20, 400, 120
+# A log is read a part at a time, and of a line no more than any trainer writes: patterns that look
+# for a number take the square of its length.
+PART_BYTES, MAX_LINE = 1 << 20, 4096
+STEP_NUMBER = re.compile(STEP + r"(\d{1,18})", re.ASCII)
 RANK_PATH = re.compile(r"(?:^|/)(\d+)/(?:stdout|stderr)\.log$|rank[_-]?(\d+)[^/]*$")
 LOGS = {".log", ".txt", ".out", ".err", ""}
 # What programs that start ranks write of themselves.
@@ -50,10 +56,10 @@ class Found:
 
     progress: Progress = field(default_factory=Progress)
     faults: list[Fault] = field(default_factory=list)
-    dumps: dict[int, Body] = field(default_factory=dict)
+    dumps: dict[int, str] = field(default_factory=dict)  # as JSON
     traces: list[tuple[Path, Any]] = field(default_factory=list)
     files: list[SourceFile] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     ranks: set[int] = field(default_factory=set)
     launcher: str = ""
 
@@ -151,7 +157,7 @@ def _take_trace(path: Path, found: Found) -> SourceFile:
 
 def _take_dump(path: Path, body: Any, found: Found) -> SourceFile:
     rank, dump = read_dump(path, body)
-    found.dumps[len(found.dumps) if rank is None else rank] = dump
+    found.dumps[len(found.dumps) if rank is None else rank] = json.dumps(dump, default=str)
     return SourceFile(
         path=str(path), kind="flight recorder", said=count(len(dump["entries"]), "collective")
     )
@@ -188,7 +194,7 @@ def _is_number(text: str) -> bool:
 
 def _take_line(line: str, rank: int | None, reader: FaultReader, found: Found) -> None:
     prefix = PREFIX.match(line)
-    own = int(prefix[1] or prefix[2]) if prefix else rank
+    own = known_rank(prefix[1] or prefix[2]) if prefix else rank
     found.ranks |= {own} if own is not None else set()
     found.launcher = found.launcher or _launcher(line)
     found.progress.read(line, own)
@@ -197,18 +203,17 @@ def _take_line(line: str, rank: int | None, reader: FaultReader, found: Found) -
 
 def _take_log(path: Path, found: Found) -> SourceFile:
     named = RANK_PATH.search(path.as_posix())
-    rank = int(named[1] or named[2]) if named else None
+    rank = known_rank(named[1] or named[2]) if named else None
     reader = FaultReader(path.name, rank)
     before = len(found.progress.rows)
     found.progress.begin_log()
     with open_regular(path, follow=True) as file:
-        for raw in file:
+        for raw in iter(partial(file.readline, PART_BYTES), b""):
             # A progress bar goes back to the beginning of its line.
             for line in raw.decode("utf-8", "replace").replace("\r", "\n").splitlines():
                 with suppress(*DAMAGED):  # one line that nobody wrote costs no other
-                    _take_line(line, rank, reader, found)
-                found.lines.append(visible(line))
-        del found.lines[:-TAIL_LINES]
+                    _take_line(line[:MAX_LINE], rank, reader, found)
+                found.lines.append(visible(line[:MAX_LINE]))
     found.faults += reader.faults
     found.ranks |= {fault.rank for fault in reader.faults if fault.rank is not None}
     new = count(len(found.progress.rows) - before, "step")
@@ -246,13 +251,13 @@ def _write(run: RunDir, found: Found, imported: Imported) -> None:
     _write_phases(run, found.progress)
     for rank, dump in found.dumps.items():
         run.make_rank(rank)
-        write_atomic(run.collectives(rank), json.dumps(dump, default=str))
+        write_atomic(run.collectives(rank), dump)
     if found.traces:
         run.profiles.mkdir()
     for number, (path, trace) in enumerate(found.traces):
-        numbers = [int(s.name.removeprefix(STEP)) for s in trace.steps
-                   if s.name.removeprefix(STEP).isdigit()] or [1]  # fmt: skip
-        rank = trace.rank if trace.rank is not None else number
+        named = (STEP_NUMBER.fullmatch(span.name) for span in trace.steps)
+        numbers = [int(each[1]) for each in named if each] or [1]
+        rank = number if (own := known_rank(trace.rank)) is None else own
         facts = account(trace, rank, min(numbers), max(numbers), str(path))
         facts.save(run.profiles / f"{number}.facts.json")
     if found.lines:

@@ -36,7 +36,7 @@ def read_plain_pickle(raw: bytes, name: str) -> Any:
             if number > MAX_OPCODES:
                 raise ValueError("it has too many parts")
             if opcode.name == "STOP":
-                return machine.result()
+                return _require_plain(machine.result())
             machine.run(opcode.name, argument)
     except (
         ValueError,
@@ -45,6 +45,7 @@ def read_plain_pickle(raw: bytes, name: str) -> Any:
         TypeError,
         UnicodeDecodeError,
         OverflowError,
+        RecursionError,
     ) as error:
         raise DataError(
             f"{name} is not read: {error}\n"
@@ -110,6 +111,27 @@ class _Machine:
         while (top := self._stack.pop()) is not MARK:
             items.append(top)
         return items[::-1]
+
+
+def _require_plain(value: Any) -> Any:
+    """Return a value that can be written out: one that holds itself, or the same part so often that
+    nobody could hold it, is refused."""
+    sizes: dict[int, int] = {}  # parts of each container once it is written out; 0: it is open
+
+    def size(part: Any) -> int:
+        if not isinstance(part, dict | list | tuple):
+            return 1
+        if id(part) not in sizes:
+            sizes[id(part)] = 0
+            inside = part.values() if isinstance(part, dict) else part
+            sizes[id(part)] = 1 + sum(map(size, inside))
+        elif not sizes[id(part)]:
+            raise ValueError("it holds itself")
+        return sizes[id(part)]
+
+    if size(value) > MAX_OPCODES:
+        raise ValueError("it has too many parts")
+    return value
 
 
 def _take(value: Any, kind: type) -> Any:

@@ -10,11 +10,14 @@ ours         TimingRank step=50 rank=1 loss=3.2110 data_wait=0.41 ... iter=190.0
 """
 
 import ast
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
+
+from paceline.foreign.failures import known_rank
 
 NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf)"
 MOMENT = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)")
@@ -52,6 +55,8 @@ TIMES = {"fwd": "forward_s", "bwd": "backward_s", "step": "optimizer_s", "data_w
          "fwd_microstep": "forward_s", "bwd_microstep": "backward_s",
          "step_microstep": "optimizer_s", "iter": "wall_s"}  # fmt: skip
 Row = dict[str, float]
+# Beyond these a number in a log is no step, no loss and no time; our own tables would refuse it.
+MAX_STEP, MAX_VALUE, MAX_TIME_S = 10**15, 1e50, 1e9
 
 
 @dataclass
@@ -69,13 +74,17 @@ class Progress:
 
     def note(self, trainer: str, step: int, values: Row) -> None:
         self.trainers[trainer] = self.trainers.get(trainer, 0) + 1
+        if step > MAX_STEP:
+            return
+        values = {k: v for k, v in values.items() if not MAX_VALUE < abs(v) < math.inf}
         if step > 0 and values:
             self.rows.setdefault(step, {}).update(values)
         self.step = max(self.step, step)
         self.last_step = max(self.last_step, self.step)
 
     def note_times(self, rank: int, step: int, times: Row) -> None:
-        if step > 0 and times:
+        times = {name: seconds for name, seconds in times.items() if 0 <= seconds < MAX_TIME_S}
+        if 0 < step <= MAX_STEP and times and known_rank(rank) is not None:
             self.phases.setdefault(rank, {}).setdefault(step, {}).update(times)
 
     def read(self, line: str, rank: int | None) -> None:
@@ -156,6 +165,8 @@ def _read_bar(found: Progress, line: str, rank: int) -> bool:
     step which the dict is about. Bars of evaluations are shorter."""
     for match in BAR.finditer(line):
         if int(match[2]) < found.num_steps:
+            continue
+        if int(match[1]) > MAX_STEP:
             continue
         found.step, found.num_steps = max(found.step, int(match[1])), int(match[2])
         found.last_step = max(found.last_step, found.step)

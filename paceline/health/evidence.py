@@ -2,8 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -14,10 +13,11 @@ from paceline.config.health import RulesConfig
 from paceline.config.plain import read_plain
 from paceline.errors import PacelineError
 from paceline.machine.measures import load_link
-from paceline.records import Env, Plan, Record, Result
+from paceline.records import Env, Plan, Result
 from paceline.records.base import Body, load_map
 from paceline.records.cells import DTYPES
 from paceline.records.columns import Layout, Row, Table
+from paceline.records.decided import MAX_RANKS
 from paceline.records.files import open_regular
 from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.rundir import RunDir
@@ -36,7 +36,7 @@ from paceline.records.words import typed
 # fast as a short one.
 MAX_STEPS = 2000
 LOG_BYTES = 32 << 10  # of the end of a log: a crash with its stacks
-Known = TypeVar("Known", bound=Record)
+Known = TypeVar("Known")
 
 
 def empty_table(layout: Layout[Row]) -> Table[Row]:
@@ -77,6 +77,7 @@ class Evidence:
     now: float | None = None
     idle_s: float | None = None  # for how long no rank has begun a step, where it lives
     path: str = "RUN_DIR"  # for commands that are printed
+    damaged: Sequence[str] = ()  # what is there and cannot be read, each with its reason
 
     @property
     def is_live(self) -> bool:
@@ -84,22 +85,27 @@ class Evidence:
 
 
 def read_evidence(run: RunDir, now: float | None = None) -> Evidence:
-    """Read what a run has recorded. A file that is damaged counts as absent: a judgement of the
-    rest is better than none. `now`: it lives."""
-    plan = _load(run.plan, Plan)
-    num_ranks = plan.world_size if plan is not None else _count_ranks(run)
-    ranks = range(num_ranks)
-    steps = {rank: _table(run.steps(rank)) for rank in ranks}
+    """Read what a run has recorded. A file that is damaged counts as absent, and is noted: a
+    judgement of the rest is better than none. `now`: it lives."""
+    read = _Reading()
+    plan = read(run.plan, Plan.load)
+    ranks = range(plan.world_size) if plan is not None else _find_ranks(run)
+    steps = {rank: read(run.steps(rank), read_steps) for rank in ranks}
+    training = read(run.training, read_training)
+    telemetry = {rank: read(run.telemetry_of(rank), read_telemetry) for rank in ranks}
+    collectives = {rank: read(run.collectives(rank), load_map) for rank in ranks}
     found = Evidence(
-        num_ranks,
+        ranks[-1] + 1,
         rules=read_rules(run),
         path=shlex.quote(typed(run.root)),
         steps={rank: table[-MAX_STEPS:] for rank, table in steps.items() if table is not None},
         hearts={r: heart for r in ranks if (heart := read_heart(run.heartbeat(r))) is not None},
         plan=plan,
-        env=_load(run.env, Env),
-        result=_load(run.result, Result),
-        collectives={r: body for r in ranks if (body := _map(run.collectives(r))) is not None},
+        training=training if training is not None else empty_table(TRAINING),
+        telemetry={rank: table for rank, table in telemetry.items() if table is not None},
+        env=read(run.env, Env.load),
+        result=read(run.result, Result.load),
+        collectives={rank: body for rank, body in collectives.items() if body is not None},
         now=now,
     )
     if found.plan is not None and found.env is not None:
@@ -108,12 +114,23 @@ def read_evidence(run: RunDir, now: float | None = None) -> Evidence:
         found = replace(found, link_gb_per_s=link.gb_per_s if link is not None else None)
     if found.result is not None and found.result.failure is not None:
         found = replace(found, logs={rank: _log_end(run.rank_log(rank)) for rank in ranks})
-    with suppress(PacelineError):
-        found = replace(found, training=read_training(run.training))
-    with suppress(PacelineError):
-        tables = {rank: read_telemetry(run.telemetry_of(rank)) for rank in ranks}
-        found = replace(found, telemetry=tables)
-    return found
+    return replace(found, damaged=tuple(read.damaged))
+
+
+class _Reading:
+    """Reads files of a run, and keeps why some of them could not be read."""
+
+    def __init__(self) -> None:
+        self.damaged: list[str] = []
+
+    def __call__(self, path: Path, load: Callable[[Path], Known]) -> Known | None:
+        """Return what a file holds; None where it is absent or damaged."""
+        try:
+            return load(path)
+        except PacelineError as error:
+            if os.path.lexists(path):
+                self.damaged.append(str(error))
+        return None
 
 
 def read_rules(run: RunDir) -> RulesConfig:
@@ -135,24 +152,6 @@ def read_heart(path: Path) -> Heart | None:
     return Heart(beat, written_at) if beat.time else None
 
 
-def _table(path: Path) -> Table[StepRow] | None:
-    with suppress(PacelineError):
-        return read_steps(path)
-    return None
-
-
-def _map(path: Path) -> Body | None:
-    with suppress(PacelineError):
-        return load_map(path) if path.is_file() else None
-    return None
-
-
-def _load(path: Path, kind: type[Known]) -> Known | None:
-    with suppress(PacelineError):
-        return kind.load(path)
-    return None
-
-
 def _log_end(path: Path) -> str:
     try:
         with open_regular(path) as file:
@@ -162,6 +161,8 @@ def _log_end(path: Path) -> str:
         return ""
 
 
-def _count_ranks(run: RunDir) -> int:
-    numbers = [folder.name.removeprefix("rank") for folder in run.ranks.glob("rank*")]
-    return 1 + max((int(number) for number in numbers if number.isdigit()), default=0)
+def _find_ranks(run: RunDir) -> Sequence[int]:
+    """Return the ranks that have a folder, where no plan says how many there were."""
+    names = [folder.name.removeprefix("rank") for folder in run.ranks.glob("rank*")]
+    numbers = sorted(int(name) for name in names if name.isascii() and name.isdigit())
+    return [number for number in numbers if number < MAX_RANKS] or [0]

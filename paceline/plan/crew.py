@@ -19,12 +19,12 @@ from paceline.machine.launchers import (
 )
 from paceline.machine.topology import Topology
 from paceline.records import Backend, Choice, Crew, Device, Env, Finding, words
+from paceline.records.decided import MAX_RANKS
 
 READ_AT_START = {
     "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_PLACES",
     "OMP_PROC_BIND", "PYTHONHASHSEED", "PYTHONPATH", "TORCH_LOGS",
 }  # fmt: skip
-MAX_RANKS = 65536  # what is planned rank by rank must end
 
 
 def choose_crew(launch: LaunchConfig, env: Env, topology: Topology) -> Crew:
@@ -34,15 +34,15 @@ def choose_crew(launch: LaunchConfig, env: Env, topology: Topology) -> Crew:
         per_node = _ranks_per_node(launch, env, device)
         num_nodes = _count_nodes(launch, env)
         world_size = per_node * num_nodes
-        if world_size > MAX_RANKS:
-            raise ConfigError(
-                f"launch.nproc={per_node} with launch.nnodes={num_nodes} are {world_size} ranks;"
-                f" {MAX_RANKS} are the most that are planned\n"
-                "hint: launch.nproc counts the ranks of one machine, launch.nnodes the machines"
-            )
     else:
         per_node, num_nodes = topology.local_world_size, topology.num_nodes
         world_size = topology.world_size
+    if world_size > MAX_RANKS:
+        raise ConfigError(
+            f"launch.nproc={per_node} with launch.nnodes={num_nodes} are {world_size} ranks;"
+            f" {MAX_RANKS} are the most that are planned\n"
+            "hint: launch.nproc counts the ranks of one machine, launch.nnodes the machines"
+        )
     return Crew(
         launcher=_choose_launcher(launch, topology),
         world_size=world_size,

@@ -263,7 +263,13 @@ def sketch_model(workload: Workload, config: RunConfig) -> torch.nn.Module:
             return workload.build_model(config)
     except PacelineError:
         raise
-    except Exception:
+    except Exception as error:
+        if "overflow" in str(error):  # sizes whose product torch cannot count
+            name = f"{type(workload).__name__}.build_model"
+            raise ConfigError(
+                f"{name}: a tensor of it is too large for any memory ({error})\n"
+                "hint: look at the sizes in model and data"
+            ) from error
         # It reads a value while it is built, which meta tensors do not have: build it for real.
         return _build_for_real(workload, config)
 

@@ -1,4 +1,4 @@
-"""Text of a table into columns of numbers, by name; a cell that is none is damage with its column.
+"""Text of a table into columns of numbers, by name; a cell that is none is damage with its place.
 
 chunk = parse_chunk(path, text, header, {"step": int, "loss": float})
 """
@@ -23,23 +23,25 @@ FEW_LETTERS = 2**20  # up to here cells are parsed one by one in less time than 
 Chunk = dict[str, tuple[NDArray[Any], NDArray[np.bool_]]]  # values, and which cells are empty
 
 
-def parse_chunk(path: Path, text: str, header: list[str], columns: Columns) -> Chunk:
-    """Parse some whole rows of a file; a column that it does not have is empty."""
+def parse_chunk(
+    path: Path, text: str, header: list[str], columns: Columns, first_line: int = 2
+) -> Chunk:
+    """Parse some whole rows of a file; a column that it does not have is empty. `first_line` is
+    that of the first row, for what is said of a damaged one."""
     chunk = _parse_numbers(text, header, columns) if len(text) > FEW_LETTERS else None
-    chunk = chunk or _parse_cells(path, text, header, columns)
-    for name, (values, _) in chunk.items():
-        _require_measured(path, name, values)
-    return chunk
+    if chunk is not None and not any(len(_find_odd(n, v)) for n, (v, _) in chunk.items()):
+        return chunk
+    return _parse_cells(path, text, header, columns, first_line)
 
 
-def _require_measured(path: Path, name: str, values: NDArray[Any]) -> None:
-    """Refuse numbers whose sums and squares are no numbers any more: no run measures such. What is
-    not finite was measured, and is said by whoever reads it; but a moment always is."""
-    if values.dtype == np.float64:
-        is_odd = np.isfinite(values) & (np.abs(values) > MAX_MEASURED)
-        odd = values[is_odd | ~np.isfinite(values) if name == "time" else is_odd]
-        if len(odd):
-            raise damaged(path, f"column {name}", f"no run measures {odd[0]:g}")
+def _find_odd(name: str, values: NDArray[Any]) -> NDArray[Any]:
+    """Return where numbers are whose sums and squares are no numbers any more: no run measures
+    such. What is not finite was measured, and is said by whoever reads it; but a moment always
+    is."""
+    if values.dtype != np.float64:
+        return np.empty(0, np.int64)
+    is_odd = np.isfinite(values) & (np.abs(values) > MAX_MEASURED)
+    return np.flatnonzero(is_odd | ~np.isfinite(values) if name == "time" else is_odd)
 
 
 def _parse_numbers(text: str, header: list[str], columns: Columns) -> Chunk | None:
@@ -92,25 +94,46 @@ def _typed(cells: Any, kind: Kind) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     return values, is_empty
 
 
-def _parse_cells(path: Path, text: str, header: list[str], columns: Columns) -> Chunk:
+def _parse_cells(
+    path: Path, text: str, header: list[str], columns: Columns, first_line: int
+) -> Chunk:
     """Parse any rows. Cells behind the last column belong to none; a row with fewer is cut off."""
-    rows = [row for row in csv.reader(text.split("\n")) if len(row) >= len(header)]
+    reader = csv.reader(text.split("\n"))
+    found = [(reader.line_num, row) for row in reader if len(row) >= len(header)]
+    rows, lines = [row for _, row in found], [first_line - 1 + number for number, _ in found]
     place = {name: header.index(name) for name in columns if name in header}
     chunk = {}
     for name, kind in columns.items():
         cells = [row[place[name]] for row in rows] if name in place else [""] * len(rows)
         is_empty = np.array([not cell for cell in cells], dtype=bool)
-        chunk[name] = (_parsed(path, name, kind, cells), is_empty)
+        try:
+            values = _parsed(kind, cells)
+        except (ValueError, OverflowError) as error:
+            at = _find_unfit(kind, cells)
+            raise damaged(
+                path, f"column {name} of line {lines[at]}", str(error)[:MAX_SAID]
+            ) from error
+        if len(odd := _find_odd(name, values)):
+            why = f"no run measures {values[odd[0]]:g}"
+            raise damaged(path, f"column {name} of line {lines[odd[0]]}", why)
+        chunk[name] = (values, is_empty)
     return chunk
 
 
-def _parsed(path: Path, name: str, kind: Kind, cells: Sequence[str]) -> NDArray[Any]:
+def _parsed(kind: Kind, cells: Sequence[str]) -> NDArray[Any]:
     if kind is str:
         return np.array([from_cell(cell) for cell in cells], dtype=object)
     if kind is bool:
         return np.array([cell == "1" for cell in cells], dtype=bool)
     empty = 0 if kind is int else np.nan
-    try:
-        return np.array([kind(cell) if cell else empty for cell in cells], dtype=DTYPES[kind])
-    except (ValueError, OverflowError) as error:
-        raise damaged(path, f"column {name}", str(error)[:MAX_SAID]) from error
+    return np.array([kind(cell) if cell else empty for cell in cells], dtype=DTYPES[kind])
+
+
+def _find_unfit(kind: Kind, cells: Sequence[str]) -> int:
+    """Return the first cell that `_parsed` takes for no value."""
+    for at, cell in enumerate(cells):
+        try:
+            _parsed(kind, [cell])
+        except (ValueError, OverflowError):
+            return at
+    raise ValueError("each of them is a value")

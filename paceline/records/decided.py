@@ -8,6 +8,7 @@ from typing_extensions import TypeVar
 from paceline.records.base import Body, Part, Record
 
 NO_OTHER = "the version that wrote this had no other"
+MAX_RANKS = 65536  # what is planned, or read again, rank by rank must end
 
 
 def _only(value: str) -> Body:
@@ -160,9 +161,11 @@ class Crew(Part):
     """How many ranks, on what, and who starts them."""
 
     launcher: Choice[str]
-    world_size: int
-    num_nodes: int
-    per_node: int = Field(description="Ranks on each machine; on the largest where they differ.")
+    world_size: int = Field(ge=1, le=MAX_RANKS)
+    num_nodes: int = Field(ge=1)
+    per_node: int = Field(
+        ge=1, description="Ranks on each machine; on the largest where they differ."
+    )
     device: Choice[Device]
     backend: Choice[Backend]
     device_indices: list[int] = Field(
@@ -182,7 +185,7 @@ class Plan(Record):
     name: str
     workload: str
     unit: str = Field(description="What the loss is averaged over and throughput counts.")
-    world_size: int
+    world_size: int = Field(ge=1, le=MAX_RANKS)
     mesh: dict[str, int] = Field(description="Degree of each parallel axis; their product is W.")
     batch: BatchSplit
     units_per_sample: int | None

@@ -64,4 +64,4 @@ class ProfileFacts(Record):
 
     @property
     def num_steps(self) -> int:
-        return self.last_step - self.first_step + 1
+        return max(1, self.last_step - self.first_step + 1)

@@ -173,8 +173,10 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
         name: [np.empty(0, bool)] for name in layout.optional
     }
     try:
+        line = 2
         for text, header in _iter_text(path, layout):
-            chunk = parse_chunk(path, text, header, layout.columns)
+            chunk = parse_chunk(path, text, header, layout.columns, line)
+            line += text.count("\n") + 1
             for name, (found, is_empty) in chunk.items():
                 values[name].append(found)
                 if name in gaps:

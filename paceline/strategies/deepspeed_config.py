@@ -52,6 +52,17 @@ FIXED = {
     "torch_autocast.lower_precision_safe_modules": "DeepSpeed imports what it names, and sums the"
     " gradients of those modules in 16 bits",
 }
+# Sections by which DeepSpeed writes, or sends, where they say; and what does the same inside of the
+# run directory. Refused whoever has set them: a config comes from anywhere.
+ELSEWHERE = {
+    "csv_monitor": "training.csv has all numbers, observe.trackers sends them on",
+    "tensorboard": "set observe.trackers=[tensorboard]",
+    "wandb": "set observe.trackers=[wandb]",
+    "comet": "set observe.trackers to one of those that it lists",
+    "flops_profiler": "set observe.profile=steps:20-24; the plan counts the FLOPs",
+    "autotuning": "paceline sweep compares settings",
+    "nebula": "the keys of checkpoint.* say when and where the run is kept",
+}
 # What DeepSpeed 0.19 looks for beside the keys above; it passes over any other in silence.
 KNOWN = frozenset(
     "activation_checkpointing aio autotuning checkpoint comet comms_logger communication_data_type"
@@ -130,6 +141,10 @@ def check_overrides(overrides: Mapping[str, Any]) -> Iterator[Finding]:
     for path, because in FIXED.items():
         if _has(overrides, path):
             yield _refusal(path, f"cannot be changed: {because}", "drop it")
+    for path, instead in ELSEWHERE.items():
+        if _has(overrides, path):
+            what = "cannot be set: DeepSpeed writes where it says, or sends numbers away"
+            yield _refusal(path, what, f"drop it; {instead}")
     for key in overrides.keys() - KNOWN - OURS.keys() - FIXED.keys():
         yield _unknown(key)
     if not isinstance(overrides.get(ZERO, {}), Mapping):

@@ -2,6 +2,7 @@
 ended. The manifest is rewritten whole each time, so that a kill at any byte leaves either the
 old rows or the new ones."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -90,13 +91,30 @@ def load_manifest(path: Path) -> list[Row]:
         )
     absent = dict.fromkeys(COLUMNS, NOT_THERE)
     found = [absent | dict(zip(columns, row, strict=True)) for row in rows]
+    home = os.path.realpath(path.parent)
     for number, row in enumerate(found, start=2):
+        if not _is_inside(home, row["run_dir"]):
+            raise DataError(
+                f"{path}:{number}: run_dir is {row['run_dir']!r}, not a folder of this sweep\n"
+                "hint: delete that line; the same command runs it again"
+            )
         if not (row["repeat"].isascii() and row["repeat"].isdigit() and len(row["repeat"]) < 9):
             raise DataError(
                 f"{path}:{number}: repeat is {row['repeat']!r}, not the number of a run\n"
                 "hint: delete that line; the same command runs it again"
             )
     return found
+
+
+def _is_inside(home: str, run_dir: str) -> bool:
+    """Tell whether a row's run lies below the sweep, links followed: a manifest that came from
+    elsewhere leads to no other folder. A sweep itself writes `runs/CELL_rN`."""
+    try:
+        return os.path.realpath(os.path.join(home, run_dir)).startswith(
+            home.rstrip(os.sep) + os.sep
+        )
+    except ValueError:  # a NUL
+        return False
 
 
 def rows_of(phase: SweptPhase, rows: Iterable[Row]) -> list[Row]:

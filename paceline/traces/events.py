@@ -3,6 +3,8 @@ trace of five steps may have a million of them."""
 
 import gzip
 import json
+import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ MAX_BYTES = 1 << 30  # of the text
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 STEP = "ProfilerStep#"
+MAX_MICRO = 1e18  # 30,000 years
 LACKS = "no chrome trace"
 
 
@@ -65,7 +68,7 @@ def load_trace(path: Path, follow: bool = False) -> Trace:
         if len(raw) >= MAX_BYTES:
             raise DataError(f"{path} holds more than 1 GiB of text: profile fewer steps")
         body = json.loads(raw)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {error}") from error
     except DAMAGED as error:
         raise damaged(path, LACKS, str(error)[:120]) from error
@@ -87,7 +90,7 @@ def _sort_out(events: Sequence[Any]) -> Trace:
         kind = str(event.get("cat", "")).lower()
         try:
             span = _span(event)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             continue
         if kind in ON_DEVICE:
             trace.kernels.append(span)
@@ -103,14 +106,17 @@ def _sort_out(events: Sequence[Any]) -> Trace:
 
 
 def _span(event: dict[str, Any]) -> Span:
-    start = float(event["ts"]) if "ts" in event else float("nan")
-    if start != start:
+    start, length = float(event.get("ts", math.nan)), float(event.get("dur", 0))
+    if not (abs(start) < MAX_MICRO and 0 <= length < MAX_MICRO):
         raise ValueError("an event without a time")
     more = event.get("args")
     correlation = _whole(more.get("correlation")) if isinstance(more, dict) else None
-    lane = (event.get("pid", 0), event.get("tid", 0))
-    return Span(str(event.get("name")), start, start + float(event.get("dur", 0)), lane,
-                correlation or 0)  # fmt: skip
+    lane = (_name(event.get("pid", 0)), _name(event.get("tid", 0)))
+    return Span(str(event.get("name")), start, start + length, lane, correlation or 0)
+
+
+def _name(value: object) -> int | str:
+    return value if isinstance(value, int) else str(value)
 
 
 def _whole(value: object) -> int | None:

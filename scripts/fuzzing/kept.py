@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,8 @@ from paceline.job import load_job, reload_job
 from paceline.launch import find_launcher
 from paceline.plan.planner import make_plan
 from paceline.records import DataPosition, Env, Kept, Manifest
+from paceline.records.events import Event
+from paceline.records.profiled import ProfileFacts
 from paceline.records.rundir import RunDir
 from paceline.records.swept import SweepRecord
 from paceline.run.flow import order_for
@@ -46,9 +49,19 @@ from paceline.run.resume import load_resumption
 from paceline.sweep.folder import SweepDir, load_manifest
 from paceline.sweep.judge import judge_sweep
 from paceline.sweep.outputs import write_outputs
+from paceline.watch.fleet import Fleet
 
 RUNS = Path(__file__).parents[2] / "tests" / "data" / "runs" / "0.6.0"
 CPU = torch.device("cpu")
+EVENTS = "".join(
+    Event(time=9.0 + n, rank=n, step=n, kind="hang", severity="error", words="it waits").to_line()
+    for n in range(3)
+).encode()
+FACTS = ProfileFacts(
+    rank=0, first_step=3, last_step=3, trace="t.json.gz", on_device=True, window_s=1.0, busy_s=0.8,
+    categories={"communication": 0.5}, top=[], communication_s=0.5, exposed_s=0.4, idle_s=0.2,
+    launch_gaps_s=0.1, num_launch_gaps=3,
+)  # fmt: skip
 
 
 def change_file(name: str, raw: bytes, rng: random.Random) -> Content:
@@ -91,10 +104,33 @@ def change_table(raw: bytes, rng: random.Random) -> bytes:
     return b"\n".join(mark.join(row) for row in rows) + b"\n"
 
 
-class RunDirs:
-    """Run and sweep directories: report, compare, list, resume; a sweep that is judged again."""
+def read_run(folder: Path) -> None:
+    """Read what `paceline watch` shows of a folder: its runs in short and in whole, its sweeps."""
+    fleet = Fleet(folder)
+    fleet.read()
+    fleet.sweeps()
+    for name in fleet.readers:
+        fleet.follow(name)
 
-    name, refusals = "runs", frozenset({2, 4, 9})
+
+def flight_dump(rank: int) -> dict[str, Any]:
+    """A flight recorder's dump; rank 1 never came to the third collective."""
+    entries = [
+        {
+            "process_group": ["0", "default_pg"], "collective_seq_id": number, "is_p2p": False,
+            "profiling_name": "nccl:all_reduce", "input_sizes": [[8, number]],
+            "output_sizes": [[8, number]], "state": "completed" if number < 3 else "started",
+        }
+        for number in range(1, 4 - rank)
+    ]  # fmt: skip
+    return {"version": "2.10", "rank": rank, "entries": entries}
+
+
+class RunDirs:
+    """Run and sweep directories: report, compare, list, resume, watch, diagnose; a sweep that is
+    judged again."""
+
+    name, refusals = "runs", frozenset({1, 2, 4, 9})  # 1: diagnose found an error
 
     def __init__(self, root: Path, env: Env) -> None:
         outputs = ("summary.md", "report.html", "timeline.json")
@@ -109,6 +145,11 @@ class RunDirs:
         job = load_job("lm_tiny", [])
         order = order_for(job, env, make_plan(job, env), str(root / "ddp1"))
         self.ground.add("ddp1/launch.json", find_launcher("local").plan(order).to_json().encode())
+        for rank in (0, 1):
+            dump = json.dumps(flight_dump(rank)).encode()
+            self.ground.add(f"ddp1/ranks/rank{rank}/collectives.json", dump)
+        self.ground.add("ddp1/events.jsonl", EVENTS)
+        self.ground.add("pipeline/profiles/rank0_steps3-3.facts.json", FACTS.to_json().encode())
         self.names = sorted(self.ground.valid)
         self.verbs: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
             ("report", self._verb("report", "ddp1"), ("ddp1",)),
@@ -117,6 +158,10 @@ class RunDirs:
             ("compare", self._verb("compare", "ddp1", "ddp2"), ("ddp1", "ddp2")),
             ("compare", self._verb("compare", "ddp2", "ddp1", "--json"), ("ddp1", "ddp2")),
             ("list", self._verb("checkpoints", "list", "ddp1"), ("ddp1/run.yaml",)),
+            ("diagnose", self._verb("diagnose", "ddp1"), ("ddp1",)),
+            ("diagnose", self._verb("diagnose", "pipeline", "--json"), ("pipeline",)),
+            ("watch", lambda: read_run(root / "ddp2"), ("ddp2",)),
+            ("watch", lambda: read_run(root / "sweep"), ("sweep",)),
             ("resume", self._resume, ("ddp1/run.yaml", "ddp1/launch.json", "ddp1/plan.json")),
             ("compare", self._cells, ("sweep",)),
             ("judge", self._judge, ("sweep",)),

@@ -11,7 +11,7 @@ import pytest
 from tests.cli.program import environment
 
 FUZZ = Path(__file__).parents[2] / "scripts" / "fuzz"
-KINDS = 9
+KINDS = 10
 # Cases that do what no case may, run by the same code as real ones.
 CASES = """
 import importlib.machinery, importlib.util, os, pickle, runpy, subprocess, sys

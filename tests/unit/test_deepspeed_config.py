@@ -138,6 +138,20 @@ def test_a_config_names_no_module_that_deepspeed_imports() -> None:
     assert "lower_precision_safe_modules: cannot be changed: DeepSpeed imports" in str(found)
 
 
+SECTIONS = {
+    "csv_monitor": "observe.trackers", "tensorboard": "observe.trackers",
+    "wandb": "observe.trackers", "comet": "observe.trackers", "flops_profiler": "observe.profile",
+    "autotuning": "paceline sweep", "nebula": "checkpoint.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_config_names_no_place_that_deepspeed_writes_to(section: str) -> None:
+    (found,) = errors(planned(f"+strategy.deepspeed_config.{section}.output_path=/elsewhere"))
+    assert found.where == f"strategy.deepspeed_config.{section}" and SECTIONS[section] in found.hint
+    assert "DeepSpeed writes" in found.what
+
+
 def test_auto_and_nonsense_are_refused() -> None:
     auto = planned("+strategy.deepspeed_config.zero_optimization.reduce_bucket_size=auto")
     assert "Hugging Face" in errors(auto)[0].what

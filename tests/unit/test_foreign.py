@@ -2,6 +2,7 @@
 
 deepspeed.log is written by hand, in the formats of DeepSpeed 0.19's timer.py and engine.py."""
 
+import gzip
 import json
 import os
 import pickle
@@ -19,6 +20,8 @@ from paceline.records.rundir import RunDir
 from paceline.records.tables import read_steps, read_training
 
 LONG = b"9" * 5000
+EVENT = b'[{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1, "dur": 2, "pid": [1]}, %s]'
+STEPS = b'{"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#%s", "ts": 1, "dur": 2}'
 FILES = Path(__file__).parents[1] / "data" / "foreign"
 
 
@@ -174,6 +177,19 @@ class Evil:
         ("rank.log", b"[rank %s]: ValueError: x\n" % LONG),
         ("bar.log", b"%s/%s [00:00<00:00, 3it/s]\n" % (LONG, LONG)),
         ("date.log", b"9999-99-99 99:99:99 step 8 loss 2\n"),
+        ("step.log", b"step 99999999999999999999 loss 3\n"),
+        ("loss.csv", b"step,train_loss\n7,1e300\n"),
+        ("long.log", b"9" * (1 << 20)),
+        ("far.log", b"[rank99999999]: ValueError: x\n"),
+        ("time.log", b"TimingRank step=2 rank=99999999 loss=1 fwd=1e308 iter=nan\n"),
+        ("dump.json", b'{"rank": 99999999, "entries": []}'),
+        ("nccl_trace_rank_99999999.json", b'{"entries": []}'),
+        ("trace.json.gz", gzip.compress(b"[1, 2, 3, 4, 5]" * 9)[:10] + b"\xff" * 40),
+        ("trace.json", EVENT % b'{"ph": "X", "cat": "cpu_op", "ts": 1, "dur": 1e999}'),
+        ("trace.json", EVENT % b'{"ph": "X", "cat": "cpu_op", "ts": %s}' % (b"9" * 400)),
+        ("trace.json", EVENT % STEPS % LONG),
+        ("trace.json", EVENT % STEPS % "²".encode()),
+        ("nccl_trace_rank_0", pickle.dumps({"entries": [], (1, 2): 3}, 2)),
     ],
 )
 def test_what_nobody_wrote_costs_no_other_file(tmp_path: Path, name: str, raw: bytes) -> None:
@@ -181,7 +197,19 @@ def test_what_nobody_wrote_costs_no_other_file(tmp_path: Path, name: str, raw: b
     (tmp_path / "sound.log").write_text("step 1 loss 2.5\nstep 2 loss 2.25\n")
     run, found = import_run([tmp_path / name, tmp_path / "sound.log"], tmp_path / "theirs")
     assert found.last_step in (2, 8) and read_training(run.training).column("loss")[0] == 2.5
+    assert found.num_ranks == 1, "what no run has is no rank"
     diagnose(run.root)
+
+
+def test_a_pickle_that_holds_itself_or_grows_as_it_is_written_out(tmp_path: Path) -> None:
+    loop: dict[str, object] = {"entries": []}
+    loop["entries"] = [loop]
+    bomb: object = "x"
+    for _ in range(40):
+        bomb = [bomb, bomb]  # 2**40 texts once it is JSON
+    for plain, says in ((loop, "it holds itself"), ({"entries": bomb}, "too many parts")):
+        with pytest.raises(DataError, match=says):
+            read_plain_pickle(pickle.dumps(plain, 2), "dump")
 
 
 def test_a_pickle_is_read_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +237,13 @@ def dump(last: int, open_from: int, name: str = "nccl:all_reduce") -> dict[str, 
             for n in range(1, last + 1)
         ]
     }  # fmt: skip
+
+
+def test_dumps_that_have_gaps_or_no_entries() -> None:
+    ahead = {"entries": [{"collective_seq_id": 9, "state": "started"}]}
+    (finding,) = find_waiting({0: dump(2, 3) | {"entries": [{"collective_seq_id": 2}]}, 1: ahead})
+    assert finding.rank == 0 and "(collective 9 of group ?)" in finding.words
+    assert not list(find_waiting({0: {}, 1: {"entries": 5}}))
 
 
 def test_the_rank_that_never_came_to_a_collective_is_named(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ import pytest
 from paceline.bench.target import parse_target
 from paceline.config.load import load_config
 from paceline.config.plain import read_plain
+from paceline.diagnose.flow import diagnose
 from paceline.errors import ConfigError, DataError, PacelineError
-from paceline.health.evidence import _log_end
+from paceline.health.evidence import _log_end, read_evidence
 from paceline.job import job_schema, load_job, reload_job
 from paceline.machine.hosts import read_hostfile
 from paceline.plan.planner import make_plan
-from paceline.records import Env
+from paceline.records import Env, Plan
 from paceline.records.heartbeats import Beat, iter_beats, last_beat
 from paceline.records.rundir import RunDir
 from paceline.records.table_file import TableFile
@@ -29,6 +30,7 @@ from paceline.sweep.folder import NEEDED, load_manifest, save_manifest
 from paceline.sweep.spec import read_spec
 from paceline.watch.state import _has_left
 from paceline.workloads.base import find_workload
+from paceline.workloads.lm.model import LM
 from tests.machines import MACHINE
 from tests.measured import make_run
 
@@ -246,6 +248,32 @@ def test_a_table_is_refused_with_its_column(tmp_path: Path, raw: str | bytes, sa
     assert says in said and "training.csv" in said and "hint: " in said
 
 
+@pytest.mark.parametrize("cell", ["=2+2", "1e300"])
+@pytest.mark.parametrize("num_rows", [40, 150_000])
+def test_a_cell_that_is_damaged_is_named_by_its_line(
+    tmp_path: Path, cell: str, num_rows: int
+) -> None:
+    """In a table that is read whole, and in one that is read in parts and by pyarrow."""
+    rows = [f"{step},2.5,0.1,1,0.5,8,,0,0,\n" for step in range(1, num_rows + 1)]
+    rows[-7] = f"{num_rows - 6},{cell},0.1,1,0.5,8,,0,0,\n"
+    path = tmp_path / "training.csv"
+    path.write_text(HEADER + "".join(rows))
+    said = refusal(lambda: read_training(path), DataError)
+    assert f"column loss of line {num_rows - 5}" in said, "the header is line 1"
+
+
+@pytest.mark.parametrize("name", ["training.csv", "result.json", "ranks/rank0/steps.csv"])
+def test_diagnose_says_what_is_damaged(tmp_path: Path, name: str) -> None:
+    run = make_run(tmp_path / "run")
+    assert "damaged" not in {finding.kind for finding in diagnose(run.root).findings}
+    path = run.root / name
+    lines = path.read_text().splitlines()
+    lines[len(lines) // 2] = "x" * 30 + "," * 60
+    path.write_text("\n".join(lines) + "\n")
+    (found,) = [f for f in diagnose(run.root).findings if f.kind == "damaged"]
+    assert found.severity == "error" and f"{name} is damaged" in found.words and found.to_try
+
+
 def test_half_a_character_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "env.json"
     body = MACHINE.to_json()
@@ -323,6 +351,29 @@ def test_a_manifest_of_a_sweep_is_refused_with_its_line(
     assert "not text in UTF-8" in refusal(lambda: load_manifest(path), DataError)
 
 
+@pytest.mark.parametrize("place", ["../../..", "/etc", "runs/../../x", ".", "link", ""])
+def test_a_manifest_names_no_run_outside_of_its_sweep(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "sweep" / "run_manifest.tsv"
+    path.parent.mkdir()
+    (path.parent / "link").symlink_to(tmp_path)
+    sound = dict.fromkeys(NEEDED, "1")
+    save_manifest(path, [sound | {"run_dir": "runs/a..b_r1"}, sound | {"run_dir": "n/a"}])
+    assert len(load_manifest(path)) == 2
+    save_manifest(path, [sound, sound | {"run_dir": place}])
+    said = refusal(lambda: load_manifest(path), DataError)
+    assert f"run_manifest.tsv:3: run_dir is {place!r}" in said and "hint: " in said
+
+
+@pytest.mark.parametrize("number", [0, -1, 10**9])
+def test_a_plan_of_ranks_that_nobody_could_read_is_damage(tmp_path: Path, number: int) -> None:
+    plan = make_plan(load_job("lm_tiny", []), MACHINE)
+    plan.model_copy(update={"world_size": number}).save(tmp_path / "plan.json")
+    assert "world_size" in refusal(lambda: Plan.load(tmp_path / "plan.json"), DataError)
+    rank = RunDir(tmp_path).ranks / f"rank{10**9}"
+    rank.mkdir(parents=True)
+    assert read_evidence(RunDir(tmp_path)).num_ranks == 1
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", ""])
 def test_a_step_that_took_no_time_is_damage(tmp_path: Path, value: str) -> None:
     run = make_run(tmp_path / "run")
@@ -351,6 +402,22 @@ def test_numbers_that_nobody_could_wait_for_are_refused(
     words = ["launch.nproc=2", f"strategy.name={strategy}", override]
     said = refusal(lambda: make_plan(load_job("lm_tiny", words), MACHINE), ConfigError)
     assert says in said
+
+
+@pytest.mark.parametrize("recipe", ["lm_tiny", "nsa_tiny"])
+def test_tables_of_positions_are_not_filled_by_a_plan(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 3e9 tokens are 12 GB and more."""
+    monkeypatch.setattr(LM, "_rope_tables", lambda self: pytest.fail("they are filled"))
+    words = ["data.seq_len=3000000000"]
+    assert make_plan(load_job(recipe, words), MACHINE).units_per_sample == 3_000_000_000
+
+
+def test_a_model_that_no_number_can_size_is_not_built() -> None:
+    words = ["model.dim=3000000000"]
+    said = refusal(lambda: make_plan(load_job("lm_tiny", words), MACHINE), ConfigError)
+    assert "too large" in said and "can't allocate" not in said
 
 
 def test_the_parts_of_a_large_batch_are_found_at_once() -> None:

@@ -115,6 +115,16 @@ def test_flops_are_those_of_the_keys_that_are_seen() -> None:
     assert "with dense attention it would be" in because
 
 
+@pytest.mark.parametrize("T", [1, 7, 31, 32, 47, 48, 1023, 1024, 1025, 1100, 3000])
+def test_keys_that_are_seen_are_summed_as_if_query_by_query(T: int) -> None:
+    for z in (Sizes(), Sizes(l=4, d=4, l_sel=8, n_sel=2, w=5)):
+        most = z.n_sel * z.l_sel
+        compressed = sum(z.num_compressed(t + 1) for t in range(T)) / T
+        selected = sum(min(t + 1, most - z.l_sel + t % z.l_sel + 1) for t in range(T)) / T
+        window = sum(min(t + 1, z.w) for t in range(T)) / T
+        assert z.seen(T) == (compressed, selected, window)
+
+
 def test_dense_attention_below_the_measured_crossover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

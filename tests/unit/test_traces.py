@@ -10,7 +10,7 @@ from paceline.errors import DataError
 from paceline.records.profiled import parse_profile
 from paceline.report.profile import profile_sheets
 from paceline.traces.account import account, categorise, simplify
-from paceline.traces.events import load_trace
+from paceline.traces.events import Trace, load_trace
 from paceline.traces.intervals import subtract
 
 
@@ -62,6 +62,11 @@ def test_exposed_communication_and_launch_gaps(tmp_path: Path) -> None:
     (sheet,) = profile_sheets([facts])
     assert "exposed 200 µs a step" in sheet.sentences[1]
     assert "1 launch gap" in sheet.sentences[2]
+
+
+def test_steps_that_end_before_they_begin_are_one() -> None:
+    facts = account(Trace(), 0, 5, 4, "t")  # of a file that somebody has changed
+    assert facts.num_steps == 1 and profile_sheets([facts])
 
 
 def test_on_a_cpu_operations_count_by_the_time_that_they_spend_themselves(tmp_path: Path) -> None:

@@ -147,8 +147,8 @@ class LM(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, impl, kernels) for _ in range(config.num_layers))
         self.tail = Tail(config, kernels, chunk)
-        for name, table in zip(("rope_cos", "rope_sin"), self._rope_tables(), strict=True):
-            self.register_buffer(name, table.to(torch.get_default_device()), persistent=False)
+        for name, table in zip(("rope_cos", "rope_sin"), self._new_tables(), strict=True):
+            self.register_buffer(name, table, persistent=False)
 
     def forward(
         self,
@@ -195,6 +195,16 @@ class LM(nn.Module):
             cos, sin = self._rope_tables()
             self.rope_cos.copy_(cos)
             self.rope_sin.copy_(sin)
+
+    def _new_tables(self) -> tuple[Tensor, Tensor]:
+        """Return the tables on the default device. On meta they are not filled, which takes what
+        they take: a plan has no room for them, and `init_module` fills them where they are used."""
+        device = torch.get_default_device()
+        if device.type != "meta":
+            cos, sin = self._rope_tables()
+            return cos.to(device), sin.to(device)
+        shape = (self.seq_len, 2 * len(range(0, self.config.head_dim, 2)))
+        return torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
 
     def _rope_tables(self) -> tuple[Tensor, Tensor]:
         """Return cos and sin of every position's angle, (T, E), with both halves of E alike. On
