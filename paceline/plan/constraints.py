@@ -51,7 +51,7 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
         yield Finding(
             severity="warning",
             where="strategy.exchange",
-            what=f"{plan.exchange_by.requested} was asked, {plan.exchange_by.value} are used:"
+            what=f"{plan.exchange_by.requested} was asked, {plan.exchange_by.value} it is:"
             f" {plan.exchange_by.because}",
         )
     if config.data.num_buckets is not None:

@@ -1,5 +1,6 @@
 """Who moves gradients and weights between ranks: collectives of NCCL or gloo, or the ranks
-themselves through symmetric memory, which needs NVLink between all of them."""
+themselves through symmetric memory, which needs NVLink between all of them; whole, or in the parts
+that products need, beside them."""
 
 import os
 
@@ -19,9 +20,17 @@ def choose_exchange(
     asked: ExchangeBy = getattr(config.strategy, "exchange", "collectives")
     if asked == "collectives" or "exchange" not in strategy.Settings.model_fields:
         return Choice(requested=asked, value="collectives", because="as asked", matters=False)
-    if lacking := _lacking(config, env, crew):
+    if asked == "fused" and not strategy.fuses:
+        because = f"{strategy.name} gathers no weights that products could take in parts"
+        return Choice(requested=asked, value="collectives", because=because)
+    lacking = _lacking(config, env, crew)
+    if lacking and asked == "fused" and crew.world_size > 1:
+        return Choice(
+            requested=asked, value="pipelined", because=f"parts by collectives: {lacking}"
+        )
+    if lacking:
         return Choice(requested=asked, value="collectives", because=lacking)
-    return Choice(requested=asked, value="symmetric", because="as asked")
+    return Choice(requested=asked, value=asked, because="as asked")
 
 
 def _lacking(config: RunConfig, env: Env, crew: Crew) -> str:

@@ -23,7 +23,7 @@ Matmul = Literal["highest", "high", "medium"]
 Attention = Literal[
     "eager", "sdpa", "flash", "flash3", "cudnn", "efficient", "math", "flex", "nsa"
 ]  # fmt: skip
-ExchangeBy = Literal["collectives", "symmetric"]
+ExchangeBy = Literal["collectives", "symmetric", "pipelined", "fused"]
 Kernels = Literal["torch", "triton"]
 CompileScope = Literal["blocks", "model"]
 Recompute = Literal["none", "full", "selective", "mixed"]

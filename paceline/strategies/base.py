@@ -186,6 +186,8 @@ class Strategy(ABC):
     compiles_whole: ClassVar[bool] = False
     # True: ranks may stop in the middle of a forward pass to exchange BatchNorm's statistics.
     syncs_batchnorm: ClassVar[bool] = True
+    # True: products may take the weights in parts, as they arrive (strategy.exchange=fused).
+    fuses: ClassVar[bool] = False
     # True: a library updates the weights, and the audit looks for no optimizer of ours.
     updates_itself: ClassVar[bool] = False
     # Why layers cannot be replaced by torchao's; empty: they can.

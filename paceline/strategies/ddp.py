@@ -17,10 +17,11 @@ MIN_RATE = 2.0  # torch's default for PowerSGD: a matrix that shrinks less is se
 
 
 class Exchanging(StrategyConfig):
-    exchange: Literal["collectives", "symmetric"] = Field(
+    exchange: Literal["collectives", "symmetric", "fused"] = Field(
         "collectives",
         description="Who moves gradients and weights: NCCL or gloo, or the ranks themselves through"
-        " symmetric memory, where NVLink joins them all.",
+        " symmetric memory, where NVLink joins them all. fused (zero2, zero3): in parts, beside the"
+        " products that need them.",
     )
 
 

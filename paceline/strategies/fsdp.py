@@ -1,6 +1,6 @@
 """FSDP2 around a model: the mesh, the units, and the engine of every sharded strategy."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -20,6 +20,7 @@ from paceline.strategies.compose import compose
 from paceline.strategies.ddp_engine import exchange_proofs
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.fp8 import scale_after_updates
+from paceline.strategies.fused import FusedLayers
 from paceline.strategies.optim import build_optimizer
 from paceline.strategies.precision import COMPUTE_TYPES
 from paceline.strategies.zero import Gathering, ShardedSettings
@@ -28,14 +29,22 @@ from paceline.strategies.zero import Gathering, ShardedSettings
 def build_sharded(parts: EngineParts, reshards: bool) -> Engine:
     mesh = build_mesh(parts.plan, parts.device, parts.config.launch.collective_timeout_s)
     rest = torch.device("cpu") if _offloads(parts) else None
-    objective = compose(parts, lambda root: shard_model(root, parts, mesh, reshards), rest)
+    by = parts.plan.exchange_by.value
+    fused = FusedLayers(mesh, by) if by in ("pipelined", "fused") else None
+
+    def shard(root: nn.Module) -> None:
+        compute = COMPUTE_TYPES[parts.plan.precision.value]
+        apart = fused.convert(root, not reshards, compute) if fused is not None else set()
+        shard_model(root, parts, mesh, reshards, apart)
+
+    objective = compose(parts, shard, rest)
     module = objective.model
     # Optimizer last: fully_shard replaces every parameter, an earlier one would step orphans.
     optimizer = build_optimizer(parts, module)
     if parts.plan.fp8 is not None and parts.plan.fp8.gathers_fp8:
         scale_after_updates(optimizer, module)
     shared = None
-    if parts.plan.exchange_by.value == "symmetric":
+    if by in ("symmetric", "fused"):
         from paceline.strategies.symmetric import use_in_fsdp
 
         shared = use_in_fsdp(objective, mesh.get_group(mesh.ndim - 1))
@@ -43,11 +52,17 @@ def build_sharded(parts: EngineParts, reshards: bool) -> Engine:
     wrapping = Wrapping(
         objective,
         unsynced=(lambda: _deferred(objective)) if defers else nullcontext,
-        proofs=lambda: [*_proofs(objective), *exchange_proofs(parts, shared)],
+        proofs=lambda: [
+            *_proofs(objective),
+            *exchange_proofs(parts, shared),
+            *(fused.proofs() if fused is not None else []),
+        ],
         settle=lambda: reshard(objective),
         shards=mesh.get_group(mesh.ndim - 1),
     )
     tell_waits(objective, wrapping.waits, parts.device)
+    if fused is not None:
+        wrapping.waits.around(fused.mover, "arrive")
     return ModuleEngine(parts, module, optimizer, wrapping)
 
 
@@ -62,14 +77,22 @@ def build_mesh(plan: Plan, device: torch.device, timeout_s: float) -> DeviceMesh
     return mesh
 
 
-def shard_model(root: nn.Module, parts: EngineParts, mesh: DeviceMesh, reshards: bool) -> None:
+def shard_model(
+    root: nn.Module,
+    parts: EngineParts,
+    mesh: DeviceMesh,
+    reshards: bool,
+    apart: Collection[nn.Parameter] = (),
+) -> None:
     """Cut every weight below `root`, whose forward pass begins and ends a microbatch's, over the
-    last axis of `mesh`, in place; `reshards`: free what a block has gathered after its forward."""
+    last axis of `mesh`, in place; `reshards`: free what a block has gathered after its forward;
+    `apart` are weights that others cut and gather."""
     asked = Gathering.of(parts.config)
     settings: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": reshards,
         "mp_policy": _precision_policy(parts.plan.precision.value),
+        "ignored_params": set(apart),
     }
     if _offloads(parts):
         settings["offload_policy"] = CPUOffloadPolicy()

@@ -119,6 +119,7 @@ class Sharded(Strategy):
     """FSDP2. Stage 3 frees a block's gathered weights after its forward pass, stage 2 does not."""
 
     Settings = ShardedSettings
+    fuses = True
 
     def __init__(self, stage: Literal[2, 3], aliases: tuple[str, ...] = ()) -> None:
         self.stage, self.aliases = stage, aliases
@@ -127,7 +128,7 @@ class Sharded(Strategy):
         self.summary = f"FSDP2: everything sharded, weights gathered {when}"
 
     def problems(self, config: RunConfig, crew: Crew, model: ModelShape) -> list[Finding]:
-        found = shard_problems(self.name, model)
+        found = [*shard_problems(self.name, model), *_fused_problems(config)]
         if config.train.compile_scope == "model":
             found.append(
                 Finding(
@@ -206,6 +207,7 @@ class Hybrid(Sharded):
     """Copies across nodes, shards inside each."""
 
     Settings = HybridSettings
+    fuses = False
 
     def __init__(self, stage: Literal[2, 3]) -> None:
         super().__init__(stage)
@@ -243,7 +245,7 @@ def wire(plan: Plan) -> list[Collective]:
     """Return what FSDP sends: weights gathered to compute with, gradients summed in fp32. Nothing
     where the last axis of the mesh has one rank, which holds every piece, or where ranks read each
     other's memory."""
-    if list(plan.mesh.values())[-1] == 1 or plan.exchange_by.value == "symmetric":
+    if list(plan.mesh.values())[-1] == 1 or plan.exchange_by.value in ("symmetric", "fused"):
         return []
     gathered: str = plan.precision.value
     if plan.fp8 is not None:
@@ -288,6 +290,30 @@ def shard_problems(name: str, model: ModelShape) -> list[Finding]:
             )
         )
     return found
+
+
+def _fused_problems(config: RunConfig) -> Iterator[Finding]:
+    """Yield what products in parts cannot be joined with."""
+    asked = ShardedSettings.of(config)
+    if asked.exchange != "fused":
+        return
+    if asked.accumulate == "defer":
+        yield _no_fused("gradients leave with each microbatch", "set strategy.accumulate=reduce")
+    if asked.offload:
+        yield _no_fused(
+            "weights move between GPUs, not from the host", "set strategy.offload=false"
+        )
+    if config.precision.mode == "fp8":
+        yield _no_fused("layers in fp8 gather their own weights", "set precision.mode=bf16")
+
+
+def _no_fused(what: str, hint: str) -> Finding:
+    return Finding(
+        severity="error",
+        where="strategy.exchange",
+        what=f"fused was asked for; {what}",
+        hint=f"{hint}, or another strategy.exchange",
+    )
 
 
 def _defers(config: RunConfig) -> bool:

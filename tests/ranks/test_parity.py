@@ -65,6 +65,22 @@ ROWS = {
         "train.micro_batch_size=8",
         "train.activation_checkpointing=selective",
     ],
+    "zero3, fused": [
+        "strategy.name=zero3",
+        "train.micro_batch_size=8",
+        "strategy.exchange=fused",
+    ],
+    "zero3, fused, accumulation, recomputed": [
+        "strategy.name=zero3",
+        "train.micro_batch_size=2",
+        "strategy.exchange=fused",
+        "train.activation_checkpointing=full",
+    ],
+    "zero2, fused, accumulation": [
+        "strategy.name=zero2",
+        "train.micro_batch_size=2",
+        "strategy.exchange=fused",
+    ],
     "ddp, recomputed, eager attention": [
         "strategy.name=ddp",
         "train.micro_batch_size=8",
@@ -93,6 +109,7 @@ QUICK = (
     "zero1, accumulation",
     "zero2",
     "fsdp, accumulation",
+    "zero3, fused",
     "pipeline, dualpipe, accumulation",
 )
 HYBRIDS = ("zero2_hybrid", "zero3_hybrid")
