@@ -20,7 +20,7 @@ from paceline.records.phases import Phase
 from paceline.strategies.average import Average
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
 from paceline.strategies.batchnorm import SharedBuffers
-from paceline.strategies.clock import Clock, Waits
+from paceline.strategies.clock import Clock
 from paceline.strategies.fp8 import fp8_proofs
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
 from paceline.strategies.objective import compute_loss, compute_metrics
@@ -37,6 +37,7 @@ from paceline.strategies.stored import (
     moment_pieces,
     scale_pieces,
 )
+from paceline.strategies.waits import Waits
 from paceline.workloads.returns import Pair, add_pairs
 
 TINY = 1e-6  # as in torch's clip_grad_norm_

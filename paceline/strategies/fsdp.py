@@ -15,13 +15,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from paceline.records import Plan, Proof
 from paceline.strategies.base import Engine, EngineParts
 from paceline.strategies.blocks import find_blocks
-from paceline.strategies.clock import Waits
 from paceline.strategies.compose import compose
 from paceline.strategies.ddp_engine import exchange_proofs
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.fp8 import scale_after_updates
 from paceline.strategies.optim import build_optimizer
 from paceline.strategies.precision import COMPUTE_TYPES
+from paceline.strategies.waits import Waits
 from paceline.strategies.zero import Gathering, ShardedSettings
 
 
