@@ -64,6 +64,11 @@ class _BaseClock(ABC):
         self.knows_blocked = False  # an engine says that it tells where it waits
         self._depth = 0
 
+    @property
+    def is_here(self) -> bool:
+        """Tell whether what is called now runs where the step does."""
+        return True
+
     @contextmanager
     def blocked(self) -> Iterator[None]:
         """Count what is inside as waiting for other ranks."""
@@ -176,6 +181,11 @@ class DeviceClock(_BaseClock):
         self._waits: list[tuple[str, Event, Event]] = []
         self._wait: Event | None = None
         self._open: deque[_Recorded] = deque()
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return torch.cuda.current_stream() == self._stream
 
     def pause(self, phase: str) -> None:
         # One event ends a step and starts the next, so that steps add up to the time of all.
@@ -189,6 +199,10 @@ class DeviceClock(_BaseClock):
     def enter(self, phase: str) -> None:
         self._marks.append((phase, self._record()))
         self._turn_to(phase)
+
+    def _turn_to(self, phase: str) -> None:
+        self._stream = torch.cuda.current_stream()
+        super()._turn_to(phase)
 
     def _note_blocked(self) -> None:
         self._wait = self._record()
