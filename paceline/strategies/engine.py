@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ class ModuleEngine:
     workload's model, under its own names."""
 
     # The clock is told of all waiting for other ranks; False: a library waits where it likes.
-    knows_blocked: ClassVar[bool] = True
+    knows_blocked = True
 
     def __init__(
         self, parts: EngineParts, module: nn.Module, optimizer: Optimizer, wrapping: Wrapping
