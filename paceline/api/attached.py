@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.api.foreign import OTHERS_S, Asked, Watchdog, conclude_run, open_run, say, wait_for
+from paceline.api.waiting import find_waits, tell_backward
 from paceline.config.load import load_config
 from paceline.errors import ConfigError, Outcome, StopAsked
 from paceline.job import job_schema
@@ -121,7 +122,7 @@ class Attached:
         self._plan = Plan.load(self._run.plan)
         self._config = load_config(self._run.config, job_schema(Workload))
         self._device = next(model.parameters()).device
-        self._clock = build_clock(self._device)
+        self._clock = build_clock(self._device, is_alone=self._place.world_size == 1)
         self._ledger = self._build_ledger()
         self._lock = self._run.lock() if self._place.rank == 0 else None
         trackers = asked.trackers if self._place.rank == 0 else ()
@@ -134,6 +135,7 @@ class Attached:
         self._stop: StopAsked | None = None
         self._stacks: TextIO | None = None
         self._notes: list[str] = []
+        self._waits = find_waits(model, optimizer, self._device)
         self._hooks = self._watch(model, optimizer)
         self._tickers = self._start()
 
@@ -229,13 +231,17 @@ class Attached:
 
     def _watch(self, model: nn.Module, optimizer: Optimizer) -> list[Any]:
         """Note phases as the script's own calls begin and end them."""
-        clock = self._clock
+        clock, waits = self._clock, self._waits
+        if waits is not None:
+            waits.clock, clock.knows_blocked = clock, True
 
         def forward(module: nn.Module, inputs: Any) -> None:
             clock.enter(Phase.FORWARD if module.training else Phase.EVAL)
 
         def forwarded(module: nn.Module, inputs: Any, output: Any) -> None:
             if module.training and torch.is_grad_enabled():
+                if waits is not None:
+                    tell_backward(waits, output)
                 clock.enter(Phase.BACKWARD)
 
         def update(*_: Any) -> None:
@@ -244,7 +250,8 @@ class Attached:
 
         return [
             model.register_forward_pre_hook(forward),
-            model.register_forward_hook(forwarded),
+            # Before FSDP's own: who asks autograd first for a callback is called first.
+            model.register_forward_hook(forwarded, prepend=True),
             optimizer.register_step_pre_hook(update),
             optimizer.register_step_post_hook(lambda *_: clock.enter(Phase.OTHER)),
         ]
@@ -347,6 +354,8 @@ class Attached:
         self._is_closed, self._trackers.outcome = True, outcome
         for hook in self._hooks:
             hook.remove()
+        if self._waits is not None:
+            self._waits.clock = None
         for ticker in self._tickers:
             ticker.stop()
         sys.excepthook = self._excepthook

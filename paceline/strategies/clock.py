@@ -10,9 +10,9 @@ work was handed over, not how long it took.
     blocked                                                     ^ arrival ~~~~~~~| exchange
 
 `clock.blocked()` is around what waits for other ranks: a collective of ours, FSDP's gathers, the
-end of a backward pass in which DDP's buckets are still on their way. On GPU it is the time in which
-the stream of the step could not go on, so an exchange that is hidden behind work counts as none.
-What is left of a phase is this rank's own work (paceline/health/work.py).
+end of a backward pass in which DDP's buckets are still on their way (strategies/waits.py). On GPU
+it is the time in which the stream of the step could not go on, so an exchange that is hidden behind
+work counts as none. What is left of a phase is this rank's own work (paceline/health/work.py).
 """
 
 from abc import ABC, abstractmethod
@@ -20,12 +20,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from time import perf_counter
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline.schedules.actions import Action
 
@@ -66,6 +63,11 @@ class _BaseClock(ABC):
         self._is_open = False
         self.knows_blocked = False  # an engine says that it tells where it waits
         self._depth = 0
+
+    @property
+    def is_here(self) -> bool:
+        """Tell whether what is called now runs where the step does."""
+        return True
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
@@ -179,6 +181,11 @@ class DeviceClock(_BaseClock):
         self._waits: list[tuple[str, Event, Event]] = []
         self._wait: Event | None = None
         self._open: deque[_Recorded] = deque()
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return torch.cuda.current_stream() == self._stream
 
     def pause(self, phase: str) -> None:
         # One event ends a step and starts the next, so that steps add up to the time of all.
@@ -192,6 +199,10 @@ class DeviceClock(_BaseClock):
     def enter(self, phase: str) -> None:
         self._marks.append((phase, self._record()))
         self._turn_to(phase)
+
+    def _turn_to(self, phase: str) -> None:
+        self._stream = torch.cuda.current_stream()
+        super()._turn_to(phase)
 
     def _note_blocked(self) -> None:
         self._wait = self._record()
@@ -233,37 +244,3 @@ Clock = HostClock | DeviceClock
 
 def build_clock(device: torch.device, is_alone: bool = False) -> Clock:
     return DeviceClock(is_alone) if device.type == "cuda" else HostClock(is_alone)
-
-
-class Waits:
-    """Tells the clock of the step that this rank waits, from inside what an engine is made of: it
-    is built before there is a clock."""
-
-    def __init__(self) -> None:
-        self.clock: Clock | None = None
-
-    def around(self, owner: Any, name: str) -> None:
-        """Count a method of one object as waiting for other ranks, from now on."""
-        method = getattr(owner, name)
-
-        @wraps(method)
-        def waiting(*args: Any, **kwargs: Any) -> Any:
-            if self.clock is None:
-                return method(*args, **kwargs)
-            with self.clock.blocked():
-                return method(*args, **kwargs)
-
-        setattr(owner, name, waiting)
-
-    def until_returned(self, objective: Tensor) -> None:
-        """Count what a backward pass does once all gradients are computed as waiting: there DDP
-        waits for its buckets, and FSDP for what it has scattered. The callback is asked for by the
-        first node of the graph, and so it runs before those of their own."""
-        if not objective.requires_grad or self.clock is None or self.clock.is_alone:
-            return
-        block = self.clock.block
-
-        def ask(gradient: Tensor) -> None:
-            torch.autograd.Variable._execution_engine.queue_callback(block)
-
-        objective.register_hook(ask)

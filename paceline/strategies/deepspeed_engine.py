@@ -33,6 +33,7 @@ from paceline.strategies.deepspeed_state import (
     load_moments,
     load_weights,
 )
+from paceline.strategies.deepspeed_waits import CollectiveWaits, tell_waits
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.gather import storage_bytes
 from paceline.strategies.objective import Objective
@@ -95,16 +96,16 @@ def _start(
 class DeepSpeedTraining(ModuleEngine):
     """`engine` is DeepSpeed's. Its optimizer is ours at stage 0, and has ours inside above."""
 
-    knows_blocked = False  # its hooks and its step exchange where they like
-
     def __init__(self, parts: EngineParts, deepspeed: ModuleType, engine: Any) -> None:
         wrapping = Wrapping(
             engine,
             unsynced=lambda: _before_the_last(engine),
             proofs=lambda: live_proofs(parts, engine),
+            waits=CollectiveWaits(),
         )
         super().__init__(parts, engine.module.model, engine.basic_optimizer, wrapping)
         self.deepspeed, self.engine = deepspeed, engine
+        self.knows_blocked = tell_waits(deepspeed, engine, wrapping.waits, parts.device)
         self.stage = int(engine.zero_optimization_stage())
         # With an accumulation of 1 in its config DeepSpeed divides by nothing; where a step ends
         # it must be told, for every microbatch.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from paceline.records.phases import Phase
 from paceline.strategies.average import Average
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
 from paceline.strategies.batchnorm import SharedBuffers
-from paceline.strategies.clock import Clock, Waits
+from paceline.strategies.clock import Clock
 from paceline.strategies.fp8 import fp8_proofs
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
 from paceline.strategies.objective import compute_loss, compute_metrics
@@ -37,6 +37,7 @@ from paceline.strategies.stored import (
     moment_pieces,
     scale_pieces,
 )
+from paceline.strategies.waits import Waits
 from paceline.workloads.returns import Pair, add_pairs
 
 TINY = 1e-6  # as in torch's clip_grad_norm_
@@ -70,7 +71,7 @@ class ModuleEngine:
     workload's model, under its own names."""
 
     # The clock is told of all waiting for other ranks; False: a library waits where it likes.
-    knows_blocked: ClassVar[bool] = True
+    knows_blocked = True
 
     def __init__(
         self, parts: EngineParts, module: nn.Module, optimizer: Optimizer, wrapping: Wrapping

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from paceline.records import Plan, Proof
 from paceline.strategies.base import Engine, EngineParts
 from paceline.strategies.blocks import find_blocks
-from paceline.strategies.clock import Waits
 from paceline.strategies.compose import compose
 from paceline.strategies.ddp_engine import exchange_proofs
 from paceline.strategies.engine import ModuleEngine, Wrapping
@@ -23,6 +22,7 @@ from paceline.strategies.fp8 import scale_after_updates
 from paceline.strategies.fused import FusedLayers
 from paceline.strategies.optim import build_optimizer
 from paceline.strategies.precision import COMPUTE_TYPES
+from paceline.strategies.waits import Waits
 from paceline.strategies.zero import Gathering, ShardedSettings
 
 
@@ -121,9 +121,18 @@ def tell_waits(root: nn.Module, waits: Waits, device: torch.device) -> None:
     methods += ["wait_for_unshard"] if device.type == "cuda" else []
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            for method in methods if group is not None else ():
-                waits.around(group, method)
+            for group in _groups(module):
+                for method in methods:
+                    waits.around(group, method)
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """Return what gathers the weights of one module: nothing if it has none of its own; several
+    where a script has put them on several meshes (torch 2.12 on)."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _precision_policy(precision: str) -> MixedPrecisionPolicy:

@@ -1,8 +1,10 @@
 """`paceline.attach` in ranks that somebody else has started: as torchrun starts them."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,8 +43,8 @@ dist.destroy_process_group()
 """
 
 
-def run_two(folder: Path, trouble: str) -> tuple[int, int]:
-    (folder / "script.py").write_text(SCRIPT.replace("{trouble}", trouble))
+def run_two(folder: Path, trouble: str, script: str = SCRIPT) -> tuple[int, int]:
+    (folder / "script.py").write_text(script.replace("{trouble}", trouble))
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": free_port()}  # fmt: skip
     both = [
@@ -94,6 +96,50 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
     assert result.outcome is Outcome.STALL and result.failure is not None
     assert result.failure.rank == 1 and "stands in script.py:" in result.failure.message
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+SLOW = """
+import time, torch, paceline
+import torch.distributed as dist
+from torch import nn
+
+class Own(nn.Module):
+    def forward(self, x):
+        late = dist.get_rank() == 1
+        x.register_hook(lambda gradient: time.sleep(0.03 if late else 0.01))
+        return x
+
+dist.init_process_group("gloo")
+net = nn.Sequential(nn.Linear(4, 4), Own(), nn.BatchNorm1d(4), nn.Linear(4, 1))
+model = nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches = [torch.randn(8, 4) for _ in range(48)]
+run = paceline.attach(model, optimizer, batches, out="run", batch_size=8, accumulate=2)
+for number, x in enumerate(run.batches()):
+    model.require_backward_grad_sync = number % 2 == 1  # as no_sync does
+    loss = (model(x) ** 2).mean()
+    loss.backward()
+    if number % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+    run.record(loss, len(x))
+run.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_slow_in_backward_is_named(tmp_path: Path) -> None:
+    """Twice 30 ms in a step, against twice 10: the early rank waits as the second pass ends."""
+    assert run_two(tmp_path, "", SLOW) == (0, 0), (tmp_path / "0.log").read_text()
+    (told,) = [f for f in load_findings(tmp_path / "run") if f["kind"] == "straggler"]
+    assert told["rank"] == 1 and told["evidence"]["part"] == "backward", told
+    assert 0.03 < told["evidence"]["extra_s"] < 0.06, "2 x 20 ms"
+
+
+def load_findings(run: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((run / "findings.json").read_text())["findings"]
+    return found
 
 
 @pytest.mark.nightly

@@ -18,6 +18,7 @@ from tests import warm
 from tests.cli.bench import SMALL, Bench, finish, wait_until
 from tests.cli.program import Ran, environment, paceline
 from tests.jobs import LINE, write_line_job
+from tests.skips import needs_deepspeed
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +64,9 @@ def test_f21_a_collective_that_is_left_out_is_named_with_rank_and_step(tmp_path:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "pipeline"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero3", "pipeline", pytest.param("deepspeed", marks=needs_deepspeed)]
+)
 @pytest.mark.parametrize(
     "fault",
     ["kill", "hang", "slow_data", "slow_forward", "slow_backward", "slow_optimizer", "slow_disk",

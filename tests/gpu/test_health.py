@@ -9,7 +9,7 @@ from paceline.drill.flow import load_drilled, run_drill
 from paceline.records.drills import Drill, Fault
 from paceline.records.rundir import RunDir
 from paceline.records.tables import read_steps
-from tests.skips import needs_gpu
+from tests.skips import needs_deepspeed, needs_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), needs_gpu]
 TWO = [
@@ -19,14 +19,28 @@ TWO = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+OVERLAP = "+strategy.deepspeed_config.zero_optimization.overlap_comm"
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        "zero3",
+        # Exchanges on the stream of the step, and on others beside it.
+        pytest.param(f"deepspeed strategy.stage=2 {OVERLAP}=false", marks=needs_deepspeed),
+        pytest.param(f"deepspeed strategy.stage=2 {OVERLAP}=true", marks=needs_deepspeed),
+        pytest.param("deepspeed strategy.stage=3", marks=needs_deepspeed),
+    ],
+)
 def test_a_slow_rank_is_named_by_events_of_the_device(strategy: str, tmp_path: Path) -> None:
-    job = load_drilled("lm_tiny", [*TWO, f"strategy.name={strategy}"])
+    job = load_drilled("lm_tiny", [*TWO, *f"strategy.name={strategy}".split()])
     drill = Drill(fault=Fault.SLOW_FORWARD, share=1.0)
     end = run_drill(job, drill, tmp_path / "run", ConsoleTalk(quiet=True))
     assert end.named is not None, end.found
-    waited = [
-        read_steps(RunDir(tmp_path / "run").steps(rank)).since(20).column("backward_blocked_s")
-        for rank in (0, 1)
-    ]
-    assert strategy != "ddp" or waited[0].mean() > waited[1].mean(), "who is early waits"
+    blocked = ("forward_blocked_s", "backward_blocked_s")  # sharded weights are waited for earlier
+    waited = []
+    for rank in (0, 1):
+        steps = read_steps(RunDir(tmp_path / "run").steps(rank)).since(20)
+        waited.append(sum(steps.column(name).mean() for name in blocked))
+    assert waited[0] > waited[1], "who is early waits"

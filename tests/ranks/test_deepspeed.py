@@ -2,6 +2,7 @@
 all untouched; what it holds is what was estimated."""
 
 import math
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -262,6 +263,43 @@ def test_what_is_sent_is_what_was_planned(tmp_path: Path) -> None:
     for name, sent in build_ranks(tmp_path, cases, _count).items():
         planned = find_strategy("deepspeed").exchange(*_described(cases[name], 0))
         assert sent == [planned.sent] * 2, name
+
+
+SLOW_S = 0.2
+
+
+def _arrive(engine: Any, batches: Any) -> Any:
+    """Return this rank's own work in three steps, of a phase and of all; in each of them rank 1 is
+    slow in another phase."""
+    clock, slow_in = HostClock(), ("forward", "backward", "optimizer")
+    enter = clock.enter
+
+    def enter_late(phase: str) -> None:
+        enter(phase)
+        if dist.get_rank() == 1 and clock.step > 1 and phase == slow_in[clock.step - 2]:
+            time.sleep(SLOW_S)
+
+    clock.enter = enter_late  # type: ignore[method-assign]
+    for step in range(1, 5):
+        clock.begin(step)
+        engine.forward_backward(batches[:1], 0.01, clock)
+        engine.step(0.01, clock)
+    clock.begin(5)
+    own = [
+        {p: s - row.blocked_s.get(p, 0) for p, s in row.phases_s.items()}
+        for row in clock.finished()
+    ]
+    return [(row[phase], sum(row.values())) for row, phase in zip(own[1:], slow_in, strict=True)]
+
+
+@slow
+def test_who_waits_for_a_slow_rank_does_not_work(tmp_path: Path) -> None:
+    """In forward, backward and update; stage 1 exchanges as 2 does, and 3 by what it has cut up."""
+    cases = {name: STAGES[name] for name in ("0", "2", "3, small parts")}
+    for name, (early, late) in build_ranks(tmp_path, cases, _arrive).items():
+        for (part, whole), (slow_part, slow_whole) in zip(early, late, strict=True):
+            assert slow_part - part > 0.7 * SLOW_S, name
+            assert slow_whole - whole > 0.7 * SLOW_S, name
 
 
 def _go_back(engine: Any, batches: Any) -> Any:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from paceline.strategies import clock as timing
+from paceline.strategies.waits import Waits
 from paceline.train.readback import Readback
 
 
@@ -36,7 +37,7 @@ def test_readback_hands_out_in_order_and_not_early() -> None:
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_who_is_alone_waits_for_nobody(is_alone: bool) -> None:
     """One rank: neither counted nor paid for."""
-    clock, waits = timing.HostClock(is_alone), timing.Waits()
+    clock, waits = timing.HostClock(is_alone), Waits()
     clock.knows_blocked, waits.clock = True, clock
     objective = torch.ones(1, requires_grad=True).sum()
     clock.begin(1)

@@ -1,0 +1,103 @@
+"""Where this rank waits for others, told to the clock of the step from inside what it is made of.
+
+Libraries (DDP, FSDP) exchange in hooks and callbacks of their own. `Waits` is put around what waits
+in them, or asks autograd for a callback before theirs.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.strategies.clock import Clock
+
+
+class Waits:
+    """Tells the clock of the step that this rank waits, from inside what an engine is made of: it
+    is built before there is a clock."""
+
+    def __init__(self) -> None:
+        self.clock: Clock | None = None
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what is inside as waiting for other ranks. A stream beside that of the step holds
+        nobody up by its waiting, until the step waits for that stream."""
+        if self.clock is None or not self.clock.is_here:
+            yield
+            return
+        with self.clock.blocked():
+            yield
+
+    def around(self, owner: Any, name: str) -> None:
+        """Count a method of one object as waiting for other ranks, from now on."""
+        method = getattr(owner, name)
+
+        @wraps(method)
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            with self.counted():
+                return method(*args, **kwargs)
+
+        setattr(owner, name, waiting)
+
+    def around_collective(self, owner: Any, name: str) -> None:
+        """Count a method of one object that is a collective: as long as it takes; one that is only
+        started (`async_op`) as long as somebody waits for what it returned."""
+        method = getattr(owner, name)
+
+        @wraps(method)
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("async_op") or any(value is True for value in args):
+                started = method(*args, **kwargs)
+                return None if started is None else Started(started, self)
+            with self.counted():
+                return method(*args, **kwargs)
+
+        setattr(owner, name, waiting)
+
+    def until_returned(self, objective: Tensor) -> None:
+        """Count what a backward pass does once all gradients are computed as waiting: there DDP
+        waits for its buckets, and FSDP for what it has scattered. The callback is asked for by the
+        first node of the graph, and so it runs before those of their own. Whoever called backward
+        unblocks the clock."""
+        if self.clock is not None:
+            self._at_end(objective, self.clock.block)
+
+    def until_done(self, output: Tensor) -> None:
+        """Count the same where nobody can say that backward has returned: a callback that is asked
+        for by a callback runs after all others."""
+        if self.clock is None:
+            return
+        block, unblock = self.clock.block, self.clock.unblock
+
+        def wait() -> None:
+            block()
+            _queue(unblock)
+
+        self._at_end(output, wait)
+
+    def _at_end(self, tensor: Tensor, act: Callable[[], None]) -> None:
+        """Call `act` when the backward pass through a tensor has computed all gradients."""
+        if tensor.requires_grad and self.clock is not None and not self.clock.is_alone:
+            tensor.register_hook(lambda gradient: _queue(act))
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+class Started:
+    """A collective under way (torch's Work), which tells when it is waited for."""
+
+    def __init__(self, work: Any, waits: Waits) -> None:
+        self._work, self._waits = work, waits
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        with self._waits.counted():
+            return self._work.wait(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
