@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.records import Audit
+from paceline.records import Audit, Plan
 from paceline.verify.flow import run_verify
 from tests.gpu.test_strategies import TINY, audit_of
 from tests.harness import RankEnds, run_here
@@ -67,3 +67,14 @@ def test_symmetric_memory_is_proven_on_ranks_that_share_a_gpu(tmp_path: Path) ->
     asked = ["launch.devices=[0,0]", "strategy.exchange=symmetric", SHARED]
     report = run_verify(names, asked, tmp_path / "two", print)
     assert_proven(report, *names)
+
+
+@pytest.mark.serial
+def test_products_in_parts_are_proven_on_ranks_that_share_a_gpu(tmp_path: Path) -> None:
+    """Through symmetric memory, on a stream beside the products."""
+    names = ["zero2", "zero3"]
+    asked = ["launch.devices=[0,0]", "strategy.exchange=fused", SHARED]
+    report = run_verify(names, asked, tmp_path / "two", print)
+    assert_proven(report, *names)
+    plans = [Plan.load(path) for path in (tmp_path / "two").rglob("plan.json")]
+    assert "fused" in {plan.exchange_by.value for plan in plans}

@@ -162,3 +162,26 @@ def test_symmetric_memory_needs_nvlink(env: Env, value: str, because: str) -> No
     made = plan("strategy.exchange=symmetric", "strategy.name=zero3", machine=env)
     assert made.exchange_by.value == value and because in made.exchange_by.because
     assert ("symmetric was asked" in told(made)) == (value == "collectives")
+
+
+@pytest.mark.parametrize(
+    ("env", "strategy", "value", "because"),
+    [
+        (box(4), "zero3", "fused", "as asked"),
+        (box(4, kind="pcie"), "zero2", "pipelined", "parts by collectives: there is no NVLink"),
+        (machine(1), "zero3", "collectives", "one rank"),
+        (box(4), "ddp", "collectives", "ddp gathers no weights"),
+    ],
+)
+def test_products_take_weights_in_parts(env: Env, strategy: str, value: str, because: str) -> None:
+    made = plan("strategy.exchange=fused", f"strategy.name={strategy}", machine=env)
+    assert made.exchange_by.value == value and because in made.exchange_by.because
+    assert ("fused was asked" in told(made)) == (value != "fused")
+
+
+@pytest.mark.parametrize(
+    "beside", ["strategy.accumulate=defer", "strategy.offload=true", "precision.mode=fp8"]
+)
+def test_products_in_parts_are_refused_beside(beside: str) -> None:
+    made = plan("strategy.exchange=fused", "strategy.name=zero3", beside, machine=box(4))
+    assert any(finding.where == "strategy.exchange" for finding in made.problems())
