@@ -18,7 +18,7 @@ What is left of a phase is this rank's own work (paceline/health/work.py).
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
 from time import perf_counter
@@ -67,14 +67,15 @@ class _BaseClock(ABC):
         self.knows_blocked = False  # an engine says that it tells where it waits
         self._depth = 0
 
-    @contextmanager
-    def blocked(self) -> Iterator[None]:
+    def blocked(self) -> AbstractContextManager[None]:
         """Count what is inside as waiting for other ranks."""
+        return self  # a generator for each would take as long as all the rest of it
+
+    def __enter__(self) -> None:
         self.block()
-        try:
-            yield
-        finally:
-            self.unblock()
+
+    def __exit__(self, *error: object) -> None:
+        self.unblock()
 
     def block(self) -> None:
         """Begin to wait, unless it does already."""
