@@ -24,7 +24,7 @@ Heartbeats and telemetry, which every run always had, are on in both. Three thin
 
 Of all differences between two neighbouring turns the largest fifth and the smallest fifth are left
 out, and the mean of the others counts. Its 95 % interval is by drawing stretches of 40 steps (or of
-two pairs of turns) again; on a busy machine, with turns renamed at random, it held 0 in 92 to 97 of
+two pairs of turns) again; on a busy machine, with turns renamed at random, it held 0 in 91 to 95 of
 100. The sum's ends are the sums of ends, which is wider. A goal is met where the whole interval is
 below it, and not met where all of it is above; else it is not shown.
 
