@@ -28,6 +28,8 @@ two pairs of turns) again; on a busy machine, with turns renamed at random, it h
 100. The sum's ends are the sums of ends, which is wider. A goal is met where the whole interval is
 below it, and not met where all of it is above; else it is not shown.
 
+--plant MS is the proof that it sees what is there: so much more work in each step with it.
+
 One rank alone waits for nobody and records nothing of it. --peers has it record as if it had some:
 the quietest measurement on one GPU, where device events tell the time. Two ranks can share one,
     launch.device=cuda launch.nproc=2 launch.devices=[0,0] launch.backend=gloo
@@ -69,6 +71,7 @@ class Asked:
     turns: Turns
     num_watchers: int
     peers: bool
+    plant_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,8 @@ def measure(asked: Asked, out: Path) -> Measured:
     spent = Spent()
     multiply_watchers(asked, spent)
     told = {"FOLDER": out, "TURN": asked.turns.turn, "PEERS": "1" if asked.peers else ""}
+    if asked.plant_ms:
+        told["PLANT"] = asked.plant_ms
     result = paceline.train(
         f"{ROOT / 'benchmarks' / 'watch_switch.py'}:Switched",
         *asked.words,
@@ -258,10 +263,11 @@ def main() -> None:
     parser.add_argument("--turn", type=int, default=1, help="steps; 10 where a host runs ahead")
     parser.add_argument("--watchers", type=int, default=10)
     parser.add_argument("--peers", action="store_true", help="one rank records as if it had some")
+    parser.add_argument("--plant", type=float, default=0.0, help="ms of work more, to be found")
     parser.add_argument("words", nargs="*", help="further key=value")
     got = parser.parse_intermixed_args()
     words = [*SIZE, *(got.words or ["launch.nproc=2", "launch.device=cpu"])]
-    asked = Asked(words, got.steps, Turns(got.turn), got.watchers, got.peers)
+    asked = Asked(words, got.steps, Turns(got.turn), got.watchers, got.peers, got.plant)
     with tempfile.TemporaryDirectory() as folder:
         found = measure(asked, Path(folder))
     sys.exit(0 if report(asked, found) else 1)

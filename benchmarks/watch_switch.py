@@ -5,6 +5,7 @@ the same. What it notes of a step, on or off, costs the same on both sides.
     launch.env.WATCH_COST_FOLDER=DIR    where ranks leave their notes
     launch.env.WATCH_COST_TURN=1        steps of a turn, see `Turns`
     launch.env.WATCH_COST_PEERS=1       one rank alone records as if it had peers
+    launch.env.WATCH_COST_PLANT=0.5     ms of work more in each step with it
 """
 
 import os
@@ -26,7 +27,9 @@ from paceline.workloads.lm.workload import LanguageModel
 LOGGED = 10  # steps whose rows are written together: train.log_every
 FIRST = 42  # step that counts: `Turns` begin here, on the step after one that wrote rows
 NEVER = 10**9
-FOLDER, TURN, PEERS = (os.environ.get(f"WATCH_COST_{n}", "") for n in ("FOLDER", "TURN", "PEERS"))
+FOLDER, TURN, PEERS, PLANT = (
+    os.environ.get(f"WATCH_COST_{name}", "") for name in ("FOLDER", "TURN", "PEERS", "PLANT")
+)
 
 
 def is_on(number: int, salt: str) -> bool:
@@ -85,6 +88,12 @@ class Switch:
         np.save(Path(FOLDER, f"notes.{os.getpid()}.npy"), np.array(self.notes))
 
 
+def spin(cost_ms: float) -> None:
+    until = time.thread_time_ns() + cost_ms * 1e6
+    while time.thread_time_ns() < until:
+        pass
+
+
 def around(owner: Any, name: str, switch: Switch, off: Any) -> None:
     """Have a method do nothing in the turns without it."""
     real = getattr(owner, name)
@@ -117,6 +126,8 @@ def install(switch: Switch) -> None:
         def begin_step(self: Any, step: int, begin: Any = begin) -> None:
             switch.begin(step)
             begin(self, step)
+            if PLANT and switch.calls:
+                spin(float(PLANT))
 
         kind.begin = begin_step  # type: ignore[method-assign]
         for name, off in (("blocked", nullcontext()), ("block", None), ("unblock", None)):
