@@ -2,6 +2,7 @@
 
     python benchmarks/diagnosis_quality.py --out benchmarks/results/diagnosis_quality.jsonl
     python benchmarks/diagnosis_quality.py --seeds 1 --clean 2 --kinds kill slow_data   a quick look
+    python benchmarks/diagnosis_quality.py --jobs 8 --out lines.jsonl     8 at a time, on 16 cores
 
 10 kinds of faults x 10 seeds x 3 strategies, then 100 clean runs, through `paceline drill`'s own
 code: a run like any other in which one rank goes wrong. A seed draws the rank, the step, and by how
@@ -10,18 +11,25 @@ slow rank the part of the step; and no other rank accused of the same. A false a
 or error about a clean run, while it ran or at its end. Goals: 95 % named, 1 % false alarms; half of
 the slow ranks within 10 steps of their first slow one, nearly all within 20.
 A line is appended per run, and what is there already is not run again.
+
+With --jobs each run is started by a process of its own, which may use --cores-each cores that no
+other one does: 2 ranks need 2. One that fails is a line that is not right, with its error.
 """
 
 import argparse
 import json
+import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import median
 from typing import Any
 
@@ -41,6 +49,7 @@ SIZE = [
     "model.num_layers=4", "train.eval_every=off", "train.eval_samples=all", "train.steps=60",
     "launch.device=cpu", "launch.nproc=2", "launch.progress_s=15", "checkpoint.at_end=false",
 ]  # fmt: skip
+LONGEST_S = 300  # that a process takes for one run
 Line = dict[str, Any]
 
 
@@ -76,7 +85,9 @@ def run_case(case: Line, folder: Path) -> Line:
         told = [f for f in found if f.severity != "note"]
         live = [e.words for e in iter_events(RunDir(out).events)]
         right = not told and not live and result.exit_code == 0
-        more: Line = {"alarms": [f.words for f in told] + live}
+        more: Line = {"alarms": [f.words for f in told] + live, "num_live": len(live)}
+        if result.exit_code != 0:
+            more["error"] = f"exit code {result.exit_code}"
     else:
         rng = random.Random(f"{key_of(case)}")
         drill = Drill(
@@ -104,6 +115,77 @@ def run_case(case: Line, folder: Path) -> Line:
     return case | {"right": right, "seconds": round(time.time() - begun, 1)} | more
 
 
+def run_apart(case: Line, folder: Path, cores: set[int]) -> Line:
+    """Run one case in a process that keeps to these cores; what it cannot say is an error."""
+    begun, told = time.time(), folder / f"{'-'.join(map(str, key_of(case)))}.json"
+    words = [__file__, "--case", json.dumps(case), "--out", str(told), "--on", *map(str, cores)]
+    try:
+        end = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, timeout=LONGEST_S
+        )
+        if told.is_file():
+            return dict(json.loads(told.read_text()))
+        last = (end.stderr.strip() or "no word").splitlines()[-1]
+        error = f"exit code {end.returncode}: {last}"
+    except subprocess.TimeoutExpired:
+        error = f"no end within {LONGEST_S} s"
+    return case | {"right": False, "seconds": round(time.time() - begun, 1), "error": error}
+
+
+def run_alone(case: Line, told: Path, cores: set[int]) -> None:
+    """Run one case here, as the child of `run_apart`: ranks inherit the cores."""
+    os.sched_setaffinity(0, cores)
+    with tempfile.TemporaryDirectory(dir=told.parent) as folder:
+        line = run_case(case, Path(folder))
+    told.write_text(json.dumps(line))
+
+
+def deal_cores(num_jobs: int, each: int) -> SimpleQueue[set[int]]:
+    """Return a set of cores for each job: neighbours, which share what cores share."""
+    cores = sorted(os.sched_getaffinity(0))
+    if num_jobs * each > len(cores):
+        sys.exit(
+            f"--jobs {num_jobs} with --cores-each {each} needs {num_jobs * each} cores; there are"
+            f" {len(cores)}"
+        )
+    free: SimpleQueue[set[int]] = SimpleQueue()
+    for job in range(num_jobs):
+        free.put(set(cores[job * each : (job + 1) * each]))
+    return free
+
+
+def iter_lines(wanted: list[Line], folder: Path, num_jobs: int, cores_each: int) -> Iterator[Line]:
+    """Run all cases and yield their lines: in order, or with several jobs as they end."""
+    if num_jobs == 1:
+        yield from (run_case(case, folder) for case in wanted)
+        return
+    free = deal_cores(num_jobs, cores_each)
+
+    def run(case: Line) -> Line:
+        cores = free.get()
+        try:
+            return run_apart(case, folder, cores)
+        finally:
+            free.put(cores)
+
+    pool = ThreadPoolExecutor(num_jobs)
+    try:
+        for done in as_completed([pool.submit(run, case) for case in wanted]):
+            yield done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def alarm_words(clean: list[Line]) -> str:
+    """Say how many of the clean runs were called ill while they ran, how many at their end, and how
+    many did not even run. Older lines do not tell the first two apart."""
+    known = [line for line in clean if "num_live" in line]
+    live = sum(line["num_live"] > 0 for line in known)
+    at_end = sum(len(line["alarms"]) > line["num_live"] for line in known)
+    failed = sum("error" in line for line in clean)
+    return f"{live} while it ran, {at_end} at its end, {failed} failed; told by {len(known)}"
+
+
 def report(lines: list[Line]) -> bool:
     """Print the table and the sums; say whether the goals are met."""
     faults = [line for line in lines if line["kind"] != CLEAN]
@@ -123,6 +205,8 @@ def report(lines: list[Line]) -> bool:
     alarms = sum(not line["right"] for line in clean) / len(clean) if clean else 0.0
     print(f"named right: {named:.1%} of {len(faults)} (goal {GOAL_NAMED:.0%})")
     print(f"false alarms: {alarms:.1%} of {len(clean)} clean runs (goal at most {GOAL_ALARMS:.0%})")
+    if clean:
+        print(f"    {alarm_words(clean)}")
     after = [line["after_steps"] for line in faults if line.get("after_steps")]
     if after:
         late = Counter(step > 20 for step in after)[True]
@@ -145,20 +229,26 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="lines of JSON; a run that is there is not repeated"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, in processes")
+    parser.add_argument("--cores-each", type=int, default=2, help="with several --jobs")
+    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--on", type=int, nargs="*", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.case is not None:
+        return run_alone(asked.case, asked.out, set(asked.on))
     lines: list[Line] = []
     if asked.out is not None and asked.out.is_file():
         lines = [json.loads(text) for text in asked.out.read_text().splitlines()]
     done = {key_of(line) for line in lines}
+    every = cases(asked.seeds, asked.clean, asked.kinds, asked.strategies)
+    wanted = [case for case in every if key_of(case) not in done]
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases(asked.seeds, asked.clean, asked.kinds, asked.strategies):
-            if key_of(case) in done:
-                continue
-            lines.append(run_case(case, Path(folder)))
-            print(json.dumps({k: v for k, v in lines[-1].items() if k != "found"}), flush=True)
+        for line in iter_lines(wanted, Path(folder), asked.jobs, asked.cores_each):
+            lines.append(line)
+            print(json.dumps({k: v for k, v in line.items() if k != "found"}), flush=True)
             if asked.out is not None:
                 with asked.out.open("a") as file:
-                    file.write(json.dumps(lines[-1]) + "\n")
+                    file.write(json.dumps(line) + "\n")
     sys.exit(0 if report(lines) else 1)
 
 

@@ -3,11 +3,14 @@
     python benchmarks/gpu_throughput.py [--recipe lm_1b] [--steps 30] [--rounds 2] [--only NAME ...]
 
 All train the same model on the same tokens: bf16 over fp32 master weights, fused AdamW, clipping,
-compiled (the peers and the hand loop as one graph, the loss inside it). Each contender runs in a
-process of its own, one after the other, in an order that turns every round; the best round counts.
-`fsdp` is a bare fully_shard loop on one rank and `ddp` a bare DistributedDataParallel one, which
-`paceline zero3` and `paceline` are held against. Prints tokens/s, MFU, the share of the rate of an
-8192^3 bf16 product measured at the start of each round, and the ratios.
+compiled (the peers and the hand loop as one graph, the loss inside it). They run one after the
+other, in an order that turns every round; the best round counts. The peers share this process, the
+weights and the optimizer, each with a module and a compiled graph of its own, which it keeps from
+round to round; we are `paceline train`, in a process of its own, and with FlashAttention 3 where
+that is installed. `fsdp` is a bare fully_shard loop on one rank and `ddp` a bare
+DistributedDataParallel one, in processes of their own, which `paceline zero3` and `paceline` are
+held against. Prints tokens/s, MFU, the share of the rate of an 8192^3 bf16 product measured at the
+start of each round, and the ratios.
 """
 
 import argparse
@@ -26,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.attention.flash3 import find_flash3
 from paceline.data.cursor import Order
 from paceline.data.synthetic import SyntheticTokens
 from paceline.job import Job, load_job
@@ -44,8 +48,8 @@ PEAK_FLOPS = 989.4e12
 class Bench:
     """The model, its optimizer and its tokens, the same for everybody."""
 
-    def __init__(self, job: Job, steps: int) -> None:
-        self.job, self.steps = job, steps
+    def __init__(self, job: Job, steps: int, warmup: int = WARMUP) -> None:
+        self.job, self.steps, self.warmup = job, steps, warmup
         config = effective_config(job.config, "sdpa")
         self.micro, self.seq_len = config.train.micro_batch_size, config.data.seq_len
         with torch.device("meta"):
@@ -53,6 +57,9 @@ class Bench:
 
     def fill(self, model: nn.Module) -> None:
         fill_weights(model, self.model.init_module, self.job.config.train.seed, DEVICE)
+
+    def compile(self) -> None:
+        self.model.compile(dynamic=False)
 
     def batches(self) -> list[Tensor]:
         config = self.job.config
@@ -69,15 +76,41 @@ class Bench:
         return kind(parameter_groups(model, optim), **settings)
 
 
+class Turn(Bench):
+    """One turn of a contender that shares weights and optimizer with those of `first`."""
+
+    def __init__(self, first: Bench) -> None:
+        super().__init__(first.job, first.steps, first.warmup)
+        self.first = first
+
+    def fill(self, model: nn.Module) -> None:
+        """Take the weights of `first`: the same objects, under the same names."""
+        for name, parameter in self.first.model.named_parameters():
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._parameters[leaf] = parameter
+        for name, buffer in self.first.model.named_buffers():
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._buffers[leaf] = buffer
+
+    def compile(self) -> None:
+        if self.model._compiled_call_impl is None:
+            super().compile()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if not hasattr(self.first, "shared"):
+            self.first.shared = self.first.optimizer(self.first.model)
+        return self.first.shared
+
+
 class Stopwatch:
-    """Called before every step and once at the end: times what comes after WARMUP."""
+    """Called before every step and once at the end: times what comes after the warm-up."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.step = bench, 0
         self.started_at = self.ended_at = 0.0
 
     def tick(self) -> None:
-        if self.step == WARMUP:
+        if self.step == self.bench.warmup:
             _synchronize()
             self.started_at = time.perf_counter()
         self.step += 1
@@ -91,7 +124,7 @@ class Stopwatch:
         if not self.ended_at:
             self.stop()
         elapsed_s = self.ended_at - self.started_at
-        steps = self.bench.steps - WARMUP
+        steps = self.bench.steps - self.bench.warmup
         return steps * self.bench.micro * self.bench.seq_len / elapsed_s
 
 
@@ -122,7 +155,7 @@ def plain_loop(bench: Bench, model: nn.Module, autocast: bool) -> float:
 
 def hand(bench: Bench) -> float:
     bench.fill(bench.model)
-    bench.model.compile(dynamic=False)
+    bench.compile()
     return plain_loop(bench, bench.model, autocast=True)
 
 
@@ -185,7 +218,7 @@ def accelerate(bench: Bench) -> float:
     from accelerate import Accelerator
 
     bench.fill(bench.model)
-    bench.model.compile(dynamic=False)
+    bench.compile()
     accelerator = Accelerator(mixed_precision="bf16", cpu=not ON_GPU)
     model, optimizer = accelerator.prepare(bench.model, bench.optimizer(bench.model))
     watch = Stopwatch(bench)
@@ -204,7 +237,7 @@ def lightning(bench: Bench) -> float:
     import lightning as pl
 
     bench.fill(bench.model)
-    bench.model.compile(dynamic=False)
+    bench.compile()
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -226,8 +259,13 @@ def lightning(bench: Bench) -> float:
 
     watch = Stopwatch(bench)
     loader = torch.utils.data.DataLoader(Ticking(bench, watch), batch_size=None)
+
+    class Stay(pl.pytorch.strategies.SingleDeviceStrategy):
+        def teardown(self) -> None:
+            """Leave weights and state where they are: the next turn is another's."""
+
     trainer = pl.Trainer(
-        accelerator="gpu" if ON_GPU else "cpu", devices=1, max_steps=bench.steps, max_epochs=1,
+        strategy=Stay(DEVICE), max_steps=bench.steps, max_epochs=1,
         precision="bf16-mixed", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
@@ -239,7 +277,7 @@ def hf_trainer(bench: Bench) -> float:
     import transformers
 
     bench.fill(bench.model)
-    bench.model.compile(dynamic=False)
+    bench.compile()
 
     class Wrapped(nn.Module):
         def __init__(self) -> None:
@@ -283,18 +321,25 @@ LOOPS: dict[str, Callable[[Bench], float]] = {
     "ddp": ddp,
     "fsdp": fsdp,
 }
-OURS = {"paceline": "ddp", "paceline zero3": "zero3"}
+APART = ("ddp", "fsdp")  # with a process group of their own
+OURS = {
+    "paceline": ["strategy.name=ddp"],
+    "paceline flash3": ["strategy.name=ddp", "attention.impl=flash3"],
+    "paceline zero3": ["strategy.name=zero3"],
+}
+PEERS = ("hand", "accelerate", "lightning", "hf trainer")
 AGAINST = {
-    "paceline": ("hand", "accelerate", "lightning", "hf trainer", "ddp"),
+    "paceline": (*PEERS, "ddp"),
+    "paceline flash3": PEERS,
     "paceline zero3": ("fsdp",),
 }
 
 
-def run_ours(strategy: str, recipe: list[str], steps: int) -> float:
+def run_ours(asked: list[str], recipe: list[str], steps: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, "-m", "paceline", "train", *recipe, f"train.steps={steps}",
-             f"observe.warmup_steps={WARMUP}", "launch.nproc=1", f"strategy.name={strategy}",
+             f"observe.warmup_steps={WARMUP}", "launch.nproc=1", *asked,
              "precision.mode=bf16", "--out", f"{folder}/run", "--json"],
             capture_output=True, text=True,
         )  # fmt: skip
@@ -332,8 +377,12 @@ def matmul_tflops(size: int = 8192, repeats: int = 20) -> float:
     return 2 * size**3 * repeats / (start.elapsed_time(end) / 1e3) / 1e12
 
 
-def race(arguments: argparse.Namespace) -> tuple[dict[str, list[float]], list[float]]:
+def race(arguments: argparse.Namespace, first: Bench) -> tuple[dict[str, list[float]], list[float]]:
     names = arguments.only or [*LOOPS, *OURS]
+    if find_flash3() is None:
+        names = [name for name in names if "flash3" not in name]
+    first.fill(first.model)
+    turns = {name: Turn(first) for name in names if name in LOOPS and name not in APART}
     rates: dict[str, list[float]] = {name: [] for name in names}
     products = []
     for number in range(arguments.rounds):
@@ -344,8 +393,11 @@ def race(arguments: argparse.Namespace) -> tuple[dict[str, list[float]], list[fl
         for name in names[turn:] + names[:turn]:
             if name in OURS:
                 rate = run_ours(OURS[name], arguments.recipe, arguments.steps)
-            else:
+            elif name in APART:
                 rate = run_peer(name, arguments)
+            else:
+                rate = LOOPS[name](turns[name])
+            torch.cuda.empty_cache() if ON_GPU else None
             rates[name].append(rate)
             print(f"  {name:<15} {rate:>10,.0f} tokens/s", flush=True)
     return rates, products
@@ -356,6 +408,7 @@ def main() -> None:
     parser.add_argument("--recipe", nargs="+", default=["lm_1b"])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=WARMUP, help="steps of a peer's turn")
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -364,7 +417,8 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
         print(LOOPS[arguments.one](Bench(job, arguments.steps)))
         return
-    rates, products = race(arguments)
+    torch.set_float32_matmul_precision("high")
+    rates, products = race(arguments, Bench(job, arguments.steps, arguments.warmup))
     best = {name: max(values) for name, values in rates.items()}
     flops = job.workload.flops(job.config) / job.config.data.seq_len
     print(f"\n{'':<15} {'tokens/s':>10} {'MFU':>7} {'of matmul':>10}")

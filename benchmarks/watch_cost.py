@@ -1,164 +1,253 @@
-"""What watching costs a step: on and off in turns of ten steps, inside one run, so that nothing
-else differs between the two.
+"""What watching costs a step: on and off in turns inside one run, so that nothing else differs
+between the two, and neighbours compared, since they share what other work does to them.
 
-    python benchmarks/watch_cost.py                              2 ranks on the CPU
-    python benchmarks/watch_cost.py --steps 2000 launch.device=cuda launch.nproc=1 ...
+    python benchmarks/watch_cost.py                                2 ranks on the CPU
+    taskset -c 2,3 python benchmarks/watch_cost.py                 and all of it on their 2 cores
+    python benchmarks/watch_cost.py --turn 10 --steps 4000 --peers launch.device=cuda \\
+        launch.nproc=1 train.micro_batch_size=32 data.seq_len=512 model.dim=1024 \\
+        model.num_layers=12 model.num_heads=8 model.num_kv_heads=8             a GPU
 
-"On" is all that tells work from waiting and judges it: the clock's blocked times with DDP's
-arrival, the count of collectives, rows written every ten steps, and the watcher thread of the
-process that started the run. Heartbeats and telemetry, which every run always had, stay on in both.
-The answer compares whole turns, since part of it happens once in some steps: the mean step of a
-turn, at the quarter of the turns that other work disturbed least, with an interval by
-resampling turns. The ratio of the medians of all turns is printed beside it. A goal is met where
-the whole interval is below it, and not met where all of it is above; else it is not shown.
+Heartbeats and telemetry, which every run always had, are on in both. Three things are switched
+(benchmarks/watch_switch.py), and the answer is their sum:
 
-A shared machine is noisier than the goal. So what is spent inside of it is summed, too, by the
-clock of the thread, which stands still while others run: in each rank, and in the watcher, which is
-a thread of another process. That leaves out what it does to caches, and counts its own clock.
-One rank alone waits for nobody and records nothing of it: on one GPU give it two,
+    calls     What a rank does in every step: times in which it waits, with DDP's arrival, and the
+              count of collectives. Changes every --turn steps: the difference in wall time of rank
+              0, and beside it in CPU time of a rank's process, which stands still while others run.
+    rows      What a rank does once in some steps: more columns of steps.csv, which is written
+              every 5 steps instead of every 10. By the CPU time of the threads that do it, as if
+              the step waited for all of it. With --turn 10 rows change with the calls, and are
+              counted there.
+    watcher   The thread of the process that started the run, which reads rows 4 times a second and
+              judges by all rules every 10 s. One alone drowns in noise; so there are --watchers of
+              them, in turns of 20 steps or more, and the difference is divided by their number. The
+              CPU time of one is printed, too: its cost if a rank had to give all of it.
+
+Of all differences between two neighbouring turns the largest fifth and the smallest fifth are left
+out, and the mean of the others counts. Its 95 % interval is by drawing stretches of 40 steps (or of
+two pairs of turns) again; on a busy machine, with turns renamed at random, it held 0 in 91 to 95 of
+100. The sum's ends are the sums of ends, which is wider. A goal is met where the whole interval is
+below it, and not met where all of it is above; else it is not shown.
+
+--plant MS is the proof that it sees what is there: so much more work in each step with it.
+
+One rank alone waits for nobody and records nothing of it. --peers has it record as if it had some:
+the quietest measurement on one GPU, where device events tell the time. Two ranks can share one,
     launch.device=cuda launch.nproc=2 launch.devices=[0,0] launch.backend=gloo
+but they take turns on it, and a step then is as long as the driver's slices happen to fall.
 """
 
 import argparse
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-TURN, QUIET = 10, 0.25  # steps; the quantile of turns that counts
+from watch_switch import FIRST, Turns  # noqa: E402
+
 GOAL = {"cpu": 0.005, "cuda": 0.001}
+CUT = 0.2  # of the differences, on each side
+STRETCH = 40  # steps, at least, that are drawn together
+ROUNDS = 2000
 SIZE = [
     "data.source=synthetic", "data.synthetic_samples=2048", "data.seq_len=64", "model.dim=96",
     "model.num_layers=4", "train.eval_every=off", "train.eval_samples=all",
     "checkpoint.at_end=false",
 ]  # fmt: skip
-# A job in a file of its own: ranks import it, and there it puts a switch around what is measured.
-JOB = """
-import os
-import time
-from pathlib import Path
-
-import paceline.train.metrics as metrics
-from paceline.strategies import clock as clocks
-from paceline.workloads.lm.workload import LanguageModel
-
-IS_ON = True
-SPENT = 0
+Times = NDArray[np.float64]
 
 
-def switched(owner, name, off):
-    real = getattr(owner, name)
-
-    def call(*args, **kwargs):
-        global SPENT
-        if not IS_ON:
-            return off
-        began = time.thread_time_ns()
-        try:
-            return real(*args, **kwargs)
-        finally:
-            SPENT += time.thread_time_ns() - began
-    setattr(owner, name, call)
+@dataclass(frozen=True)
+class Asked:
+    words: list[str]
+    num_steps: int
+    turns: Turns
+    num_watchers: int
+    peers: bool
+    plant_ms: float = 0.0
 
 
-for kind in (clocks.HostClock, clocks.DeviceClock):
-    begin = kind.begin
+@dataclass(frozen=True)
+class Difference:
+    """On less off, in ms a step, with its 95 % interval."""
 
-    def begin_turn(self, step, begin=begin):
-        global IS_ON
-        if step % {turn} == 0:
-            Path("{folder}", f"spent.{os.getpid()}").write_text(f"{step} {SPENT}")
-        IS_ON = (step // {turn}) % 2 == 0
-        begin(self, step)
-    kind.begin = begin_turn
-    switched(kind, "block", None)
-    switched(kind, "unblock", None)
-switched(clocks.Waits, "until_returned", None)
-switched(metrics, "count_collectives", 0)
+    at: float
+    low: float
+    high: float
 
+    def __add__(self, other: "Difference") -> "Difference":
+        return Difference(self.at + other.at, self.low + other.low, self.high + other.high)
 
-class Switched(LanguageModel):
-    pass
-"""
+    def __truediv__(self, number: float) -> "Difference":
+        return Difference(self.at / number, self.low / number, self.high / number)
+
+    def words(self, step_ms: float) -> str:
+        ends = f"{self.low / step_ms:+.3%} to {self.high / step_ms:+.3%}"
+        return f"{self.at:+.4f} ms, {self.at / step_ms:+.3%} of a step (95 % interval {ends})"
 
 
-def is_on(step: int) -> bool:
-    return (step // TURN) % 2 == 0
+@dataclass
+class Spent:
+    """CPU time of all watchers, in ns: in all, and in judging by all rules."""
+
+    ticks: int = 0
+    rules: int = 0
 
 
-def pause_watcher(spent_ns: list[int]) -> None:
-    """Let the watcher sleep in the turns without it: rank 0's mark says which step it is."""
+def multiply_watchers(asked: Asked, spent: Spent) -> None:
+    """Start several in place of one, and let them sleep in the turns without: rank 0's mark says
+    which step it is. They judge by all rules one after the other, as one would."""
+    from paceline.run import watching
     from paceline.run.watching import Watcher
     from paceline.train.heartbeat import read_mark
 
-    tick = Watcher.tick
+    start, stop, tick, judge_all = Watcher.start, Watcher.stop, Watcher.tick, watching.judge
+    others: list[Watcher] = []
+
+    def start_all(self: Watcher) -> None:
+        for number in range(1, asked.num_watchers):
+            more = Watcher(self._files, self._plan, self._rules, lambda words: None)
+            more._rules_at += watching.RULES_S * number / asked.num_watchers
+            others.append(more)
+            start(more)
+        start(self)
+
+    def stop_all(self: Watcher) -> None:
+        for one in (*others, self):
+            stop(one)
 
     def tick_in_turn(self: Watcher) -> None:
-        if is_on(read_mark(self._files.step_mark(0))):
+        if asked.turns.watchers(read_mark(self._files.step_mark(0))):
             began = time.thread_time_ns()
             tick(self)
-            spent_ns.append(time.thread_time_ns() - began)
+            spent.ticks += time.thread_time_ns() - began
 
-    Watcher.tick = tick_in_turn  # type: ignore[method-assign]
+    gather = Watcher._all
+
+    def gather_counted(self: Watcher, now: float) -> Any:
+        began = time.thread_time_ns()
+        found = gather(self, now)
+        spent.rules += time.thread_time_ns() - began
+        return found
+
+    def judge_counted(evidence: Any) -> Any:
+        began = time.thread_time_ns()
+        found = judge_all(evidence)
+        spent.rules += time.thread_time_ns() - began
+        return found
+
+    Watcher.start, Watcher.stop = start_all, stop_all  # type: ignore[method-assign]
+    Watcher.tick, Watcher._all = tick_in_turn, gather_counted  # type: ignore[method-assign]
+    watching.judge = judge_counted
 
 
-def spent_inside(folder: Path, watcher_ns: list[int]) -> tuple[float, float]:
-    """Return the milliseconds of a step with it that the busiest rank and the watcher spend."""
-    told = [map(int, file.read_text().split()) for file in folder.glob("spent.*")]
-    ranks = [spent / (step / 2) for step, spent in told if step > 0]
-    num_steps = max(int(file.read_text().split()[0]) for file in folder.glob("spent.*"))
-    return max(ranks) / 1e6, sum(watcher_ns) / (num_steps / 2) / 1e6
+@dataclass(frozen=True)
+class Measured:
+    """Of each step from FIRST on, in ms: wall time of rank 0 by its clock, CPU time of its process,
+    and time spent on rows; and CPU time of one watcher per step."""
+
+    wall: Times
+    cpu: Times
+    rows: Times
+    device: str
+    tick_ms: float
+    rules_ms: float
 
 
-def measure(
-    words: list[str], num_steps: int, out: Path
-) -> tuple[np.ndarray, np.ndarray, str, float]:
-    """Return the step times of the turns with and without, a row each, the device, and the
-    milliseconds of a step inside of a rank."""
+def measure(asked: Asked, out: Path) -> Measured:
     import paceline
     from paceline.records import Plan
     from paceline.records.rundir import RunDir
     from paceline.records.tables import read_steps
 
-    job = out / "switched_job.py"
-    job.write_text(JOB.replace("{turn}", str(TURN)).replace("{folder}", str(out)))
-    watcher_ns: list[int] = []
-    pause_watcher(watcher_ns)
-    result = paceline.train(f"{job}:Switched", *words, f"train.steps={num_steps}", out=out / "run")
-    rank_ms, watcher_ms = spent_inside(out, watcher_ns)
-    print(f"inside of it: {rank_ms:.4f} ms of a step in a rank, {watcher_ms:.4f} ms in the watcher")
+    spent = Spent()
+    multiply_watchers(asked, spent)
+    told = {"FOLDER": out, "TURN": asked.turns.turn, "PEERS": "1" if asked.peers else ""}
+    if asked.plant_ms:
+        told["PLANT"] = asked.plant_ms
+    result = paceline.train(
+        f"{ROOT / 'benchmarks' / 'watch_switch.py'}:Switched",
+        *asked.words,
+        *(f"launch.env.WATCH_COST_{name}={value}" for name, value in told.items()),
+        f"train.steps={asked.num_steps}",
+        out=out / "run",
+        quiet=True,
+    )
     run = RunDir(Path(result.run_dir))
-    rows = read_steps(run.steps(0)).since(3 * TURN)
-    steps, times = rows.column("step"), rows.column("wall_s")
-    turns = {True: [], False: []}
-    for first in range(4 * TURN, num_steps - TURN, TURN):
-        inside = (steps >= first + 1) & (steps < first + TURN)  # the first step of a turn is mixed
-        turns[is_on(first)].append(times[inside])
-    length = min(map(len, turns.values()))
-    on, off = (np.array([t for t in turns[key][:length]]) for key in (True, False))
-    return on, off, Plan.load(run.plan).device.value, rank_ms
+    rows = read_steps(run.steps(0)).since(FIRST)
+    wall = rows.column("wall_s")[:-1] * 1e3
+    assert (np.diff(rows.column("step")) == 1).all(), "a step is missing"
+    # Of all ranks the one that spent most: waiting for another takes no CPU time.
+    noted = [np.load(file) for file in out.glob("notes.*.npy")]
+    noted = [np.diff(n[n[:, 0] >= FIRST], axis=0) / 1e6 for n in noted]
+    most = max(noted, key=lambda n: float(n[:, 2].sum()))
+    length = min(len(wall), len(most))
+    per_step = 1e6 * asked.num_watchers * asked.num_steps
+    # They read and compare in half of the steps, and judge by all rules as often as one always on.
+    return Measured(
+        wall[:length], most[:length, 2], most[:length, 3], Plan.load(run.plan).device.value,
+        2 * (spent.ticks - spent.rules) / per_step, spent.rules / per_step,
+    )  # fmt: skip
 
 
-def compare(
-    on: np.ndarray, off: np.ndarray, quantile: float, rounds: int = 2000
-) -> tuple[float, float, float]:
-    """Return the ratio of the turns' mean steps at a quantile, less one, with its 95 % interval:
-    a turn with and the one after it without are drawn again together."""
+def compare(times: Times, is_on: list[bool], turn: int, skips: int = 0) -> Difference:
+    """Compare each turn with its neighbour; leave out the first `skips` steps of a turn, which may
+    still do what the turn before has left."""
+    num_turns = len(times) // turn // 4 * 4
+    turns = times[: num_turns * turn].reshape(num_turns, turn)[:, skips:].mean(axis=1)
+    signs = np.where(np.array(is_on[: num_turns * turn : turn]), 1.0, -1.0)
+    differences = (turns * signs).reshape(-1, 2).sum(axis=1)  # of each pair one is on
+    per_stretch = max(2, STRETCH // (2 * turn))
+    num = max(1, len(differences) // per_stretch)
+    stretches = differences[: num * per_stretch].reshape(num, -1)
     rng = np.random.default_rng(0)
-    with_it, without = on.mean(axis=1), off.mean(axis=1)
-
-    def ratio(pick: np.ndarray) -> float:
-        at = np.quantile(with_it[pick], quantile) / np.quantile(without[pick], quantile)
-        return float(at) - 1
-
-    drawn = [ratio(rng.integers(len(on), size=len(on))) for _ in range(rounds)]
+    drawn = [trimmed(stretches[rng.integers(num, size=num)].ravel()) for _ in range(ROUNDS)]
     low, high = np.quantile(drawn, [0.025, 0.975])
-    return ratio(np.arange(len(on))), float(low), float(high)
+    return Difference(trimmed(differences), float(low), float(high))
+
+
+def trimmed(values: Times) -> float:
+    cut = int(CUT * len(values))
+    return float(np.sort(values)[cut : len(values) - cut].mean())
+
+
+def report(asked: Asked, found: Measured) -> bool:
+    turns, step_ms = asked.turns, float(np.median(found.wall))
+    steps = range(FIRST, FIRST + len(found.wall))
+    calls, long = [turns.calls(s) for s in steps], [turns.watchers(s) for s in steps]
+    skips = 1 if turns.turn > 1 else 0
+    print(f"device {found.device}, {asked.num_steps} steps, the median {step_ms:.3f} ms")
+
+    def tell(name: str, part: Difference) -> Difference:
+        print(f"{name:24}{part.words(step_ms)}")
+        return part
+
+    by_wall = tell("calls", compare(found.wall, calls, turns.turn, skips))
+    by_cpu = tell("  by CPU time", compare(found.cpu, calls, turns.turn, skips))
+    rows = Difference(0.0, 0.0, 0.0)
+    if turns.rows_by_call:
+        print("rows                    counted with the calls")
+    else:
+        rows = tell("rows", compare(found.rows, long, turns.long))
+    watcher = compare(found.wall, long, turns.long, skips) / asked.num_watchers
+    tell(f"watcher, of {asked.num_watchers}", watcher)
+    cpu_ms = found.tick_ms + found.rules_ms
+    print(
+        f"  its CPU time          {cpu_ms:.4f} ms a step ({found.rules_ms:.4f} by all rules),"
+        f" {cpu_ms / step_ms:.3%} if a rank gave it all"
+    )
+    tell("sum by CPU time", by_cpu + rows + Difference(cpu_ms, cpu_ms, cpu_ms))
+    total = tell("sum", by_wall + rows + watcher)
+    told = verdict(total.low / step_ms, total.high / step_ms, GOAL[found.device])
+    print(f"goal: at most {GOAL[found.device]:.1%}: {told}")
+    return told == "met"
 
 
 def verdict(low: float, high: float, goal: float) -> str:
@@ -171,21 +260,17 @@ def verdict(low: float, high: float, goal: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--turn", type=int, default=1, help="steps; 10 where a host runs ahead")
+    parser.add_argument("--watchers", type=int, default=10)
+    parser.add_argument("--peers", action="store_true", help="one rank records as if it had some")
+    parser.add_argument("--plant", type=float, default=0.0, help="ms of work more, to be found")
     parser.add_argument("words", nargs="*", help="further key=value")
-    asked = parser.parse_args()
-    words = [*SIZE, *(asked.words or ["launch.nproc=2", "launch.device=cpu"])]
+    got = parser.parse_intermixed_args()
+    words = [*SIZE, *(got.words or ["launch.nproc=2", "launch.device=cpu"])]
+    asked = Asked(words, got.steps, Turns(got.turn), got.watchers, got.peers, got.plant)
     with tempfile.TemporaryDirectory() as folder:
-        on, off, device, rank_ms = measure(words, asked.steps, Path(folder))
-    print(f"device {device}, {asked.steps} steps, {len(on)} turns of {TURN} each way")
-    for name, quantile in (("all turns, their median", 0.5), ("the quiet quarter", QUIET)):
-        steps_ms = [1e3 * float(np.quantile(turns.mean(axis=1), quantile)) for turns in (off, on)]
-        ratio, low, high = compare(on, off, quantile)
-        print(f"{name}: step without {steps_ms[0]:.3f} ms, with {steps_ms[1]:.3f} ms")
-        print(f"    watching adds {ratio:+.3%} (95 % interval {low:+.3%} to {high:+.3%})")
-    print(f"inside of a rank it is {rank_ms / steps_ms[0]:.3%} of a quiet step")
-    told = verdict(low, high, GOAL[device])
-    print(f"goal: at most {GOAL[device]:.1%}: {told}")
-    sys.exit(0 if told == "met" else 1)
+        found = measure(asked, Path(folder))
+    sys.exit(0 if report(asked, found) else 1)
 
 
 if __name__ == "__main__":

@@ -84,19 +84,24 @@ class Evidence:
         return self.now is not None
 
 
-def read_evidence(run: RunDir, now: float | None = None) -> Evidence:
+def read_evidence(run: RunDir, now: float | None = None, known: Evidence | None = None) -> Evidence:
     """Read what a run has recorded. A file that is damaged counts as absent, and is noted: a
-    judgement of the rest is better than none. `now`: it lives."""
+    judgement of the rest is better than none. `now`: it lives. `known`: rules and steps of one who
+    follows them, which are not read again: they are most of what there is to read."""
     read = _Reading()
     plan = read(run.plan, Plan.load)
     ranks = range(plan.world_size) if plan is not None else _find_ranks(run)
-    steps = {rank: read(run.steps(rank), read_steps) for rank in ranks}
+    steps: Mapping[int, Table[StepRow] | None] = (
+        known.steps
+        if known is not None
+        else {rank: read(run.steps(rank), read_steps) for rank in ranks}
+    )
     training = read(run.training, read_training)
     telemetry = {rank: read(run.telemetry_of(rank), read_telemetry) for rank in ranks}
     collectives = {rank: read(run.collectives(rank), load_map) for rank in ranks}
     found = Evidence(
         ranks[-1] + 1,
-        rules=read_rules(run),
+        rules=known.rules if known is not None else read_rules(run),
         path=shlex.quote(typed(run.root)),
         steps={rank: table[-MAX_STEPS:] for rank, table in steps.items() if table is not None},
         hearts={r: heart for r in ranks if (heart := read_heart(run.heartbeat(r))) is not None},

@@ -31,7 +31,7 @@ from paceline.records.events import Event, EventLog
 from paceline.records.findings import Finding
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
-from paceline.records.tables import STEPS, StepRow, read_training
+from paceline.records.tables import STEPS, read_training
 from paceline.records.tails import RowTail
 from paceline.train.heartbeat import Ticker
 
@@ -152,12 +152,10 @@ class Watcher(Ticker):
 
     def _all(self, now: float) -> Evidence:
         """Return all that the files say since this began, with the last steps as they are known."""
-        found, since = read_evidence(self._files, now=now), self._started_at
-        steps: dict[int, Table[StepRow]] = {r: w.table() for r, w in self._steps.items()}
+        found, since = read_evidence(self._files, now, self._recent(now)), self._started_at
         sampled = {r: t.pick(t.column("time") >= since) for r, t in found.telemetry.items()}
         return replace(
             found,
-            steps=steps,
             training=found.training.since(self._last_step + 1),
             telemetry=sampled,
             hearts={r: heart for r, heart in found.hearts.items() if heart.written_at >= since},

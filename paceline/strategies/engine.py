@@ -113,8 +113,9 @@ class ModuleEngine:
             loss_sums.append(loss.detach())
             count = count + units
             add_pairs(extras, more)
-        with clock.blocked():
-            self.buffers.agree()
+        if self.buffers.by_type:
+            with clock.blocked():
+                self.buffers.agree()
         loss_sum = loss_sums[0] if len(loss_sums) == 1 else torch.stack(loss_sums).sum()
         return Totals(loss_sum, count, extras)
 

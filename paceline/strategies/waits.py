@@ -4,8 +4,8 @@ Libraries (DDP, FSDP) exchange in hooks and callbacks of their own. `Waits` is p
 in them, or asks autograd for a callback before theirs.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -22,15 +22,12 @@ class Waits:
     def __init__(self) -> None:
         self.clock: Clock | None = None
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
+    def counted(self) -> AbstractContextManager[None]:
         """Count what is inside as waiting for other ranks. A stream beside that of the step holds
         nobody up by its waiting, until the step waits for that stream."""
         if self.clock is None or not self.clock.is_here:
-            yield
-            return
-        with self.clock.blocked():
-            yield
+            return nullcontext()
+        return self.clock.blocked()
 
     def around(self, owner: Any, name: str) -> None:
         """Count a method of one object as waiting for other ranks, from now on."""

@@ -144,7 +144,7 @@ class Feed:
         names = {int(i): f"sample {i}, {own(int(i))}" for i in ids} if callable(own) else {}
         return [known.get(index) or names.get(index, f"sample {index}") for index in ids.tolist()]
 
-    def why_over(self) -> str:
+    def why_over(self, clock: Clock) -> str:
         """Say why there is no further step: a stream that does not repeat has come to its end on
         some rank. Empty where there is one. A collective, for a stream that can end."""
         if not isinstance(self.source, StreamSource) or self.source.plan.repeats:
@@ -152,18 +152,20 @@ class Feed:
         if self._num_steps == self.microbatches.total // self.plan.batch.grad_accum:
             return ""  # nobody asks for another
         if self._why_over is None:
-            self._why_over = self._ask_all(self.source)
+            self._why_over = self._ask_all(self.source, clock)
         return self._why_over
 
-    def _ask_all(self, source: StreamSource) -> str:
+    def _ask_all(self, source: StreamSource, clock: Clock) -> str:
         self._load(self.plan.batch.grad_accum)
         ended = [item.reader for item in self._ahead if not len(item.sample_ids)]
-        first = torch.tensor(min(ended, default=source.plan.num_readers), device=self.device)
-        dist.all_reduce(first, dist.ReduceOp.MIN)
-        if int(first) == source.plan.num_readers:
+        own = torch.tensor(min(ended, default=source.plan.num_readers), device=self.device)
+        with clock.blocked():
+            dist.all_reduce(own, dist.ReduceOp.MIN)
+            first = int(own)
+        if first == source.plan.num_readers:
             return ""
         why = (
-            f"the stream has ended: reader {int(first)} of {source.plan.num_readers} has no more"
+            f"the stream has ended: reader {first} of {source.plan.num_readers} has no more"
             " samples for a whole microbatch (data.stream_repeat=false)"
         )
         if source.first == self._num_steps == 0:

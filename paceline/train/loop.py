@@ -108,8 +108,7 @@ def _train(parts: LoopParts) -> LoopEnd:
         if end is not None:
             break
         ledger.settle(step)
-        with clock.blocked():
-            why_over = parts.feed.why_over()
+        why_over = parts.feed.why_over(clock)
         if parts.evaluation.due(step, is_last=bool(why_over)):
             _evaluate(parts, step)
         with clock.blocked():
@@ -142,14 +141,14 @@ def _before(parts: LoopParts) -> LoopEnd | None:
         return LoopEnd(parts.keeper.wish(last).stop or Outcome.PREEMPTED, last)
     if parts.start.evaluation_is_due:
         _evaluate(parts, last)
-    if parts.keeper.best.why_over or parts.feed.why_over():
+    if parts.keeper.best.why_over or parts.feed.why_over(parts.clock):
         return _end(parts, Outcome.OK, last)
     return None
 
 
 def _end(parts: LoopParts, outcome: Outcome, step: int) -> LoopEnd:
     is_early = outcome is Outcome.OK and step < parts.plan.steps
-    why = parts.keeper.best.why_over or (is_early and parts.feed.why_over()) or ""
+    why = parts.keeper.best.why_over or (is_early and parts.feed.why_over(parts.clock)) or ""
     return LoopEnd(outcome, step, why_early=why if is_early else "")
 
 

@@ -50,3 +50,22 @@ def test_who_is_alone_waits_for_nobody(is_alone: bool) -> None:
     (row,) = clock.finished()
     assert (row.blocked_s == {}) == is_alone
     assert (objective._backward_hooks is None) == is_alone
+
+
+def test_waiting_inside_of_waiting_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP gathers inside of what waits already; and an error ends it."""
+    now = [0.0]
+    monkeypatch.setattr(timing, "perf_counter", lambda: now[0])
+    clock = timing.HostClock()
+    clock.knows_blocked = True
+    clock.begin(1)
+    with pytest.raises(OSError), clock.blocked():
+        now[0] += 1
+        with clock.blocked():
+            now[0] += 2
+        now[0] += 4
+        raise OSError
+    now[0] += 8  # its own work
+    clock.pause("end")
+    (row,) = clock.finished()
+    assert row.blocked_s == {"data": 7} and row.wall_s == 15
