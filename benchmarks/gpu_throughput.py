@@ -265,7 +265,8 @@ def lightning(bench: Bench) -> float:
             """Leave weights and state where they are: the next turn is another's."""
 
     trainer = pl.Trainer(
-        strategy=Stay(DEVICE), max_steps=bench.steps, max_epochs=1,
+        strategy=Stay(torch.device("cuda", 0) if ON_GPU else DEVICE),
+        max_steps=bench.steps, max_epochs=1,
         precision="bf16-mixed", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip

@@ -150,12 +150,12 @@ class BySymmetricMemory:
             with self._beside(mine):
                 there = handle.get_buffer(peer, (size,), mine.dtype, storage_offset=at)
                 there.copy_(mine.reshape(-1))
-        with self._beside():
+        total = torch.empty_like(mine)
+        with self._beside(total):
             handle.barrier(channel=0)
-            total = slots.view(self.world, *mine.shape).sum(dim=0)
-            handle.barrier(channel=1)
+            torch.sum(slots.view(self.world, *mine.shape), dim=0, out=total)
+            handle.barrier(channel=1)  # nobody writes the next one while another still sums
             mark = self.stream.record_event()
-        total.record_stream(torch.cuda.current_stream())
         return Leaving(self, mark, lambda: total)
 
     def arrive(self, mark: Any) -> None:
@@ -195,9 +195,10 @@ def _(x_ND: Tensor, shard_fD: Tensor, group: str, keeps: bool) -> tuple[Tensor, 
 
 @torch.library.custom_op("paceline::fused_linear_back", mutates_args=())
 def fused_linear_back(
-    g_NF: Tensor, x_ND: Tensor, shard_fD: Tensor, kept_FD: Tensor, group: str
+    g_NF: Tensor, x_ND: Tensor, shard_fD: Tensor, kept_FD: Tensor, group: str, is_frozen: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the shard, the mean over ranks, in the shard's type."""
+    """Return the gradients of x and of the shard, the mean over ranks, in the shard's type; a
+    frozen weight has none."""
     mover, each = MOVERS[group], len(shard_fD)
     arriving = None if kept_FD.numel() else mover.gather(shard_fD.to(g_NF.dtype))
 
@@ -205,16 +206,18 @@ def fused_linear_back(
         columns = g_NF[:, number * each : (number + 1) * each]
         return _outer(columns, x_ND, shard_fD.dtype)
 
-    leaving = mover.scatter(part)
+    leaving = None if is_frozen else mover.scatter(part)
     dx_ND = g_NF @ (kept_FD if arriving is None else arriving.whole())
+    if leaving is None:
+        return dx_ND, shard_fD.new_empty(0)
     return dx_ND, leaving.collect() / mover.world
 
 
 @fused_linear_back.register_fake
 def _(
-    g_NF: Tensor, x_ND: Tensor, shard_fD: Tensor, kept_FD: Tensor, group: str
+    g_NF: Tensor, x_ND: Tensor, shard_fD: Tensor, kept_FD: Tensor, group: str, is_frozen: bool
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x_ND), torch.empty_like(shard_fD)
+    return torch.empty_like(x_ND), shard_fD.new_empty(0 if is_frozen else shard_fD.shape)
 
 
 def _outer(g_Nf: Tensor, x_ND: Tensor, dtype: torch.dtype) -> Tensor:
@@ -232,9 +235,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _back(ctx: Any, g_NF: Tensor, _: Any) -> tuple[Any, ...]:
-    x_ND, shard_fD, kept_FD = ctx.saved_tensors
-    dx_ND, d_shard = fused_linear_back(g_NF.contiguous(), x_ND, shard_fD, kept_FD, ctx.group)
-    return dx_ND, d_shard, None, None
+    is_frozen = not ctx.needs_input_grad[1]
+    dx_ND, d_shard = fused_linear_back(g_NF.contiguous(), *ctx.saved_tensors, ctx.group, is_frozen)
+    return dx_ND, None if is_frozen else d_shard, None, None
 
 
 fused_linear.register_autograd(_back, setup_context=_save)

@@ -1,6 +1,8 @@
 """What brings a GPU to its limit computes the same: kernels, fp8, chunks, offload, 8 bits,
 symmetric memory. That it is faster is in benchmarks/results."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,17 @@ def test_symmetric_memory_is_proven_on_ranks_that_share_a_gpu(tmp_path: Path) ->
 
 
 @pytest.mark.serial
+def test_products_in_parts_are_right_through_symmetric_memory() -> None:
+    """The operations alone, on two ranks of one GPU, again and again in the same buffers."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.fused_ranks"], timeout=100, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.count("right") == 2, done.stdout + done.stderr
+
+
+@pytest.mark.serial
+@pytest.mark.nightly  # ranks that share a GPU wait for each other in turns of its scheduler
+@pytest.mark.timeout(900)
 def test_products_in_parts_are_proven_on_ranks_that_share_a_gpu(tmp_path: Path) -> None:
     """Through symmetric memory, on a stream beside the products."""
     names = ["zero2", "zero3"]

@@ -79,19 +79,21 @@ def test_a_graph_can_hold_it(length: int) -> None:
 
 
 def test_a_compiled_graph_can_hold_it() -> None:
-    made = draw(4411, 16, 1, 128)
-    weight, settings = torch.randn_like(made[0]), Settings(SIZES)
+    """Blocks are compressed before: compiled means round otherwise, and a block more or less that
+    is chosen for it is no fault of the graph."""
+    q, *kv, gates = draw(4411, 16, 1, 128)
+    compressed = [plain.mean_blocks(x, SIZES).detach().requires_grad_() for x in kv[:2]]
+    made = (q, *compressed, *kv[2:], gates)
+    weight, settings = torch.randn_like(q), Settings(SIZES)
 
     def loss(q: Tensor, *others: Tensor) -> Tensor:
-        *kv, gates = others
-        compressed = [plain.mean_blocks(x, SIZES) for x in kv[:2]]
-        out = attend(q, Keys(*compressed, *kv[2:]), gates, None, settings).out
-        return (out * weight).sum()
+        *keys, gates = others
+        return (attend(q, Keys(*keys), gates, None, settings).out * weight).sum()
 
     expected = torch.autograd.grad(loss(*made), made)
     found = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*made), made)
     for mine, theirs in zip(found, expected, strict=True):
-        assert (mine - theirs).norm() < 2e-2 * theirs.norm()
+        assert (mine - theirs).float().norm() < 2e-2 * theirs.float().norm()
 
 
 @pytest.mark.serial
