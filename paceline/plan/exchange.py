@@ -21,7 +21,7 @@ def choose_exchange(
     if asked == "collectives" or "exchange" not in strategy.Settings.model_fields:
         return Choice(requested=asked, value="collectives", because="as asked", matters=False)
     if asked == "fused" and not strategy.fuses:
-        because = f"{strategy.name} gathers no weights that products could take in parts"
+        because = "only zero2 and zero3 take weights in parts"
         return Choice(requested=asked, value="collectives", because=because)
     lacking = _lacking(config, env, crew)
     if lacking and asked == "fused" and crew.world_size > 1:

@@ -26,7 +26,8 @@ from paceline.strategies.optim import freeze
 from paceline.strategies.weights import fill_weights
 from paceline.workloads.meta import on_meta
 
-SPARSE = "paceline.nsa.default"  # by name: it is there once Triton has been imported
+# By name: they are there once their modules have been imported.
+KEPT_OF_OURS = ("paceline.nsa.default", "paceline.fused_linear.default")
 
 
 def compose(
@@ -144,5 +145,5 @@ def _contexts(block: nn.Module, inner: Callable[[], tuple[Any, Any]]) -> tuple[A
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op in KEPT_OPS or str(op) == SPARSE
+    kept = op in KEPT_OPS or str(op) in KEPT_OF_OURS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -17,6 +17,7 @@ Shape letters: N rows, F columns of the result and rows of the weight, D columns
 
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -169,8 +170,9 @@ class BySymmetricMemory:
         return torch.cuda.stream(self.stream)
 
 
-# By the name of their group, as an operation of a compiled graph can hold no object.
-MOVERS: dict[str, Mover] = {}
+# By the name of their group, as an operation of a compiled graph can hold no object. Their layers
+# own them.
+MOVERS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 @torch.library.custom_op("paceline::fused_linear", mutates_args=())
@@ -231,6 +233,7 @@ def _outer(g_Nf: Tensor, x_ND: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x_ND, shard_fD, ctx.group, _ = inputs
+    ctx.set_materialize_grads(False)  # what is kept of the weight has no gradient
     ctx.save_for_backward(x_ND, shard_fD, output[1])
 
 
@@ -247,6 +250,7 @@ class FusedLinear(nn.Linear):
     """A linear layer of whose weight this rank holds some rows. `keeps`: what forward has gathered
     is there in backward (zero2); `compute` is what is multiplied in."""
 
+    takes_parts = True  # for models with kernels of their own
     group: str
     keeps: bool
     compute: torch.dtype
@@ -257,7 +261,7 @@ class FusedLinear(nn.Linear):
         keeps = self.keeps and torch.is_grad_enabled()
         rows = x.reshape(-1, x.shape[-1])
         y_NF, _ = fused_linear(rows, weight.to_local(), self.group, keeps)
-        y = y_NF.view(*x.shape[:-1], -1)
+        y = y_NF.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
 
 
@@ -300,17 +304,22 @@ class FusedLayers:
                 requested=f"{self.by}, {len(self.layers)} of {len(self.found)} matrices of blocks",
                 effective=f"{moved:,} bytes moved in parts so far",
                 proof="counted where parts are sent",
-                ok=moved > 0,
+                ok=moved > 0 or not self.layers,
             )
         ]
 
 
 def _iter_matrices(root: nn.Module) -> Iterator[nn.Linear]:
-    """Yield the plain linear layers of blocks whose weight nobody else has."""
+    """Yield the plain linear layers of blocks whose weight nobody else has, and that are called as
+    such: torch's encoder layer reads the weights of its own."""
     names: dict[int, int] = {}
     for _, parameter in root.named_parameters(remove_duplicate=False):
         names[id(parameter)] = names.get(id(parameter), 0) + 1
     for block in find_blocks(root):
+        readers = [part for part in block.modules() if isinstance(part, nn.TransformerEncoderLayer)]
+        read = {id(layer) for part in readers for layer in part.modules()}
         for layer in block.modules():
-            if type(layer) is nn.Linear and names[id(layer.weight)] == 1:
+            if type(layer) is not nn.Linear or "forward" in vars(layer) or id(layer) in read:
+                continue
+            if names.get(id(layer.weight)) == 1:
                 yield layer

@@ -35,6 +35,8 @@ class Exchange:
         buffer has to grow, so all ranks ask for the same sizes in the same order."""
         if like.dtype not in self._buffers or len(self._buffers[like.dtype][1]) < numel:
             whole = symm_mem.empty(numel, dtype=like.dtype, device=like.device)
+            # It is zeroed on the stream, its signals too: before a peer may write any of both.
+            torch.cuda.synchronize(like.device)
             self._buffers[like.dtype] = symm_mem.rendezvous(whole, group=self.name), whole
         handle, whole = self._buffers[like.dtype]
         return handle, whole[:numel]

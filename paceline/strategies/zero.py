@@ -128,7 +128,9 @@ class Sharded(Strategy):
         self.summary = f"FSDP2: everything sharded, weights gathered {when}"
 
     def problems(self, config: RunConfig, crew: Crew, model: ModelShape) -> list[Finding]:
-        found = [*shard_problems(self.name, model), *_fused_problems(config)]
+        found = shard_problems(self.name, model)
+        if self.fuses and crew.world_size > 1:
+            found += _fused_problems(config, crew.world_size, model)
         if config.train.compile_scope == "model":
             found.append(
                 Finding(
@@ -292,7 +294,7 @@ def shard_problems(name: str, model: ModelShape) -> list[Finding]:
     return found
 
 
-def _fused_problems(config: RunConfig) -> Iterator[Finding]:
+def _fused_problems(config: RunConfig, world: int, model: ModelShape) -> Iterator[Finding]:
     """Yield what products in parts cannot be joined with."""
     asked = ShardedSettings.of(config)
     if asked.exchange != "fused":
@@ -305,6 +307,16 @@ def _fused_problems(config: RunConfig) -> Iterator[Finding]:
         )
     if config.precision.mode == "fp8":
         yield _no_fused("layers in fp8 gather their own weights", "set precision.mode=bf16")
+    if config.train.compile in ("reduce-overhead", "max-autotune"):
+        yield _no_fused("no CUDA graph can hold what moves beside it", "set train.compile=default")
+    matrices = [p for p in model.parameters if len(p.shape) == 2 and p.unit < model.num_units - 1]
+    if not any(p.shape[0] % world == 0 for p in matrices):
+        yield Finding(
+            severity="warning",
+            where="strategy.exchange",
+            what=f"fused was asked for; no matrix of a block has rows that {world} ranks can share"
+            " evenly: FSDP gathers them all",
+        )
 
 
 def _no_fused(what: str, hint: str) -> Finding:

@@ -76,10 +76,11 @@ ROWS = {
         "strategy.exchange=fused",
         "train.activation_checkpointing=full",
     ],
-    "zero2, fused, accumulation": [
+    "zero2, fused, accumulation, selective": [
         "strategy.name=zero2",
         "train.micro_batch_size=2",
         "strategy.exchange=fused",
+        "train.activation_checkpointing=selective",
     ],
     "ddp, recomputed, eager attention": [
         "strategy.name=ddp",

@@ -184,7 +184,7 @@ class Evil:
         ("time.log", b"TimingRank step=2 rank=99999999 loss=1 fwd=1e308 iter=nan\n"),
         ("dump.json", b'{"rank": 99999999, "entries": []}'),
         ("nccl_trace_rank_99999999.json", b'{"entries": []}'),
-        ("trace.json.gz", gzip.compress(b"[1, 2, 3, 4, 5]" * 9)[:10] + b"\xff" * 40),
+        ("trace.json.gz", gzip.compress(b"[1, 2, 3, 4, 5]" * 9, mtime=0)[:10] + b"\xff" * 40),
         ("trace.json", EVENT % b'{"ph": "X", "cat": "cpu_op", "ts": 1, "dur": 1e999}'),
         ("trace.json", EVENT % b'{"ph": "X", "cat": "cpu_op", "ts": %s}' % (b"9" * 400)),
         ("trace.json", EVENT % STEPS % LONG),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.strategies import fused
 
@@ -77,7 +77,7 @@ def test_parts_through_symmetric_memory(keeps: bool, is_frozen: bool) -> None:
     batches = torch.randn(WORLD, N, D, dtype=torch.double)
 
     def check(rank: int) -> None:
-        fused.MOVERS[f"rank{rank}"] = OnThreads(gathers, sums, rank)
+        mover = fused.MOVERS[f"rank{rank}"] = OnThreads(gathers, sums, rank)
         for weight in weights * ROUNDS:
             each = len(weight) // WORLD
             rows = slice(rank * each, (rank + 1) * each)
@@ -94,5 +94,23 @@ def test_parts_through_symmetric_memory(keeps: bool, is_frozen: bool) -> None:
                 assert shard.grad is None
             else:
                 torch.testing.assert_close(shard.grad, whole.grad[rows] / WORLD)
+        assert mover.num_bytes > 0
 
     on_each(check)
+
+
+def test_what_is_not_called_as_a_layer_stays_with_fsdp() -> None:
+    tied, recomputed = nn.Linear(4, 4), nn.Linear(4, 4)
+    recomputed.forward = nn.Linear.forward.__get__(recomputed)  # as compose does to a block
+    plain = nn.Linear(4, 4)
+    model = nn.Module()
+    model.blocks = nn.ModuleList(
+        [
+            nn.Sequential(plain, nn.ReLU(), tied),
+            nn.Sequential(tied),
+            recomputed,
+            nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
+            nn.utils.spectral_norm(nn.Linear(4, 4)),
+        ]
+    )
+    assert list(fused._iter_matrices(model)) == [plain]

@@ -170,7 +170,7 @@ def test_symmetric_memory_needs_nvlink(env: Env, value: str, because: str) -> No
         (box(4), "zero3", "fused", "as asked"),
         (box(4, kind="pcie"), "zero2", "pipelined", "parts by collectives: there is no NVLink"),
         (machine(1), "zero3", "collectives", "one rank"),
-        (box(4), "ddp", "collectives", "ddp gathers no weights"),
+        (box(4), "ddp", "collectives", "only zero2 and zero3"),
     ],
 )
 def test_products_take_weights_in_parts(env: Env, strategy: str, value: str, because: str) -> None:
@@ -180,8 +180,20 @@ def test_products_take_weights_in_parts(env: Env, strategy: str, value: str, bec
 
 
 @pytest.mark.parametrize(
-    "beside", ["strategy.accumulate=defer", "strategy.offload=true", "precision.mode=fp8"]
+    "beside",
+    [
+        "strategy.accumulate=defer",
+        "strategy.offload=true",
+        "precision.mode=fp8",
+        "train.compile=reduce-overhead",
+    ],
 )
 def test_products_in_parts_are_refused_beside(beside: str) -> None:
     made = plan("strategy.exchange=fused", "strategy.name=zero3", beside, machine=box(4))
     assert any(finding.where == "strategy.exchange" for finding in made.problems())
+
+
+def test_fused_products_without_a_matrix_are_told() -> None:
+    asked = ["strategy.exchange=fused", "strategy.name=zero3", "launch.nproc=7"]
+    assert "FSDP gathers them all" in told(plan(*asked, machine=box(7)))
+    assert "FSDP gathers them all" not in told(plan(*asked[:2], machine=box(4)))

@@ -75,7 +75,8 @@ class SwiGLU(nn.Module):
             from paceline.kernels.swiglu import swiglu_down
 
             return swiglu_down(gate_up_BTF, self.down.weight)
-        if self.kernels == "triton" and is_cast_whole(self.down):
+        takes_parts = getattr(self.down, "takes_parts", False)  # strategies/fused.py
+        if self.kernels == "triton" and (takes_parts or is_cast_whole(self.down)):
             from paceline.kernels.swiglu import swiglu
 
             return project(self.down, swiglu(gate_up_BTF), self.kernels)
