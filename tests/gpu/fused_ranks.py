@@ -18,10 +18,11 @@ def compare(rank: int, num_rows: int, dtype: torch.dtype) -> None:
     weight_FD, x_ND = torch.randn(num_rows, D, device="cuda"), torch.randn(N, D, device="cuda")
     each = num_rows // WORLD
     rows = slice(rank * each, (rank + 1) * each)
-    shard, x = weight_FD[rows].clone().requires_grad_(), x_ND.to(dtype).requires_grad_()
+    # Copies: in fp32 both sides would else add to the gradient of one tensor.
+    shard, x = weight_FD[rows].clone().requires_grad_(), x_ND.to(dtype, copy=True).requires_grad_()
     y, _ = fused.fused_linear(x, shard, "all", dtype == torch.float32)
     (y.float().sin().sum() * (rank + 1)).backward()
-    whole, plain = weight_FD.clone().requires_grad_(), x_ND.to(dtype).requires_grad_()
+    whole, plain = weight_FD.clone().requires_grad_(), x_ND.to(dtype, copy=True).requires_grad_()
     (plain @ whole.to(dtype).t()).float().sin().sum().backward()
     assert x.grad is not None and shard.grad is not None
     assert plain.grad is not None and whole.grad is not None
