@@ -76,8 +76,7 @@ def _start(
     """Start DeepSpeed's engine on the process group that exists, with the config of the plan."""
     settings = copy.deepcopy(parts.plan.engine_config)
     LOG.info("DeepSpeed's config: %s", json.dumps(settings))
-    # It insists on the variable, and takes the device from the arguments all the same.
-    os.environ.setdefault("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
+    tell_device(parts.device)
     try:
         engine, *_ = deepspeed.initialize(
             args=SimpleNamespace(device_rank=parts.device.index or 0),
@@ -91,6 +90,19 @@ def _start(
             f"DeepSpeed refuses its config: {error}\nhint: look at strategy.deepspeed_config"
         ) from error
     return engine
+
+
+def tell_device(device: torch.device) -> None:
+    """Set the variables from which DeepSpeed takes the device's number. It insists on LOCAL_RANK,
+    which stage 3 believes more than the arguments: wrong where each process sees one GPU alone, as
+    under srun --gpus-per-task, or where two share one. That of OpenMPI must agree with it."""
+    of_mpi = "OMPI_COMM_WORLD_LOCAL_RANK"
+    if device.index is None:  # CPUs have no numbers
+        os.environ.setdefault("LOCAL_RANK", os.environ.get(of_mpi, "0"))
+        return
+    os.environ["LOCAL_RANK"] = str(device.index)
+    if of_mpi in os.environ:
+        os.environ[of_mpi] = str(device.index)
 
 
 class DeepSpeedTraining(ModuleEngine):

@@ -1,15 +1,18 @@
 """DeepSpeed's config: what is generated, what is merged over it, what is refused; no deepspeed."""
 
 import importlib.util
+import os
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.job import load_job
 from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.records import Finding, Plan
 from paceline.strategies.deepspeed_config import FIXED, OURS, merge
+from paceline.strategies.deepspeed_engine import tell_device
 from tests.machines import box
 
 
@@ -181,3 +184,24 @@ def test_stages_hold_less_and_less() -> None:
         totals.append(plan.state_bytes.total / plan.model.trainable_bytes)
     assert totals[0] == pytest.approx(4, rel=1e-3)
     assert totals == sorted(totals, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "of_mpi", "told"),
+    [
+        ("cuda:0", None, "0"),  # the second of two ranks that see, or share, one GPU
+        ("cuda:0", "1", "0"),
+        ("cuda:3", None, "3"),
+        ("cpu", None, "1"),
+    ],
+)
+def test_which_device_it_is_told(
+    device: str, of_mpi: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("OMPI_COMM_WORLD_LOCAL_RANK", raising=False)
+    if of_mpi:
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", of_mpi)
+    tell_device(torch.device(device))
+    assert os.environ["LOCAL_RANK"] == told
+    assert os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", told) == told
