@@ -5,6 +5,7 @@ how to call it, and does so for SDPA's flash kernel once it is asked to.
 """
 
 import importlib
+import warnings
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,7 +47,9 @@ def use_flash3(wanted: bool) -> None:
         raise ConfigError(f"attention.impl=flash3: it is not installed here\nhint: {INSTALL}")
     register = importlib.import_module("torch.nn.attention._fa3").register_flash_attention_fa3
     attention.register_flash_attention_impl("FA3", register_fn=partial(register, module))
-    attention.activate_flash_attention_impl("FA3")
+    with warnings.catch_warnings():  # that a kernel takes another's place is what was asked for
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        attention.activate_flash_attention_impl("FA3")
 
 
 def is_flash3_used() -> bool:
