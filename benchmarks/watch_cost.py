@@ -3,6 +3,7 @@ between the two, and neighbours compared, since they share what other work does 
 
     python benchmarks/watch_cost.py                                2 ranks on the CPU
     taskset -c 2,3 python benchmarks/watch_cost.py                 and all of it on their 2 cores
+    python benchmarks/watch_cost.py --beside 4                     4 such runs on cores of their own
     python benchmarks/watch_cost.py --turn 10 --steps 4000 --peers launch.device=cuda \\
         launch.nproc=1 train.micro_batch_size=32 data.seq_len=512 model.dim=1024 \\
         model.num_layers=12 model.num_heads=8 model.num_kv_heads=8             a GPU
@@ -25,8 +26,10 @@ Heartbeats and telemetry, which every run always had, are on in both. Three thin
 Of all differences between two neighbouring turns the largest fifth and the smallest fifth are left
 out, and the mean of the others counts. Its 95 % interval is by drawing stretches of 40 steps (or of
 two pairs of turns) again; on a busy machine, with turns renamed at random, it held 0 in 91 to 95 of
-100. The sum's ends are the sums of ends, which is wider. A goal is met where the whole interval is
-below it, and not met where all of it is above; else it is not shown.
+100. The parts' turns are drawn apart, so their errors do not go together: the ends of the sum are
+away from it by the root of the sum of squares. A goal is met where the whole interval is below it,
+and not met where all of it is above; else it is not shown. Of runs that stood side by side all
+differences are taken together.
 
 --plant MS is the proof that it sees what is there: so much more work in each step with it.
 
@@ -37,6 +40,8 @@ but they take turns on it, and a step then is as long as the driver's slices hap
 """
 
 import argparse
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -83,7 +88,11 @@ class Difference:
     high: float
 
     def __add__(self, other: "Difference") -> "Difference":
-        return Difference(self.at + other.at, self.low + other.low, self.high + other.high)
+        """Add what was drawn apart: errors by the root of the sum of squares."""
+        at = self.at + other.at
+        below = np.hypot(self.at - self.low, other.at - other.low)
+        above = np.hypot(self.high - self.at, other.high - other.at)
+        return Difference(at, at - float(below), at + float(above))
 
     def __truediv__(self, number: float) -> "Difference":
         return Difference(self.at / number, self.low / number, self.high / number)
@@ -160,6 +169,16 @@ class Measured:
     tick_ms: float
     rules_ms: float
 
+    def save(self, path: Path) -> None:
+        np.savez(path, **{name: getattr(self, name) for name in self.__dataclass_fields__})
+
+    @classmethod
+    def load(cls, path: Path) -> "Measured":
+        with np.load(path) as kept:
+            arrays = {name: kept[name] for name in ("wall", "cpu", "rows")}
+            figures = {name: float(kept[name]) for name in ("tick_ms", "rules_ms")}
+            return cls(**arrays, **figures, device=str(kept["device"]))
+
 
 def measure(asked: Asked, out: Path) -> Measured:
     import paceline
@@ -197,20 +216,25 @@ def measure(asked: Asked, out: Path) -> Measured:
     )  # fmt: skip
 
 
-def compare(times: Times, is_on: list[bool], turn: int, skips: int = 0) -> Difference:
-    """Compare each turn with its neighbour; leave out the first `skips` steps of a turn, which may
-    still do what the turn before has left."""
+def stretches_of(times: Times, is_on: list[bool], turn: int, skips: int) -> Times:
+    """Compare each turn with its neighbour; return differences by stretches of steps. The first
+    `skips` steps of a turn are left out, which may still do what the turn before has left."""
     num_turns = len(times) // turn // 4 * 4
     turns = times[: num_turns * turn].reshape(num_turns, turn)[:, skips:].mean(axis=1)
     signs = np.where(np.array(is_on[: num_turns * turn : turn]), 1.0, -1.0)
     differences = (turns * signs).reshape(-1, 2).sum(axis=1)  # of each pair one is on
     per_stretch = max(2, STRETCH // (2 * turn))
     num = max(1, len(differences) // per_stretch)
-    stretches = differences[: num * per_stretch].reshape(num, -1)
-    rng = np.random.default_rng(0)
+    return differences[: num * per_stretch].reshape(num, -1)
+
+
+def compare(runs: list[Times], is_on: list[bool], turn: int, skips: int = 0) -> Difference:
+    """Compare turns with their neighbours, in all runs together."""
+    stretches = np.concatenate([stretches_of(run, is_on, turn, skips) for run in runs])
+    rng, num = np.random.default_rng(0), len(stretches)
     drawn = [trimmed(stretches[rng.integers(num, size=num)].ravel()) for _ in range(ROUNDS)]
     low, high = np.quantile(drawn, [0.025, 0.975])
-    return Difference(trimmed(differences), float(low), float(high))
+    return Difference(trimmed(stretches.ravel()), float(low), float(high))
 
 
 def trimmed(values: Times) -> float:
@@ -218,35 +242,39 @@ def trimmed(values: Times) -> float:
     return float(np.sort(values)[cut : len(values) - cut].mean())
 
 
-def report(asked: Asked, found: Measured) -> bool:
-    turns, step_ms = asked.turns, float(np.median(found.wall))
-    steps = range(FIRST, FIRST + len(found.wall))
+def report(asked: Asked, runs: list[Measured]) -> bool:
+    turns, step_ms = asked.turns, float(np.median(np.concatenate([run.wall for run in runs])))
+    walls, device = [run.wall for run in runs], runs[0].device
+    steps = range(FIRST, FIRST + max(map(len, walls)))
     calls, long = [turns.calls(s) for s in steps], [turns.watchers(s) for s in steps]
     skips = 1 if turns.turn > 1 else 0
-    print(f"device {found.device}, {asked.num_steps} steps, the median {step_ms:.3f} ms")
+    beside = f"{len(runs)} runs beside each other, " if len(runs) > 1 else ""
+    print(f"device {device}, {beside}{asked.num_steps} steps, the median {step_ms:.3f} ms")
 
     def tell(name: str, part: Difference) -> Difference:
         print(f"{name:24}{part.words(step_ms)}")
         return part
 
-    by_wall = tell("calls", compare(found.wall, calls, turns.turn, skips))
-    by_cpu = tell("  by CPU time", compare(found.cpu, calls, turns.turn, skips))
+    by_wall = tell("calls", compare(walls, calls, turns.turn, skips))
+    cpus = [run.cpu for run in runs]
+    by_cpu = tell("  by CPU time", compare(cpus, calls, turns.turn, skips))
     rows = Difference(0.0, 0.0, 0.0)
     if turns.rows_by_call:
         print("rows                    counted with the calls")
     else:
-        rows = tell("rows", compare(found.rows, long, turns.long))
-    watcher = compare(found.wall, long, turns.long, skips) / asked.num_watchers
+        rows = tell("rows", compare([run.rows for run in runs], long, turns.long))
+    watcher = compare(walls, long, turns.long, skips) / asked.num_watchers
     tell(f"watcher, of {asked.num_watchers}", watcher)
-    cpu_ms = found.tick_ms + found.rules_ms
+    rules_ms = float(np.mean([run.rules_ms for run in runs]))
+    cpu_ms = float(np.mean([run.tick_ms for run in runs])) + rules_ms
     print(
-        f"  its CPU time          {cpu_ms:.4f} ms a step ({found.rules_ms:.4f} by all rules),"
+        f"  its CPU time          {cpu_ms:.4f} ms a step ({rules_ms:.4f} by all rules),"
         f" {cpu_ms / step_ms:.3%} if a rank gave it all"
     )
     tell("sum by CPU time", by_cpu + rows + Difference(cpu_ms, cpu_ms, cpu_ms))
     total = tell("sum", by_wall + rows + watcher)
-    told = verdict(total.low / step_ms, total.high / step_ms, GOAL[found.device])
-    print(f"goal: at most {GOAL[found.device]:.1%}: {told}")
+    told = verdict(total.low / step_ms, total.high / step_ms, GOAL[device])
+    print(f"goal: at most {GOAL[device]:.1%}: {told}")
     return told == "met"
 
 
@@ -257,20 +285,41 @@ def verdict(low: float, high: float, goal: float) -> str:
     return "NOT met" if low > goal else "not shown: the interval reaches both sides of it"
 
 
+def measure_beside(num_runs: int, folder: Path) -> list[Measured]:
+    """Start this script so often, each on cores of its own, and return what all have measured."""
+    cores, files = sorted(os.sched_getaffinity(0)), [folder / f"{n}.npz" for n in range(num_runs)]
+    each = len(cores) // num_runs
+    started = []
+    for number, file in enumerate(files):
+        own = ",".join(map(str, cores[number * each : (number + 1) * each]))
+        command = ["taskset", "-c", own, sys.executable, *sys.argv, "--save", str(file)]
+        started.append(subprocess.Popen([*command, "--beside", "1"]))
+    if any(one.wait() for one in started):
+        sys.exit("a run failed")
+    return [Measured.load(file) for file in files]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--turn", type=int, default=1, help="steps; 10 where a host runs ahead")
     parser.add_argument("--watchers", type=int, default=10)
+    parser.add_argument("--beside", type=int, default=1, help="runs, each on cores of its own")
     parser.add_argument("--peers", action="store_true", help="one rank records as if it had some")
     parser.add_argument("--plant", type=float, default=0.0, help="ms of work more, to be found")
+    parser.add_argument("--save", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help="further key=value")
     got = parser.parse_intermixed_args()
     words = [*SIZE, *(got.words or ["launch.nproc=2", "launch.device=cpu"])]
     asked = Asked(words, got.steps, Turns(got.turn), got.watchers, got.peers, got.plant)
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(asked, Path(folder))
-    sys.exit(0 if report(asked, found) else 1)
+        if got.beside > 1:
+            runs = measure_beside(got.beside, Path(folder))
+        else:
+            runs = [measure(asked, Path(folder))]
+    if got.save:
+        return runs[0].save(got.save)
+    sys.exit(0 if report(asked, runs) else 1)
 
 
 if __name__ == "__main__":
