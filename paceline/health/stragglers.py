@@ -14,6 +14,9 @@ from paceline.records.words import count, duration
 
 # A rank is slow when it is in four of five steps: a stall in some of them is a spike.
 STEADY_SHARE = 0.2
+# By how much a rank must be slower to be named by few short steps: a machine that does something
+# else for a moment makes one slower by less (benchmarks/results/diagnosis_quality.txt).
+FAR_BEHIND_SHARE = 0.5
 # Ranks of a pipeline are unlike. Shares of the FLOPs do not tell the time of their stages to the
 # percent, so what they do not explain must be more to count; less is found against the stages' own
 # first steps, where those are not among the judged ones.
@@ -47,24 +50,36 @@ WORSE = {
 def find_stragglers(evidence: Evidence, work: Work) -> Iterator[Finding]:
     """Yield a finding for each rank whose own work takes longer than that of the others, in nearly
     all steps."""
-    rules = evidence.rules
-    if len(work.ranks) < 2 or len(work.steps) < rules.straggler_steps:
+    if len(work.ranks) < 2 or len(work.steps) < evidence.rules.straggler_steps:
         return
-    # A live run is judged by its last steps, so that one which becomes slow is named at once; one
-    # that is over by its last quarter: what stood at its end.
-    few, share = _enough(evidence, work), rules.straggler_share
+    found = [*_by_few_steps(evidence, work), *_by_enough_steps(evidence, work)]
+    yield from {finding.rank: finding for finding in reversed(found)}.values()
+
+
+def _by_few_steps(evidence: Evidence, work: Work) -> Iterator[Finding]:
+    """Judge a live run by its very last steps, however short: who is as slow as that is named
+    before `straggler_s` is over."""
+    if evidence.is_live:
+        share = max(evidence.rules.straggler_share, FAR_BEHIND_SHARE)
+        slack = STAGE_SLACK if _is_pipeline(evidence) else 0.0
+        yield from _slower(evidence, work.last(evidence.rules.straggler_steps), share + slack)
+
+
+def _by_enough_steps(evidence: Evidence, work: Work) -> Iterator[Finding]:
+    """Judge a live run by its last steps, so that one which becomes slow is named at once; one that
+    is over by its last quarter: what stood at its end."""
+    few, share = _enough(evidence, work), evidence.rules.straggler_share
     if len(work.steps) < few:
         return
     judged = few if evidence.is_live else max(2 * few, len(work.steps) // 4)
     if not _is_pipeline(evidence):
         yield from _slower(evidence, work.last(judged), share)
         return
-    found = list(_slower(evidence, work.last(judged), share + STAGE_SLACK))
+    yield from _slower(evidence, work.last(judged), share + STAGE_SLACK)
     if len(work.steps) >= START_STEPS + few:
         judged = min(judged, len(work.steps) - START_STEPS)
         since = work.against_start(START_STEPS).last(judged)
-        found += _slower(evidence, since, share + START_SLACK)
-    yield from {finding.rank: finding for finding in reversed(found)}.values()
+        yield from _slower(evidence, since, share + START_SLACK)
 
 
 def _enough(evidence: Evidence, work: Work) -> int:

@@ -49,6 +49,9 @@ def test_a_live_run_names_it_by_its_last_steps() -> None:
     assert slow_ranks(judge(live)) == [(1, Phase.FORWARD)]
     patient = live.rules.model_copy(update={"straggler_s": 2.0})
     assert slow_ranks(judge(replace(live, rules=patient))) == [], "a moment of short steps"
+    far = make_evidence({1: {Phase.FORWARD: 2 * late}}, num_steps=80)
+    far_live = replace(far, now=1e9, rules=patient)
+    assert slow_ranks(judge(far_live)) == [(1, Phase.FORWARD)], "so slow that few steps tell"
 
 
 def test_a_stall_now_and_then_is_a_spike_and_no_straggler() -> None:
