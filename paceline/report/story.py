@@ -26,6 +26,7 @@ from paceline.records.words import count, duration, elapsed, flop_rate, number, 
 from paceline.report.profile import Sheet, memory_sheets, profile_sheets, read_memory
 from paceline.schedules.measured import Measured, load_measured
 from paceline.stats.balance import LEAST_PERCENT, MOST_PERCENT, balance_of
+from paceline.stats.stability import explain_drift, explain_spread
 from paceline.traces.flow import read_profile_facts
 
 # What a bar of the report is made of, and its column in steps.csv.
@@ -108,7 +109,8 @@ def _overlap_figures(story: Story) -> list[Figure]:
     if not story.overlaps:
         return []
     worst = max(story.overlaps, key=lambda each: each.exposed_s)
-    beside = f"of {duration(worst.communication_s)}, rank {worst.rank}, step {worst.step}"
+    spent = duration(worst.communication_s)
+    beside = f"of {spent} in collectives, on rank {worst.rank} in step {worst.step}"
     return [Figure("exposed communication", duration(worst.exposed_s), beside=beside)]
 
 
@@ -224,12 +226,14 @@ def _rate_figures(result: Result) -> list[Figure]:
 
 
 def _stability_figures(result: Result) -> list[Figure]:
-    """Return whether the run was steady: what is not stands first, then what was measured."""
+    """Return whether the run was steady: what is not stands first, then the rest of what was
+    measured."""
     found = result.stability
     if found is None:
         return []
     grown = {"GPU": found.gpu_mib_per_min, "rank": found.host_mib_per_min}
-    measured = [f"p90/p50 {found.p90_over_p50:.2f}", f"drift {found.drift:+.1%}"]
+    measured = [] if explain_spread(found.p90_over_p50) else [f"p90/p50 {found.p90_over_p50:.2f}"]
+    measured += [] if explain_drift(found.drift) else [f"drift {found.drift:+.1%}"]
     measured += [
         f"{n} memory {mib:+.1f} MiB a minute" for n, mib in grown.items() if mib is not None
     ]
