@@ -11,12 +11,13 @@ import pytest
 from paceline.compare import Side, compare_sides
 from paceline.errors import Outcome
 from paceline.launch.ending import LaunchEnd
-from paceline.records import BestMetric, RankError
+from paceline.records import BestMetric, RankError, Result
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
 from paceline.report.plots import Axes, Series, line_chart, smooth, stacked_bars, thin, ticks
 from paceline.schedules.actions import Action, Kind
 from paceline.stats.figures import measure_run
+from paceline.stats.stability import explain_spread
 from paceline.train.heartbeat import ActionMark, StepMark, read_action
 from tests.machines import plan as make_test_plan
 from tests.reported import ended, finish, verdict, write_run
@@ -46,6 +47,18 @@ def test_a_finished_run(run: RunDir) -> None:
     assert cards.count("steps 2 to 20") == 1, "the window is said once, not on every card"
     assert "samples/s" not in cards, "a job in tokens has one rate"
     assert page.count('class="tile"') == 5
+
+
+def test_why_a_run_is_not_steady_is_said_once(run: RunDir) -> None:
+    calm = finish(run).stability
+    assert calm is not None and not calm.problems
+    assert "p90/p50 1.00; drift +0.0%" in run.summary.read_text()
+    result = Result.load(run.result)
+    unrest = calm.model_copy(update={"p90_over_p50": 1.78, "problems": [explain_spread(1.78)]})
+    result.model_copy(update={"stability": unrest}).save(run.result)
+    write_report(run)
+    summary = run.summary.read_text()
+    assert "step time p90/p50 is 1.78; drift" in summary and summary.count("p90/p50") == 1
 
 
 def test_metrics_have_a_row_and_a_chart_and_an_early_end_its_reason(run: RunDir) -> None:
