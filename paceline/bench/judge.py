@@ -9,6 +9,7 @@ from statistics import median
 from paceline.bench.pairs import Pair, PlannedArm
 from paceline.bench.records import ArmResult, PairResult, Range
 from paceline.records import Fingerprints, Plan, Result
+from paceline.records.recorded import last_to_arrive
 from paceline.records.rundir import RunDir
 from paceline.report.story import read_overlaps
 from paceline.stats.balance import Balance, measure_balance
@@ -49,7 +50,7 @@ def collect_runs(folder: SweepDir, rows: Sequence[Row], arm: str) -> ArmRuns:
         found.fingerprints = result.fingerprints
         found.balance = measure_balance(run, Plan.load(run.plan))
         overlaps = read_overlaps(run, result.world_size)
-        found.exposed_s += [max(each.exposed_s for each in overlaps)] if overlaps else []
+        found.exposed_s += [last_to_arrive(overlaps).exposed_s] if overlaps else []
     return found
 
 

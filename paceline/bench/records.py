@@ -40,7 +40,7 @@ class ArmResult(Part):
     startup_s: float | None = Field(None, description="Until step 1, apart from every rate.")
     compile_s: float | None = Field(None, description="Of steps that compiled, also apart.")
     exposed_s: float | None = Field(
-        None, description="Communication of a step that nothing hid; the worst rank's, median."
+        None, description="Communication of a step that nothing hid; the last rank's, median."
     )
     speedup: Range | None = Field(None, description="Rate over the baseline's.")
     verdict: str = ""

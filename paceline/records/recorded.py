@@ -1,5 +1,6 @@
 """Recorded: how each rank ended, what really ran, and the result of a run."""
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -44,6 +45,12 @@ class Overlap(Record):
     communication_s: float = Field(description="While at least one collective was on its way.")
     exposed_s: float = Field(description="Of it, while nothing was computed.")
     compute_s: float
+
+
+def last_to_arrive(overlaps: Sequence[Overlap]) -> Overlap:
+    """Return the rank that waited least in its collectives: it came last, so what it saw is the
+    exchange itself. The others' has waiting for it in it."""
+    return min(overlaps, key=lambda each: each.exposed_s)
 
 
 class RankError(Part):

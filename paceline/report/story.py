@@ -13,6 +13,7 @@ from paceline.records.columns import Table
 from paceline.records.findings import Finding as Found
 from paceline.records.findings import Findings
 from paceline.records.phases import STEP_PHASES
+from paceline.records.recorded import last_to_arrive
 from paceline.records.rundir import RunDir
 from paceline.records.tables import (
     TelemetryRow,
@@ -108,10 +109,10 @@ def read_overlaps(run: RunDir, num_ranks: int) -> tuple[Overlap, ...]:
 def _overlap_figures(story: Story) -> list[Figure]:
     if not story.overlaps:
         return []
-    worst = max(story.overlaps, key=lambda each: each.exposed_s)
-    spent = duration(worst.communication_s)
-    beside = f"of {spent} in collectives, on rank {worst.rank} in step {worst.step}"
-    return [Figure("exposed communication", duration(worst.exposed_s), beside=beside)]
+    last = last_to_arrive(story.overlaps)
+    spent = duration(last.communication_s)
+    beside = f"of {spent} in collectives, on rank {last.rank} in step {last.step}"
+    return [Figure("exposed communication", duration(last.exposed_s), beside=beside)]
 
 
 def headline(story: Story) -> list[Figure]:

@@ -11,7 +11,7 @@ import pytest
 from paceline.compare import Side, compare_sides
 from paceline.errors import Outcome
 from paceline.launch.ending import LaunchEnd
-from paceline.records import BestMetric, RankError, Result
+from paceline.records import BestMetric, Overlap, RankError, Result
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
 from paceline.report.plots import Axes, Series, line_chart, smooth, stacked_bars, thin, ticks
@@ -59,6 +59,16 @@ def test_why_a_run_is_not_steady_is_said_once(run: RunDir) -> None:
     write_report(run)
     summary = run.summary.read_text()
     assert "step time p90/p50 is 1.78; drift" in summary and summary.count("p90/p50") == 1
+
+
+def test_exposed_communication_is_that_of_the_last_rank(run: RunDir) -> None:
+    """Rank 0 came early and waited for rank 1: that is no time of the exchange."""
+    for rank, seconds in ((0, 0.075), (1, 0.010)):
+        made = {"rank": rank, "step": 3, "communication_s": seconds, "exposed_s": seconds}
+        Overlap(**made, compute_s=0.1).save(run.overlap(rank))
+    finish(run)
+    expected = "| exposed communication | 10 ms | of 10 ms in collectives, on rank 1 in step 3 |"
+    assert expected in run.summary.read_text()
 
 
 def test_metrics_have_a_row_and_a_chart_and_an_early_end_its_reason(run: RunDir) -> None:
