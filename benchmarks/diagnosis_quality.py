@@ -3,6 +3,7 @@
     python benchmarks/diagnosis_quality.py --out benchmarks/results/diagnosis_quality.jsonl
     python benchmarks/diagnosis_quality.py --seeds 1 --clean 2 --kinds kill slow_data   a quick look
     python benchmarks/diagnosis_quality.py --jobs 8 --out lines.jsonl     8 at a time, on 16 cores
+    python benchmarks/diagnosis_quality.py --seeds 0 --clean 0 --long 8   clean runs of minutes
 
 10 kinds of faults x 10 seeds x 3 strategies, then 100 clean runs, through `paceline drill`'s own
 code: a run like any other in which one rank goes wrong. A seed draws the rank, the step, and by how
@@ -11,6 +12,10 @@ slow rank the part of the step; and no other rank accused of the same. A false a
 or error about a clean run, while it ran or at its end. Goals: 95 % named, 1 % false alarms; half of
 the slow ranks within 10 steps of their first slow one, nearly all within 20.
 A line is appended per run, and what is there already is not run again.
+
+A clean run takes seconds, in which all the rules are asked at its end alone. The --long ones take
+longer than the time between two looks, evaluate, save, and are resumed once: on real text, as a
+loss that cannot fall is no clean run.
 
 With --jobs each run is started by a process of its own, which may use --cores-each cores that no
 other one does: 2 ranks need 2. One that fails is a line that is not right, with its error.
@@ -42,7 +47,12 @@ KINDS = (
     "kill", "hang", "nan", "desync",
 )  # fmt: skip
 FURTHER = ("out_of_memory", "full_disk")  # by --kinds
-CLEAN = "clean"
+CLEAN, LONG = "clean", "clean_long"
+LONG_STEPS = 1200  # and as many again, after a resume
+LONG_WORDS = [
+    "data.source=stdlib", "~data.synthetic_samples", f"train.steps={LONG_STEPS}",
+    "train.eval_every=200", "train.eval_samples=64", "checkpoint.every=400", "optim.lr=5e-4",
+]  # fmt: skip
 GOAL_NAMED, GOAL_ALARMS = 0.95, 0.01
 SIZE = [
     "data.source=synthetic", "data.synthetic_samples=512", "data.seq_len=32", "model.dim=64",
@@ -53,66 +63,81 @@ LONGEST_S = 300  # that a process takes for one run
 Line = dict[str, Any]
 
 
-def cases(seeds: int, clean: int, kinds: list[str], strategies: list[str]) -> Iterator[Line]:
-    """Yield what is run: faults first, in turns over strategies, then clean runs."""
+def cases(
+    seeds: int, clean: dict[str, int], kinds: list[str], strategies: list[str]
+) -> Iterator[Line]:
+    """Yield what is run: faults first, in turns over strategies, then clean runs of each kind."""
     for seed in range(seeds):
         for kind in kinds:
             for strategy in strategies:
                 yield {"kind": kind, "strategy": strategy, "seed": seed}
-    for seed in range(clean):
-        yield {"kind": CLEAN, "strategy": strategies[seed % len(strategies)], "seed": seed}
+    for kind, number in clean.items():
+        for seed in range(number):
+            yield {"kind": kind, "strategy": strategies[seed % len(strategies)], "seed": seed}
 
 
 def key_of(line: Line) -> tuple[str, str, int]:
     return line["kind"], line["strategy"], line["seed"]
 
 
-def run_case(case: Line, folder: Path) -> Line:
-    """Run one case and say what was found in it."""
+def run_clean(case: Line, words: list[str], out: Path) -> Line:
+    """Run a job in which nothing is planted; a long one is resumed once."""
     import paceline
+    from paceline.health import judge, read_evidence
+    from paceline.records.events import iter_events
+    from paceline.records.rundir import RunDir
+
+    is_long = case["kind"] == LONG
+    words = [*words, *LONG_WORDS] if is_long else words
+    result = paceline.train("lm_tiny", *words, out=out, quiet=True, check=False)
+    if is_long and result.exit_code == 0:
+        further = f"train.steps={2 * LONG_STEPS}"
+        result = paceline.resume(out, None, further, quiet=True, check=False)
+    told = [f for f in judge(read_evidence(RunDir(out))) if f.severity != "note"]
+    live = [e.words for e in iter_events(RunDir(out).events)]
+    line: Line = {"alarms": [f.words for f in told] + live, "num_live": len(live)}
+    if result.exit_code != 0:
+        line["error"] = f"exit code {result.exit_code}"
+    return line | {"right": not told and not live and result.exit_code == 0}
+
+
+def run_fault(case: Line, words: list[str], out: Path) -> Line:
+    """Plant the fault of a case."""
     from paceline.cli.talk import ConsoleTalk
     from paceline.drill.flow import load_drilled, names_fault, run_drill
-    from paceline.health import judge, read_evidence
     from paceline.records.drills import Drill, Fault
     from paceline.records.events import iter_events
     from paceline.records.rundir import RunDir
 
+    rng = random.Random(f"{key_of(case)}")
+    drill = Drill(
+        fault=Fault(case["kind"]),
+        rank=rng.randrange(2),
+        step=rng.randrange(12, 25),
+        share=rng.uniform(0.2, 1.0),
+    )
+    end = run_drill(load_drilled("lm_tiny", words), drill, out, ConsoleTalk(quiet=True))
+    wrong = [f for f in end.found if f.kind in drill.fault.found_as and not names_fault(drill, f)]
+    named_at = [
+        e.step - drill.step + 1
+        for e in iter_events(RunDir(out).events)
+        if e.kind == "straggler" and e.rank == drill.rank and e.step is not None
+    ]
+    return {
+        "right": end.named is not None and not wrong,
+        "rank": drill.rank, "step": drill.step, "share": round(drill.share, 3),
+        "after_steps": min(named_at, default=None), "found": [f.words for f in end.found],
+    }  # fmt: skip
+
+
+def run_case(case: Line, folder: Path) -> Line:
+    """Run one case and say what was found in it."""
     words = [*SIZE, f"strategy.name={case['strategy']}", f"train.seed={case['seed']}"]
     out, begun = folder / "-".join(map(str, key_of(case))), time.time()
-    if case["kind"] == CLEAN:
-        result = paceline.train("lm_tiny", *words, out=out, quiet=True, check=False)
-        found = judge(read_evidence(RunDir(out)))
-        told = [f for f in found if f.severity != "note"]
-        live = [e.words for e in iter_events(RunDir(out).events)]
-        right = not told and not live and result.exit_code == 0
-        more: Line = {"alarms": [f.words for f in told] + live, "num_live": len(live)}
-        if result.exit_code != 0:
-            more["error"] = f"exit code {result.exit_code}"
-    else:
-        rng = random.Random(f"{key_of(case)}")
-        drill = Drill(
-            fault=Fault(case["kind"]),
-            rank=rng.randrange(2),
-            step=rng.randrange(12, 25),
-            share=rng.uniform(0.2, 1.0),
-        )
-        end = run_drill(load_drilled("lm_tiny", words), drill, out, ConsoleTalk(quiet=True))
-        wrong = [
-            f for f in end.found
-            if f.kind in drill.fault.found_as and not names_fault(drill, f)
-        ]  # fmt: skip
-        right = end.named is not None and not wrong
-        named_at = [
-            e.step - drill.step + 1
-            for e in iter_events(RunDir(out).events)
-            if e.kind == "straggler" and e.rank == drill.rank and e.step is not None
-        ]
-        more = {
-            "rank": drill.rank, "step": drill.step, "share": round(drill.share, 3),
-            "after_steps": min(named_at, default=None), "found": [f.words for f in end.found],
-        }  # fmt: skip
+    run = run_clean if case["kind"] in (CLEAN, LONG) else run_fault
+    found = run(case, words, out)
     shutil.rmtree(out, ignore_errors=True)
-    return case | {"right": right, "seconds": round(time.time() - begun, 1)} | more
+    return case | {"seconds": round(time.time() - begun, 1)} | found
 
 
 def run_apart(case: Line, folder: Path, cores: set[int]) -> Line:
@@ -188,7 +213,7 @@ def alarm_words(clean: list[Line]) -> str:
 
 def report(lines: list[Line]) -> bool:
     """Print the table and the sums; say whether the goals are met."""
-    faults = [line for line in lines if line["kind"] != CLEAN]
+    faults = [line for line in lines if line["kind"] not in (CLEAN, LONG)]
     print(f"{'fault':16}" + "".join(f"{name:>12}" for name in STRATEGIES))
     for kind in dict.fromkeys(line["kind"] for line in faults):
         cells = []
@@ -200,7 +225,7 @@ def report(lines: list[Line]) -> bool:
             ]
             cells.append(f"{sum(own)}/{len(own)}" if own else "")
         print(f"{kind:16}" + "".join(f"{cell:>12}" for cell in cells))
-    clean = [line for line in lines if line["kind"] == CLEAN]
+    clean = [line for line in lines if line["kind"] in (CLEAN, LONG)]
     named = sum(line["right"] for line in faults) / len(faults) if faults else 1.0
     alarms = sum(not line["right"] for line in clean) / len(clean) if clean else 0.0
     print(f"named right: {named:.1%} of {len(faults)} (goal {GOAL_NAMED:.0%})")
@@ -224,6 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--clean", type=int, default=100)
+    parser.add_argument("--long", type=int, default=0, help="clean runs of a minute or more")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=[*KINDS, *FURTHER])
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument(
@@ -240,7 +266,8 @@ def main() -> None:
     if asked.out is not None and asked.out.is_file():
         lines = [json.loads(text) for text in asked.out.read_text().splitlines()]
     done = {key_of(line) for line in lines}
-    every = cases(asked.seeds, asked.clean, asked.kinds, asked.strategies)
+    clean = {CLEAN: asked.clean, LONG: asked.long}
+    every = cases(asked.seeds, clean, asked.kinds, asked.strategies)
     wanted = [case for case in every if key_of(case) not in done]
     with tempfile.TemporaryDirectory() as folder:
         for line in iter_lines(wanted, Path(folder), asked.jobs, asked.cores_each):
