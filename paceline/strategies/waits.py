@@ -1,7 +1,8 @@
 """Where this rank waits for others, told to the clock of the step from inside what it is made of.
 
 Libraries (DDP, FSDP) exchange in hooks and callbacks of their own. `Waits` is put around what waits
-in them, or asks autograd for a callback before theirs.
+in them, or asks autograd for a callback before theirs. What exchanges inside a forward pass gets
+`counted`: layers by strategies/batchnorm.py, a workload as `self.waiting_for_ranks`.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from paceline.strategies.clock import Clock
 
+# What torch's SyncBatchNorm calls of a group; `_allgather_base` is the older name.
+GROUP_COLLECTIVES = ("allreduce", "allgather", "all_gather_single", "_allgather_base")
+
 
 class Waits:
     """Tells the clock of the step that this rank waits, from inside what an engine is made of: it
@@ -21,6 +25,9 @@ class Waits:
 
     def __init__(self) -> None:
         self.clock: Clock | None = None
+
+    def __reduce__(self) -> Any:
+        return type(self), ()  # a copy, of a model or in another process, has no step to tell of
 
     def counted(self) -> AbstractContextManager[None]:
         """Count what is inside as waiting for other ranks. A stream beside that of the step holds
@@ -98,3 +105,26 @@ class Started:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+
+class CountedGroup:
+    """All ranks, as a group for a layer of torch that exchanges by itself. What it exchanges is
+    counted, in backward too, where autograd may call it on a thread of its own."""
+
+    def __init__(self, group: Any, waits: Waits) -> None:
+        self._group, self._waits = group, waits
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # in a copy of its layer: None is torch's word for all ranks
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._group, name)
+        return self._counting(method) if name in GROUP_COLLECTIVES else method
+
+    def _counting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(*args: Any) -> Any:
+            with self._waits.counted():
+                work = method(*args)
+            return None if work is None else Started(work, self._waits)
+
+        return begin
