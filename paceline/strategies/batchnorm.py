@@ -19,7 +19,7 @@ from paceline.config.schema import RunConfig
 from paceline.records import BatchSplit, Finding
 from paceline.strategies.base import Strategy
 from paceline.strategies.shape import ModelShape
-from paceline.strategies.waits import CountedGroup, Waits
+from paceline.strategies.waits import Waits
 from paceline.workloads.base import Waiting
 
 KEY = "strategy.sync_batchnorm"
@@ -78,8 +78,9 @@ def count_exchange(model: nn.Module, waits: Waits) -> None:
     for layer in model.modules():
         if isinstance(layer, _SyncedOnCpu):
             layer.waiting = waits.counted
-        elif isinstance(layer, nn.SyncBatchNorm) and layer.process_group is None:
-            layer.process_group = CountedGroup(dist.group.WORLD, waits)
+        elif isinstance(layer, nn.SyncBatchNorm):
+            # The whole layer, whose own work is small beside what it waits; not its backward pass.
+            waits.around_forward(layer)
 
 
 class _SyncedOnCpu(_BatchNorm):

@@ -11,12 +11,9 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.strategies.clock import Clock
-
-# What torch's SyncBatchNorm calls of a group; `_allgather_base` is the older name.
-GROUP_COLLECTIVES = ("allreduce", "allgather", "all_gather_single", "_allgather_base")
 
 
 class Waits:
@@ -46,6 +43,21 @@ class Waits:
                 return method(*args, **kwargs)
 
         setattr(owner, name, waiting)
+
+    def around_forward(self, layer: nn.Module) -> None:
+        """Count the forward pass of a layer that exchanges by itself, from now on. By hooks, which
+        a copy of the layer calls for itself."""
+
+        def begin(*_: Any) -> None:
+            if self.clock is not None and self.clock.is_here:
+                self.clock.block()
+
+        def end(*_: Any) -> None:
+            if self.clock is not None and self.clock.is_here:
+                self.clock.unblock()
+
+        layer.register_forward_pre_hook(begin)
+        layer.register_forward_hook(end, always_call=True)
 
     def around_collective(self, owner: Any, name: str) -> None:
         """Count a method of one object that is a collective: as long as it takes; one that is only
@@ -105,26 +117,3 @@ class Started:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
-
-
-class CountedGroup:
-    """All ranks, as a group for a layer of torch that exchanges by itself. What it exchanges is
-    counted, in backward too, where autograd may call it on a thread of its own."""
-
-    def __init__(self, group: Any, waits: Waits) -> None:
-        self._group, self._waits = group, waits
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # in a copy of its layer: None is torch's word for all ranks
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._group, name)
-        return self._counting(method) if name in GROUP_COLLECTIVES else method
-
-    def _counting(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def begin(*args: Any) -> Any:
-            with self._waits.counted():
-                work = method(*args)
-            return None if work is None else Started(work, self._waits)
-
-        return begin

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline.strategies import clock as timing
 from paceline.strategies.batchnorm import count_exchange, sync_batchnorm
-from paceline.strategies.waits import CountedGroup, Waits
+from paceline.strategies.waits import Waits
 from paceline.workloads.speech_clip.negatives import loss_of
 
 
@@ -156,49 +156,16 @@ def test_negatives_of_all_ranks_are_waited_for(
     assert blocked == {"forward": in_forward, "backward": 10}
 
 
-class SlowGroup:
-    """A group of torch's, by what SyncBatchNorm asks of it."""
-
-    def __init__(self, time: Time) -> None:
-        self.time = time
-
-    def size(self) -> int:
-        return 2
-
-    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        self.time.take(1)
-        return SimpleNamespace(wait=lambda: self.time.take(10))
-
-    def allgather(self, parts: Any, own: list[Tensor], options: Any) -> Any:
-        return self.allreduce(own, options)
-
-
-def test_a_group_counts_what_a_layer_of_torch_exchanges(time: Time) -> None:
-    """Through torch's own functions, which take it for a group of ranks."""
-    waits, weight = Waits(), torch.ones(1, requires_grad=True)
-    group: Any = CountedGroup(SlowGroup(time), waits)
-    assert dist.get_world_size(group) == 2
-
-    def exchange(gradient: Tensor) -> None:
-        time.take(100)
-        dist.all_reduce(gradient.clone(), dist.ReduceOp.SUM, group, async_op=False)
-
-    weight.register_hook(exchange)
-
-    def forward() -> Tensor:
-        time.take(100)
-        dist.all_gather([torch.ones(1)] * 2, torch.ones(1), group, async_op=False)
-        return weight.sum()
-
-    assert blocked_in_both(waits, forward) == {"forward": 11, "backward": 11}
-
-
-def test_torchs_own_layer_gets_such_a_group(ranks: None) -> None:
-    model, waits = nn.Sequential(nn.BatchNorm1d(4)), Waits()
+def test_the_forward_pass_of_torchs_own_layer_counts(time: Time) -> None:
+    """On a GPU it is torch's layer that exchanges; its backward pass counts as work."""
+    model, waits, clock = nn.Sequential(nn.BatchNorm1d(4)), Waits(), timing.HostClock()
     sync_batchnorm(model, torch.device("cuda"))
     count_exchange(model, waits)
-    assert isinstance(model[0].process_group, CountedGroup)
-    assert copy.deepcopy(model)[0].process_group is None
+    model[0].forward = lambda x: (time.take(10), x)[1]
+    begin(waits, clock)
+    time.take(100)
+    model(torch.ones(2, 4))
+    assert blocked_s(clock) == 10
 
 
 def test_a_copy_tells_no_clock() -> None:
