@@ -31,7 +31,7 @@ class Follower(Ticker):
         self._logs = {rank: Tail.from_end(run.rank_log(rank)) for rank in range(num_ranks)}
         self._train_log = Appender(run.train_log, run.lost)
         self._train_log.flush()
-        self._has_said = False
+        self._has_said, self._has_failed = False, False
         self._spreads = Spreads(num_ranks)
         self._training = RowTail(run.training)
         self._attempt = self._find_attempt()
@@ -39,14 +39,25 @@ class Follower(Ticker):
 
     def stop(self) -> None:
         super().stop()
-        self._copy_logs(last=True)
+        self._try(lambda: self._copy_logs(last=True))
         self._train_log.close()
 
     def tick(self) -> None:
-        self._copy_logs(last=False)
-        self._pass_rows(self._training.rows())
-        self._say_attempt()
-        self._say_unwritten()
+        self._try(lambda: self._copy_logs(last=False))
+        self._try(lambda: self._pass_rows(self._training.rows()))
+        self._try(self._say_attempt)
+        self._try(self._say_unwritten)
+
+    def _try(self, follow: Callable[[], None]) -> None:
+        """Follow one of the files. Whatever stands there, the run and the other files go on: what
+        is wrong is said once, as a line and not as the end of this thread."""
+        try:
+            follow()
+        except Exception as error:
+            if not self._has_failed:
+                self._has_failed = True
+                told = f"{type(error).__name__}: {error}"
+                self._say(f"warning: some of the run could not be followed ({told}); it goes on")
 
     def _say_unwritten(self) -> None:
         """Say once that a file cannot be written; the end of the run tells how much of which."""

@@ -22,7 +22,8 @@ NAMES: dict[str, tuple[Phase, ...]] = {
     "bwd": (Phase.BACKWARD, Phase.COMM),
     "step": (Phase.OPTIMIZER,),
 }
-LINE = re.compile(r"TimingRank step=(\d+) rank=(\d+) loss=\S+ (.*)")
+ALL_NAMES = (*NAMES, "iter")
+LINE = re.compile(r"TimingRank step=(\d{1,18}) rank=(\d{1,9}) loss=\S+ (.*)")
 MAX_WAITING = 64  # steps of which some rank's line has not come
 
 
@@ -52,14 +53,15 @@ class Spreads:
         self._waiting: dict[int, dict[int, dict[str, float]]] = {}
 
     def note(self, line: str) -> Iterator[str]:
-        """Take in a line of any rank's log; yield the spread of a step when all have spoken."""
+        """Take in a line of any rank's log; yield the spread of a step when all have spoken. What
+        a job prints that only looks like one of ours is none."""
         found = LINE.search(line)
-        if found is None:
+        times_ms = _read_times(found[3]) if found is not None else None
+        if found is None or times_ms is None or int(found[2]) >= self.num_ranks:
             return
         step, rank = int(found[1]), int(found[2])
-        cells = (word.partition("=") for word in found[3].split())
         ranks = self._waiting.setdefault(step, {})
-        ranks[rank] = {name: float(value) for name, _, value in cells}
+        ranks[rank] = times_ms
         if len(ranks) == self.num_ranks:
             del self._waiting[step]
             yield spread_line(step, ranks)
@@ -67,11 +69,21 @@ class Spreads:
             del self._waiting[min(self._waiting)]
 
 
+def _read_times(cells: str) -> dict[str, float] | None:
+    """Return the times of a line by name; None where one is missing, or is no number."""
+    try:
+        pairs = (word.partition("=") for word in cells.split())
+        found = {name: float(value) for name, _, value in pairs}
+    except ValueError:
+        return None
+    return found if found.keys() >= set(ALL_NAMES) else None
+
+
 def spread_line(step: int, ranks: Mapping[int, Mapping[str, float]]) -> str:
     """Return how far the ranks of a step are apart, and which one the others waited for: who spent
     least in collectives came last to them. Where that is not known, data and forward decide: what
     follows has waiting for others in it."""
-    names = [name for name in (*NAMES, "iter") if name != "preprocess"]
+    names = [name for name in ALL_NAMES if name != "preprocess"]
     apart = {name: [each[name] for each in ranks.values()] for name in names}
     told = " ".join(f"{name}={max(of) - min(of):.2f}" for name, of in apart.items())
     if all("blocked" in each for each in ranks.values()):

@@ -6,7 +6,7 @@ depend on how a batch is split, which `strategy.sync_batchnorm` takes the ranks 
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from paceline.config.schema import RunConfig
 from paceline.records import BatchSplit, Finding
 from paceline.strategies.base import Strategy
 from paceline.strategies.shape import ModelShape
+from paceline.strategies.waits import Waits
+from paceline.workloads.base import Waiting
 
 KEY = "strategy.sync_batchnorm"
 
@@ -71,9 +73,21 @@ def sync_batchnorm(model: nn.Module, device: torch.device) -> None:
             module.__class__ = type(f"Synced{kind.__name__}", (way, kind), {"process_group": None})
 
 
+def count_exchange(model: nn.Module, waits: Waits) -> None:
+    """Count the exchange of statistics as waiting for other ranks, from now on."""
+    for layer in model.modules():
+        if isinstance(layer, _SyncedOnCpu):
+            layer.waiting = waits.counted
+        elif isinstance(layer, nn.SyncBatchNorm):
+            # The whole layer, whose own work is small beside what it waits; not its backward pass.
+            waits.around_forward(layer)
+
+
 class _SyncedOnCpu(_BatchNorm):
     """Normalises by the statistics of all ranks. It is not a SyncBatchNorm: DDP refuses those on a
     CPU."""
+
+    waiting: Waiting = nullcontext
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or dist.get_world_size() == 1:
@@ -84,11 +98,12 @@ class _SyncedOnCpu(_BatchNorm):
         wide = x.float()  # as torch does: sums of many numbers
         # Mean first, then the squares around it: the difference of two large sums loses digits.
         count = torch.tensor([x.numel() / x.shape[1]], device=x.device)
-        total = _SumOverRanks.apply(torch.cat([wide.sum(axes), count]))
+        total = _SumOverRanks.apply(torch.cat([wide.sum(axes), count]), self.waiting)
         num_samples = total[-1].detach()
         mean = total[:-1] / num_samples
         centred = wide - mean.view(shape)
-        variance = _SumOverRanks.apply(centred.square().sum(axes)) / num_samples
+        squares = _SumOverRanks.apply(centred.square().sum(axes), self.waiting)
+        variance = squares / num_samples
         self._track(mean.detach(), variance.detach() * num_samples / (num_samples - 1))
         y = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
@@ -114,16 +129,18 @@ class _SumOverRanks(torch.autograd.Function):
     theirs."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        total = value.clone()
-        dist.all_reduce(total)
+    def forward(ctx: Any, value: Tensor, waiting: Waiting) -> Tensor:
+        ctx.waiting, total = waiting, value.clone()
+        with waiting():
+            dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total)
-        return total
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        with ctx.waiting():
+            dist.all_reduce(total)
+        return total, None
 
 
 @contextmanager

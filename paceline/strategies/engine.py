@@ -19,7 +19,7 @@ from paceline.records import Proof, StateBytes
 from paceline.records.phases import Phase
 from paceline.strategies.average import Average
 from paceline.strategies.base import EngineParts, StepInfo, Totals, normalise
-from paceline.strategies.batchnorm import SharedBuffers
+from paceline.strategies.batchnorm import SharedBuffers, count_exchange
 from paceline.strategies.clock import Clock
 from paceline.strategies.fp8 import fp8_proofs
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
@@ -84,6 +84,9 @@ class ModuleEngine:
         self.zero = torch.zeros((), device=parts.device)
         self.scaler = build_scaler(parts)
         self.buffers = SharedBuffers(module)
+        parts.workload.waiting_for_ranks = wrapping.waits.counted
+        if parts.plan.compile.value == "off":  # a graph has no room for a clock
+            count_exchange(module, wrapping.waits)
         decay = parts.config.optim.ema
         self.average = Average(module, decay) if decay != "off" else None
         self.own = OwnState(module, self.inner) if builds_own(parts.workload) else None

@@ -1,7 +1,8 @@
 """Where this rank waits for others, told to the clock of the step from inside what it is made of.
 
 Libraries (DDP, FSDP) exchange in hooks and callbacks of their own. `Waits` is put around what waits
-in them, or asks autograd for a callback before theirs.
+in them, or asks autograd for a callback before theirs. What exchanges inside a forward pass gets
+`counted`: layers by strategies/batchnorm.py, a workload as `self.waiting_for_ranks`.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.strategies.clock import Clock
 
@@ -21,6 +22,9 @@ class Waits:
 
     def __init__(self) -> None:
         self.clock: Clock | None = None
+
+    def __reduce__(self) -> Any:
+        return type(self), ()  # a copy, of a model or in another process, has no step to tell of
 
     def counted(self) -> AbstractContextManager[None]:
         """Count what is inside as waiting for other ranks. A stream beside that of the step holds
@@ -39,6 +43,21 @@ class Waits:
                 return method(*args, **kwargs)
 
         setattr(owner, name, waiting)
+
+    def around_forward(self, layer: nn.Module) -> None:
+        """Count the forward pass of a layer that exchanges by itself, from now on. By hooks, which
+        a copy of the layer calls for itself."""
+
+        def begin(*_: Any) -> None:
+            if self.clock is not None and self.clock.is_here:
+                self.clock.block()
+
+        def end(*_: Any) -> None:
+            if self.clock is not None and self.clock.is_here:
+                self.clock.unblock()
+
+        layer.register_forward_pre_hook(begin)
+        layer.register_forward_hook(end, always_call=True)
 
     def around_collective(self, owner: Any, name: str) -> None:
         """Count a method of one object that is a collective: as long as it takes; one that is only

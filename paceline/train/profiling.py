@@ -5,17 +5,19 @@ No rank waits for another: where nothing but "now" was asked, rank 0 writes into
 steps are meant, a few seconds ahead, and every rank finds them there.
 """
 
+import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from paceline.errors import DataError
 from paceline.records.disk import Losses
 from paceline.records.files import read_text, write_atomic
 from paceline.records.profiled import AUDITED_STEP, parse_profile
@@ -30,17 +32,23 @@ from paceline.train.ranges import PHASE, Ranges
 POLL_S = 0.5
 AHEAD_S = 3.0  # of what rank 0 chooses: all ranks must have read it by then
 NUM_STEPS = 5
-MAX_REQUEST = 200
+MAX_REQUEST = 200  # bytes
+MAX_STEPS = 100  # of a request: a trace is held in memory until it is written
+LOG = logging.getLogger("paceline")
+COUNT = re.compile("[0-9]{0,9}")
 Detail = Literal["minimal", "full"]
 
 
 class ProfileRequests(Ticker):
-    """Looks at control/profile; `wanted` is what stands in it. One that was there before the run
-    is not a request."""
+    """Looks at control/profile; `wanted` are the steps to trace: those of the config, and what was
+    asked for since. A file that was there before the run is not a request."""
 
-    def __init__(self, path: Path, progress: Progress, is_first: bool) -> None:
+    def __init__(
+        self, path: Path, progress: Progress, is_first: bool, configured: range | None = None
+    ) -> None:
         super().__init__(POLL_S, "profile requests")
-        self.wanted: range | None = None
+        # Only this thread replaces it, the loop only reads. Steps that are over want nothing more.
+        self.wanted: list[range] = [configured] if configured else []
         self._path, self._progress, self._is_first = path, progress, is_first
         self._seen = modified_at(path)
         self._begun_at, self._begun_step = time.monotonic(), progress.step
@@ -50,15 +58,45 @@ class ProfileRequests(Ticker):
         if found is None or found == self._seen:
             return
         self._seen = found
-        asked = read_text(self._path, MAX_REQUEST).strip()
-        if asked.startswith("steps:"):
-            with suppress(ValueError):  # a request that cannot be read asks for nothing
-                self.wanted = parse_profile(asked)
-        elif self._is_first:
-            first = max(self._progress.step + self._steps_ahead(), AUDITED_STEP + 1)
-            last = first + (int(asked) if asked.isdigit() and int(asked) else NUM_STEPS) - 1
-            write_atomic(self._path, f"steps:{first}-{last}\n")
-            self._seen, self.wanted = modified_at(self._path), range(first, last + 1)
+        try:
+            steps = self._take(read_text(self._path, MAX_REQUEST).strip())
+        except (DataError, OSError, ValueError) as error:
+            self._say(f"control/profile asks for nothing: {error}")
+            return
+        if steps is not None:
+            now = self._progress.step
+            self.wanted = [*(each for each in self.wanted if each[-1] >= now), steps]
+
+    def _take(self, asked: str) -> range | None:
+        """Return the steps that are asked for; None where rank 0 must say first which these are."""
+        if not asked.startswith("steps:"):
+            return self._choose(_read_count(asked)) if self._is_first else None
+        steps = parse_profile(asked)
+        assert steps is not None, "off does not begin like steps"
+        steps = self._cut(steps)  # before what is over is dropped: ranks may differ by a step
+        if steps[-1] <= max(self._progress.step, AUDITED_STEP):
+            raise ValueError(f"{asked} is over, or before step {AUDITED_STEP + 1}")
+        return range(max(steps[0], AUDITED_STEP + 1), steps[-1] + 1)
+
+    def _choose(self, num_steps: int) -> range:
+        """Choose steps ahead for all ranks, and write them into the file."""
+        first = max(self._progress.step + self._steps_ahead(), AUDITED_STEP + 1)
+        steps = self._cut(range(first, first + num_steps))
+        for other in sorted(self.wanted, key=lambda each: each[0]):
+            if other[0] <= steps[-1] and steps[0] <= other[-1]:  # one profile at a time
+                steps = range(other[-1] + 1, other[-1] + 1 + len(steps))
+        write_atomic(self._path, f"steps:{steps[0]}-{steps[-1]}\n")
+        self._seen = modified_at(self._path)
+        return steps
+
+    def _cut(self, steps: range) -> range:
+        if len(steps) > MAX_STEPS:
+            self._say(f"a profile of {len(steps)} steps is asked for: {MAX_STEPS} are traced")
+        return steps[:MAX_STEPS]
+
+    def _say(self, text: str) -> None:
+        if self._is_first:  # the others would say the same
+            LOG.warning("%s", text)
 
     def _steps_ahead(self) -> int:
         taken = self._progress.step - self._begun_step
@@ -80,19 +118,19 @@ class Profiler:
         detail: Detail = "minimal",
     ) -> None:
         self._files, self._rank, self._clock, self._device = run, rank, clock, device
-        self._wanted, self._detail = wanted, detail
+        self._detail = detail
         self.notes: list[str] = []
         self._live: tuple[profile, range] | None = None
         self._steps, self._phases = Ranges(_recorded, STEP), Ranges(_recorded, PHASE)
-        self.requests = ProfileRequests(run.profile_request, clock, rank == 0)
+        self.requests = ProfileRequests(run.profile_request, clock, rank == 0, wanted)
 
     def begin(self, step: int, is_free: bool = True) -> None:
         """`is_free`: no other profile is being taken of this step; there is one at a time."""
         if self._live is not None:
             self._steps.turn_to(step)
             return
-        steps = self.requests.wanted or self._wanted
-        if steps is None or not is_free or not steps[0] <= step <= steps[-1]:
+        steps = next((each for each in self.requests.wanted if step in each), None)
+        if steps is None or not is_free:
             return
         # A rank that learns of it late takes what is left.
         self._start(range(step, steps[-1] + 1))
@@ -106,7 +144,7 @@ class Profiler:
         if self._live is None:
             return
         traced, steps = self._live
-        self._live = self.requests.wanted = self._wanted = None
+        self._live = None
         self._clock.on_phase.remove(self._phases.turn_to)
         self._phases.close()
         self._steps.close()
@@ -132,6 +170,13 @@ class Profiler:
         self._clock.on_phase.append(self._phases.turn_to)
         self._phases.turn_to(self._clock.phase)
         self._live = (traced, steps)
+
+
+def _read_count(asked: str) -> int:
+    """Return how many steps are asked for: by a number, or by an empty file."""
+    if not COUNT.fullmatch(asked):
+        raise ValueError(f"{asked!r} is no number of steps, and no steps:20-24")
+    return int(asked or 0) or NUM_STEPS
 
 
 def _recorded(name: str) -> Callable[[], None]:

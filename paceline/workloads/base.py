@@ -21,6 +21,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.metadata import entry_points, version
 from pathlib import Path
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from paceline.workloads.generation import Request
 
 Split = Literal["train", "val"]
+Waiting = Callable[[], AbstractContextManager[None]]
 # Asked about files that a run directory names and nobody has typed here: True where they may run.
 Approve = Callable[[Sequence[Code]], bool]
 # Ours; other packages register theirs as entry points of GROUP.
@@ -97,6 +99,9 @@ class Workload:
     preloads: ClassVar[tuple[str, ...]] = ()
     # What `prepare` returned, on every rank.
     prepared: Mapping[str, Any] = MappingProxyType({})
+    # `with self.waiting_for_ranks():` around a collective of its own, in `loss` or in the backward
+    # pass: what is inside is not this rank's work. Set by the engine.
+    waiting_for_ranks: Waiting = nullcontext
 
     def build_model(self, config: Any) -> nn.Module:
         """Build the model on torch's default device. Also called with that set to meta, to

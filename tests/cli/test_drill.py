@@ -56,6 +56,40 @@ def test_f24_a_slow_rank_is_named_while_it_runs_and_in_the_report(tmp_path: Path
     assert "rank 1 is slow: backward" in (tmp_path / "run/report.html").read_text()
 
 
+EXCHANGES = """
+import torch, time
+import torch.distributed as dist
+from torch import nn
+from paceline import Workload
+
+class Job(Workload):
+    def build_model(self, config):
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    def build_data(self, config, split):
+        return [torch.full((4,), n / 64) for n in range(64)] if split == "train" else None
+    def loss(self, model, batch):
+        time.sleep(0.05)
+        return model(batch).sum(), len(batch)
+
+class Own(Job):
+    def loss(self, model, batch):
+        total, size = super().loss(model, batch)
+        with self.waiting_for_ranks():
+            dist.all_reduce(total.detach().clone())
+        return total, size
+"""
+
+
+@pytest.mark.parametrize(("job", "more"), [("Job", ["strategy.sync_batchnorm=true"]), ("Own", [])])
+def test_f24_a_slow_rank_is_named_where_others_wait_in_their_forward_pass(
+    job: str, more: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "job.py").write_text(EXCHANGES)
+    asked = [f"job.py:{job}", *SMALL, "launch.nproc=2", "train.steps=50", *more]
+    ran, told, _ = drill(tmp_path, "slow_forward", job=asked)
+    assert ran.code == 0 and told["named"], told["findings"]
+
+
 def test_f21_a_collective_that_is_left_out_is_named_with_rank_and_step(tmp_path: Path) -> None:
     ran, _, events = drill(tmp_path, "desync", "train.steps=40")
     assert ran.code == 0, ran.err

@@ -1,6 +1,7 @@
 """BatchNorm: with `strategy.sync_batchnorm` ranks compute what one process does; without it they
 agree on their buffers; to recompute counts nothing twice."""
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from paceline.job import load_job
 from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.records import Finding
+from paceline.records.rundir import RunDir
 from tests.harness import run_each, run_here
 from tests.parity import assert_same_weights
 
@@ -63,6 +65,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{file}:Job"
 
 
+def waited_s(run: RunDir, rank: int) -> float:
+    """Return how long a rank waited for the other in its forward passes."""
+    with run.steps(rank).open() as file:
+        return sum(float(row["forward_blocked_s"]) for row in csv.DictReader(file))
+
+
 @pytest.mark.slow
 def test_two_ranks_equal_one_where_statistics_are_shared(job: str, tmp_path: Path) -> None:
     reference = run_here(tmp_path / "one", job, [*SETTINGS, "train.micro_batch_size=8"])
@@ -81,6 +89,8 @@ def test_two_ranks_equal_one_where_statistics_are_shared(job: str, tmp_path: Pat
             if expected.step % 3 == 0:
                 assert found.val_loss == pytest.approx(expected.val_loss, rel=1e-5), name
         assert_same_weights(reference, ends[name])
+        assert min(waited_s(ends[name].run, rank) for rank in (0, 1)) > 0, name
+    assert waited_s(ends["apart"].run, 0) == 0, "nothing is exchanged in its forward pass"
     for name in ("apart", "apart, zero3"):
         found = ends[name]
         assert found.rows[0].loss != pytest.approx(reference.rows[0].loss, rel=1e-4)

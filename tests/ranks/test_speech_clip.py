@@ -93,6 +93,8 @@ def test_two_ranks_equal_one(rows: list[str], reference: RankEnds, tmp_path: Pat
     cases = {row: [*two, *STRATEGIES[row]] for row in rows}
     for row, ends in run_each(tmp_path, RECIPE, cases).items():
         assert_same(reference, ends, row)
+        with ends.run.steps(0).open() as file:
+            assert all(float(step["forward_blocked_s"]) > 0 for step in csv.DictReader(file)), row
 
 
 @nightly

@@ -55,3 +55,19 @@ def test_the_lines_of_all_ranks_and_their_spread() -> None:
         "TimingSpread step=50 ranks=2 data_wait=30.00 fwd=0.00 bwd=30.00 step=0.00 iter=0.00"
         " slowest=1"
     ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "TimingRank step=1 rank=0 loss=0.5 fwd=80.12ms bwd=90ms",
+        "TimingRank step=1 rank=0 loss=0.5 fwd=80.12 bwd=90",
+        "TimingRank step=1 rank=0 loss=0.5 took 3 s",
+        f"TimingRank step={'9' * 5000} rank=0 loss=0.5 fwd=1",
+        timing_line(1, 7, 0.5, {}, 0.2),
+    ],
+)
+def test_a_line_of_the_job_that_looks_like_ours_is_just_a_line(line: str) -> None:
+    spreads = Spreads(1)
+    assert list(spreads.note(line)) == []
+    assert len(list(spreads.note(timing_line(1, 0, 0.5, {}, 0.2)))) == 1

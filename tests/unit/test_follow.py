@@ -59,3 +59,28 @@ def test_rows_that_are_there_already_are_not_replayed(tmp_path: Path) -> None:
         "starting all ranks again: attempt 2"
     ]
     assert run.train_log.read_text() == ""
+
+
+def test_what_cannot_be_followed_is_said_once_and_the_rest_goes_on(tmp_path: Path) -> None:
+    def refuse(row: dict[str, str]) -> None:
+        raise KeyError("loss")
+
+    run, said = RunDir(tmp_path), list[str]()
+    run.rank_log(0).parent.mkdir(parents=True)
+    follower = Follower(run, 1, refuse, said.append)
+    file = TableFile(run.training, TRAINING)
+    for step in (1, 2):
+        file.add({"step": step})
+        file.flush()
+        with run.rank_log(0).open("a") as log:
+            log.write(f"line {step}\nTimingRank step={step} rank=0 loss=0.5 fwd=80.12ms\n")
+        follower.tick()
+    with run.rank_log(0).open("a") as log:
+        log.write("the last")
+    follower.start()
+    follower.stop()
+    assert [line[:17] for line in run.train_log.read_text().splitlines()] == [
+        "[rank 0] line 1", "[rank 0] TimingRa", "[rank 0] line 2", "[rank 0] TimingRa",
+        "[rank 0] the last",
+    ]  # fmt: skip
+    assert said == ["warning: some of the run could not be followed (KeyError: 'loss'); it goes on"]

@@ -11,12 +11,15 @@ over all ranks is what one process with all N pairs in one microbatch computes, 
 """
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
+
+from paceline.workloads.base import Waiting
 
 CHUNK = 1024  # rows of a matrix of similarities that are in memory at a time
 RANKS = (1, 5)
@@ -27,24 +30,29 @@ class GatherRows(torch.autograd.Function):
     gradient of a row is the sum of what all ranks find."""
 
     @staticmethod
-    def forward(context: Any, rows_CD: Tensor) -> Tensor:
-        context.size = len(rows_CD)
+    def forward(context: Any, rows_CD: Tensor, waiting: Waiting) -> Tensor:
+        context.size, context.waiting = len(rows_CD), waiting
         world = dist.get_world_size()
         gathered = rows_CD.new_empty((world * len(rows_CD), rows_CD.shape[1]))
-        dist.all_gather(list(gathered.chunk(world)), rows_CD.contiguous())
+        with waiting():
+            dist.all_gather(list(gathered.chunk(world)), rows_CD.contiguous())
         return gathered
 
     @staticmethod
-    def backward(context: Any, *grads: Tensor) -> Tensor:
+    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # A sum and a slice: gloo has no reduce-scatter, and these are a few MB.
         total = grads[0].contiguous()
-        dist.all_reduce(total)
+        with context.waiting():
+            dist.all_reduce(total)
         first = dist.get_rank() * context.size
-        return total[first : first + context.size]
+        return total[first : first + context.size], None
 
 
-def loss_of(model: Any, speech_BD: Tensor, text_BD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of the pairs, and how many have their own text as the nearest."""
+def loss_of(
+    model: Any, speech_BD: Tensor, text_BD: Tensor, waiting: Waiting = nullcontext
+) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of the pairs, and how many have their own text as the nearest.
+    `waiting` is put around what waits for other ranks."""
     is_shared = dist.is_initialized() and dist.get_world_size() > 1 and not speech_BD.is_meta
     scale = model.scale
     if model.negatives != "global" or not is_shared:
@@ -52,7 +60,9 @@ def loss_of(model: Any, speech_BD: Tensor, text_BD: Tensor) -> tuple[Tensor, Ten
         to_text_BN = scale * speech_BD @ text_BD.T
         to_speech_BN = to_text_BN.T
     else:
-        speech_ND, text_ND, is_real_N, first = gather_pairs(speech_BD, text_BD, model.capacity)
+        speech_ND, text_ND, is_real_N, first = gather_pairs(
+            speech_BD, text_BD, model.capacity, waiting
+        )
         labels_B = first + torch.arange(len(speech_BD), device=speech_BD.device)
         to_text_BN = (scale * speech_BD @ text_ND.T).masked_fill(~is_real_N, -math.inf)
         to_speech_BN = (scale * text_BD @ speech_ND.T).masked_fill(~is_real_N, -math.inf)
@@ -62,7 +72,7 @@ def loss_of(model: Any, speech_BD: Tensor, text_BD: Tensor) -> tuple[Tensor, Ten
 
 
 def gather_pairs(
-    speech_BD: Tensor, text_BD: Tensor, capacity: int | None
+    speech_BD: Tensor, text_BD: Tensor, capacity: int | None, waiting: Waiting
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Return speech and text of all ranks, which of those rows are pairs, and where ours begin.
 
@@ -71,13 +81,14 @@ def gather_pairs(
     size = len(speech_BD)
     if capacity is None:
         most = torch.tensor(size, device=speech_BD.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
+        with waiting():
+            dist.all_reduce(most, dist.ReduceOp.MAX)
         capacity = int(most)
     assert size <= capacity, f"{size} pairs in a microbatch of at most {capacity}"
     # One collective for all: both vectors, and 1 where there is a pair.
     is_real_B1 = speech_BD.new_ones((size, 1))
     rows_BX = torch.cat((speech_BD, text_BD, is_real_B1), dim=1)
-    rows_NX: Tensor = GatherRows.apply(pad(rows_BX, (0, 0, 0, capacity - size)))
+    rows_NX: Tensor = GatherRows.apply(pad(rows_BX, (0, 0, 0, capacity - size)), waiting)
     width = speech_BD.shape[1]
     speech_ND, text_ND, is_real_N1 = rows_NX.split((width, width, 1), dim=1)
     return speech_ND, text_ND, is_real_N1.squeeze(1) > 0, dist.get_rank() * capacity

@@ -173,7 +173,7 @@ class SpeechText(Workload):
         from paceline.workloads.speech_clip.negatives import loss_of
 
         speech_BD, text_BD = model(batch)
-        total, num_right = loss_of(model, speech_BD, text_BD)
+        total, num_right = loss_of(model, speech_BD, text_BD, self.waiting_for_ranks)
         size, waves = len(speech_BD), batch["waveforms"]
         beside = {
             "accuracy": (num_right, size),
