@@ -44,7 +44,7 @@ def plan_fp8(
     tokens = count_tokens(config, workload)
     kept: dict[str, str] = {}
     layers, before, after = [], 0.0, 0.0
-    for parameter in model.trainable:
+    for parameter in model.parameters:
         if not parameter.is_matrix or len(parameter.shape) != 2:
             continue
         bf16_s, fp8_s = product_seconds(parameter, tokens, recipe, rate)
@@ -91,6 +91,10 @@ def _keeps_bf16(parameter: ParameterShape, bf16_s: float, fp8_s: float, asked: s
     rows, columns = parameter.shape
     if not parameter.is_hidden:
         return "stands outside of the blocks: logits and tables need bf16's digits"
+    if not parameter.is_linear:
+        return "belongs to no nn.Linear that is called: torchao replaces those alone"
+    if not parameter.is_trainable:
+        return "frozen: only layers that learn are replaced"
     if rows % MULTIPLE or columns % MULTIPLE:
         return f"{rows} x {columns}: both sides must be multiples of {MULTIPLE}"
     if asked == "auto" and fp8_s * WORTH_IT > bf16_s:

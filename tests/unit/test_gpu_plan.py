@@ -1,9 +1,17 @@
 """What the plan decides of kernels, fp8, memory and exchange, and the reason that it gives."""
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+from paceline.job import load_job
 from paceline.plan.memory import Kept, Saved, choose_blocks, needed_bytes
+from paceline.plan.planner import make_plan
 from paceline.records import Env, Plan
+from paceline.workloads.base import Workload
+from paceline.workloads.given import give
 from tests.machines import box, machine, plan
 
 H200, CPU = machine(1), machine()
@@ -51,6 +59,50 @@ def test_fp8_takes_large_layers_and_says_why_others_stay() -> None:
     odd = plan(FP8, "model.ffn_dim=5500", source="lm_1b", machine=H200)
     assert odd.fp8 is not None
     assert "multiples of 16" in odd.fp8.kept["blocks.0.ffn.down.weight"]
+
+
+class Turned(nn.Module):
+    """A layer as transformers' Conv1D: a matrix of its own, turned, and no nn.Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+
+
+class Scaled(nn.Linear):
+    """A layer whose forward torchao's would take the place of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+class Mixed(Workload):
+    def build_model(self, config: Any) -> nn.Module:
+        layers = [nn.TransformerEncoderLayer(64, 4, 128), Turned(), Scaled(64, 64)]
+        return nn.Sequential(nn.ModuleList(layers), nn.Linear(64, 2))
+
+    def build_data(self, config: Any, split: str) -> Any:
+        return [torch.zeros(64)]
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        return model(batch).sum(), len(batch)
+
+
+def test_fp8_names_only_layers_that_torchao_can_replace() -> None:
+    """`in_proj_weight` has no module of its own, and nobody calls `out_proj`."""
+    job = load_job(give(Mixed), [FP8, "precision.fp8_layers=all"])
+    made = make_plan(job, CPU).fp8
+    assert made is not None and made.layers == ["0.0.linear1", "0.0.linear2"]
+    apart = ["0.0.self_attn.in_proj_weight", "0.0.self_attn.out_proj.weight"]
+    for name in (*apart, "0.1.weight", "0.2.weight"):
+        assert "no nn.Linear that is called" in made.kept[name]
+
+
+def test_frozen_layers_stay_in_bf16_with_a_reason() -> None:
+    frozen = "optim.groups=[{match: 'blocks.[01].*', frozen: true}]"
+    made = plan(FP8, "precision.fp8_layers=all", frozen, machine=H200).fp8
+    assert made is not None and len(made.layers) == 4 * 2
+    assert "frozen" in made.kept["blocks.0.ffn.down.weight"]
 
 
 @pytest.mark.slow  # imports transformers
