@@ -129,10 +129,38 @@ def test_gradients_in_fp8_sum_over_rows_in_16s() -> None:
     assert not plan(*odd, source="lm_1b", machine=CPU).problems()
 
 
+def test_padded_rows_count_where_texts_are_uneven() -> None:
+    """1 x 1001 rows, however many of them have a loss."""
+    uneven = ["data.source=stdlib", "data.pack=padded", "train.micro_batch_size=1"]
+    odd = plan(FP8, *uneven, "data.seq_len=1001", source="lm_1b", machine=H200)
+    assert "1001 tokens in a microbatch" in odd.problems()[0].what
+    assert not plan(FP8, *uneven, "data.seq_len=1008", source="lm_1b", machine=H200).problems()
+
+
+def test_rows_that_nobody_knows_are_warned_of() -> None:
+    job = load_job(give(Mixed), [FP8, "precision.fp8_layers=all"])
+    made = make_plan(job, H200)
+    assert "multiples of 16" in told(made) and not made.problems()
+    assert "multiples of 16" not in told(make_plan(job, CPU))
+
+
+@pytest.mark.slow  # imports transformers
+def test_patches_are_counted_block_by_block() -> None:
+    """The encoder of mae_tiny sees 4 of an image's 16 patches, and a class token: 8 x 5 rows are no
+    multiple of 16; of 16 images any number is."""
+    asked = [FP8, "precision.fp8_layers=all"]
+    odd = plan(*asked, "train.micro_batch_size=8", source="mae_tiny", machine=H200)
+    assert "40 rows in a microbatch" in odd.problems()[0].what
+    assert not plan(*asked, "train.micro_batch_size=16", source="mae_tiny", machine=H200).problems()
+
+
 @pytest.mark.slow  # imports transformers
 def test_images_are_no_rows() -> None:
-    """A layer's input has a row for each patch: of 64 images some thousand, not 64."""
-    wide = ["model.hf_config.hidden_size=4096", "model.hf_config.intermediate_size=16384"]
+    """A layer's input has a row for each patch: of 64 images 64 x (49 + 1), not 64."""
+    wide = [
+        "model.hf_config.hidden_size=4096", "model.hf_config.intermediate_size=16384",
+        "model.hf_config.image_size=224", "model.hf_config.patch_size=16",
+    ]  # fmt: skip
     made = plan(FP8, *wide, "train.micro_batch_size=64", source="mae_tiny", machine=H200)
     assert made.fp8 is not None and made.fp8.layers and made.fp8.gain > 1.1
 
