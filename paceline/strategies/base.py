@@ -231,6 +231,10 @@ class Strategy(ABC):
         """Return what of `state` lies on the device at its peak: less where some is offloaded."""
         return state.peak
 
+    def updates_on_host(self, config: RunConfig) -> bool:
+        """Return True where weights of GPUs are updated by the CPU."""
+        return False
+
     def collectives(self, config: RunConfig, plan: Plan) -> list[Collective]:
         """Return the collectives that the audit must find in the profile of a step."""
         return []

@@ -1,6 +1,7 @@
 """What the plan decides of kernels, fp8, memory and exchange, and the reason that it gives."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from paceline.job import load_job
 from paceline.plan.memory import Kept, Saved, choose_blocks, needed_bytes
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Plan
+from paceline.strategies.base import EngineParts
+from paceline.strategies.optim import by_kernel
 from paceline.workloads.base import Workload
 from paceline.workloads.given import give
 from tests.machines import box, machine, plan
@@ -40,6 +43,45 @@ def test_kernels_are_ours_where_that_was_measured(
     made = plan(*overrides, machine=env)
     assert made.kernels.value == value and because in made.kernels.because
     assert not made.problems()
+
+
+@pytest.mark.parametrize(
+    ("beside", "has_adamw"),
+    [
+        (["strategy.name=zero3"], True),
+        (["strategy.name=zero3", "strategy.offload=true"], False),
+        (["strategy.name=ddp", "strategy.offload=true"], True),  # it has no such key
+        (["strategy.name=deepspeed"], True),  # which calls our optimizer
+        (["strategy.name=deepspeed", "strategy.offload=true"], False),
+        (["optim.fused=off"], False),
+        (["optim.name=lion"], False),
+    ],
+)
+def test_a_kernel_is_claimed_where_it_runs(
+    beside: list[str], has_adamw: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.plan.kernels.find_spec", lambda name: name)
+    made = plan(*beside, machine=box(4))
+    assert made.kernels.value == "triton"
+    assert ("AdamW" in made.kernels.because) == has_adamw
+
+
+def test_updates_on_the_host_are_by_torch() -> None:
+    """DeepSpeed is given the optimizer while the weights are on the GPU, and moves them then."""
+    asked = ["strategy.name=deepspeed", "strategy.stage=2", "train.kernels=triton"]
+    model = Mock(parameters=lambda: iter([Mock(is_cuda=True)]))
+    for offload, expected in (("true", False), ("false", True)):
+        job = load_job("lm_tiny", [*asked, f"strategy.offload={offload}"])
+        made = make_plan(job, box(4))
+        parts = EngineParts(job.config, made, job.workload, torch.device("cuda"))
+        assert by_kernel(parts, model) == expected
+
+
+def test_the_chip_that_was_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.plan.kernels.find_spec", lambda name: name)
+    assert plan(machine=H200).kernels.because.endswith("faster and equal on an H200")
+    other = plan(machine=box(1)).kernels
+    assert other.value == "triton" and "H100 80GB HBM3 was not measured" in other.because
 
 
 def test_without_triton_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,9 @@ class Pipeline(Strategy):
     def shards(self, config: RunConfig) -> bool:
         return _inner(config) in INNER
 
+    def updates_on_host(self, config: RunConfig) -> bool:
+        return self.shards(config) and Gathering.of(config).offload
+
     def collectives(self, config: RunConfig, plan: Plan) -> list[Collective]:
         return wire(plan) if self.shards(config) else []
 
