@@ -188,6 +188,8 @@ class Strategy(ABC):
     syncs_batchnorm: ClassVar[bool] = True
     # True: products may take the weights in parts, as they arrive (strategy.exchange=fused).
     fuses: ClassVar[bool] = False
+    # Why ranks cannot exchange through symmetric memory; empty: they can.
+    no_symmetric: ClassVar[str] = ""
     # True: a library updates the weights, and the audit looks for no optimizer of ours.
     updates_itself: ClassVar[bool] = False
     # Why layers cannot be replaced by torchao's; empty: they can.

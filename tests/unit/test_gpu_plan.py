@@ -286,6 +286,13 @@ def test_symmetric_memory_needs_nvlink(env: Env, value: str, because: str) -> No
     assert ("symmetric was asked" in told(made)) == (value == "collectives")
 
 
+def test_stages_are_gathered_by_collectives() -> None:
+    asked = ["strategy.name=pipeline", "strategy.exchange=symmetric", "strategy.stages=2"]
+    made = plan(*asked, "strategy.inner=zero3", machine=box(4))
+    assert made.mesh == {"pp": 2, "dp": 2} and made.exchange_by.value == "collectives"
+    assert "stages of a pipeline" in told(made)
+
+
 @pytest.mark.parametrize(
     ("env", "strategy", "value", "because"),
     [

@@ -34,6 +34,7 @@ class Pipeline(Strategy):
     summary = "one process a stage of the model, microbatches sent from stage to stage"
     Settings = PipelineSettings
     syncs_batchnorm = False
+    no_symmetric = "the stages of a pipeline are gathered by collectives"
 
     def problems(self, config: RunConfig, crew: Crew, model: ModelShape) -> list[Finding]:
         return list(_problems(config, model))
