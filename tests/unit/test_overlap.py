@@ -1,14 +1,15 @@
 """Exposed communication from spans of time, and the settings that the plan chooses to hide it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from torch.autograd import DeviceType
 
-from paceline.machine.measures import PairSpeed
+from paceline.machine.measures import MatmulRate, PairSpeed, keep_rates
 from paceline.traces.intervals import merge, subtract
 from paceline.train.overlap import measure_overlap
-from tests.machines import box, machine, plan
+from tests.machines import MACHINE, box, machine, plan
 
 CPU, CUDA = DeviceType.CPU, DeviceType.CUDA
 
@@ -96,3 +97,18 @@ def test_blocks_are_gathered_ahead_where_the_link_is_slow(
     made = plan("strategy.name=zero3", source="lm_125m", machine=box(4))
     assert made.prefetch.value == ahead and "of its computing time" in made.prefetch.because
     assert plan("strategy.name=zero3", machine=machine()).prefetch.value == 0
+
+
+def test_a_cpu_is_asked_with_the_threads_of_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`paceline check` has measured 8 threads, as many as a rank without loaders has; what 6
+    compute is not known."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = ["launch.nproc=2", "strategy.name=zero3"]
+    made = plan(*asked, "data.num_workers=0")
+    assert made.threads.value == 8 and "no link was measured" in made.prefetch.because
+    rate = MatmulRate(precision="fp32", side=512, tflop_per_s=0.5, best_tflop_per_s=0.5)
+    keep_rates(MACHINE, made.crew, 8, [rate], [link(0.01)])
+    assert plan(*asked, "data.num_workers=0").prefetch.value == 1
+    assert "no matmul by 6 threads" in plan(*asked, "data.num_workers=2").prefetch.because
