@@ -9,16 +9,17 @@ G/b * l + b/r, smallest at b = sqrt(G * l * r).
 from math import sqrt
 
 from paceline.config.schema import RunConfig
-from paceline.machine.measures import PairSpeed, load_link, load_matmul_tflops
+from paceline.machine.measures import PairSpeed, load_latency, load_link, load_matmul_tflops
 from paceline.records import Choice, Crew, Env, Plan
-from paceline.records.words import count
+from paceline.records.words import count, duration
 from paceline.strategies.base import Strategy
 from paceline.strategies.shape import ModelShape
 
 MIB = 2**20
 DEFAULT_BUCKET = 25.0  # torch's own
 SMALLEST, LARGEST = 1.0, 256.0
-# Of a small all-reduce: NCCL on one machine about 30 us, gloo over loopback 0.24 ms.
+# Of a small all-reduce, where none was measured: NCCL on one machine about 30 us, gloo over
+# loopback 0.24 ms.
 LATENCY_S = {"nccl": 30e-6, "gloo": 240e-6}
 HARD_TO_HIDE = 0.5  # of a block's computing time
 
@@ -36,9 +37,12 @@ def choose_bucket(
         because = "torch's own: no link was measured here (paceline check)"
         return Choice(requested=asked, value=DEFAULT_BUCKET, because=because, matters=False)
     gradients = sum(p.num_bytes for p in model.trainable)
-    best = sqrt(gradients * LATENCY_S[crew.backend.value] * link.gb_per_s * 1e9) / MIB
+    measured = load_latency(env, crew.device.value, crew.num_nodes)
+    latency_s = measured or LATENCY_S[crew.backend.value]
+    best = sqrt(gradients * latency_s * link.gb_per_s * 1e9) / MIB
     value = round(min(max(best, SMALLEST), LARGEST), 1)
-    because = f"least exposed at the {link.gb_per_s:.3g} GB/s that check measured"
+    because = f"least exposed at the {link.gb_per_s:.3g} GB/s that check measured, with a latency"
+    because += f" of {duration(latency_s)}{'' if measured else ', which is assumed'}"
     return Choice(requested=asked, value=value, because=because)
 
 

@@ -1,12 +1,13 @@
 """Exposed communication from spans of time, and the settings that the plan chooses to hide it."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from torch.autograd import DeviceType
 
-from paceline.machine.measures import MatmulRate, PairSpeed, keep_rates
+from paceline.machine.measures import MatmulRate, PairSpeed, Speed, keep_rates
 from paceline.traces.intervals import merge, subtract
 from paceline.train.overlap import measure_overlap
 from tests.machines import MACHINE, box, machine, plan
@@ -112,3 +113,30 @@ def test_a_cpu_is_asked_with_the_threads_of_the_plan(
     keep_rates(MACHINE, made.crew, 8, [rate], [link(0.01)])
     assert plan(*asked, "data.num_workers=0").prefetch.value == 1
     assert "no matmul by 6 threads" in plan(*asked, "data.num_workers=2").prefetch.because
+
+
+def test_buckets_follow_the_measured_latency(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 times the assumed 0.24 ms make buckets 10 times as large; of a file that an older version
+    kept the latency is assumed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    crew = plan("launch.nproc=2").crew
+    keep_rates(MACHINE, crew, 8, [], [link(4.0)])
+    (file,) = tmp_path.rglob("*.json")
+    older = json.loads(file.read_text())
+    del older["latency_s"]
+    file.write_text(json.dumps(older))
+    assumed = plan("launch.nproc=2").bucket_mb
+    assert "240 µs, which is assumed" in assumed.because
+    keep_rates(MACHINE, crew, 8, [], [link(4.0)], [all_reduce(2**20, 1.0), all_reduce(8, 0.024)])
+    measured = plan("launch.nproc=2").bucket_mb
+    assert measured.value == pytest.approx(10 * assumed.value, rel=0.1)
+    assert "latency of 24 ms" in measured.because and "assumed" not in measured.because
+
+
+def all_reduce(num_bytes: int, median_s: float) -> Speed:
+    return Speed(
+        op="all_reduce", num_bytes=num_bytes, median_s=median_s, algbw_gb_per_s=1,
+        busbw_gb_per_s=1, iterations=5,
+    )  # fmt: skip
