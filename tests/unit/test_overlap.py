@@ -66,6 +66,19 @@ def test_nccl_beside_kernels() -> None:
     assert (found.communication_s, found.exposed_s) == pytest.approx((0.015, 0.008))
 
 
+def test_barriers_of_symmetric_memory_are_communication() -> None:
+    """Waited for 50 ms and 10, and computed for 10 between them; one copy came from a peer."""
+    barrier = "barrier_kernel(unsigned int**, int, int, int, unsigned long)"
+    add = "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>"
+    events = [
+        Event(barrier, 0, 50, CUDA), Event(add, 50, 60, CUDA), Event(barrier, 60, 70, CUDA),
+        Event("Memcpy PtoP (Device -> Device)", 80, 90, CUDA),
+    ]  # fmt: skip
+    found = measure_overlap(events, rank=0, step=3)
+    assert (found.communication_s, found.exposed_s) == pytest.approx((0.070, 0.070))
+    assert found.compute_s == pytest.approx(0.010)
+
+
 def link(gb_per_s: float) -> PairSpeed:
     return PairSpeed(a=0, b=1, num_bytes=2**26, one_way_s=0.1, gb_per_s=gb_per_s)
 
