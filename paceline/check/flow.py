@@ -97,7 +97,8 @@ def _keep(
     if not ranks or not ranks[0].rates:
         return []
     try:
-        keep_rates(env, crew, threads, ranks[0].rates, group.pairs if group else ())
+        found = (group.pairs, group.speeds) if group else ((), ())
+        keep_rates(env, crew, threads, ranks[0].rates, *found)
     except OSError as error:
         what = f"the rates cannot be kept for later reports: {error.strerror}"
         return [Finding(severity="note", where="cache", what=what, hint="set XDG_CACHE_HOME")]

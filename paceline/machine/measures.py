@@ -119,6 +119,7 @@ class KeptRates(Record):
     rates: list[Rate]
     num_nodes: int = 1
     link: PairSpeed | None = Field(None, description="The slowest one between two of its ranks.")
+    latency_s: float | None = Field(None, description="Of the smallest all-reduce of all ranks.")
 
 
 def keep_rates(
@@ -127,15 +128,19 @@ def keep_rates(
     threads: int,
     rates: Sequence[Rate],
     pairs: Sequence[PairSpeed] = (),
+    speeds: Sequence[Speed] = (),
 ) -> None:
     path = _path(env, crew.device.value)
     path.parent.mkdir(parents=True, exist_ok=True)
+    sums = [speed for speed in speeds if speed.op == "all_reduce"]
+    smallest = min(sums, key=lambda speed: speed.num_bytes, default=None)
     KeptRates(
         measured_at=time.time(),
         threads=threads,
         rates=list(rates),
         num_nodes=crew.num_nodes,
         link=min(pairs, key=lambda pair: pair.gb_per_s, default=None),
+        latency_s=smallest.median_s if smallest else None,
     ).save(path)
 
 
@@ -153,6 +158,12 @@ def load_link(env: Env, device: str, num_nodes: int) -> PairSpeed | None:
     """Return the slowest link measured from here, over as many machines."""
     kept = _load(env, device)
     return kept.link if kept is not None and kept.num_nodes == num_nodes else None
+
+
+def load_latency(env: Env, device: str, num_nodes: int) -> float | None:
+    """Return the seconds of the smallest all-reduce measured from here, over as many machines."""
+    kept = _load(env, device)
+    return kept.latency_s if kept is not None and kept.num_nodes == num_nodes else None
 
 
 def _load(env: Env, device: str) -> KeptRates | None:

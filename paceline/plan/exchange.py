@@ -23,7 +23,7 @@ def choose_exchange(
     if asked == "fused" and not strategy.fuses:
         because = "only zero2 and zero3 take weights in parts"
         return Choice(requested=asked, value="collectives", because=because)
-    lacking = _lacking(config, env, crew)
+    lacking = strategy.no_symmetric or _lacking(config, env, crew)
     if lacking and asked == "fused" and crew.world_size > 1:
         return Choice(
             requested=asked, value="pipelined", because=f"parts by collectives: {lacking}"

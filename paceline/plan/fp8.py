@@ -6,7 +6,7 @@ and small ones lose. The rates are those of an H200 (benchmarks/results/gpu_fp8_
 matters is their ratio."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from paceline.config.schema import RunConfig
@@ -41,12 +41,14 @@ def plan_fp8(
     is_ours = bool(workload.own_kernels) and plan.kernels.value == "triton"
     has_kernel = is_ours and recipe == "tensorwise" and not gathers
     rate = CAST_BYTES_PER_S["triton" if has_kernel else "torch"]
-    tokens = count_tokens(config, workload)
+    known = count_rows(config, plan, workload)
     kept: dict[str, str] = {}
     layers, before, after = [], 0.0, 0.0
-    for parameter in model.trainable:
+    for parameter in model.parameters:
         if not parameter.is_matrix or len(parameter.shape) != 2:
             continue
+        # The last unit is no block, and its matrices stay in bf16: any block's number will do.
+        tokens = known[min(parameter.unit, len(known) - 1)] if known else UNKNOWN_TOKENS
         bf16_s, fp8_s = product_seconds(parameter, tokens, recipe, rate)
         reason = _keeps_bf16(parameter, bf16_s, fp8_s, asked.fp8_layers)
         before += bf16_s
@@ -65,11 +67,12 @@ def plan_fp8(
     )
 
 
-def count_tokens(config: RunConfig, workload: Workload) -> int:
-    """Return the rows of a layer's input: the tokens of a microbatch, where they are known. Of
-    samples each has many."""
-    units = workload.units_per_sample(config) if workload.unit == "tokens" else None
-    return config.train.micro_batch_size * units if units else UNKNOWN_TOKENS
+def count_rows(config: RunConfig, plan: Plan, workload: Workload) -> list[int]:
+    """Return the rows of a layer's input in a microbatch: of each block where they differ, else one
+    number; empty: not known before there is a batch."""
+    alike = workload.positions_per_sample(config)
+    each = workload.block_positions(config) or ([alike] if alike else [])
+    return [plan.batch.micro * positions for positions in each]
 
 
 def product_seconds(
@@ -91,6 +94,10 @@ def _keeps_bf16(parameter: ParameterShape, bf16_s: float, fp8_s: float, asked: s
     rows, columns = parameter.shape
     if not parameter.is_hidden:
         return "stands outside of the blocks: logits and tables need bf16's digits"
+    if not parameter.is_linear:
+        return "belongs to no nn.Linear that is called: torchao replaces those alone"
+    if not parameter.is_trainable:
+        return "frozen: only layers that learn are replaced"
     if rows % MULTIPLE or columns % MULTIPLE:
         return f"{rows} x {columns}: both sides must be multiples of {MULTIPLE}"
     if asked == "auto" and fp8_s * WORTH_IT > bf16_s:
@@ -105,16 +112,8 @@ def check_fp8(
     if plan.fp8 is None:
         return
     yield from _impossible(env, plan, strategy)
-    tokens = count_tokens(config, workload)
-    if plan.on_gpu and tokens % MULTIPLE and plan.fp8.recipe != "rowwise_gw_hp":
-        yield Finding(
-            severity="error",
-            where="precision.mode",
-            what=f"{tokens} tokens in a microbatch: in fp8 gradients of weights sum over multiples"
-            f" of {MULTIPLE}",
-            hint=f"set data.seq_len or train.micro_batch_size to a multiple of {MULTIPLE}, or"
-            " precision.fp8_recipe=rowwise_gw_hp",
-        )
+    if plan.on_gpu and plan.fp8.layers and plan.fp8.recipe != "rowwise_gw_hp":
+        yield from _check_rows(count_rows(config, plan, workload), workload.unit)
     if not plan.fp8.layers:
         yield Finding(
             severity="error",
@@ -148,6 +147,31 @@ def check_fp8(
             severity="note",
             where="precision.fp8_recipe",
             what=f"a step is estimated at {gain:.2f}x the speed of bf16",
+        )
+
+
+def _check_rows(known: Sequence[int], unit: str) -> Iterator[Finding]:
+    """Yield that gradients of weights cannot be summed in fp8, or what must hold so that they
+    can."""
+    rule = f"in fp8 gradients of weights sum over multiples of {MULTIPLE}"
+    odd = next((rows for rows in known if rows % MULTIPLE), None)
+    if odd is not None:
+        noun, sizes = ("tokens", "data.seq_len or ") if unit == "tokens" else ("rows", "")
+        yield Finding(
+            severity="error",
+            where="precision.mode",
+            what=f"{odd} {noun} in a microbatch: {rule}",
+            hint=f"set {sizes}train.micro_batch_size to a multiple of {MULTIPLE}, or"
+            " precision.fp8_recipe=rowwise_gw_hp",
+        )
+    if not known:
+        yield Finding(
+            severity="warning",
+            where="precision.mode",
+            what=f"how many rows a microbatch has is not known before it is there: {rule}, and a"
+            " rank fails at the first that has others",
+            hint=f"pad each to a multiple of {MULTIPLE} (tokens, frames or patches of all its"
+            " samples together), or set precision.fp8_recipe=rowwise_gw_hp",
         )
 
 

@@ -7,19 +7,26 @@ from importlib.util import find_spec
 from paceline.config.schema import RunConfig
 from paceline.plan.policy import capability_of
 from paceline.records import Choice, Device, Env, Finding, Kernels, Plan
-from paceline.strategies.optimizers import builds_own
+from paceline.strategies.base import Strategy
+from paceline.strategies.optimizers import has_kernel
 from paceline.workloads.base import Workload
 
-# What was measured: benchmarks/results/gpu_kernels_h200.txt.
-MEASURED = (9, 0)
+# What was measured: benchmarks/results/gpu_kernels_h200.txt. Chosen on all chips of its capability,
+# though their memory and clocks differ.
+CHIP, MEASURED = "H200", (9, 0)
 
 
 def choose_kernels(
-    config: RunConfig, env: Env, device: Choice[Device], precision: str, workload: Workload
+    config: RunConfig,
+    env: Env,
+    device: Choice[Device],
+    precision: str,
+    workload: Workload,
+    strategy: Strategy,
 ) -> Choice[Kernels]:
     """Choose where every rank computes the same: by the weakest GPU."""
     asked = config.train.kernels
-    what = _served(config, workload)
+    what = _served(config, workload, strategy)
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked", matters=asked != "torch")
     value: Kernels = "torch"
@@ -27,7 +34,7 @@ def choose_kernels(
     if device.value == "cpu":
         because = "there is no GPU"
     elif not what:
-        because = f"there is none for this workload, nor for {config.optim.name}"
+        because = f"there is none for this workload, nor for {_update(config, strategy)}"
     elif capability != MEASURED:
         because = "not measured on this GPU"
     elif precision not in ("bf16", "fp8"):
@@ -35,7 +42,7 @@ def choose_kernels(
     elif find_spec("triton") is None:
         because = "triton is not installed"
     else:
-        value, because = "triton", f"{what}: faster and equal on compute capability 9.0"
+        value, because = "triton", f"{what}: faster and equal on {_where(env)}"
     return Choice(requested=asked, value=value, because=because, matters=value == "triton")
 
 
@@ -60,7 +67,22 @@ def check_kernels(plan: Plan) -> Iterator[Finding]:
         )
 
 
-def _served(config: RunConfig, workload: Workload) -> str:
+def _where(env: Env) -> str:
+    """Return the chip that was measured, and what another one has of it."""
+    for gpu in env.gpus:
+        if CHIP not in gpu.name:
+            return f"an {CHIP}; {gpu.name} was not measured, and has its compute capability 9.0"
+    return f"an {CHIP}"
+
+
+def _served(config: RunConfig, workload: Workload, strategy: Strategy) -> str:
     """Return what there are kernels for in this job, in words."""
-    has_adamw = config.optim.name == "adamw" and not builds_own(workload)
-    return " and ".join(filter(None, (workload.own_kernels, "AdamW" if has_adamw else "")))
+    adamw = "AdamW" if has_kernel(config, strategy, workload) else ""
+    return " and ".join(filter(None, (workload.own_kernels, adamw)))
+
+
+def _update(config: RunConfig, strategy: Strategy) -> str:
+    """Return in words what updates the weights, where no kernel of ours does."""
+    if strategy.updates_on_host(config):
+        return "updates on the host"
+    return f"{config.optim.name}{' that is not fused' if config.optim.fused == 'off' else ''}"

@@ -25,9 +25,7 @@ def add_limits(
     built_from = effective_config(config, plan.attention.value)
     if memory := plan_memory(config, env, plan, workload, built_from):
         plan = plan.model_copy(update={"memory": memory, "recompute": as_recompute(memory)})
-    each = plan.flops_per_sample.value
-    flops = each * plan.batch.micro if each else None
-    prefetch = choose_prefetch(config, env, plan.crew, model, by, flops)
+    prefetch = choose_prefetch(config, env, plan, model, by)
     return plan.model_copy(update={"prefetch": prefetch})
 
 

@@ -9,15 +9,17 @@ G/b * l + b/r, smallest at b = sqrt(G * l * r).
 from math import sqrt
 
 from paceline.config.schema import RunConfig
-from paceline.machine.measures import PairSpeed, load_link, load_matmul_tflops
-from paceline.records import Choice, Crew, Env
+from paceline.machine.measures import PairSpeed, load_latency, load_link, load_matmul_tflops
+from paceline.records import Choice, Crew, Env, Plan
+from paceline.records.words import count, duration
 from paceline.strategies.base import Strategy
 from paceline.strategies.shape import ModelShape
 
 MIB = 2**20
 DEFAULT_BUCKET = 25.0  # torch's own
 SMALLEST, LARGEST = 1.0, 256.0
-# Of a small all-reduce: NCCL on one machine about 30 us, gloo over loopback 0.24 ms.
+# Of a small all-reduce, where none was measured: NCCL on one machine about 30 us, gloo over
+# loopback 0.24 ms.
 LATENCY_S = {"nccl": 30e-6, "gloo": 240e-6}
 HARD_TO_HIDE = 0.5  # of a block's computing time
 
@@ -35,32 +37,48 @@ def choose_bucket(
         because = "torch's own: no link was measured here (paceline check)"
         return Choice(requested=asked, value=DEFAULT_BUCKET, because=because, matters=False)
     gradients = sum(p.num_bytes for p in model.trainable)
-    best = sqrt(gradients * LATENCY_S[crew.backend.value] * link.gb_per_s * 1e9) / MIB
+    measured = load_latency(env, crew.device.value, crew.num_nodes)
+    latency_s = measured or LATENCY_S[crew.backend.value]
+    best = sqrt(gradients * latency_s * link.gb_per_s * 1e9) / MIB
     value = round(min(max(best, SMALLEST), LARGEST), 1)
-    because = f"least exposed at the {link.gb_per_s:.3g} GB/s that check measured"
+    because = f"least exposed at the {link.gb_per_s:.3g} GB/s that check measured, with a latency"
+    because += f" of {duration(latency_s)}{'' if measured else ', which is assumed'}"
     return Choice(requested=asked, value=value, because=because)
 
 
 def choose_prefetch(
-    config: RunConfig,
-    env: Env,
-    crew: Crew,
-    model: ModelShape,
-    strategy: Strategy,
-    flops_per_rank: float | None,
+    config: RunConfig, env: Env, plan: Plan, model: ModelShape, strategy: Strategy
 ) -> Choice[int]:
     """Choose how many blocks are gathered ahead, each way: one, where a gather is hard to hide
     behind a block's computation, else torch's own order."""
-    matters = strategy.shards(config) and crew.world_size > 1
-    link = load_link(env, crew.device.value, crew.num_nodes) if matters else None
-    rate = load_matmul_tflops(env, crew.device.value, "bf16", 1) if crew.on_gpu else None
-    rate = rate or load_matmul_tflops(env, crew.device.value, "fp32", 1)
-    if link is None or rate is None or not flops_per_rank or not model.num_blocks:
-        because = "torch's own order: no link or no matmul was measured here (paceline check)"
+    crew, each = plan.crew, plan.flops_per_sample.value
+    link = load_link(env, crew.device.value, crew.num_nodes)
+    rate = _matmul_tflops(env, plan)
+    missing = ""
+    if not strategy.shards(config) or crew.world_size == 1:
+        missing = "no weight is gathered"
+    elif link is None:
+        missing = "no link was measured here (paceline check)"
+    elif rate is None:
+        by = "" if plan.on_gpu else f" by {count(plan.threads.value, 'thread')}"
+        missing = f"no matmul{by} was measured here (paceline check)"
+    elif not each or not model.num_blocks:
+        missing = "how long a block computes is not known"
+    if missing:
+        because = f"torch's own order: {missing}"
         return Choice(requested="auto", value=0, because=because, matters=False)
-    share = _gather_seconds(model, crew, link) / (flops_per_rank / model.num_blocks / rate / 1e12)
+    assert link is not None and rate is not None and each is not None, "nothing is missing"
+    block_s = each * plan.batch.micro / model.num_blocks / rate / 1e12
+    share = _gather_seconds(model, crew, link) / block_s
     because = f"a block's gather is estimated at {share:.0%} of its computing time"
     return Choice(requested="auto", value=int(share > HARD_TO_HIDE), because=because)
+
+
+def _matmul_tflops(env: Env, plan: Plan) -> float | None:
+    """Return the measured rate of a rank; that of a CPU holds for as many threads only."""
+    kinds = ("bf16", "fp32") if plan.on_gpu else ("fp32",)
+    found = (load_matmul_tflops(env, plan.device.value, k, plan.threads.value) for k in kinds)
+    return next((rate for rate in found if rate is not None), None)
 
 
 def _gather_seconds(model: ModelShape, crew: Crew, link: PairSpeed) -> float:

@@ -188,6 +188,8 @@ class Strategy(ABC):
     syncs_batchnorm: ClassVar[bool] = True
     # True: products may take the weights in parts, as they arrive (strategy.exchange=fused).
     fuses: ClassVar[bool] = False
+    # Why ranks cannot exchange through symmetric memory; empty: they can.
+    no_symmetric: ClassVar[str] = ""
     # True: a library updates the weights, and the audit looks for no optimizer of ours.
     updates_itself: ClassVar[bool] = False
     # Why layers cannot be replaced by torchao's; empty: they can.
@@ -230,6 +232,10 @@ class Strategy(ABC):
     def device_bytes(self, config: RunConfig, state: StateBytes) -> int:
         """Return what of `state` lies on the device at its peak: less where some is offloaded."""
         return state.peak
+
+    def updates_on_host(self, config: RunConfig) -> bool:
+        """Return True where weights of GPUs are updated by the CPU."""
+        return False
 
     def collectives(self, config: RunConfig, plan: Plan) -> list[Collective]:
         """Return the collectives that the audit must find in the profile of a step."""

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from paceline.strategies.shape import ModelShape, ParameterShape
 
@@ -89,6 +90,16 @@ def find_hidden(model: nn.Module) -> set[int]:
     }
 
 
+def is_called_linear(module: nn.Module) -> bool:
+    """Say whether another layer may stand in the place of this one: an nn.Linear with the forward
+    of nn.Linear. nn.MultiheadAttention reads the weight of its `out_proj` and never calls it."""
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and not isinstance(module, NonDynamicallyQuantizableLinear)
+    )
+
+
 def measure_shape(model: nn.Module) -> ModelShape:
     """Measure the sizes of a model, which may lie on meta."""
     blocks = find_blocks(model)
@@ -117,6 +128,7 @@ def measure_shape(model: nn.Module) -> ModelShape:
                     places=at,
                     is_matrix=p.dim() >= 2 and not is_table,
                     is_hidden=id(p) in hidden,
+                    is_linear=key == "weight" and is_called_linear(module),
                     name=f"{name}.{key}" if name else key,
                 )
             )

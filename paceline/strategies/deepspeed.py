@@ -69,6 +69,9 @@ class DeepSpeed(Strategy):
     def device_bytes(self, config: RunConfig, state: StateBytes) -> int:
         return state.peak - (state.optimizer if _settings(config).offload else 0)
 
+    def updates_on_host(self, config: RunConfig) -> bool:
+        return _settings(config).offload or "offload_optimizer" in zero_section(config, 0)
+
     def estimate(self, model: ModelShape, config: RunConfig, share: Share) -> StateBytes:
         """Estimate by stage, exact to the byte; offloaded state is counted too."""
         return estimate_bytes(model, config, share)

@@ -13,9 +13,10 @@ from paceline.config.schema import RunConfig
 from paceline.config.training import OptimConfig, ScheduleConfig
 from paceline.errors import ConfigError
 from paceline.records.words import few
+from paceline.strategies import find_strategy
 from paceline.strategies.base import EngineParts
 from paceline.strategies.blocks import find_hidden
-from paceline.strategies.optimizers import KINDS, builds_own, is_frozen, split_groups
+from paceline.strategies.optimizers import KINDS, builds_own, has_kernel, is_frozen, split_groups
 from paceline.workloads.base import Workload
 
 ONE_READ_ADAMW = "paceline.strategies.update_rules:OneReadAdamW"
@@ -54,8 +55,11 @@ def build_optimizer(parts: EngineParts, module: nn.Module) -> Optimizer:
 
 
 def by_kernel(parts: EngineParts, module: nn.Module) -> bool:
-    """Say whether AdamW is by our own kernel: as planned, where the weights lie on a GPU."""
-    return parts.plan.kernels.value == "triton" and next(module.parameters()).is_cuda
+    """Say whether AdamW is by our own kernel: as planned, where the weights lie on a GPU, and stay
+    there: DeepSpeed moves what it updates on the host only after this."""
+    strategy = find_strategy(parts.plan.strategy.value)
+    is_ours = parts.plan.kernels.value == "triton" and next(module.parameters()).is_cuda
+    return is_ours and has_kernel(parts.config, strategy, parts.workload)
 
 
 def optimizer_kind(

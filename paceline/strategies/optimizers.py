@@ -265,6 +265,12 @@ def choose_fused(config: RunConfig, strategy: Strategy, workload: Workload) -> C
     return Choice(requested=asked, value=asked == "on", because="as asked")
 
 
+def has_kernel(config: RunConfig, strategy: Strategy, workload: Workload) -> bool:
+    """Say whether our own kernel can update the weights: it is a fused AdamW for a GPU."""
+    is_fused = choose_fused(config, strategy, workload).value
+    return config.optim.name == "adamw" and is_fused and not strategy.updates_on_host(config)
+
+
 def check_optimizer(
     config: RunConfig, strategy: Strategy, workload: Workload, model: ModelShape
 ) -> Iterator[Finding]:

@@ -14,7 +14,8 @@ from paceline.records import ModelSize
 class ParameterShape:
     """`unit` numbers the block it is gathered with; the last unit is the rest of the model.
     `places`: the blocks it stands with, where the rest of the model is cut up too; `is_matrix`:
-    samples are multiplied with it; `is_hidden`: such a matrix, of two axes, inside a block."""
+    samples are multiplied with it; `is_hidden`: such a matrix, of two axes, inside a block;
+    `is_linear`: the weight of an nn.Linear that is called, which another layer can stand for."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -23,6 +24,7 @@ class ParameterShape:
     places: tuple[int, ...] = (0,)
     is_matrix: bool = True
     is_hidden: bool = False
+    is_linear: bool = True
     name: str = ""
 
     @property

@@ -158,6 +158,9 @@ class Sharded(Strategy):
     def device_bytes(self, config: RunConfig, state: StateBytes) -> int:
         return state.peak - (state.total if Offloading.of(config).offload else 0)
 
+    def updates_on_host(self, config: RunConfig) -> bool:
+        return Offloading.of(config).offload
+
     def collectives(self, config: RunConfig, plan: Plan) -> list[Collective]:
         return wire(plan)
 

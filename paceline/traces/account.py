@@ -17,10 +17,11 @@ from paceline.traces.intervals import length, merge, subtract
 
 MAX_TOP, MAX_GAPS = 15, 5
 MICRO = 1e-6
-# The first that matches counts. Names are of NCCL, gloo, cuBLAS, CUTLASS, Triton and ATen.
+# The first that matches counts. Names are of NCCL, gloo, torch's symmetric memory, cuBLAS, CUTLASS,
+# Triton and ATen. A copy from GPU to GPU (PtoP) is communication, not one of the copies.
 CATEGORIES = {
     "communication": r"nccl|gloo|c10d::|all_?reduce|all_?gather|reduce_?scatter|broadcast_|sendrecv"
-    r"|record_param_comms|symm_mem|multimem",
+    r"|record_param_comms|symm_mem|multimem|\bbarrier_kernel|(?:put|wait)_signal|nvshmem|\bPtoP\b",
     "attention": r"flash|fmha|attention|attn|sdpa",
     "matrix products": r"gemm|cutlass|cublas|nvjet|xmma|wgmma|::(?:add|b|badd)?mm\b|matmul|linear"
     r"|conv(?:olution|\dd)|implicit_|einsum|mkldnn",
@@ -37,12 +38,24 @@ CATEGORIES = {
 NAMESPACES = re.compile(r"^void |\(anonymous namespace\)::|\b(?:at|native|c10|cuda|detail|std)::")
 FUNCTOR = re.compile(r"\b(\w+(?:[Ff]unctor|_kernel_cuda|_kernel_impl|Ops?|_op))\b")
 GLOO = re.compile(r"gloo:|nccl:")
+MOVES = ("Memcpy", "Memset")  # by engines of their own: nothing is computed
 PATTERNS = [(name, re.compile(pattern, re.IGNORECASE)) for name, pattern in CATEGORIES.items()]
 
 
 def categorise(name: str) -> str:
     """Return the category of a kernel or an operation by its name."""
     return next((category for category, found in PATTERNS if found.search(name)), "others")
+
+
+def is_communication(name: str) -> bool:
+    """Say whether a kernel or an operation moves numbers between ranks, or waits for them to be
+    moved."""
+    return categorise(name) == "communication"
+
+
+def is_computation(name: str) -> bool:
+    """Say whether communication can hide behind this."""
+    return not is_communication(name) and not name.startswith(MOVES)
 
 
 def account(trace: Trace, rank: int, first_step: int, last_step: int, file: str) -> ProfileFacts:
@@ -54,9 +67,9 @@ def account(trace: Trace, rank: int, first_step: int, last_step: int, file: str)
     spans = [span for span in spans if span.end > start and span.start < end]
     # On a CPU gloo works in a thread of its own, which is marked and calls no operation.
     marked = [] if on_device else [a for a in trace.annotations if GLOO.match(a.name)]
-    sent = [*marked, *(s for s in spans if categorise(s.name) == "communication")]
+    sent = [*marked, *(s for s in spans if is_communication(s.name))]
     exchanged = merge(span.time for span in sent)
-    computed = merge(span.time for span in spans if categorise(span.name) != "communication")
+    computed = merge(span.time for span in spans if is_computation(span.name))
     busy = merge(span.time for span in spans)
     idle = subtract([(start, end)], busy)
     gaps = _gaps(trace, spans, idle) if on_device else []

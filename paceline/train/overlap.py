@@ -12,11 +12,10 @@ from typing import Any
 from torch._C._autograd import DeviceType
 
 from paceline.records import Overlap
+from paceline.traces.account import is_communication, is_computation
 from paceline.traces.intervals import Interval, length, merge, subtract
 
 NANO = 1e-9
-# Kernels that move numbers between ranks: NCCL's, and torch's of symmetric memory.
-KERNELS = ("nccl", "all_reduce_kernel", "shot_all_reduce", "PtoP")
 ON_HOST = "gloo:"
 
 
@@ -28,9 +27,9 @@ def measure_overlap(events: Iterable[Any], rank: int, step: int) -> Overlap:
     for event in events:
         name, span = event.name(), (event.start_ns(), event.start_ns() + event.duration_ns())
         is_device = event.device_type() == DeviceType.CUDA
-        if name.startswith(ON_HOST) or (is_device and any(mark in name for mark in KERNELS)):
+        if name.startswith(ON_HOST) or (is_device and is_communication(name)):
             sent.append(span)
-        elif is_device and not name.startswith(("Memcpy", "Memset")):
+        elif is_device and is_computation(name):
             on_device.append(span)
         elif name.startswith("aten::"):
             on_host.append(span)

@@ -205,6 +205,11 @@ class Workload:
         batch."""
         return None
 
+    def positions_per_sample(self, config: Any) -> int | None:
+        """Return how many positions of a sample (tokens, padded ones too) a layer multiplies; None:
+        they vary, or are not known."""
+        return self.units_per_sample(config) if self.unit == "tokens" else None
+
     def block_positions(self, config: Any) -> Sequence[int]:
         """Return how many positions of a sample (tokens, patches) go through each block, where that
         is not the same for all: pipelines are balanced by it."""

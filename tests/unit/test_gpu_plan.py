@@ -1,9 +1,20 @@
 """What the plan decides of kernels, fp8, memory and exchange, and the reason that it gives."""
 
-import pytest
+from typing import Any
+from unittest.mock import Mock
 
+import pytest
+import torch
+from torch import nn
+
+from paceline.job import load_job
 from paceline.plan.memory import Kept, Saved, choose_blocks, needed_bytes
+from paceline.plan.planner import make_plan
 from paceline.records import Env, Plan
+from paceline.strategies.base import EngineParts
+from paceline.strategies.optim import by_kernel
+from paceline.workloads.base import Workload
+from paceline.workloads.given import give
 from tests.machines import box, machine, plan
 
 H200, CPU = machine(1), machine()
@@ -34,6 +45,45 @@ def test_kernels_are_ours_where_that_was_measured(
     assert not made.problems()
 
 
+@pytest.mark.parametrize(
+    ("beside", "has_adamw"),
+    [
+        (["strategy.name=zero3"], True),
+        (["strategy.name=zero3", "strategy.offload=true"], False),
+        (["strategy.name=ddp", "strategy.offload=true"], True),  # it has no such key
+        (["strategy.name=deepspeed"], True),  # which calls our optimizer
+        (["strategy.name=deepspeed", "strategy.offload=true"], False),
+        (["optim.fused=off"], False),
+        (["optim.name=lion"], False),
+    ],
+)
+def test_a_kernel_is_claimed_where_it_runs(
+    beside: list[str], has_adamw: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.plan.kernels.find_spec", lambda name: name)
+    made = plan(*beside, machine=box(4))
+    assert made.kernels.value == "triton"
+    assert ("AdamW" in made.kernels.because) == has_adamw
+
+
+def test_updates_on_the_host_are_by_torch() -> None:
+    """DeepSpeed is given the optimizer while the weights are on the GPU, and moves them then."""
+    asked = ["strategy.name=deepspeed", "strategy.stage=2", "train.kernels=triton"]
+    model = Mock(parameters=lambda: iter([Mock(is_cuda=True)]))
+    for offload, expected in (("true", False), ("false", True)):
+        job = load_job("lm_tiny", [*asked, f"strategy.offload={offload}"])
+        made = make_plan(job, box(4))
+        parts = EngineParts(job.config, made, job.workload, torch.device("cuda"))
+        assert by_kernel(parts, model) == expected
+
+
+def test_the_chip_that_was_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.plan.kernels.find_spec", lambda name: name)
+    assert plan(machine=H200).kernels.because.endswith("faster and equal on an H200")
+    other = plan(machine=box(1)).kernels
+    assert other.value == "triton" and "H100 80GB HBM3 was not measured" in other.because
+
+
 def test_without_triton_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.plan.kernels.find_spec", lambda name: None)
     assert plan(machine=H200).kernels.because == "triton is not installed"
@@ -51,6 +101,50 @@ def test_fp8_takes_large_layers_and_says_why_others_stay() -> None:
     odd = plan(FP8, "model.ffn_dim=5500", source="lm_1b", machine=H200)
     assert odd.fp8 is not None
     assert "multiples of 16" in odd.fp8.kept["blocks.0.ffn.down.weight"]
+
+
+class Turned(nn.Module):
+    """A layer as transformers' Conv1D: a matrix of its own, turned, and no nn.Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+
+
+class Scaled(nn.Linear):
+    """A layer whose forward torchao's would take the place of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+class Mixed(Workload):
+    def build_model(self, config: Any) -> nn.Module:
+        layers = [nn.TransformerEncoderLayer(64, 4, 128), Turned(), Scaled(64, 64)]
+        return nn.Sequential(nn.ModuleList(layers), nn.Linear(64, 2))
+
+    def build_data(self, config: Any, split: str) -> Any:
+        return [torch.zeros(64)]
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        return model(batch).sum(), len(batch)
+
+
+def test_fp8_names_only_layers_that_torchao_can_replace() -> None:
+    """`in_proj_weight` has no module of its own, and nobody calls `out_proj`."""
+    job = load_job(give(Mixed), [FP8, "precision.fp8_layers=all"])
+    made = make_plan(job, CPU).fp8
+    assert made is not None and made.layers == ["0.0.linear1", "0.0.linear2"]
+    apart = ["0.0.self_attn.in_proj_weight", "0.0.self_attn.out_proj.weight"]
+    for name in (*apart, "0.1.weight", "0.2.weight"):
+        assert "no nn.Linear that is called" in made.kept[name]
+
+
+def test_frozen_layers_stay_in_bf16_with_a_reason() -> None:
+    frozen = "optim.groups=[{match: 'blocks.[01].*', frozen: true}]"
+    made = plan(FP8, "precision.fp8_layers=all", frozen, machine=H200).fp8
+    assert made is not None and len(made.layers) == 4 * 2
+    assert "frozen" in made.kept["blocks.0.ffn.down.weight"]
 
 
 @pytest.mark.slow  # imports transformers
@@ -77,10 +171,38 @@ def test_gradients_in_fp8_sum_over_rows_in_16s() -> None:
     assert not plan(*odd, source="lm_1b", machine=CPU).problems()
 
 
+def test_padded_rows_count_where_texts_are_uneven() -> None:
+    """1 x 1001 rows, however many of them have a loss."""
+    uneven = ["data.source=stdlib", "data.pack=padded", "train.micro_batch_size=1"]
+    odd = plan(FP8, *uneven, "data.seq_len=1001", source="lm_1b", machine=H200)
+    assert "1001 tokens in a microbatch" in odd.problems()[0].what
+    assert not plan(FP8, *uneven, "data.seq_len=1008", source="lm_1b", machine=H200).problems()
+
+
+def test_rows_that_nobody_knows_are_warned_of() -> None:
+    job = load_job(give(Mixed), [FP8, "precision.fp8_layers=all"])
+    made = make_plan(job, H200)
+    assert "multiples of 16" in told(made) and not made.problems()
+    assert "multiples of 16" not in told(make_plan(job, CPU))
+
+
+@pytest.mark.slow  # imports transformers
+def test_patches_are_counted_block_by_block() -> None:
+    """The encoder of mae_tiny sees 4 of an image's 16 patches, and a class token: 8 x 5 rows are no
+    multiple of 16; of 16 images any number is."""
+    asked = [FP8, "precision.fp8_layers=all"]
+    odd = plan(*asked, "train.micro_batch_size=8", source="mae_tiny", machine=H200)
+    assert "40 rows in a microbatch" in odd.problems()[0].what
+    assert not plan(*asked, "train.micro_batch_size=16", source="mae_tiny", machine=H200).problems()
+
+
 @pytest.mark.slow  # imports transformers
 def test_images_are_no_rows() -> None:
-    """A layer's input has a row for each patch: of 64 images some thousand, not 64."""
-    wide = ["model.hf_config.hidden_size=4096", "model.hf_config.intermediate_size=16384"]
+    """A layer's input has a row for each patch: of 64 images 64 x (49 + 1), not 64."""
+    wide = [
+        "model.hf_config.hidden_size=4096", "model.hf_config.intermediate_size=16384",
+        "model.hf_config.image_size=224", "model.hf_config.patch_size=16",
+    ]  # fmt: skip
     made = plan(FP8, *wide, "train.micro_batch_size=64", source="mae_tiny", machine=H200)
     assert made.fp8 is not None and made.fp8.layers and made.fp8.gain > 1.1
 
@@ -162,6 +284,13 @@ def test_symmetric_memory_needs_nvlink(env: Env, value: str, because: str) -> No
     made = plan("strategy.exchange=symmetric", "strategy.name=zero3", machine=env)
     assert made.exchange_by.value == value and because in made.exchange_by.because
     assert ("symmetric was asked" in told(made)) == (value == "collectives")
+
+
+def test_stages_are_gathered_by_collectives() -> None:
+    asked = ["strategy.name=pipeline", "strategy.exchange=symmetric", "strategy.stages=2"]
+    made = plan(*asked, "strategy.inner=zero3", machine=box(4))
+    assert made.mesh == {"pp": 2, "dp": 2} and made.exchange_by.value == "collectives"
+    assert "stages of a pipeline" in told(made)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
 """Exposed communication from spans of time, and the settings that the plan chooses to hide it."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from torch.autograd import DeviceType
 
-from paceline.machine.measures import PairSpeed
+from paceline.machine.measures import MatmulRate, PairSpeed, Speed, keep_rates
 from paceline.traces.intervals import merge, subtract
 from paceline.train.overlap import measure_overlap
-from tests.machines import box, machine, plan
+from tests.machines import MACHINE, box, machine, plan
 
 CPU, CUDA = DeviceType.CPU, DeviceType.CUDA
 
@@ -64,6 +66,19 @@ def test_nccl_beside_kernels() -> None:
     assert (found.communication_s, found.exposed_s) == pytest.approx((0.015, 0.008))
 
 
+def test_barriers_of_symmetric_memory_are_communication() -> None:
+    """Waited for 50 ms and 10, and computed for 10 between them; one copy came from a peer."""
+    barrier = "barrier_kernel(unsigned int**, int, int, int, unsigned long)"
+    add = "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>"
+    events = [
+        Event(barrier, 0, 50, CUDA), Event(add, 50, 60, CUDA), Event(barrier, 60, 70, CUDA),
+        Event("Memcpy PtoP (Device -> Device)", 80, 90, CUDA),
+    ]  # fmt: skip
+    found = measure_overlap(events, rank=0, step=3)
+    assert (found.communication_s, found.exposed_s) == pytest.approx((0.070, 0.070))
+    assert found.compute_s == pytest.approx(0.010)
+
+
 def link(gb_per_s: float) -> PairSpeed:
     return PairSpeed(a=0, b=1, num_bytes=2**26, one_way_s=0.1, gb_per_s=gb_per_s)
 
@@ -96,3 +111,45 @@ def test_blocks_are_gathered_ahead_where_the_link_is_slow(
     made = plan("strategy.name=zero3", source="lm_125m", machine=box(4))
     assert made.prefetch.value == ahead and "of its computing time" in made.prefetch.because
     assert plan("strategy.name=zero3", machine=machine()).prefetch.value == 0
+
+
+def test_a_cpu_is_asked_with_the_threads_of_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`paceline check` has measured 8 threads, as many as a rank without loaders has; what 6
+    compute is not known."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = ["launch.nproc=2", "strategy.name=zero3"]
+    made = plan(*asked, "data.num_workers=0")
+    assert made.threads.value == 8 and "no link was measured" in made.prefetch.because
+    rate = MatmulRate(precision="fp32", side=512, tflop_per_s=0.5, best_tflop_per_s=0.5)
+    keep_rates(MACHINE, made.crew, 8, [rate], [link(0.01)])
+    assert plan(*asked, "data.num_workers=0").prefetch.value == 1
+    assert "no matmul by 6 threads" in plan(*asked, "data.num_workers=2").prefetch.because
+
+
+def test_buckets_follow_the_measured_latency(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 times the assumed 0.24 ms make buckets 10 times as large; of a file that an older version
+    kept the latency is assumed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    crew = plan("launch.nproc=2").crew
+    keep_rates(MACHINE, crew, 8, [], [link(4.0)])
+    (file,) = tmp_path.rglob("*.json")
+    older = json.loads(file.read_text())
+    del older["latency_s"]
+    file.write_text(json.dumps(older))
+    assumed = plan("launch.nproc=2").bucket_mb
+    assert "240 µs, which is assumed" in assumed.because
+    keep_rates(MACHINE, crew, 8, [], [link(4.0)], [all_reduce(2**20, 1.0), all_reduce(8, 0.024)])
+    measured = plan("launch.nproc=2").bucket_mb
+    assert measured.value == pytest.approx(10 * assumed.value, rel=0.1)
+    assert "latency of 24 ms" in measured.because and "assumed" not in measured.because
+
+
+def all_reduce(num_bytes: int, median_s: float) -> Speed:
+    return Speed(
+        op="all_reduce", num_bytes=num_bytes, median_s=median_s, algbw_gb_per_s=1,
+        busbw_gb_per_s=1, iterations=5,
+    )  # fmt: skip

@@ -5,13 +5,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import Field
 
 from paceline import strategies
 from paceline.cli.recipes import _keys_of
-from paceline.config.schema import StrategyConfig
+from paceline.config.schema import AttentionConfig, StrategyConfig
 from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.machine.facts import probe
@@ -211,6 +212,23 @@ def test_the_pages_name_every_strategy() -> None:
     assert {*all_strategies(), *aliases()} <= named
     proven = [name for name, known in all_strategies().items() if name != "single"]
     assert f"`strategy.name={'|'.join(proven)}`" in (ROOT / "README.md").read_text()
+
+
+def test_the_page_has_the_defaults_of_the_keys() -> None:
+    text, fields = (ROOT / "docs/strategies.md").read_text(), strategy_section().model_fields
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `strategy.")]
+    told = {key.strip(" `"): default.strip() for keys, default in rows for key in keys.split(",")}
+    del told["strategy.name"]  # of the table of strategies
+    for key, default in told.items():
+        found = fields[key.removeprefix("strategy.")].default
+        assert default == (str(found).lower() if isinstance(found, bool) else str(found)), key
+    assert {"strategy.exchange", "strategy.bucket_mb"} <= told.keys()
+
+
+def test_the_page_names_every_kernel_of_attention() -> None:
+    text = (ROOT / "docs/strategies.md").read_text()
+    values = get_args(AttentionConfig.model_fields["impl"].annotation)
+    assert values and [value for value in values if f"`{value}`" not in text] == ["auto", "sdpa"]
 
 
 def test_what_changes_the_gradients_is_another_run() -> None:

@@ -64,6 +64,17 @@ def test_exposed_communication_and_launch_gaps(tmp_path: Path) -> None:
     assert "1 launch gap" in sheet.sentences[2]
 
 
+def test_copies_hide_no_communication(tmp_path: Path) -> None:
+    """Of 100 us of NCCL 30 lie beside a product; a copy to the host computes nothing."""
+    events = [
+        event("ncclDevKernel_AllReduce_Sum", "kernel", 0, 100, tid=9, correlation=1),
+        event("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", 0, 70, tid=8, correlation=2),
+        event("void cutlass_gemm<float>", "kernel", 70, 30, tid=7, correlation=3),
+    ]
+    facts = account(load_trace(write(tmp_path / "t.json.gz", events)), 0, 1, 1, "t")
+    assert facts.exposed_s == pytest.approx(70e-6)
+
+
 def test_steps_that_end_before_they_begin_are_one() -> None:
     facts = account(Trace(), 0, 5, 4, "t")  # of a file that somebody has changed
     assert facts.num_steps == 1 and profile_sheets([facts])
@@ -100,6 +111,11 @@ def test_what_is_left_of_intervals() -> None:
         ("multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("triton_red_fused_3", "reductions"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("Memcpy PtoP (Device -> Device)", "communication"),
+        ("barrier_kernel(unsigned int**, int, int, int, unsigned long)", "communication"),
+        ("wait_signal_kernel(unsigned int**, int, int, int, int, unsigned long)", "communication"),
+        ("void two_shot_all_reduce_kernel_inplace<c10::BFloat16, 16, 8>", "communication"),
+        ("void multimem_one_shot_all_reduce_kernel<float, 16>", "communication"),
     ],
 )  # fmt: skip
 def test_categories(name: str, category: str) -> None:

@@ -34,6 +34,7 @@ class Pipeline(Strategy):
     summary = "one process a stage of the model, microbatches sent from stage to stage"
     Settings = PipelineSettings
     syncs_batchnorm = False
+    no_symmetric = "the stages of a pipeline are gathered by collectives"
 
     def problems(self, config: RunConfig, crew: Crew, model: ModelShape) -> list[Finding]:
         return list(_problems(config, model))
@@ -58,6 +59,9 @@ class Pipeline(Strategy):
 
     def shards(self, config: RunConfig) -> bool:
         return _inner(config) in INNER
+
+    def updates_on_host(self, config: RunConfig) -> bool:
+        return self.shards(config) and Gathering.of(config).offload
 
     def collectives(self, config: RunConfig, plan: Plan) -> list[Collective]:
         return wire(plan) if self.shards(config) else []

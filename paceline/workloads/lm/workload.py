@@ -149,6 +149,9 @@ class LanguageModel(Workload):
     def units_per_sample(self, config: Any) -> int | None:
         return None if config.data.is_uneven else int(config.data.seq_len)
 
+    def positions_per_sample(self, config: Any) -> int:
+        return int(config.data.seq_len)  # rows are padded where a text is shorter
+
     def units(self, batch: dict[str, Tensor]) -> int:
         from paceline.data.packing import count_targets
 
