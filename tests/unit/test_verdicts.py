@@ -1,0 +1,96 @@
+"""Judgements of runs in which nothing is wrong, or something else than it seems: attempts that
+follow each other, steps that stand twice in a table, fp16's search, evaluations, pipelines."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.health import Evidence, judge
+from paceline.health.desync import find_desync
+from paceline.records.columns import Table
+from paceline.records.findings import Finding
+from paceline.records.table_file import TableFile
+from paceline.records.tables import STEPS
+from paceline.run.watching import Window
+from tests.judged import make_evidence, make_table
+
+PIPELINE = (4, 19, 4)  # collectives of a step, by rank: stages of a pipeline differ
+
+
+def one(evidence: Evidence, kind: str) -> Finding:
+    return next(f for f in judge(evidence) if f.kind == kind)
+
+
+def counted(per_step: int, num_steps: int = 30, first: int = 1, left_out_at: int = 0) -> Table[Any]:
+    """Collectives of a rank in one attempt, which counts from its own start on."""
+    steps = np.arange(first, first + num_steps)
+    made = 10 + np.cumsum(per_step - (steps == left_out_at))
+    return make_table(STEPS, num_steps, step=steps, collectives=made)
+
+
+def joined(*tables: Table[Any]) -> Table[Any]:
+    """Return the rows of all, one after the other."""
+    return Table(
+        STEPS,
+        {name: np.concatenate([t.values[name] for t in tables]) for name in tables[0].values},
+        {name: np.concatenate([t.is_empty[name] for t in tables]) for name in tables[0].is_empty},
+    )
+
+
+def test_counts_are_compared_within_an_attempt() -> None:
+    """Each attempt counts from 0, which takes more off a rank that runs more of them."""
+    resumed = {r: joined(counted(n), counted(n, first=31)) for r, n in enumerate(PIPELINE)}
+    assert list(find_desync(Evidence(3, steps=resumed))) == []
+    short = {r: joined(counted(n), counted(n, 2, first=31)) for r, n in enumerate(PIPELINE)}
+    assert list(find_desync(Evidence(3, steps=short))) == []
+    resumed[1] = joined(counted(19), counted(19, first=31, left_out_at=41))
+    (found,) = find_desync(Evidence(3, steps=resumed))
+    assert (found.rank, found.step) == (1, 41), "a fault of the attempt that lives"
+
+
+def write(path: Path, table: Table[Any], kept: int | None = None) -> None:
+    file = TableFile(path, STEPS, kept)
+    for step, made in zip(table.values["step"], table.values["collectives"], strict=True):
+        file.add({"step": int(step), "collectives": int(made)})
+    file.close()
+
+
+def test_a_window_over_two_attempts_brings_no_desync(tmp_path: Path) -> None:
+    """Nor one that has the new attempt of one rank, and of another still the one before: a new
+    attempt runs some collectives of its own in its first steps."""
+    paths = [tmp_path / f"{rank}.csv" for rank in range(3)]
+    windows = {rank: Window(path, STEPS) for rank, path in enumerate(paths)}
+
+    def found() -> list[Finding]:
+        return list(find_desync(Evidence(3, steps={r: w.table() for r, w in windows.items()})))
+
+    for rank, per_step in enumerate(PIPELINE):
+        write(paths[rank], counted(per_step, 40))
+        windows[rank].read()
+    assert found() == []
+    for rank, per_step in enumerate(PIPELINE):
+        again = counted(per_step, 20, first=31)
+        again.values["collectives"][4:] += 3  # names are agreed on, once
+        write(paths[rank], again, kept=30)
+        windows[rank].read()
+        assert found() == []
+
+
+def test_a_step_that_stands_twice_is_taken_once() -> None:
+    def twice(table: Table[Any]) -> Table[Any]:
+        return joined(table, table[-1:])
+
+    for odd in ((0, 1), (1,)):
+        evidence = make_evidence()
+        steps = {
+            rank: replace(
+                table,
+                values=table.values | {"collectives": 4 * table.values["step"]},
+                is_empty=table.is_empty | {"collectives": np.full(len(table), False)},
+            )
+            for rank, table in evidence.steps.items()
+        }
+        steps |= {rank: twice(steps[rank]) for rank in odd}
+        assert [f.kind for f in judge(replace(evidence, steps=steps))] == ["compute_bound"]
