@@ -45,7 +45,7 @@ def find_unhealthy(evidence: Evidence, work: Work | None) -> Iterator[Finding]:
 def _loss(evidence: Evidence) -> Iterator[Finding]:
     rows, rules = evidence.training, evidence.rules
     losses, steps = rows.column("loss"), rows.column("step")
-    bad = rows.column("skipped") | ~np.isfinite(losses)
+    bad = (rows.column("skipped") & ~rows.column("overflowed")) | ~np.isfinite(losses)
     if bad.any():
         first = int(steps[bad][0])
         times = count(int(bad.sum()), "step")

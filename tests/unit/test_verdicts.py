@@ -14,7 +14,7 @@ from paceline.records.findings import Finding
 from paceline.records.table_file import TableFile
 from paceline.records.tables import STEPS
 from paceline.run.watching import Window
-from tests.judged import make_evidence, make_table
+from tests.judged import make_evidence, make_table, make_training
 
 PIPELINE = (4, 19, 4)  # collectives of a step, by rank: stages of a pipeline differ
 
@@ -94,3 +94,18 @@ def test_a_step_that_stands_twice_is_taken_once() -> None:
         }
         steps |= {rank: twice(steps[rank]) for rank in odd}
         assert [f.kind for f in judge(replace(evidence, steps=steps))] == ["compute_bound"]
+
+
+def test_the_search_of_fp16_for_its_scale_is_no_bad_loss() -> None:
+    """Neither in the first steps, nor in the last row, after which a watchdog would halt the run;
+    a loss that is not finite is one, whatever the scale."""
+    steps = np.arange(1, 41)
+    search = (steps <= 8) | (steps == 40)
+    norms = np.where(search, np.nan, 1.0)
+    rows = make_training(40, skipped=search, overflowed=search, grad_norm=norms)
+    assert judge(Evidence(1, training=rows)) == []
+    rows.values["skipped"][19] = True
+    found = one(Evidence(1, training=rows), "nan_loss")
+    assert (found.step, found.evidence["steps"], found.severity) == (20, [20], "warning")
+    rows.values["loss"][3] = np.nan
+    assert one(Evidence(1, training=rows), "nan_loss").evidence["steps"] == [4, 20]
