@@ -3,19 +3,26 @@ follow each other, steps that stand twice in a table, fp16's search, evaluations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from paceline.health import Evidence, judge
 from paceline.health.desync import find_desync
+from paceline.health.evidence import Heart
 from paceline.records.columns import Table
+from paceline.records.disk import Appender
 from paceline.records.findings import Finding
+from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.table_file import TableFile
 from paceline.records.tables import STEPS
 from paceline.run.watching import Window
+from paceline.train import heartbeat
 from tests.judged import make_evidence, make_table, make_training
 
+NOW = 1e9
 PIPELINE = (4, 19, 4)  # collectives of a step, by rank: stages of a pipeline differ
 
 
@@ -109,3 +116,54 @@ def test_the_search_of_fp16_for_its_scale_is_no_bad_loss() -> None:
     assert (found.step, found.evidence["steps"], found.severity) == (20, [20], "warning")
     rows.values["loss"][3] = np.nan
     assert one(Evidence(1, training=rows), "nan_loss").evidence["steps"] == [4, 20]
+
+
+def alive(phase: str, *still_s: float | None, step: int = 100) -> Evidence:
+    """Return a live run in which no step has begun for 200 s; its ranks stand for `still_s`."""
+    beats = [Beat(NOW, r, step, phase, 9000, still_s=each) for r, each in enumerate(still_s)]
+    hearts = {beat.rank: Heart(beat, NOW) for beat in beats}
+    return Evidence(2, training=make_training(step), hearts=hearts, now=NOW, idle_s=200.0)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "is_flat"),
+    [
+        (alive("eval", 1.0, 0.5), False),
+        (alive("eval", 200.0, 190.0), True),
+        (alive("forward", 199.0, 200.0), True),
+        (alive("forward", None, None), True),  # of an older version
+        (alive("eval", None, None), False),
+        (alive("forward", None, None, step=1), False),
+        (alive("forward", 199.0, 1.0), False),
+    ],
+)
+def test_a_run_stands_where_no_rank_enters_a_phase(evidence: Evidence, is_flat: bool) -> None:
+    found = [f for f in judge(evidence) if f.kind == "throughput_flatline"]
+    assert [f.severity for f in found] == ["error"] * is_flat
+    if is_flat and evidence.hearts[0].beat.still_s == 200.0:
+        assert found[0].evidence["idle_s"] == 190.0, "since the last of them moved"
+
+
+def test_a_heartbeat_says_how_long_its_rank_has_stood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(heartbeat, "monotonic", lambda: now[0])
+    at = SimpleNamespace(step=0, phase="start", marks=0)
+    path = tmp_path / "heartbeat_rank0.jsonl"
+    beats = heartbeat.Heartbeat(Appender(path, hold=0), 0, at, 1.0)
+
+    def still_s(after_s: float, **moved: Any) -> float | None:
+        vars(at).update(moved)
+        now[0] += after_s
+        beats.tick()
+        return last_beat(path).still_s
+
+    assert still_s(300) == 0.0, "before its first step"
+    assert still_s(1, step=31, phase="forward", marks=2) == still_s(300) == 0.0, "may compile"
+    assert still_s(1, step=32, marks=7) == 0.0 and still_s(150) == 150.0
+    assert still_s(1, phase="eval", marks=8) == 0.0, "evaluation goes from batch to batch"
+    assert still_s(9) == 9.0 and still_s(1, marks=9) == 0.0
+    long = {"step": 10**9, "phase": "checkpoint", "marks": 10**10}
+    still_s(1, **long)
+    assert still_s(99_999) == 99_999.0 and path.stat().st_size % 128 == 0
