@@ -103,14 +103,7 @@ def _exchange(evidence: Evidence, work: Work) -> Iterator[Finding]:
     share = seconds / work.step_s
     if share < evidence.rules.exchange_share:
         return
-    plan, told, rate = evidence.plan, "", None
-    if plan is not None and plan.exchange.sent:
-        # A ring sends each byte twice, but for each rank's own part (nccl-tests' busbw).
-        moved = 2 * (len(work.ranks) - 1) / len(work.ranks) * plan.exchange.sent
-        rate = moved / seconds / 1e9
-        told = f": {size(plan.exchange.sent)} of gradients at {number(rate, 3)} GB/s"
-        if evidence.link_gb_per_s:
-            told += f", where paceline check measured {number(evidence.link_gb_per_s, 3)} GB/s"
+    told, rate = _rate(evidence, len(work.ranks))
     yield Finding(
         kind="bound_by_exchange",
         severity="note",
@@ -127,6 +120,28 @@ def _exchange(evidence: Evidence, work: Work) -> Iterator[Finding]:
         to_try="train.grad_accum exchanges less often:"
         f" {_sweep(evidence, 'train.grad_accum=1,2,4')}; or paceline bench run ddp_compression",
     )
+
+
+def _rate(evidence: Evidence, num_ranks: int) -> tuple[str, float | None]:
+    """Say how much is exchanged and how fast, by the profiled step: what a rank is in collectives
+    is only what backward passes did not hide. Who came last has not waited there for others."""
+    plan, link = evidence.plan, evidence.link_gb_per_s
+    if plan is None or not plan.exchange.sent:
+        return "", None
+    # A ring sends each byte twice, but for each rank's own part (nccl-tests' busbw).
+    moved = 2 * (num_ranks - 1) / num_ranks * plan.exchange.sent / 1e9
+    told = f": {size(plan.exchange.sent)} of gradients"
+    known = [each for each in evidence.overlaps if each.communication_s > 0]
+    if not known:
+        at = f", which take {duration(moved / link)} at the {number(link, 3)} GB/s" if link else ""
+        return f"{told}{at} that paceline check measured" if at else told, None
+    last = min(known, key=lambda each: each.communication_s)
+    rate = moved / last.communication_s
+    told += f", {duration(last.communication_s)} on their way in step {last.step}"
+    told += f" ({number(rate, 3)} GB/s)"
+    if link:
+        told += f", where paceline check measured {number(link, 3)} GB/s"
+    return told, rate
 
 
 def _imbalance(evidence: Evidence, work: Work) -> Iterator[Finding]:

@@ -9,18 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.health import Evidence, judge
+from paceline.health import Evidence, judge, read_evidence
 from paceline.health.desync import find_desync
 from paceline.health.evidence import Heart
+from paceline.records import Overlap
 from paceline.records.columns import Table
 from paceline.records.disk import Appender
 from paceline.records.findings import Finding
 from paceline.records.heartbeats import Beat, last_beat
+from paceline.records.rundir import RunDir
 from paceline.records.table_file import TableFile
 from paceline.records.tables import STEPS
 from paceline.run.watching import Window
 from paceline.train import heartbeat
 from tests.judged import make_evidence, make_table, make_training
+from tests.machines import plan
 
 NOW = 1e9
 PIPELINE = (4, 19, 4)  # collectives of a step, by rank: stages of a pipeline differ
@@ -167,3 +170,33 @@ def test_a_heartbeat_says_how_long_its_rank_has_stood(
     long = {"step": 10**9, "phase": "checkpoint", "marks": 10**10}
     still_s(1, **long)
     assert still_s(99_999) == 99_999.0 and path.stat().st_size % 128 == 0
+
+
+def test_a_rate_of_the_exchange_is_one_that_was_measured(tmp_path: Path) -> None:
+    """16 ms are exposed of the 66 in which gradients were on their way; 3,314,176 bytes in 66 ms
+    are 0.05 GB/s, of which a ring of two ranks sends each byte once."""
+    decided = plan("launch.nproc=2", "strategy.name=ddp", "launch.device=cpu")
+    evidence = make_evidence(plan=decided, link_gb_per_s=0.1)
+    for table in evidence.steps.values():
+        for column in ("backward_s", "backward_blocked_s", "wall_s"):
+            table.values[column][:] += 0.014
+    found = one(evidence, "bound_by_exchange")
+    assert found.evidence["gb_per_s"] is None and " at 0.2" not in found.words
+    assert "3.16 MiB of gradients, which take 33.1 ms at the 0.1 GB/s" in found.words
+    spent = {0: 0.080, 1: 0.066}  # rank 0 came first, and waited
+    overlaps = [
+        Overlap(rank=rank, step=3, communication_s=s, exposed_s=0.016, compute_s=0.05)
+        for rank, s in spent.items()
+    ]
+    found = one(replace(evidence, overlaps=overlaps), "bound_by_exchange")
+    assert found.evidence["gb_per_s"] == pytest.approx(0.0502, rel=0.01)
+    assert "66 ms on their way in step 3 (0.0502 GB/s), where paceline check" in found.words
+    run = RunDir(tmp_path)
+    decided.save(run.plan)
+    for overlap in overlaps[:1]:
+        run.make_rank(overlap.rank)
+        overlap.save(run.overlap(overlap.rank))
+    run.make_rank(1)
+    run.overlap(1).write_text("{")
+    read = read_evidence(run)
+    assert list(read.overlaps) == overlaps[:1] and len(read.damaged) == 1
