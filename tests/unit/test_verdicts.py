@@ -17,13 +17,14 @@ from paceline.records.columns import Table
 from paceline.records.disk import Appender
 from paceline.records.findings import Finding
 from paceline.records.heartbeats import Beat, last_beat
+from paceline.records.phases import Phase
 from paceline.records.rundir import RunDir
 from paceline.records.table_file import TableFile
 from paceline.records.tables import STEPS
 from paceline.run.watching import Window
 from paceline.train import heartbeat
-from tests.judged import make_evidence, make_table, make_training
-from tests.machines import plan
+from tests.judged import make_evidence, make_table, make_telemetry, make_training
+from tests.machines import box, plan
 
 NOW = 1e9
 PIPELINE = (4, 19, 4)  # collectives of a step, by rank: stages of a pipeline differ
@@ -172,6 +173,42 @@ def test_a_heartbeat_says_how_long_its_rank_has_stood(
     assert still_s(99_999) == 99_999.0 and path.stat().st_size % 128 == 0
 
 
+def with_more(evidence: Evidence, phase: Phase, seconds: float) -> Evidence:
+    """Return it with steps that take longer by a phase."""
+    steps = {}
+    for rank, table in evidence.steps.items():
+        more = {name: table.values[name] + seconds for name in (phase.column, "wall_s")}
+        is_empty = table.is_empty | {phase.column: np.full(len(table), False)}
+        steps[rank] = replace(table, values=table.values | more, is_empty=is_empty)
+    return replace(evidence, steps=steps)
+
+
+def test_a_pipeline_that_waits_is_not_called_compute_bound() -> None:
+    """30 of each 136 ms are forward and backward; 100 are waiting for other stages."""
+    staged = plan("launch.nproc=3", "strategy.name=pipeline", "launch.device=cpu")
+    assert staged.pipeline is not None
+    alike = {"cost": 1.0, "num_parameters": 100}
+    stages = [stage.model_copy(update=alike) for stage in staged.pipeline.stages]
+    pipeline = staged.pipeline.model_copy(update={"stages": stages})
+    evidence = make_evidence(num_ranks=3, plan=staged.model_copy(update={"pipeline": pipeline}))
+    found = judge(with_more(evidence, Phase.COMM, 0.1))
+    assert [f.kind for f in found] == ["bound_by_waiting"]
+    assert "75% of each" in found[0].words and "for other stages" in found[0].words
+    assert "--axis strategy.microbatches=" in found[0].to_try
+    assert [f.kind for f in judge(evidence)] == ["compute_bound"]
+
+
+def test_the_largest_part_of_a_step_is_named_where_it_is_not_the_passes() -> None:
+    """Of 36 ms 30 are forward and backward; 2 are waiting, 2 the update, 0.5 the rest."""
+    evidence = make_evidence(plan=plan("launch.nproc=2", "launch.device=cpu"))
+    found = one(with_more(evidence, Phase.OPTIMIZER, 0.05), "bound_by_optimizer")
+    assert "optimizer" in found.words and "train.grad_accum=" in found.to_try
+    assert one(with_more(evidence, Phase.OTHER, 0.05), "bound_by_other").to_try
+    several = with_more(with_more(evidence, Phase.OTHER, 0.02), Phase.OPTIMIZER, 0.02)
+    found = one(several, "bound_by_several")
+    assert "forward and backward 40%" in found.words and "optimizer 29%" in found.words
+
+
 def test_a_rate_of_the_exchange_is_one_that_was_measured(tmp_path: Path) -> None:
     """16 ms are exposed of the 66 in which gradients were on their way; 3,314,176 bytes in 66 ms
     are 0.05 GB/s, of which a ring of two ranks sends each byte once."""
@@ -200,3 +237,16 @@ def test_a_rate_of_the_exchange_is_one_that_was_measured(tmp_path: Path) -> None
     run.overlap(1).write_text("{")
     read = read_evidence(run)
     assert list(read.overlaps) == overlaps[:1] and len(read.damaged) == 1
+
+
+def test_a_gpu_that_is_throttled_is_what_the_run_is_bound_by() -> None:
+    decided = plan("launch.nproc=1", machine=box(1))
+    seconds = np.arange(100)
+    telemetry = make_telemetry(
+        100, "gpu0", clock_mhz=np.where(seconds < 30, 1980.0, 1200.0), utilisation_percent=99.0,
+        throttle_reasons=0x20,
+    )  # fmt: skip
+    evidence = make_evidence(num_ranks=1, plan=decided, telemetry={0: telemetry})
+    found = one(evidence, "bound_by_gpu")
+    assert "1200 MHz, 1980 at its best" in found.words and "cooling" in found.to_try
+    assert "compute_bound" not in [f.kind for f in judge(evidence)]
