@@ -99,7 +99,9 @@ def run_case(case: Line, folder: Path) -> Line:
         end = run_drill(load_drilled("lm_tiny", words), drill, out, ConsoleTalk(quiet=True))
         wrong = [
             f for f in end.found
-            if f.kind in drill.fault.found_as and not names_fault(drill, f)
+            if f.kind in drill.fault.found_as
+            and f.rank is not None  # the live event of a bad loss, which its end names
+            and not names_fault(drill, f)
         ]  # fmt: skip
         right = end.named is not None and not wrong
         named_at = [

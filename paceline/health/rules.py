@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.errors import Outcome
 from paceline.health.evidence import Evidence
 from paceline.health.stragglers import STEADY_SHARE, gpu_samples
 from paceline.health.work import Work
@@ -46,7 +47,9 @@ def _loss(evidence: Evidence) -> Iterator[Finding]:
     rows, rules = evidence.training, evidence.rules
     losses, steps = rows.column("loss"), rows.column("step")
     bad = (rows.column("skipped") & ~rows.column("overflowed")) | ~np.isfinite(losses)
-    if bad.any():
+    # The end of a run says it better, with the rank and the samples (endings.py).
+    is_told = evidence.result is not None and evidence.result.outcome is Outcome.NAN
+    if bad.any() and not is_told:
         first = int(steps[bad][0])
         times = count(int(bad.sum()), "step")
         yield Finding(

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.drill.flow import names_fault
+from paceline.errors import Outcome
 from paceline.health import Evidence, judge, read_evidence
 from paceline.health.desync import find_desync
 from paceline.health.evidence import Heart
 from paceline.records import Overlap
 from paceline.records.columns import Table
 from paceline.records.disk import Appender
+from paceline.records.drills import Drill, Fault
 from paceline.records.findings import Finding
 from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.phases import Phase
@@ -25,6 +28,7 @@ from paceline.run.watching import Window
 from paceline.train import heartbeat
 from tests.judged import make_evidence, make_table, make_telemetry, make_training
 from tests.machines import box, plan
+from tests.measured import make_result
 
 NOW = 1e9
 PIPELINE = (4, 19, 4)  # collectives of a step, by rank: stages of a pipeline differ
@@ -250,3 +254,27 @@ def test_a_gpu_that_is_throttled_is_what_the_run_is_bound_by() -> None:
     found = one(evidence, "bound_by_gpu")
     assert "1200 MHz, 1980 at its best" in found.words and "cooling" in found.to_try
     assert "compute_bound" not in [f.kind for f in judge(evidence)]
+
+
+def test_a_loss_that_is_not_finite_is_told_once_with_the_rank_that_had_it() -> None:
+    """In a pipeline the last stage sees all losses, whoever spoilt them."""
+    rows = make_training(30, skipped=np.arange(30) == 29, grad_norm=1.0)
+    decided = plan("launch.nproc=2", "launch.device=cpu")
+    drill = Drill(fault=Fault.NAN, rank=1)
+
+    def told(ranks: list[int], **more: Any) -> Finding:
+        bad = {"outcome": Outcome.NAN, "bad_step": 30, "bad_ranks": ranks, "bad_sample_ids": [7]}
+        ended = make_result(RunDir(Path("run")), "c", **bad)
+        evidence = Evidence(2, training=rows, result=ended, plan=decided)
+        (found,) = judge(replace(evidence, **more))
+        assert (found.kind, found.step) == ("nan_loss", 30)
+        assert "samples of it were 7" in found.words
+        return found
+
+    assert told([1]).rank == 1 and "rank 1's" in told([1]).words
+    assert told([]).rank is None and told([0, 1]).rank is None, "a gradient alone, or all of them"
+    staged = plan("launch.nproc=2", "strategy.name=pipeline", "launch.device=cpu")
+    in_pipeline = told([1], plan=staged)
+    assert in_pipeline.rank is None
+    assert names_fault(drill, told([1])) and not names_fault(drill, told([0]))
+    assert not names_fault(drill, told([])) and names_fault(drill, in_pipeline, knows_losses=False)
