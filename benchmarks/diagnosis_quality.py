@@ -117,7 +117,9 @@ def run_fault(case: Line, words: list[str], out: Path) -> Line:
         share=rng.uniform(0.2, 1.0),
     )
     end = run_drill(load_drilled("lm_tiny", words), drill, out, ConsoleTalk(quiet=True))
-    wrong = [f for f in end.found if f.kind in drill.fault.found_as and not names_fault(drill, f)]
+    # One without a rank is the live event of a bad loss; the run's end names whose it was.
+    told = [f for f in end.found if f.kind in drill.fault.found_as and f.rank is not None]
+    wrong = [f for f in told if not names_fault(drill, f)]
     named_at = [
         e.step - drill.step + 1
         for e in iter_events(RunDir(out).events)

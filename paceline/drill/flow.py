@@ -29,9 +29,12 @@ DEFAULTS = {"train.steps": "60", "launch.progress_s": "20", "launch.max_restarts
 class DrillEnd:
     """What came of a drill: the run, all that was found, and the finding that names the fault."""
 
-    def __init__(self, drill: Drill, result: Result, found: Sequence[Finding]) -> None:
+    def __init__(
+        self, drill: Drill, result: Result, found: Sequence[Finding], knows_losses: bool = True
+    ) -> None:
         self.drill, self.result, self.found = drill, result, list(found)
-        self.named = next((f for f in self.found if names_fault(drill, f)), None)
+        named = (f for f in self.found if names_fault(drill, f, knows_losses))
+        self.named = next(named, None)
 
     @property
     def outcome(self) -> Outcome:
@@ -48,15 +51,18 @@ class DrillEnd:
         }
 
 
-def names_fault(drill: Drill, finding: Finding) -> bool:
+def names_fault(drill: Drill, finding: Finding, knows_losses: bool = True) -> bool:
     """Tell whether a finding is the right one: its kind, the rank where one has it, and the part of
-    the step where it is about one."""
+    the step where it is about one. `knows_losses`: the run can say whose loss was bad. A pipeline
+    cannot, nor one that left the update out and went on (train.max_skips)."""
     fault = drill.fault
     if finding.kind not in fault.found_as:
         return False
     if fault.phase is not None and not fault.is_everywhere:
         return finding.rank == drill.rank and finding.evidence.get("part") == fault.phase
-    is_about_all = fault.is_everywhere or fault in (Fault.NAN, Fault.FULL_DISK)
+    is_about_all = fault.is_everywhere or fault is Fault.FULL_DISK
+    if fault is Fault.NAN and not knows_losses:
+        return finding.rank is None
     return is_about_all or finding.rank == drill.rank
 
 
@@ -94,7 +100,9 @@ def run_drill(
     result = run_decided(decided, out, talk)
     run = RunDir(Path(result.run_dir))
     stands = judge(read_evidence(run))
-    return DrillEnd(drill, result, [*stands, *noticed(run, stands)])
+    found = [*stands, *noticed(run, stands)]
+    knows_losses = plan.pipeline is None and result.outcome is Outcome.NAN
+    return DrillEnd(drill, result, found, knows_losses)
 
 
 def noticed(run: RunDir, stands: Sequence[Finding]) -> list[Finding]:

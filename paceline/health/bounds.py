@@ -5,6 +5,9 @@ shares of a step    data        the least that any rank waits for its loader
                                 for a late one, so it is transfer that nothing hides
                     imbalance   what the others are in them beyond that
                     idle GPU    by telemetry: no kernel was running
+
+Where none of these holds a run up, forward and backward are most of a step, or its largest part is
+named.
 """
 
 import math
@@ -24,10 +27,23 @@ MIN_STEPS = 10
 HANDED_SHARE = 0.5  # loaders that make batches for less of a step have time to spare
 LOADER = ("loader process", "loader processes")
 IMBALANCE_SHARE = 0.15
+MOST = 0.5  # of a step in forward and backward, from which it is called compute-bound
+PASSES, WAITING, UNSEEN = "forward and backward", "waiting", "unseen"
+OPTIMIZER, OTHER, DATA = str(Phase.OPTIMIZER), str(Phase.OTHER), str(Phase.DATA)
+PARTS = {
+    WAITING: "waiting for other ranks",
+    DATA: "data",
+    OPTIMIZER: "the optimizer's update",
+    OTHER: "what is around the steps: hooks, bookkeeping",
+    UNSEEN: "what no phase of a step sees",
+}
 
 
-def find_bounds(evidence: Evidence, work: Work, slow: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield what the run is bound by; where nothing holds it up, that it computes."""
+def find_bounds(
+    evidence: Evidence, work: Work, slow: Sequence[Finding], throttled: Sequence[Finding] = ()
+) -> Iterator[Finding]:
+    """Yield what the run is bound by; where nothing holds it up, that it computes, or what its
+    largest part is. `throttled`: GPUs that have lowered their clocks."""
     if len(work.steps) < MIN_STEPS:
         return
     found = [
@@ -39,7 +55,9 @@ def find_bounds(evidence: Evidence, work: Work, slow: Sequence[Finding]) -> Iter
     ]
     yield from found
     if not found and not slow and not evidence.is_live and _knows_passes(work):
-        yield _compute(evidence, work)
+        shares = _shares(work)
+        is_passes = shares[PASSES] >= MOST
+        yield _compute(evidence, work, throttled) if is_passes else _largest(evidence, work, shares)
 
 
 def _data(evidence: Evidence, work: Work) -> Iterator[Finding]:
@@ -103,14 +121,7 @@ def _exchange(evidence: Evidence, work: Work) -> Iterator[Finding]:
     share = seconds / work.step_s
     if share < evidence.rules.exchange_share:
         return
-    plan, told, rate = evidence.plan, "", None
-    if plan is not None and plan.exchange.sent:
-        # A ring sends each byte twice, but for each rank's own part (nccl-tests' busbw).
-        moved = 2 * (len(work.ranks) - 1) / len(work.ranks) * plan.exchange.sent
-        rate = moved / seconds / 1e9
-        told = f": {size(plan.exchange.sent)} of gradients at {number(rate, 3)} GB/s"
-        if evidence.link_gb_per_s:
-            told += f", where paceline check measured {number(evidence.link_gb_per_s, 3)} GB/s"
+    told, rate = _rate(evidence, len(work.ranks))
     yield Finding(
         kind="bound_by_exchange",
         severity="note",
@@ -127,6 +138,28 @@ def _exchange(evidence: Evidence, work: Work) -> Iterator[Finding]:
         to_try="train.grad_accum exchanges less often:"
         f" {_sweep(evidence, 'train.grad_accum=1,2,4')}; or paceline bench run ddp_compression",
     )
+
+
+def _rate(evidence: Evidence, num_ranks: int) -> tuple[str, float | None]:
+    """Say how much is exchanged and how fast, by the profiled step: what a rank is in collectives
+    is only what backward passes did not hide. Who came last has not waited there for others."""
+    plan, link = evidence.plan, evidence.link_gb_per_s
+    if plan is None or not plan.exchange.sent:
+        return "", None
+    # A ring sends each byte twice, but for each rank's own part (nccl-tests' busbw).
+    moved = 2 * (num_ranks - 1) / num_ranks * plan.exchange.sent / 1e9
+    told = f": {size(plan.exchange.sent)} of gradients"
+    known = [each for each in evidence.overlaps if each.communication_s > 0]
+    if not known:
+        at = f", which take {duration(moved / link)} at the {number(link, 3)} GB/s" if link else ""
+        return f"{told}{at} that paceline check measured" if at else told, None
+    last = min(known, key=lambda each: each.communication_s)
+    rate = moved / last.communication_s
+    told += f", {duration(last.communication_s)} on their way in step {last.step}"
+    told += f" ({number(rate, 3)} GB/s)"
+    if link:
+        told += f", where paceline check measured {number(link, 3)} GB/s"
+    return told, rate
 
 
 def _imbalance(evidence: Evidence, work: Work) -> Iterator[Finding]:
@@ -212,24 +245,75 @@ def _memory(evidence: Evidence, work: Work) -> Iterator[Finding]:
         )
 
 
-def _compute(evidence: Evidence, work: Work) -> Finding:
+def _compute(evidence: Evidence, work: Work, throttled: Sequence[Finding]) -> Finding:
     own = {str(p): float(np.median(part)) for p, part in work.own.items()}
     share = evidence.result.matmul_share if evidence.result is not None else None
     told = f", at {share:.0%} of the matmul rate of paceline check" if share is not None else ""
     recompute = evidence.plan.recompute.value if evidence.plan is not None else "none"
     again = "; recomputation repeats forward passes" if recompute == "full" else ""
+    words = f"{_shares(work)[PASSES]:.0%} of each {duration(work.step_s)} is {PASSES}{told}{again}"
+    known = finite({"own_s": own, "step_s": work.step_s, "matmul_share": share})
+    if throttled:
+        first = throttled[0]
+        return Finding(
+            kind="bound_by_gpu",
+            severity="note",
+            words=f"bound by the GPU itself: {words}, and {first.words}",
+            evidence=known | {"ranks": [each.rank for each in throttled]},
+            to_try=first.to_try,
+        )
     return Finding(
         kind="compute_bound",
         severity="note",
-        words=f"compute-bound: {_share(own, work, Phase.FORWARD, Phase.BACKWARD):.0%} of each"
-        f" {duration(work.step_s)} is forward and backward{told}{again}",
-        evidence=finite({"own_s": own, "step_s": work.step_s, "matmul_share": share}),
+        words=f"compute-bound: {words}",
+        evidence=known,
         to_try=_more_at_once(evidence),
     )
 
 
-def _share(own: dict[str, float], work: Work, *phases: Phase) -> float:
-    return sum(own.get(str(phase), 0.0) for phase in phases) / work.step_s
+def _shares(work: Work) -> dict[str, float]:
+    """Return what the parts of a step are of it, in the median; passes are one part."""
+    own = {phase: float(np.median(part)) for phase, part in work.own.items()}
+    seconds = {PASSES: own.pop(Phase.FORWARD) + own.pop(Phase.BACKWARD)}
+    seconds |= {str(phase): part for phase, part in own.items()}
+    seconds[WAITING] = float(np.median(work.blocked))
+    seconds[UNSEEN] = max(0.0, work.step_s - sum(seconds.values()))
+    return {part: each / work.step_s for part, each in seconds.items()}
+
+
+def _largest(evidence: Evidence, work: Work, shares: dict[str, float]) -> Finding:
+    """Name the largest part of a step that is not for the most part forward and backward."""
+    part, *others = sorted(shares, key=lambda each: -shares[each])
+    step = duration(work.step_s)
+    if part == PASSES:
+        told = ", ".join(f"{each} {shares[each]:.0%}" for each in (part, *others[:2]))
+        words, part = f"bound by no one part: of each {step} {told}", "several"
+    else:
+        is_pipeline = part == WAITING and _is_pipeline(evidence)
+        name = "waiting for other stages of the pipeline" if is_pipeline else PARTS[part]
+        words = f"bound by {name}: {shares[part]:.0%} of each {step}; {PASSES} are"
+        words += f" {shares[PASSES]:.0%}"
+    return Finding(
+        kind=f"bound_by_{part}",
+        severity="note",
+        words=words,
+        evidence=finite({"shares": shares, "step_s": work.step_s}),
+        to_try=_for_part(evidence, part),
+    )
+
+
+def _for_part(evidence: Evidence, part: str) -> str:
+    """Say what makes a part of a step smaller; where that is not known, what shows it."""
+    pipeline = evidence.plan.pipeline if evidence.plan is not None else None
+    if part == WAITING and pipeline is not None:
+        num = pipeline.num_microbatches
+        more = _sweep(evidence, f"strategy.microbatches={num},{2 * num}")
+        return f"{more}; or another schedule (paceline plan --schedule compares them)"
+    if part in (WAITING, OPTIMIZER):
+        return _sweep(evidence, "train.grad_accum=1,2,4")
+    if part == DATA:
+        return _sweep(evidence, "data.num_workers=0,2,4")
+    return "observe.profile=steps:20-24 shows what runs in a step"
 
 
 def _is_pipeline(evidence: Evidence) -> bool:

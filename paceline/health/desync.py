@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.health.evidence import Evidence
 from paceline.health.work import align_steps
@@ -40,10 +41,13 @@ def _by_counts(evidence: Evidence) -> Iterator[Finding]:
     out. What a rank usually begins in a step is taken off: ranks of a pipeline differ in that."""
     known = {r: table.known("collectives") for r, table in evidence.steps.items() if len(table)}
     tables = align_steps(list(known.values())) if len(known) > 1 else []
-    if not tables or len(tables[0]) < 3:
+    if not tables:
         return
-    steps = tables[0].column("step")
     counts = np.array([table.column("collectives") for table in tables])
+    first = _last_start(counts)
+    steps, counts = tables[0].column("step")[first:], counts[:, first:]
+    if len(steps) < 3:
+        return
     usual = np.floor(np.median(np.diff(counts) / np.diff(steps), axis=1, keepdims=True))
     beyond = counts - counts[:, :1] - usual * (steps - steps[0])
     apart = np.flatnonzero(np.ptp(beyond, axis=0))
@@ -67,6 +71,16 @@ def _by_counts(evidence: Evidence) -> Iterator[Finding]:
         evidence=finite({"step": step, "collectives_beyond_usual": made}),
         to_try=DESYNC_HINT,
     )
+
+
+def _last_start(counts: NDArray[np.int64]) -> int:
+    """Return where the last attempt begins, by counts of ranks x steps: each attempt counts from 0.
+    Behind all of them where only some ranks have begun it: their rows are of two attempts."""
+    falls = np.diff(counts) < 0
+    starts = np.flatnonzero(falls.any(axis=0)) + 1
+    if not len(starts):
+        return 0
+    return int(starts[-1]) if falls[:, starts[-1] - 1].all() else counts.shape[1]
 
 
 def _by_logs(evidence: Evidence) -> Iterator[Finding]:

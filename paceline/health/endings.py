@@ -27,7 +27,7 @@ def find_ending(evidence: Evidence) -> Iterator[Finding]:
     if result.failure is not None:
         yield _failure(result, result.failure)
     elif result.outcome is Outcome.NAN:
-        yield _nan(result)
+        yield _nan(evidence, result)
     if result.unwritten:
         first = result.unwritten[0]
         yield Finding(
@@ -59,16 +59,27 @@ def _failure(result: Result, failure: Failure) -> Finding:
     )
 
 
-def _nan(result: Result) -> Finding:
-    ids = ", ".join(map(str, result.bad_sample_ids[:8]))
+def _nan(evidence: Evidence, result: Result) -> Finding:
+    """Name the rank whose loss it was, where it was one rank's own: in a pipeline the last stage
+    sees all losses, whoever spoilt them."""
+    is_pipeline = evidence.plan is not None and evidence.plan.pipeline is not None
+    ranks, ids = result.bad_ranks, ", ".join(map(str, result.bad_sample_ids[:8]))
+    rank = ranks[0] if len(ranks) == 1 and not is_pipeline else None
+    whose = f"; it was rank {rank}'s loss" if rank is not None and evidence.num_ranks > 1 else ""
     return Finding(
         kind="nan_loss",
+        rank=rank,
         step=result.bad_step,
         severity="error",
         words=f"the run ended in step {result.bad_step}, whose loss or gradient was not finite"
+        + whose
         + (f"; the samples of it were {ids}" if ids else ""),
         evidence=finite(
-            {"bad_step": result.bad_step, "bad_sample_ids": result.bad_sample_ids[:64]}
+            {
+                "bad_step": result.bad_step,
+                "bad_ranks": ranks,
+                "bad_sample_ids": result.bad_sample_ids[:64],
+            }
         ),
         to_try="look at these samples; a lower optim.lr; train.max_skips lets some steps pass",
     )

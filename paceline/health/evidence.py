@@ -13,7 +13,7 @@ from paceline.config.health import RulesConfig
 from paceline.config.plain import read_plain
 from paceline.errors import PacelineError
 from paceline.machine.measures import load_link
-from paceline.records import Env, Plan, Result
+from paceline.records import Env, Overlap, Plan, Result
 from paceline.records.base import Body, load_map
 from paceline.records.cells import DTYPES
 from paceline.records.columns import Layout, Row, Table
@@ -73,6 +73,7 @@ class Evidence:
     result: Result | None = None
     collectives: Mapping[int, Body] = field(default_factory=dict)  # of ranks that failed
     logs: Mapping[int, str] = field(default_factory=dict)  # the ends of those, of a run that failed
+    overlaps: Sequence[Overlap] = ()  # of a run that is over: a profiled step of each rank
     link_gb_per_s: float | None = None  # the slowest link, as `paceline check` measured it
     now: float | None = None
     idle_s: float | None = None  # for how long no rank has begun a step, where it lives
@@ -113,6 +114,9 @@ def read_evidence(run: RunDir, now: float | None = None, known: Evidence | None 
         collectives={rank: body for rank, body in collectives.items() if body is not None},
         now=now,
     )
+    if now is None:
+        overlaps = [read(run.overlap(rank), Overlap.load) for rank in ranks]
+        found = replace(found, overlaps=[each for each in overlaps if each is not None])
     if found.plan is not None and found.env is not None:
         crew = found.plan.crew
         link = load_link(found.env, crew.device.value, crew.num_nodes)

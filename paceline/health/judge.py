@@ -35,9 +35,11 @@ def _judge(evidence: Evidence) -> Iterator[Finding]:
     yield from find_ending(evidence)
     yield from find_desync(evidence)
     work = measure_work(evidence)
-    yield from find_unhealthy(evidence, work)
+    unhealthy = list(find_unhealthy(evidence, work))
+    yield from unhealthy
     if work is not None:
         slow = list(find_stragglers(evidence, work))
         yield from slow
         yield from find_spikes(evidence, work)
-        yield from find_bounds(evidence, work, slow)
+        throttled = [finding for finding in unhealthy if finding.kind == "gpu_throttle"]
+        yield from find_bounds(evidence, work, slow, throttled)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.errors import Outcome
 from paceline.health.evidence import Evidence
 from paceline.health.stragglers import STEADY_SHARE, gpu_samples
 from paceline.health.work import Work
@@ -45,8 +46,10 @@ def find_unhealthy(evidence: Evidence, work: Work | None) -> Iterator[Finding]:
 def _loss(evidence: Evidence) -> Iterator[Finding]:
     rows, rules = evidence.training, evidence.rules
     losses, steps = rows.column("loss"), rows.column("step")
-    bad = rows.column("skipped") | ~np.isfinite(losses)
-    if bad.any():
+    bad = (rows.column("skipped") & ~rows.column("overflowed")) | ~np.isfinite(losses)
+    # The end of a run says it better, with the rank and the samples (endings.py).
+    is_told = evidence.result is not None and evidence.result.outcome is Outcome.NAN
+    if bad.any() and not is_told:
         first = int(steps[bad][0])
         times = count(int(bad.sum()), "step")
         yield Finding(
@@ -332,20 +335,37 @@ def _stalls(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _flatline(evidence: Evidence, now: float) -> Iterator[Finding]:
+    """Step 1 may compile for minutes: launch.progress_s ends a rank that hangs in it."""
     moved = [heart.beat for heart in evidence.hearts.values()]
     times = evidence.training.column("step_s")
-    if not moved or min(beat.step for beat in moved) == 0 or evidence.idle_s is None:
+    if not moved or min(beat.step for beat in moved) <= 1:
         return
+    idle_s = _idle_s(evidence, now)
     usual_s = float(np.median(times)) if len(times) else 0.0
     limit_s = max(evidence.rules.throughput_flatline_s, FLAT_STEPS * usual_s)
-    if evidence.idle_s > limit_s:
+    if idle_s > limit_s:
         behind = min(moved, key=lambda beat: (beat.step, beat.marks))
         yield Finding(
             kind="throughput_flatline",
             step=behind.step,
             severity="error",
-            words=f"no step has ended for {duration(evidence.idle_s)}: step {behind.step} stands in"
+            words=f"no step has ended for {duration(idle_s)}: step {behind.step} stands in"
             f" {behind.phase} on rank {behind.rank}",
-            evidence=finite({"idle_s": evidence.idle_s, "step_s": usual_s, "rank": behind.rank}),
+            evidence=finite({"idle_s": idle_s, "step_s": usual_s, "rank": behind.rank}),
             to_try="touch control/dump in the run directory for the stacks of all ranks",
         )
+
+
+def _idle_s(evidence: Evidence, now: float) -> float:
+    """Return for how long no step has begun and no rank has entered a phase: a long evaluation
+    enters one with each batch, a rank that hangs enters none. Of an evaluation whose ranks do not
+    say that, nothing is known."""
+    if evidence.idle_s is None:
+        return 0.0
+    still = [evidence.idle_s]
+    for heart in evidence.hearts.values():
+        if heart.beat.still_s is not None:
+            still.append(heart.beat.still_s + max(0.0, now - heart.written_at))
+        elif heart.beat.phase == Phase.EVAL:
+            return 0.0
+    return min(still)

@@ -95,7 +95,8 @@ def _steady(table: Table[StepRow]) -> Table[StepRow]:
 
 
 def align_steps(tables: list[Table[StepRow]]) -> list[Table[StepRow]]:
-    """Return the rows of the steps that all tables have."""
+    """Return the rows of the steps that all tables have, in order and each once."""
+    tables = [_rising(table) for table in tables]
     first = tables[0].column("step")
     if all(np.array_equal(first, table.column("step")) for table in tables[1:]):
         return tables
@@ -103,6 +104,15 @@ def align_steps(tables: list[Table[StepRow]]) -> list[Table[StepRow]]:
     for table in tables[1:]:
         steps = np.intersect1d(steps, table.column("step"))
     return [table.pick(np.isin(table.column("step"), steps)) for table in tables]
+
+
+def _rising(table: Table[StepRow]) -> Table[StepRow]:
+    """Leave out rows of steps that stand before them already: of a file that was put together, or
+    copied while it was written."""
+    steps = table.column("step")
+    is_new = np.ones(len(steps), bool)
+    is_new[1:] = steps[1:] > np.maximum.accumulate(steps)[:-1]
+    return table.pick(is_new)
 
 
 def _knows_blocked(table: Table[StepRow]) -> bool:

@@ -18,13 +18,16 @@ MAX_SAID = 120
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a rank was at `time`. `marks` counts every phase it has entered."""
+    """Where a rank was at `time`. `marks` counts every phase it has entered; for `still_s` it has
+    entered none, which is 0 up to the end of the first step it takes: that one may compile. None:
+    a version up to 0.6 did not say."""
 
     time: float = 0.0
     rank: int = 0
     step: int = 0
     phase: str = Phase.START
     marks: int = 0
+    still_s: float | None = None
 
     def to_line(self) -> str:
         return json.dumps(asdict(self)).ljust(LINE_BYTES - 1) + "\n"
@@ -48,6 +51,8 @@ class Beat:
 def _fits(value: object, default: object) -> bool:
     if isinstance(default, str):
         return isinstance(value, str)
+    if default is None and value is None:
+        return True
     return type(value) in (int, float) and math.isfinite(cast("float", value))
 
 

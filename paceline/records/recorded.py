@@ -349,6 +349,9 @@ class Result(Record):
     )
     skipped_steps: int
     bad_step: int | None
+    bad_ranks: list[int] = Field(
+        [], description="Ranks whose own loss was not finite in it; none: only gradients were not."
+    )
     bad_sample_ids: list[int]
     failure: Failure | None
     notes: list[str]

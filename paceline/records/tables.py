@@ -31,6 +31,9 @@ WRITTEN, FAILED = "ok", "failed"  # outcomes of a checkpoint
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
+    """One step of all ranks. `skipped`: no update was made; `overflowed`: because fp16 looked for
+    its scale, which is no fault. Up to 0.6 nothing told the two apart."""
+
     step: int
     loss: float
     lr: float
@@ -39,6 +42,7 @@ class TrainingRow:
     samples_per_s: float
     tokens_per_s: float | None
     skipped: bool
+    overflowed: bool
     warmup: bool
     val_loss: float | None
     metrics: dict[str, float]  # by whole name, as val/accuracy; without the losses
@@ -95,8 +99,8 @@ def _training_row(cells: dict[str, Any]) -> TrainingRow:
 TRAINING = Layout(
     {
         "step": int, "loss": float, "lr": float, "grad_norm": float, "step_s": float,
-        "samples_per_s": float, "tokens_per_s": float, "skipped": bool, "warmup": bool,
-        "val_loss": float,
+        "samples_per_s": float, "tokens_per_s": float, "skipped": bool, "overflowed": bool,
+        "warmup": bool, "val_loss": float,
     },
     _training_row,
     frozenset({"tokens_per_s", "val_loss"}),

@@ -119,7 +119,6 @@ def _how_it_ended(run: RunDir, ending: Ending, rows: Table[TrainingRow]) -> dict
 
 
 def _what_was_learned(run: RunDir, rows: Table[TrainingRow], verdicts: Verdicts) -> dict[str, Any]:
-    bad_step, bad_ids = _bad_samples(verdicts)
     metrics = _last_metrics(rows)[0]
     has_padding = metrics.pop(f"{TRAIN}{PADDING}", None) is not None
     return {
@@ -130,8 +129,7 @@ def _what_was_learned(run: RunDir, rows: Table[TrainingRow], verdicts: Verdicts)
         "best": _best(run, rows),
         "why_early": next((v.why_early for v in verdicts.values() if v.why_early), ""),
         "skipped_steps": int(rows.column("skipped").sum()),
-        "bad_step": bad_step,
-        "bad_sample_ids": bad_ids,
+        **_bad_samples(verdicts),
     }
 
 
@@ -301,12 +299,15 @@ def _matmul_share(plan: Plan, env: Env, tflops: float | None) -> float | None:
     return tflops / measured if tflops is not None and measured else None
 
 
-def _bad_samples(verdicts: dict[int, RankVerdict]) -> tuple[int | None, list[int]]:
-    """Return the vetoed step and its samples: of the ranks whose own loss was bad, or of all."""
+def _bad_samples(verdicts: dict[int, RankVerdict]) -> dict[str, Any]:
+    """Return the vetoed step, the ranks whose own loss was bad, and their samples, or all."""
     bad = [v for v in verdicts.values() if v.bad_step is not None]
-    guilty = [v for v in bad if not v.loss_was_finite] or bad
-    ids = [index for v in guilty for index in v.bad_sample_ids]
-    return (bad[0].bad_step if bad else None), ids
+    guilty = [v for v in bad if not v.loss_was_finite]
+    return {
+        "bad_step": bad[0].bad_step if bad else None,
+        "bad_ranks": sorted(v.rank for v in guilty),
+        "bad_sample_ids": [index for v in guilty or bad for index in v.bad_sample_ids],
+    }
 
 
 def _data_fingerprint(verdicts: dict[int, RankVerdict]) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.records.drills import Drill, Fault
 from paceline.records.phases import Phase
 from paceline.records.rundir import RunDir
+from paceline.strategies.base import Totals
 from paceline.train.loop import LoopParts
 
 LOG = logging.getLogger("paceline")
@@ -130,18 +131,21 @@ class Pace:
 
 
 def _spoil_loss(drill: Drill, parts: LoopParts) -> None:
-    """Make the gradient of one step NaN: through the scale, by which every engine multiplies its
-    loss. A stage of a pipeline has gradients and maybe no loss, and they are nobody else's."""
+    """Make the loss of one step NaN, and its gradient: through the scale, by which every engine
+    multiplies its loss. A stage of a pipeline has gradients and maybe no loss, and they are nobody
+    else's."""
     engine = parts.engine
     compute = engine.forward_backward
 
-    def spoilt(batches: list[object], scale: float | Tensor, clock: object) -> object:
-        bad = parts.clock.step == drill.step
-        made = compute(batches, float("nan") if bad else scale, parts.clock)
-        if bad and parts.plan.pipeline is not None:
-            for parameter in engine.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(math.nan)
+    def spoilt(batches: list[object], scale: float | Tensor, clock: object) -> Totals:
+        if parts.clock.step != drill.step:
+            return compute(batches, scale, parts.clock)
+        made = compute(batches, math.nan, parts.clock)
+        if parts.plan.pipeline is None:
+            return made._replace(loss_sum=made.loss_sum * math.nan)
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(math.nan)
         return made
 
     engine.forward_backward = spoilt  # type: ignore[method-assign,assignment]

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 from typing import Protocol
 
 import psutil
@@ -149,12 +150,22 @@ class Heartbeat(Ticker):
         super().__init__(interval_s, "heartbeat")
         self._file, self._rank, self._progress, self._tell = file, rank, progress, tell
         self._num_beats = 0
+        self._first_step = 0  # that this rank takes
+        self._place, self._moved_at = (0, 0), monotonic()
 
     def tick(self) -> None:
         now, at = round(wall_time(), 3), self._progress
-        beat = Beat(now, self._rank, at.step, at.phase, at.marks)
+        beat = Beat(now, self._rank, at.step, at.phase, at.marks, self._still_s(at))
         if not self._write(beat.to_line().encode()):
             self._tell(beat)
+
+    def _still_s(self, at: Progress) -> float:
+        """Return for how long the rank has entered no phase, to a tick; 0 up to its first step."""
+        place, now = (at.step, at.marks), monotonic()
+        self._first_step = self._first_step or at.step
+        if place != self._place or at.step == self._first_step:
+            self._place, self._moved_at = place, now
+        return round(now - self._moved_at, 1)
 
     def _write(self, line: bytes) -> bool:
         if self._num_beats > MAX_BEATS:

@@ -61,7 +61,7 @@ class _Row:
     count: float = 0.0
     grad_norm: float | None = None
     skipped: bool = False
-    is_judged: bool = False
+    overflowed: bool = False
     metrics: dict[str, float | None] = field(default_factory=dict)  # by column
     own_units: float = math.nan
     collectives: int | None = None  # that this rank has begun so far
@@ -73,6 +73,12 @@ class _Row:
     def own_mean(self) -> float:
         """This rank's own loss, nan where its units are on the device."""
         return math.nan if self.own_loss is None else self.own_loss / (self.own_units or math.nan)
+
+    @property
+    def is_judged(self) -> bool:
+        """Say whether its veto counts. An overflow of fp16's scaled gradient is not a fault: the
+        scale is halved, and training continues."""
+        return self.skipped and not self.overflowed
 
     @property
     def is_complete(self) -> bool:
@@ -144,9 +150,7 @@ class Ledger:
         for step, (loss_sum, grad_norm, skipped) in self._scalars.pop(through, wait=True):
             row = self._rows[step]
             row.own_loss, row.grad_norm, row.skipped = loss_sum, grad_norm, bool(skipped)
-            # An overflow of fp16's scaled gradient is not a fault: the scale is halved, and
-            # training continues.
-            row.is_judged = bool(skipped) and skipped != OVERFLOWED
+            row.overflowed = skipped == OVERFLOWED
             if row.is_judged:
                 found.append((step, math.isfinite(loss_sum)))
         return found
@@ -340,6 +344,7 @@ class Ledger:
             "samples_per_s": row.num_samples / step_s,
             "tokens_per_s": row.count / step_s if self.plan.unit == "tokens" else None,
             "skipped": row.skipped,
+            "overflowed": row.overflowed,
             "warmup": step <= self.last_warmup,
             "val_loss": None,
             **row.metrics,

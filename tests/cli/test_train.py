@@ -17,7 +17,7 @@ from tests.jobs import LINE, write_line_job
 
 TRAINING = [
     "step", "loss", "lr", "grad_norm", "step_s", "samples_per_s", "tokens_per_s", "skipped",
-    "warmup", "val_loss", "val/perplexity", "val/bits_per_byte",
+    "overflowed", "warmup", "val_loss", "val/perplexity", "val/bits_per_byte",
 ]  # fmt: skip
 RESULT = {
     "schema", "run_dir", "outcome", "exit_code", "steps", "final_loss", "step_s", "samples_per_s",

@@ -49,6 +49,7 @@ def test_overflow_is_skipped_and_not_counted(tmp_path: Path) -> None:
     assert {verdict.outcome for verdict in ends.verdicts} == {Outcome.OK}
     skipped = [row.step for row in ends.rows if row.skipped]
     assert skipped and skipped == list(range(1, len(skipped) + 1)) and len(skipped) < 12
+    assert [row.step for row in ends.rows if row.overflowed] == skipped, "which is no fault"
     assert ends.rows[-1].loss < ends.rows[0].loss
     scales = {state.loss_scale for state in ends.states}
     assert scales == {1e8 / 2 ** len(skipped)}

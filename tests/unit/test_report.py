@@ -272,6 +272,7 @@ def test_a_bad_batch_is_listed_for_the_guilty_rank(run: RunDir) -> None:
     verdict(1, **bad, bad_sample_ids=[3, 4], loss_was_finite=False).save(run.verdict(1))
     result = finish(run)
     assert (result.outcome, result.bad_step, result.bad_sample_ids) == (Outcome.NAN, 7, [3, 4])
+    assert result.bad_ranks == [1]
     assert "step 7 was not finite" in run.summary.read_text()
 
 

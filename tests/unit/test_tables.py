@@ -85,7 +85,7 @@ def test_a_resume_drops_no_row_whose_header_differs(path: Path) -> None:
     assert read_training(path)[89].loss == 9.0
     lines = path.read_text().splitlines()
     assert lines[0].startswith("colour,step,loss,lr,grad_norm,step_s,")
-    assert lines[1] == "red,1,0.1,,,,,,,," and lines[-1].startswith(",91,0.3333333333,")
+    assert lines[1] == "red,1,0.1,,,,,,,,," and lines[-1].startswith(",91,0.3333333333,")
 
 
 def test_half_a_line_is_cut_and_a_file_that_fits_is_left_alone(path: Path) -> None:
