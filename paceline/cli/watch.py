@@ -112,7 +112,7 @@ def _be_watchdog(path: Path, interval: float) -> None:
     dog = Watchdog(run, say)
     say(f"watchdog of {path}: a look every {interval:g} s")
     view = dog.tick()
-    while not view.state.is_over:
+    while not dog.is_over:
         time.sleep(interval)
         view = dog.tick()
     ended = f"{view.state.kind}: {view.state.said}".rstrip(": ")

@@ -35,7 +35,8 @@ def judge_state(run: RunDir, view: RunView, now: float) -> State:
     if least > SILENT_S and _has_left(run.root / RunLock.NAME):
         return State("died", f"no rank and no supervisor lives: silent for {elapsed(least)}")
     if least > DEAD_S:
-        return State("died", f"no heartbeat for {elapsed(least)}, and no result was written")
+        said = f"no heartbeat for {elapsed(least)}, and no result was written"
+        return State("died", said, is_sure=False)
     quiet = {rank: age for rank, age in silent.items() if age > SILENT_S}
     if quiet:
         rank = max(quiet, key=lambda each: quiet[each])

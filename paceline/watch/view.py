@@ -20,10 +20,12 @@ Kind = Literal["starting", "running", "silent", "died", "ok", "stopped", "failed
 
 @dataclass(frozen=True)
 class State:
-    """Whether a run lives, in one word, and what a person should know beside it."""
+    """Whether a run lives, in one word, and what a person should know beside it. One that died is
+    not `is_sure` where it may be frozen: nothing says that its supervisor has ended."""
 
     kind: Kind
     said: str = ""
+    is_sure: bool = True
 
     @property
     def is_over(self) -> bool:

@@ -4,8 +4,10 @@ shares them, and asks it to stop where a rule is broken.
     paceline watch RUN_DIR --halt --interval 30
 
 It may be started before the run is: it waits for the directory. What an earlier attempt has left is
-not judged. An old .HALT is not cleared: a run ignores one that was there before it. Ranks that hang
-cannot read .HALT; their supervisor ends them at launch.progress_s.
+not judged. A run of which nothing is heard may be dead or frozen: unless its supervisor is known to
+have ended it has stalled, once the rule says so. An old .HALT is not cleared: a run
+ignores one that was there before it. Ranks that hang cannot read .HALT; their supervisor ends them
+at launch.progress_s.
 """
 
 import time
@@ -13,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.config.health import RulesConfig
 from paceline.errors import DataError
 from paceline.health import Evidence, judge, read_evidence
 from paceline.health.actions import halt
@@ -31,11 +34,12 @@ Say = Callable[[str], None]
 
 
 class Watchdog:
-    """Call `tick` every so often; `anomaly` is the name of the rule that was broken first."""
+    """Call `tick` every so often until `is_over`; `anomaly` is the name of the rule that was broken
+    first."""
 
     def __init__(self, run: RunDir, say: Say) -> None:
         self.run, self._say = run, say
-        self.anomaly = ""
+        self.anomaly, self.is_over = "", False
         self._reader = RunReader(run)
         self._told: set[tuple[str, int | None]] = set()
         self._moved: tuple[int, float] | None = None  # the furthest step, and since when
@@ -43,17 +47,21 @@ class Watchdog:
     def tick(self) -> RunView:
         """Look once; tell what is new, and ask for the end where that is needed."""
         view = self._reader.read()
-        if view.state.is_over or not view.ranks:
+        self.is_over = view.state.is_over
+        if view.state.is_over and view.state.is_sure or not view.ranks:
             return view
-        for finding in judge(self._evidence(view)):
+        evidence = self._evidence(view)
+        self.is_over = view.state.is_over and _has_waited(view, evidence.rules)
+        for finding in judge(evidence):
             if finding.key not in self._told:
                 self._told.add(finding.key)
                 self._note(finding)
         return view
 
     def _evidence(self, view: RunView) -> Evidence:
-        """Return what is known now. Heartbeats count by this process's own clock, and only those of
-        the attempt that lives."""
+        """Return what is known now of the attempt that lives. Heartbeats count by this process's
+        own clock. A run of which nothing is heard is judged by its silence: whether steps end there
+        cannot be seen."""
         now, step = wall_time(), min(each.step for each in view.ranks)
         if self._moved is None or step != self._moved[0]:
             self._moved = (step, time.monotonic())
@@ -65,7 +73,9 @@ class Watchdog:
             for rank, heart in found.hearts.items()
             if rank in silent and heart.beat.time >= since
         }
-        return replace(found, hearts=hearts, idle_s=time.monotonic() - self._moved[1])
+        is_unheard = view.state.is_over and found.rules.heartbeat_stall != "off"
+        idle_s = None if is_unheard else time.monotonic() - self._moved[1]
+        return replace(found, hearts=hearts, idle_s=idle_s)
 
     def _note(self, finding: Finding) -> None:
         self._say(str(finding))
@@ -91,6 +101,12 @@ class Watchdog:
             )
         )
         log.close()
+
+
+def _has_waited(view: RunView, rules: RulesConfig) -> bool:
+    """Tell whether nothing was heard of a run for as long as the rule about silence allows."""
+    silent = [each.silent_s for each in view.ranks if each.silent_s is not None]
+    return rules.heartbeat_stall == "off" or min(silent, default=0.0) > rules.heartbeat_stall_s
 
 
 def _started_at(run: RunDir) -> float:

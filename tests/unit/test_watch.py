@@ -265,6 +265,45 @@ def test_zero_gradients_halt_too(run: RunDir) -> None:
     assert run.anomaly.read_text() == "zero_grad\n"
 
 
+def follow(dog: Watchdog, run: RunDir, clock: Clock) -> None:
+    """Let a watchdog tell silence by a clock that is set."""
+    dog._reader = RunReader(run, clock)
+
+
+def test_a_run_that_is_all_silent_has_stalled(run: RunDir) -> None:
+    """It counted as dead after 90 s, before the rule could speak at 180 s."""
+    lived(run, time.time() - 500)
+    for rank in (0, 1):
+        beat(run, rank, time.time())
+    clock, dog = Clock(), Watchdog(run, lambda text: None)
+    follow(dog, run, clock)
+    for _ in range(6):
+        assert dog.tick().state.kind in ("running", "silent", "died")
+        assert not dog.is_over and dog.anomaly == "", "180 s are not over"
+        clock.now += 30
+    clock.now += 1
+    assert dog.tick().state.kind == "died" and dog.is_over
+    assert dog.anomaly == "heartbeat_stall" and run.halt.is_file()
+    assert run.anomaly.read_text() == "heartbeat_stall\n"
+
+
+@pytest.mark.parametrize("why", ["gone", "off"])
+def test_a_run_that_died_for_sure_has_not_stalled(run: RunDir, why: str) -> None:
+    lived(run, time.time() - 500)
+    if why == "gone":
+        (run.root / ".lock").write_text("")
+    else:
+        run.config.write_text("observe: {rules: {heartbeat_stall: 'off'}}\n")
+    for rank in (0, 1):
+        beat(run, rank, time.time())
+    clock, dog = Clock(), Watchdog(run, lambda text: None)
+    follow(dog, run, clock)
+    dog.tick()
+    clock.now += 500
+    assert dog.tick().state.kind == "died" and dog.is_over
+    assert dog.anomaly == "" and not run.halt.exists()
+
+
 def client(run: RunDir, token: str = "", host: str = "localhost") -> TestClient:
     return TestClient(build_app(Fleet(run.root.parent), token), base_url=f"http://{host}")
 
