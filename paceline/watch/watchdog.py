@@ -20,6 +20,7 @@ from paceline.errors import DataError
 from paceline.health import Evidence, judge, read_evidence
 from paceline.health.actions import halt
 from paceline.records import Attempt
+from paceline.records.columns import Row, Table
 from paceline.records.events import Event, EventLog
 from paceline.records.findings import Finding
 from paceline.records.moments import wall_time
@@ -41,12 +42,16 @@ class Watchdog:
         self.run, self._say = run, say
         self.anomaly, self.is_over = "", False
         self._reader = RunReader(run)
+        self._attempt = 0
         self._told: set[tuple[str, int | None]] = set()
         self._moved: tuple[int, float] | None = None  # the furthest step, and since when
 
     def tick(self) -> RunView:
         """Look once; tell what is new, and ask for the end where that is needed."""
         view = self._reader.read()
+        if view.attempt != self._attempt:
+            self._attempt, self._moved = view.attempt, None
+            self._told.clear()
         self.is_over = view.state.is_over
         if view.state.is_over and view.state.is_sure or not view.ranks:
             return view
@@ -66,7 +71,8 @@ class Watchdog:
         if self._moved is None or step != self._moved[0]:
             self._moved = (step, time.monotonic())
         found = read_evidence(self.run, now)
-        since = _started_at(self.run)
+        attempt = _load_attempt(self.run)
+        since = attempt.started_at if attempt is not None else 0.0
         silent = {each.rank: each.silent_s for each in view.ranks if each.silent_s is not None}
         hearts = {
             rank: replace(heart, written_at=now - silent[rank])
@@ -75,7 +81,31 @@ class Watchdog:
         }
         is_unheard = view.state.is_over and found.rules.heartbeat_stall != "off"
         idle_s = None if is_unheard else time.monotonic() - self._moved[1]
-        return replace(found, hearts=hearts, idle_s=idle_s)
+        found = replace(found, hearts=hearts, idle_s=idle_s)
+        return found if attempt is None else self._since(found, attempt)
+
+    def _since(self, found: Evidence, attempt: Attempt) -> Evidence:
+        """Leave out what earlier attempts have written, lest this one is halted for a fault of
+        then. Their rows behind the checkpoint are cut off when ranks open their tables, so none
+        counts before all ranks have begun a step."""
+        since, first = attempt.started_at, max(1, attempt.first_step)
+        begun = [heart.beat.step for heart in found.hearts.values()]
+        is_waiting = attempt.resume and (len(begun) < found.num_ranks or min(begun) < first)
+
+        def own(table: Table[Row]) -> Table[Row]:
+            return table[:0] if is_waiting else table.since(first)
+
+        return replace(
+            found,
+            training=own(found.training),
+            steps={rank: own(table) for rank, table in found.steps.items()},
+            telemetry={r: t.pick(t.column("time") >= since) for r, t in found.telemetry.items()},
+            collectives={
+                rank: body
+                for rank, body in found.collectives.items()
+                if _written_at(self.run.collectives(rank)) >= since
+            },
+        )
 
     def _note(self, finding: Finding) -> None:
         self._say(str(finding))
@@ -109,10 +139,17 @@ def _has_waited(view: RunView, rules: RulesConfig) -> bool:
     return rules.heartbeat_stall == "off" or min(silent, default=0.0) > rules.heartbeat_stall_s
 
 
-def _started_at(run: RunDir) -> float:
+def _load_attempt(run: RunDir) -> Attempt | None:
     try:
-        return Attempt.load(run.attempt).started_at
+        return Attempt.load(run.attempt)
     except DataError:
+        return None
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
         return 0.0
 
 

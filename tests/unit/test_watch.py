@@ -304,6 +304,49 @@ def test_a_run_that_died_for_sure_has_not_stalled(run: RunDir, why: str) -> None
     assert dog.anomaly == "" and not run.halt.exists()
 
 
+def resumed(run: RunDir, first_step: int) -> None:
+    """Make the run one of a second attempt, which began with a step behind a checkpoint."""
+    attempt = Attempt(number=2, resume=True, started_at=time.time() - 5, first_step=first_step)
+    attempt.save(run.attempt)
+    (run.root / ".lock").write_text("1 elsewhere\n")
+
+
+@pytest.mark.parametrize("step", [0, 21])
+def test_an_earlier_attempt_halts_no_later_one(run: RunDir, step: int) -> None:
+    """Neither while ranks start again, nor once they train."""
+    run.training.write_text(run.training.read_text().replace(",1.5,", ",0,"))
+    for rank in (0, 1):
+        rows = "".join(f"{n},0,0.5,0,0,0,0,0,0,0,{rank * n}\n" for n in range(1, 21))
+        run.steps(rank).write_text(f"{STEPS_HEADER.strip()},collectives\n{rows}")
+        beat(run, rank, time.time(), step)
+        call = {"process_group": ["0"], "collective_seq_id": 1, "profiling_name": f"op{rank}"}
+        run.collectives(rank).write_text(json.dumps({"entries": [call]}))
+        os.utime(run.collectives(rank), (time.time() - 60,) * 2)
+    resumed(run, first_step=21 if step else 0)
+    said: list[str] = []
+    dog = Watchdog(run, said.append)
+    dog.tick()
+    assert dog.anomaly == "" and not run.halt.exists(), said
+    with run.training.open("a") as file:
+        file.write(ROW.format(step=21, loss=1, val="").replace(",1.5,", ",0,"))
+    resumed(run, first_step=21)
+    for rank in (0, 1):
+        beat(run, rank, time.time() + 1, 22)
+    dog.tick()
+    assert dog.anomaly == "zero_grad", "its own steps are judged"
+    assert any("is 0 in 1 step, first in step 21" in text for text in said)
+
+
+def test_an_attempt_that_found_no_checkpoint_is_judged_from_step_1(run: RunDir) -> None:
+    resumed(run, first_step=0)
+    run.training.write_text(run.training.read_text().replace(",1.5,", ",0,"))
+    for rank in (0, 1):
+        beat(run, rank, time.time())
+    dog = Watchdog(run, lambda text: None)
+    dog.tick()
+    assert dog.anomaly == "zero_grad"
+
+
 def client(run: RunDir, token: str = "", host: str = "localhost") -> TestClient:
     return TestClient(build_app(Fleet(run.root.parent), token), base_url=f"http://{host}")
 
