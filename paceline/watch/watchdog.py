@@ -31,7 +31,10 @@ from paceline.watch.view import RunView
 # What stops a run: it is stuck, or what it does is worth nothing. All else is told.
 HALTING = frozenset({"heartbeat_stall", "throughput_flatline", "zero_grad", "nan_loss", "desync"})
 NEEDS_STACKS = frozenset({"heartbeat_stall", "throughput_flatline", "desync"})
+# What is found in single steps: one more of them is told again, as long as it is no error.
+OF_STEPS = frozenset({"nan_loss", "zero_grad", "loss_spike", "gradient_explosion"})
 Say = Callable[[str], None]
+Seen = tuple[str, int | None, str, str]
 
 
 class Watchdog:
@@ -43,7 +46,7 @@ class Watchdog:
         self.anomaly, self.is_over = "", False
         self._reader = RunReader(run)
         self._attempt = 0
-        self._told: set[tuple[str, int | None]] = set()
+        self._told: set[Seen] = set()
         self._moved: tuple[int, float] | None = None  # the furthest step, and since when
 
     def tick(self) -> RunView:
@@ -58,8 +61,8 @@ class Watchdog:
         evidence = self._evidence(view)
         self.is_over = view.state.is_over and _has_waited(view, evidence.rules)
         for finding in judge(evidence):
-            if finding.key not in self._told:
-                self._told.add(finding.key)
+            if (seen := _seen(finding)) not in self._told:
+                self._told.add(seen)
                 self._note(finding)
         return view
 
@@ -131,6 +134,13 @@ class Watchdog:
             )
         )
         log.close()
+
+
+def _seen(finding: Finding) -> Seen:
+    """Return what makes a finding one that was told: a graver one is new."""
+    is_again = finding.kind in OF_STEPS and finding.severity != "error"
+    steps = f"{finding.step} {finding.evidence.get('num_steps')}" if is_again else ""
+    return *finding.key, finding.severity, steps
 
 
 def _has_waited(view: RunView, rules: RulesConfig) -> bool:

@@ -347,6 +347,36 @@ def test_an_attempt_that_found_no_checkpoint_is_judged_from_step_1(run: RunDir) 
     assert dog.anomaly == "zero_grad"
 
 
+def skips(*steps: int) -> str:
+    return "".join(f"{step},nan,0.1,1.5,0.5,32,4096,1,0,\n" for step in steps)
+
+
+def test_what_becomes_worse_is_told_again_and_halts(run: RunDir) -> None:
+    """One bad step is a warning; after it no number of them ever halted the run."""
+    lived(run, time.time() - 10)
+    for rank in (0, 1):
+        beat(run, rank, time.time())
+    said: list[str] = []
+    dog = Watchdog(run, said.append)
+
+    def gain(rows: str) -> list[str]:
+        with run.training.open("a") as file:
+            file.write(rows)
+        dog.tick()
+        dog.tick()  # the same finding once more, which is not told twice
+        told = [text for text in said if "not finite" in text]
+        said.clear()
+        return told
+
+    (first,) = gain(skips(21) + ROW.format(step=22, loss=0.3, val=""))
+    assert first.startswith("warning: ") and "in 1 step," in first
+    (second,) = gain(skips(23) + ROW.format(step=24, loss=0.3, val=""))
+    assert "in 2 steps" in second and not run.halt.exists()
+    (third,) = gain(skips(*range(25, 60)))
+    assert third.startswith("error: ") and run.anomaly.read_text() == "nan_loss\n"
+    assert gain(skips(60, 61)) == [], "it is the same error still"
+
+
 def client(run: RunDir, token: str = "", host: str = "localhost") -> TestClient:
     return TestClient(build_app(Fleet(run.root.parent), token), base_url=f"http://{host}")
 
