@@ -23,6 +23,7 @@ from paceline.watch.view import RunView, State
 MAX_DEPTH, MAX_RUNS = 4, 2000
 SCAN_S = 5.0  # between two looks for new runs: a shared folder may be slow
 CONFIG, SWEEP = "run.yaml", "sweep.json"
+Marks = tuple[int | None, ...]
 
 
 def is_run(path: Path) -> bool:
@@ -50,8 +51,8 @@ class Fleet:
     def __init__(self, root: Path, now: Callable[[], float] = time.monotonic) -> None:
         self.root, self._now = root, now
         self.readers: dict[str, RunReader] = {}
-        # Those that are over, with when their result and attempt were written.
-        self._over: dict[str, tuple[tuple[int | None, int | None], RunView]] = {}
+        # Those that are over, with when the files were written that say so.
+        self._over: dict[str, tuple[Marks, RunView]] = {}
         self._scanned_at: float | None = None
         self.is_single = is_run(root)
 
@@ -91,7 +92,7 @@ class Fleet:
     def _read_one(self, name: str) -> RunView:
         reader = self.readers[name]
         run = reader.run
-        marks = (_mtime(run.result), _mtime(run.attempt))
+        marks = _mark(run, len(reader.view.ranks))
         seen = self._over.get(name)
         if seen is not None and seen[0] == marks:
             return seen[1]
@@ -141,6 +142,14 @@ def summarise(run: RunDir) -> RunView:
 def _order(view: RunView) -> tuple[bool, float]:
     started = _mtime(view.path / CONFIG) or 0
     return view.state.is_over, -started
+
+
+def _mark(run: RunDir, num_ranks: int) -> Marks:
+    """Return when files were written by which a run is over: its result, or the heartbeats of one
+    that has none, which may only have been silent for a while."""
+    ended_at = _mtime(run.result)
+    beats = [run.heartbeat(rank) for rank in range(num_ranks)] if ended_at is None else []
+    return ended_at, *(_mtime(path) for path in (run.attempt, *beats))
 
 
 def _mtime(path: Path) -> int | None:

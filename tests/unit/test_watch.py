@@ -226,6 +226,21 @@ def test_many_runs_and_those_of_a_sweep_are_one_list(tmp_path: Path, run: RunDir
     assert fleet.follow("../one") is None and fleet.follow("one") is not None
 
 
+def test_a_run_that_was_silent_for_a_while_is_live_again(tmp_path: Path, run: RunDir) -> None:
+    """It was dead for ever in the list, while its own page showed it running."""
+    (run.root / ".lock").write_text("1 elsewhere\n")
+    clock = Clock()
+    fleet = Fleet(tmp_path / "runs", clock)
+    for after, kind in ((0, "running"), (100, "died"), (106, "running")):
+        clock.now = 1000.0 + after
+        if kind == "running":
+            for rank in (0, 1):
+                beat(run, rank, time.time() + after, marks=7 + after)
+        assert [view.state.kind for view in fleet.read()] == [kind]
+    finish(run)
+    assert [view.state.kind for view in fleet.read()] == ["ok"]
+
+
 def lived(run: RunDir, started_at: float) -> None:
     Attempt(number=1, resume=False, started_at=started_at).save(run.attempt)
     (run.root / ".lock").write_text("1 elsewhere\n")
