@@ -152,6 +152,18 @@ def test_a_run_whose_supervisor_was_killed_is_dead_at_once(run: RunDir) -> None:
     assert reader.read().state.kind == "died"
 
 
+@pytest.mark.parametrize("process", ["9" * 30, str(2**31), "²", "٣", "-1", "x"])
+def test_a_lock_that_names_no_process_ends_no_view(run: RunDir, process: str) -> None:
+    """It is not known to have left either: only its silence counts."""
+    (run.root / ".lock").write_text(f"{process} {socket.gethostname()}\n")
+    clock = Clock()
+    reader = RunReader(run, clock)
+    beat(run, 0, time.time())
+    reader.read()
+    clock.now += 20
+    assert reader.read().state.kind == "silent"
+
+
 def test_a_rank_whose_heart_beats_but_which_does_not_move(run: RunDir) -> None:
     clock = Clock()
     reader = RunReader(run, clock)
