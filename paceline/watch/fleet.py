@@ -59,7 +59,7 @@ class Fleet:
     def read(self) -> list[RunView]:
         """Return all runs as they are now."""
         self.scan()
-        return sorted((self._read_one(name) for name in self.readers), key=_order)
+        return sorted((self._read_one(*found) for found in self.readers.items()), key=_order)
 
     def names(self) -> dict[Path, str]:
         return {reader.run.root: name for name, reader in self.readers.items()}
@@ -77,20 +77,19 @@ class Fleet:
         return reader.read() if reader is not None else None
 
     def scan(self) -> None:
-        """Look for runs that are new, now and then."""
+        """Look for runs that are new, now and then. They make a new map: other threads may be going
+        through the one that there is."""
         if self._scanned_at is not None and self._now() - self._scanned_at < SCAN_S:
             return
         self._scanned_at = self._now()
+        readers = dict(self.readers)
         for number, path in enumerate(iter_runs(self.root)):
             name = str(path.relative_to(self.root)) if path != self.root else path.name
-            if number < MAX_RUNS and name not in self.readers:
-                self.readers[name] = RunReader(RunDir(path.resolve()), self._now)
-        gone = [name for name, reader in self.readers.items() if not reader.run.root.is_dir()]
-        for name in gone:
-            del self.readers[name]
+            if number < MAX_RUNS and name not in readers:
+                readers[name] = RunReader(RunDir(path.resolve()), self._now)
+        self.readers = {name: each for name, each in readers.items() if each.run.root.is_dir()}
 
-    def _read_one(self, name: str) -> RunView:
-        reader = self.readers[name]
+    def _read_one(self, name: str, reader: RunReader) -> RunView:
         run = reader.run
         marks = _mark(run, len(reader.view.ranks))
         seen = self._over.get(name)

@@ -1,7 +1,7 @@
 """What is known of a run at a moment: what a terminal, a page and a watchdog show or judge."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -54,6 +54,9 @@ class RankView:
     gpu: str = ""
     gpu_percent: float | None = None
     gpu_busy: Series = field(default_factory=Series)
+
+    def copy(self) -> "RankView":
+        return replace(self, memory=self.memory.copy(), gpu_busy=self.gpu_busy.copy())
 
     @property
     def own_s(self) -> float:
@@ -126,6 +129,18 @@ class RunView:
     findings: list[str] = field(default_factory=list)
     attempt: int = 1
     result: Result | None = None
+
+    def copy(self) -> "RunView":
+        """Return the same, which stays so while the run goes on."""
+        return replace(
+            self,
+            series={name: series.copy() for name, series in self.series.items()},
+            last=dict(self.last),
+            ranks=[each.copy() for each in self.ranks],
+            balance=replace(self.balance),
+            events=self.events.copy(),
+            lines=self.lines.copy(),
+        )
 
     @property
     def rate(self) -> float | None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -251,6 +252,57 @@ def test_a_run_that_was_silent_for_a_while_is_live_again(tmp_path: Path, run: Ru
         assert [view.state.kind for view in fleet.read()] == [kind]
     finish(run)
     assert [view.state.kind for view in fleet.read()] == ["ok"]
+
+
+def test_those_who_look_at_one_run_at_once_take_turns(
+    monkeypatch: pytest.MonkeyPatch, run: RunDir
+) -> None:
+    """The list and the page of a run are drawn by two threads: rows were lost, or drawn half."""
+    reader, inside, most = RunReader(run), [0], [0]
+    read_lines = reader._read_lines
+
+    def slow() -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.02)
+        read_lines()
+        inside[0] -= 1
+
+    monkeypatch.setattr(reader, "_read_lines", slow)
+    with ThreadPoolExecutor(4) as pool:
+        views = list(pool.map(lambda _: reader.read(), range(4)))
+    assert most == [1] and [view.step for view in views] == [20] * 4
+
+
+def test_a_view_is_not_changed_by_who_looks_next(run: RunDir) -> None:
+    run.train_log.write_text("one\n")
+    beat(run, 0, time.time())
+    reader = RunReader(run)
+    first = reader.read()
+    drawn = draw_run(first)
+    with run.training.open("a") as file:
+        file.writelines(ROW.format(step=step, loss=9, val=3) for step in range(21, 900))
+    with run.train_log.open("a") as file:
+        file.write("two\n")
+    beat(run, 0, time.time() + 1, step=899)
+    EventLog(run.events).append(Event(kind="told", words="since"))
+    later = reader.read()
+    assert draw_run(first) == drawn and list(first.lines) == ["one"] and first.step == 20
+    assert later.step == 899 and later.num_events == 1 and sum(later.series["loss"].count) == 899
+
+
+def test_runs_may_be_looked_for_while_others_are_read(tmp_path: Path, run: RunDir) -> None:
+    clock = Clock()
+    fleet = Fleet(tmp_path / "runs", clock)
+    fleet.scan()
+    seen = iter(fleet.readers)
+    write_run(tmp_path / "runs" / "two")
+    clock.now += 10
+    fleet.scan()
+    assert list(seen) == ["one"] and list(fleet.readers) == ["one", "two"]
+    shutil.rmtree(tmp_path / "runs" / "one")
+    clock.now += 10
+    assert [view.path.name for view in fleet.read()] == ["two"]
 
 
 def lived(run: RunDir, started_at: float) -> None:
