@@ -10,13 +10,15 @@ ours). On any other address a token is asked for, which stands in the link that 
 
 import asyncio
 import json
+import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
+from urllib.parse import quote, unquote_to_bytes
 
 from paceline.data.extras import require_extra
 from paceline.errors import ConfigError
@@ -127,23 +129,23 @@ def build_app(fleet: Fleet, token: str) -> Any:
             return Drawn(draw_run(view) if view is not None else Pieces(), view)
         return Drawn(draw_list(fleet.read(), fleet.names(), fleet.sweeps()), None)
 
-    async def name_of(request: Request) -> str | None:
+    async def name_of(request: Request, prefix: str) -> str | None:
         """Return the run that is meant; empty for the list, None where there is no such run."""
         await asyncio.to_thread(fleet.scan)
-        name = str(request.path_params.get("name", ""))
+        name = name_in(request.scope, prefix) if request.path_params else ""
         if not name and fleet.is_single:
             name = next(iter(fleet.readers), "")
         return name if not name or name in fleet.readers else None
 
     async def page(request: Request) -> Response:
-        name = await name_of(request)
+        name = await name_of(request, "/run/")
         if name is None:
             return HTMLResponse("<p>There is no such run.</p>", 404, headers)
         root = request.url_for("page").path
         return HTMLResponse(render_page(name, root, fleet.is_single), headers=headers)
 
     async def events(request: Request) -> Response:
-        name = await name_of(request)
+        name = await name_of(request, "/events/")
         if name is None:
             return Response("there is no such run", 404, headers)
         if name not in channels:
@@ -207,7 +209,17 @@ def render_page(name: str, root: str, is_single: bool) -> str:
         for package, file in (("paceline.report", "report.css"), ("paceline.watch", "watch.css"))
     )
     template = environment().from_string(_file("page.html.jinja"))
-    return template.render(name=name, root=root, is_single=is_single, style=style)
+    link = quote(os.fsencode(name))
+    shown = visible(name)
+    return template.render(name=shown, link=link, root=root, is_single=is_single, style=style)
+
+
+def name_in(scope: Mapping[str, Any], prefix: str) -> str:
+    """Return the run that a path names behind its prefix. It is read from the bytes that were sent:
+    names of folders need not be UTF-8, which the decoded path takes them for."""
+    sent = bytes(scope.get("raw_path") or quote(scope["path"]).encode())
+    _, _, name = sent.partition(b"?")[0].partition(prefix.encode())
+    return os.fsdecode(unquote_to_bytes(name))
 
 
 def _file(name: str) -> str:

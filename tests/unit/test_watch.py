@@ -488,17 +488,22 @@ def test_names_from_outside_are_escaped(run: RunDir) -> None:
     assert "<script>" not in drawn and "&lt;script&gt;" in drawn and "\x1b" not in drawn
 
 
-def test_a_run_of_any_name_is_reached_by_its_link(tmp_path: Path) -> None:
-    """A folder may be called as its user likes; a hash ends a link, a question mark its path."""
-    named = write_run(tmp_path / "runs" / "lr=1e-3 #2?")
+@pytest.mark.parametrize("name", [b"lr=1e-3 #2?", b"bad\xff", "größe".encode(), b"a%2Fb"])
+def test_a_run_of_any_name_is_reached_by_its_link(tmp_path: Path, name: bytes) -> None:
+    """A folder may be called as its user likes; a hash ends a link, a question mark its path, and
+    what is not UTF-8 ended the list."""
+    write_run(tmp_path / "runs" / "bad\ufffd")  # what a careless reader takes the second one for
+    named = write_run(tmp_path / "runs" / os.fsdecode(name))
     fleet = Fleet(tmp_path / "runs")
     drawn = draw_list(fleet.read(), fleet.names(), fleet.sweeps())
-    (link,) = re.findall(r'href="(run/[^"]*)"', drawn["runs"])
-    assert "#" not in link and "?" not in link and drawn["count"] == "1 run, 1 live"
+    links = re.findall(r'href="(run/[^"]*)"', drawn["runs"])
+    (link,) = set(links) - {"run/bad%EF%BF%BD"}
+    assert "#" not in link and "?" not in link and drawn["count"] == "2 runs, 2 live"
     shown = client(named).get(f"/{link}")
     assert shown.status_code == 200
     (events,) = re.findall(r'data-events="([^"]*)"', shown.text)
-    assert "#" not in events and "?" not in events
+    assert events == link.replace("run/", "/events/", 1)
+    assert json.loads(json.dumps(draw_run(RunReader(named).read())))["head"].encode()
 
 
 def test_a_hint_is_a_line_of_its_own(run: RunDir) -> None:
