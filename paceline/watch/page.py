@@ -9,8 +9,10 @@ ours). On any other address a token is asked for, which stands in the link that 
 """
 
 import asyncio
+import ipaddress
 import json
 import os
+import re
 import secrets
 import socket
 import time
@@ -38,6 +40,12 @@ POLICY = (
 )
 
 
+PORT = "8765"
+WRITTEN = re.compile(r"(?:\[(?P<six>[^\[\]]*)\]|(?P<host>[^:\[\]]*))(?::(?P<port>[^:]*))?")
+DIGITS = re.compile("[0-9]{1,5}")
+ADDRESS_HINT = f"hint: write it as HOST:PORT, or leave it out for localhost:{PORT}"
+
+
 @dataclass(frozen=True)
 class Address:
     host: str
@@ -45,14 +53,18 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> "Address":
-        """Read `HOST:PORT`, `:PORT` or `HOST`."""
-        host, colon, port = text.rpartition(":") if ":" in text else (text, "", "8765")
-        if not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigError(
-                f"--serve {text}: {port!r} is not a port\nhint: write it as HOST:PORT, or leave it"
-                " out for localhost:8765"
-            )
-        return cls(host.strip("[]") or "localhost", int(port))
+        """Read `HOST:PORT`, `:PORT` or `HOST`; an IPv6 address stands in brackets, since its own
+        colons cannot be told from that of a port."""
+        found = WRITTEN.fullmatch(text)
+        if found is None or (found["six"] is not None and not _is_ipv6(found["six"])):
+            said = "is not an address"
+            if _is_ipv6(text):
+                said = f"an IPv6 address stands in brackets, as [{text}] or [::1]:{PORT}"
+            raise ConfigError(f"--serve {text}: {said}\n{ADDRESS_HINT}")
+        port = PORT if found["port"] is None else found["port"]
+        if not DIGITS.fullmatch(port) or not 0 < int(port) < 65536:
+            raise ConfigError(f"--serve {text}: {port!r} is not a port\n{ADDRESS_HINT}")
+        return cls(found["six"] or found["host"] or "localhost", int(port))
 
     @property
     def is_local(self) -> bool:
@@ -61,6 +73,13 @@ class Address:
     def link(self, token: str) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/" + (f"?token={token}" if token else "")
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
 
 
 class Drawn(NamedTuple):
@@ -243,9 +262,11 @@ def _open(address: Address) -> socket.socket:
     """Take the address before anything is said of it."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
+        address.host.encode("idna")  # as `bind` does, which calls a bad name a TypeError
         return socket.create_server((address.host, address.port), family=family)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"cannot serve on {address.host}:{address.port}: {error.strerror or error}\n"
+            f"cannot serve on {address.host}:{address.port}: {reason}\n"
             "hint: give --serve another HOST:PORT"
         ) from error

@@ -543,8 +543,30 @@ def test_an_address_that_is_taken_is_a_plain_error(run: RunDir) -> None:
     [
         ("localhost:9000", "http://localhost:9000/"), (":80", "http://localhost:80/"),
         ("node1", "http://node1:8765/?token=t"), ("[::1]:90", "http://[::1]:90/"),
+        ("[::1]", "http://[::1]:8765/"), ("[fe80::1%eth0]:90", "http://[fe80::1%eth0]:90/?token=t"),
     ],
 )  # fmt: skip
 def test_addresses(text: str, link: str) -> None:
     address = Address.parse(text)
     assert address.link("" if address.is_local else "t") == link
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("localhost:²", "'²' is not a port"), ("localhost:٨٠", "is not a port"),
+        ("localhost:", "'' is not a port"), ("localhost:0", "'0' is not a port"),
+        ("localhost:" + "9" * 5000, "is not a port"), ("[::1]:x", "'x' is not a port"),
+        ("::1", r"stands in brackets, as \[::1\]"), ("::1:80", "stands in brackets"),
+        ("[::1", "is not an address"), ("[::1]90", "is not an address"),
+        ("[node1]:90", "is not an address"),
+    ],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_in_words(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Address.parse(text)
+
+
+def test_a_host_that_no_name_can_be_is_a_plain_error(run: RunDir) -> None:
+    with pytest.raises(ConfigError, match="cannot serve on"):
+        page.serve(Fleet(run.root), Address("x" * 70 + ".é", 8765), lambda text: None)
