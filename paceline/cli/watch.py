@@ -35,7 +35,8 @@ def watch(
 
     Example: paceline watch runs/ --serve
     """
-    if re.search(r":\d+$", str(path)) and not path.exists():
+    is_address = re.search(r"^[^/]*:[^/]*$|^\[.*\]$" if serve else r":\d+$", str(path))
+    if is_address and not path.exists():
         path, address = Path("runs"), str(path)  # paceline watch --serve HOST:PORT
     if address and not serve:
         raise typer.BadParameter("HOST:PORT is for --serve")
@@ -112,7 +113,7 @@ def _be_watchdog(path: Path, interval: float) -> None:
     dog = Watchdog(run, say)
     say(f"watchdog of {path}: a look every {interval:g} s")
     view = dog.tick()
-    while not view.state.is_over:
+    while not dog.is_over:
         time.sleep(interval)
         view = dog.tick()
     ended = f"{view.state.kind}: {view.state.said}".rstrip(": ")

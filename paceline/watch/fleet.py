@@ -23,6 +23,7 @@ from paceline.watch.view import RunView, State
 MAX_DEPTH, MAX_RUNS = 4, 2000
 SCAN_S = 5.0  # between two looks for new runs: a shared folder may be slow
 CONFIG, SWEEP = "run.yaml", "sweep.json"
+Marks = tuple[int | None, ...]
 
 
 def is_run(path: Path) -> bool:
@@ -50,15 +51,15 @@ class Fleet:
     def __init__(self, root: Path, now: Callable[[], float] = time.monotonic) -> None:
         self.root, self._now = root, now
         self.readers: dict[str, RunReader] = {}
-        # Those that are over, with when their result and attempt were written.
-        self._over: dict[str, tuple[tuple[int | None, int | None], RunView]] = {}
+        # Those that are over, with when the files were written that say so.
+        self._over: dict[str, tuple[Marks, RunView]] = {}
         self._scanned_at: float | None = None
         self.is_single = is_run(root)
 
     def read(self) -> list[RunView]:
         """Return all runs as they are now."""
         self.scan()
-        return sorted((self._read_one(name) for name in self.readers), key=_order)
+        return sorted((self._read_one(*found) for found in self.readers.items()), key=_order)
 
     def names(self) -> dict[Path, str]:
         return {reader.run.root: name for name, reader in self.readers.items()}
@@ -76,22 +77,21 @@ class Fleet:
         return reader.read() if reader is not None else None
 
     def scan(self) -> None:
-        """Look for runs that are new, now and then."""
+        """Look for runs that are new, now and then. They make a new map: other threads may be going
+        through the one that there is."""
         if self._scanned_at is not None and self._now() - self._scanned_at < SCAN_S:
             return
         self._scanned_at = self._now()
+        readers = dict(self.readers)
         for number, path in enumerate(iter_runs(self.root)):
             name = str(path.relative_to(self.root)) if path != self.root else path.name
-            if number < MAX_RUNS and name not in self.readers:
-                self.readers[name] = RunReader(RunDir(path.resolve()), self._now)
-        gone = [name for name, reader in self.readers.items() if not reader.run.root.is_dir()]
-        for name in gone:
-            del self.readers[name]
+            if number < MAX_RUNS and name not in readers:
+                readers[name] = RunReader(RunDir(path.resolve()), self._now)
+        self.readers = {name: each for name, each in readers.items() if each.run.root.is_dir()}
 
-    def _read_one(self, name: str) -> RunView:
-        reader = self.readers[name]
+    def _read_one(self, name: str, reader: RunReader) -> RunView:
         run = reader.run
-        marks = (_mtime(run.result), _mtime(run.attempt))
+        marks = _mark(run, len(reader.view.ranks))
         seen = self._over.get(name)
         if seen is not None and seen[0] == marks:
             return seen[1]
@@ -141,6 +141,14 @@ def summarise(run: RunDir) -> RunView:
 def _order(view: RunView) -> tuple[bool, float]:
     started = _mtime(view.path / CONFIG) or 0
     return view.state.is_over, -started
+
+
+def _mark(run: RunDir, num_ranks: int) -> Marks:
+    """Return when files were written by which a run is over: its result, or the heartbeats of one
+    that has none, which may only have been silent for a while."""
+    ended_at = _mtime(run.result)
+    beats = [run.heartbeat(rank) for rank in range(num_ranks)] if ended_at is None else []
+    return ended_at, *(_mtime(path) for path in (run.attempt, *beats))
 
 
 def _mtime(path: Path) -> int | None:

@@ -1,6 +1,7 @@
 """A view as pieces of a page, by the id of the place where each belongs. They are drawn by the same
 code as a report's charts; a page that is open is sent those that have changed."""
 
+import os
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -58,8 +59,9 @@ def _run_row(view: RunView, name: str) -> str:
     steps = f"{view.step:,}" + (f" / {view.num_steps:,}" if view.num_steps else "")
     spark = _spark(view.series["loss"]) if "loss" in view.series else ""
     said = view.state.said or view.title
+    link = quote(os.fsencode(name))  # its bytes: a name need not be UTF-8
     return (
-        f'<tr><td><a href="run/{quote(name)}">{escape(visible(name or view.name))}</a></td>'
+        f'<tr><td><a href="run/{link}">{escape(visible(name or view.name))}</a></td>'
         f'<td><span class="badge {kind}">{view.state.kind}</span></td><td>{steps}</td>'
         f"<td>{loss} {spark}</td><td>{rate}</td><td>{escape(visible(said))}</td></tr>"
     )

@@ -9,14 +9,18 @@ ours). On any other address a token is asked for, which stands in the link that 
 """
 
 import asyncio
+import ipaddress
 import json
+import os
+import re
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
+from urllib.parse import quote, unquote_to_bytes
 
 from paceline.data.extras import require_extra
 from paceline.errors import ConfigError
@@ -36,6 +40,12 @@ POLICY = (
 )
 
 
+PORT = "8765"
+WRITTEN = re.compile(r"(?:\[(?P<six>[^\[\]]*)\]|(?P<host>[^:\[\]]*))(?::(?P<port>[^:]*))?")
+DIGITS = re.compile("[0-9]{1,5}")
+ADDRESS_HINT = f"hint: write it as HOST:PORT, or leave it out for localhost:{PORT}"
+
+
 @dataclass(frozen=True)
 class Address:
     host: str
@@ -43,14 +53,18 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> "Address":
-        """Read `HOST:PORT`, `:PORT` or `HOST`."""
-        host, colon, port = text.rpartition(":") if ":" in text else (text, "", "8765")
-        if not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigError(
-                f"--serve {text}: {port!r} is not a port\nhint: write it as HOST:PORT, or leave it"
-                " out for localhost:8765"
-            )
-        return cls(host.strip("[]") or "localhost", int(port))
+        """Read `HOST:PORT`, `:PORT` or `HOST`; an IPv6 address stands in brackets, since its own
+        colons cannot be told from that of a port."""
+        found = WRITTEN.fullmatch(text)
+        if found is None or (found["six"] is not None and not _is_ipv6(found["six"])):
+            said = "is not an address"
+            if _is_ipv6(text):
+                said = f"an IPv6 address stands in brackets, as [{text}] or [::1]:{PORT}"
+            raise ConfigError(f"--serve {text}: {said}\n{ADDRESS_HINT}")
+        port = PORT if found["port"] is None else found["port"]
+        if not DIGITS.fullmatch(port) or not 0 < int(port) < 65536:
+            raise ConfigError(f"--serve {text}: {port!r} is not a port\n{ADDRESS_HINT}")
+        return cls(found["six"] or found["host"] or "localhost", int(port))
 
     @property
     def is_local(self) -> bool:
@@ -59,6 +73,13 @@ class Address:
     def link(self, token: str) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/" + (f"?token={token}" if token else "")
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
 
 
 class Drawn(NamedTuple):
@@ -127,23 +148,23 @@ def build_app(fleet: Fleet, token: str) -> Any:
             return Drawn(draw_run(view) if view is not None else Pieces(), view)
         return Drawn(draw_list(fleet.read(), fleet.names(), fleet.sweeps()), None)
 
-    async def name_of(request: Request) -> str | None:
+    async def name_of(request: Request, prefix: str) -> str | None:
         """Return the run that is meant; empty for the list, None where there is no such run."""
         await asyncio.to_thread(fleet.scan)
-        name = str(request.path_params.get("name", ""))
+        name = name_in(request.scope, prefix) if request.path_params else ""
         if not name and fleet.is_single:
             name = next(iter(fleet.readers), "")
         return name if not name or name in fleet.readers else None
 
     async def page(request: Request) -> Response:
-        name = await name_of(request)
+        name = await name_of(request, "/run/")
         if name is None:
             return HTMLResponse("<p>There is no such run.</p>", 404, headers)
         root = request.url_for("page").path
         return HTMLResponse(render_page(name, root, fleet.is_single), headers=headers)
 
     async def events(request: Request) -> Response:
-        name = await name_of(request)
+        name = await name_of(request, "/events/")
         if name is None:
             return Response("there is no such run", 404, headers)
         if name not in channels:
@@ -207,7 +228,17 @@ def render_page(name: str, root: str, is_single: bool) -> str:
         for package, file in (("paceline.report", "report.css"), ("paceline.watch", "watch.css"))
     )
     template = environment().from_string(_file("page.html.jinja"))
-    return template.render(name=name, root=root, is_single=is_single, style=style)
+    link = quote(os.fsencode(name))
+    shown = visible(name)
+    return template.render(name=shown, link=link, root=root, is_single=is_single, style=style)
+
+
+def name_in(scope: Mapping[str, Any], prefix: str) -> str:
+    """Return the run that a path names behind its prefix. It is read from the bytes that were sent:
+    names of folders need not be UTF-8, which the decoded path takes them for."""
+    sent = bytes(scope.get("raw_path") or quote(scope["path"]).encode())
+    _, _, name = sent.partition(b"?")[0].partition(prefix.encode())
+    return os.fsdecode(unquote_to_bytes(name))
 
 
 def _file(name: str) -> str:
@@ -231,9 +262,11 @@ def _open(address: Address) -> socket.socket:
     """Take the address before anything is said of it."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
+        address.host.encode("idna")  # as `bind` does, which calls a bad name a TypeError
         return socket.create_server((address.host, address.port), family=family)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"cannot serve on {address.host}:{address.port}: {error.strerror or error}\n"
+            f"cannot serve on {address.host}:{address.port}: {reason}\n"
             "hint: give --serve another HOST:PORT"
         ) from error

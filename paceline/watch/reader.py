@@ -9,6 +9,7 @@ training.csv (10 MB for 100,000 steps). Files are read where they lie: a run on 
 followed through the folder that it shares with this one.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -45,11 +46,13 @@ PARTS = (*(str(phase) for phase in STEP_PHASES), WAITING, "unaccounted")
 
 class RunReader:
     """Keeps a `RunView` up to date. `now` is the watcher's own clock, by which silence is told:
-    that of another machine may be wrong."""
+    that of another machine may be wrong. Threads may share it: the pages of a list and of a run do.
+    """
 
     def __init__(self, run: RunDir, now: Callable[[], float] = time.monotonic) -> None:
         self.run, self._now = run, now
         self.view = RunView(run.root, run.root.name)
+        self._lock = threading.Lock()
         self._plan: Plan | None = None
         self._training = GrowingTable(run.training, TRAINING)
         self._recent: deque[float] = deque(maxlen=NUM_RECENT)
@@ -58,7 +61,13 @@ class RunReader:
         self._result_seen: int | None = None
 
     def read(self) -> RunView:
-        """Take in what is new; return the view, which is the same object each time."""
+        """Take in what is new; return a view that later calls do not change: others may draw this
+        one while they read."""
+        with self._lock:
+            self._read()
+            return self.view.copy()
+
+    def _read(self) -> None:
         if self._plan is None:
             self._read_plan()
         self._read_training()
@@ -69,7 +78,6 @@ class RunReader:
         self._read_lines()
         self._read_result()
         self.view.state = judge_state(self.run, self.view, wall_time())
-        return self.view
 
     def _read_plan(self) -> None:
         try:

@@ -5,7 +5,7 @@ from there on each bin holds twice as many. A bin knows its least, mean and larg
 spike of one step in 100,000 is still seen.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from numpy.typing import NDArray
@@ -24,6 +24,13 @@ class Series:
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     last: float | None = None
+
+    def copy(self) -> "Series":
+        """Return the same, which does not grow with this one."""
+        return replace(
+            self, x=[*self.x], count=[*self.count], total=[*self.total], low=[*self.low],
+            high=[*self.high],
+        )  # fmt: skip
 
     def add(self, x: float, value: float) -> None:
         if self.count and self.count[-1] < self.width:

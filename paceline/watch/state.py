@@ -1,5 +1,6 @@
 """Whether a run lives: from its result, its heartbeats and its lock, wherever it runs."""
 
+import re
 import socket
 from pathlib import Path
 
@@ -16,6 +17,7 @@ SILENT_S = 15.0  # heartbeats come every second; a network file system may hold 
 DEAD_S = 90.0
 STILL_S = 60.0
 MAX_LOCK_BYTES = 4096  # a process and the name of its host
+PROCESS = re.compile("[0-9]{1,10}")  # and below 2**31: the kernel is asked for no other
 
 
 def judge_state(run: RunDir, view: RunView, now: float) -> State:
@@ -35,7 +37,8 @@ def judge_state(run: RunDir, view: RunView, now: float) -> State:
     if least > SILENT_S and _has_left(run.root / RunLock.NAME):
         return State("died", f"no rank and no supervisor lives: silent for {elapsed(least)}")
     if least > DEAD_S:
-        return State("died", f"no heartbeat for {elapsed(least)}, and no result was written")
+        said = f"no heartbeat for {elapsed(least)}, and no result was written"
+        return State("died", said, is_sure=False)
     quiet = {rank: age for rank, age in silent.items() if age > SILENT_S}
     if quiet:
         rank = max(quiet, key=lambda each: quiet[each])
@@ -69,5 +72,5 @@ def _has_left(path: Path) -> bool:
     process, _, host = said.strip().partition(" ")
     if not process:
         return True
-    is_known = host == socket.gethostname() and process.isdigit()
-    return is_known and not psutil.pid_exists(int(process))
+    is_known = host == socket.gethostname() and PROCESS.fullmatch(process) is not None
+    return is_known and int(process) < 2**31 and not psutil.pid_exists(int(process))

@@ -1,7 +1,7 @@
 """What is known of a run at a moment: what a terminal, a page and a watchdog show or judge."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -20,10 +20,12 @@ Kind = Literal["starting", "running", "silent", "died", "ok", "stopped", "failed
 
 @dataclass(frozen=True)
 class State:
-    """Whether a run lives, in one word, and what a person should know beside it."""
+    """Whether a run lives, in one word, and what a person should know beside it. One that died is
+    not `is_sure` where it may be frozen: nothing says that its supervisor has ended."""
 
     kind: Kind
     said: str = ""
+    is_sure: bool = True
 
     @property
     def is_over(self) -> bool:
@@ -52,6 +54,9 @@ class RankView:
     gpu: str = ""
     gpu_percent: float | None = None
     gpu_busy: Series = field(default_factory=Series)
+
+    def copy(self) -> "RankView":
+        return replace(self, memory=self.memory.copy(), gpu_busy=self.gpu_busy.copy())
 
     @property
     def own_s(self) -> float:
@@ -124,6 +129,18 @@ class RunView:
     findings: list[str] = field(default_factory=list)
     attempt: int = 1
     result: Result | None = None
+
+    def copy(self) -> "RunView":
+        """Return the same, which stays so while the run goes on."""
+        return replace(
+            self,
+            series={name: series.copy() for name, series in self.series.items()},
+            last=dict(self.last),
+            ranks=[each.copy() for each in self.ranks],
+            balance=replace(self.balance),
+            events=self.events.copy(),
+            lines=self.lines.copy(),
+        )
 
     @property
     def rate(self) -> float | None:

@@ -4,8 +4,10 @@ shares them, and asks it to stop where a rule is broken.
     paceline watch RUN_DIR --halt --interval 30
 
 It may be started before the run is: it waits for the directory. What an earlier attempt has left is
-not judged. An old .HALT is not cleared: a run ignores one that was there before it. Ranks that hang
-cannot read .HALT; their supervisor ends them at launch.progress_s.
+not judged. A run of which nothing is heard may be dead or frozen: unless its supervisor is known to
+have ended it has stalled, once the rule says so. An old .HALT is not cleared: a run
+ignores one that was there before it. Ranks that hang cannot read .HALT; their supervisor ends them
+at launch.progress_s.
 """
 
 import time
@@ -13,10 +15,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.config.health import RulesConfig
 from paceline.errors import DataError
 from paceline.health import Evidence, judge, read_evidence
 from paceline.health.actions import halt
 from paceline.records import Attempt
+from paceline.records.columns import Row, Table
 from paceline.records.events import Event, EventLog
 from paceline.records.findings import Finding
 from paceline.records.moments import wall_time
@@ -27,45 +31,84 @@ from paceline.watch.view import RunView
 # What stops a run: it is stuck, or what it does is worth nothing. All else is told.
 HALTING = frozenset({"heartbeat_stall", "throughput_flatline", "zero_grad", "nan_loss", "desync"})
 NEEDS_STACKS = frozenset({"heartbeat_stall", "throughput_flatline", "desync"})
+# What is found in single steps: one more of them is told again, as long as it is no error.
+OF_STEPS = frozenset({"nan_loss", "zero_grad", "loss_spike", "gradient_explosion"})
 Say = Callable[[str], None]
+Seen = tuple[str, int | None, str, str]
 
 
 class Watchdog:
-    """Call `tick` every so often; `anomaly` is the name of the rule that was broken first."""
+    """Call `tick` every so often until `is_over`; `anomaly` is the name of the rule that was broken
+    first."""
 
     def __init__(self, run: RunDir, say: Say) -> None:
         self.run, self._say = run, say
-        self.anomaly = ""
+        self.anomaly, self.is_over = "", False
         self._reader = RunReader(run)
-        self._told: set[tuple[str, int | None]] = set()
+        self._attempt = 0
+        self._told: set[Seen] = set()
         self._moved: tuple[int, float] | None = None  # the furthest step, and since when
 
     def tick(self) -> RunView:
         """Look once; tell what is new, and ask for the end where that is needed."""
         view = self._reader.read()
-        if view.state.is_over or not view.ranks:
+        if view.attempt != self._attempt:
+            self._attempt, self._moved = view.attempt, None
+            self._told.clear()
+        self.is_over = view.state.is_over
+        if view.state.is_over and view.state.is_sure or not view.ranks:
             return view
-        for finding in judge(self._evidence(view)):
-            if finding.key not in self._told:
-                self._told.add(finding.key)
+        evidence = self._evidence(view)
+        self.is_over = view.state.is_over and _has_waited(view, evidence.rules)
+        for finding in judge(evidence):
+            if (seen := _seen(finding)) not in self._told:
+                self._told.add(seen)
                 self._note(finding)
         return view
 
     def _evidence(self, view: RunView) -> Evidence:
-        """Return what is known now. Heartbeats count by this process's own clock, and only those of
-        the attempt that lives."""
+        """Return what is known now of the attempt that lives. Heartbeats count by this process's
+        own clock. A run of which nothing is heard is judged by its silence: whether steps end there
+        cannot be seen."""
         now, step = wall_time(), min(each.step for each in view.ranks)
         if self._moved is None or step != self._moved[0]:
             self._moved = (step, time.monotonic())
         found = read_evidence(self.run, now)
-        since = _started_at(self.run)
+        attempt = _load_attempt(self.run)
+        since = attempt.started_at if attempt is not None else 0.0
         silent = {each.rank: each.silent_s for each in view.ranks if each.silent_s is not None}
         hearts = {
             rank: replace(heart, written_at=now - silent[rank])
             for rank, heart in found.hearts.items()
             if rank in silent and heart.beat.time >= since
         }
-        return replace(found, hearts=hearts, idle_s=time.monotonic() - self._moved[1])
+        is_unheard = view.state.is_over and found.rules.heartbeat_stall != "off"
+        idle_s = None if is_unheard else time.monotonic() - self._moved[1]
+        found = replace(found, hearts=hearts, idle_s=idle_s)
+        return found if attempt is None else self._since(found, attempt)
+
+    def _since(self, found: Evidence, attempt: Attempt) -> Evidence:
+        """Leave out what earlier attempts have written, lest this one is halted for a fault of
+        then. Their rows behind the checkpoint are cut off when ranks open their tables, so none
+        counts before all ranks have begun a step."""
+        since, first = attempt.started_at, max(1, attempt.first_step)
+        begun = [heart.beat.step for heart in found.hearts.values()]
+        is_waiting = attempt.resume and (len(begun) < found.num_ranks or min(begun) < first)
+
+        def own(table: Table[Row]) -> Table[Row]:
+            return table[:0] if is_waiting else table.since(first)
+
+        return replace(
+            found,
+            training=own(found.training),
+            steps={rank: own(table) for rank, table in found.steps.items()},
+            telemetry={r: t.pick(t.column("time") >= since) for r, t in found.telemetry.items()},
+            collectives={
+                rank: body
+                for rank, body in found.collectives.items()
+                if _written_at(self.run.collectives(rank)) >= since
+            },
+        )
 
     def _note(self, finding: Finding) -> None:
         self._say(str(finding))
@@ -93,10 +136,30 @@ class Watchdog:
         log.close()
 
 
-def _started_at(run: RunDir) -> float:
+def _seen(finding: Finding) -> Seen:
+    """Return what makes a finding one that was told: a graver one is new."""
+    is_again = finding.kind in OF_STEPS and finding.severity != "error"
+    steps = f"{finding.step} {finding.evidence.get('num_steps')}" if is_again else ""
+    return *finding.key, finding.severity, steps
+
+
+def _has_waited(view: RunView, rules: RulesConfig) -> bool:
+    """Tell whether nothing was heard of a run for as long as the rule about silence allows."""
+    silent = [each.silent_s for each in view.ranks if each.silent_s is not None]
+    return rules.heartbeat_stall == "off" or min(silent, default=0.0) > rules.heartbeat_stall_s
+
+
+def _load_attempt(run: RunDir) -> Attempt | None:
     try:
-        return Attempt.load(run.attempt).started_at
+        return Attempt.load(run.attempt)
     except DataError:
+        return None
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
         return 0.0
 
 

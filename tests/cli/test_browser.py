@@ -1,6 +1,7 @@
 """The report in a real browser: it renders, without an error and without asking the network."""
 
 import asyncio
+import importlib.util
 import shutil
 import subprocess
 import threading
@@ -120,19 +121,47 @@ def test_a_picture_of_a_sweep_is_not_blank(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1100, 390])
 def test_the_live_page_fills_itself_and_follows(run: RunDir, tmp_path: Path, width: int) -> None:
-    """Seen by a page around it, which has the width that is asked for; a window has 500."""
-    port = int(free_port())
     run.train_log.write_text("[rank 0] step 20 loss 0.25\n")
+    seen = look(run, tmp_path, f"{FITS}, document.querySelectorAll('#log span').length", width)
+    assert seen == "true,true,live,1"
+
+
+@pytest.mark.slow
+def test_the_live_page_of_a_large_run_fills_itself(tmp_path: Path) -> None:
+    """64 ranks and 100,000 steps, as benchmarks/watch_view.py makes them (3 s)."""
+    run = load_benchmark("watch_view").write_run(tmp_path / "large", 64, 100_000)
+    rows = "document.querySelectorAll('#all tr').length"
+    step = "/^step100,0[0-9]{2}of/.test(document.getElementById('tiles').textContent)"
+    gpus = "document.querySelectorAll('#gpus .heat').length"
+    assert look(run, tmp_path, f"{FITS}, {rows}, {step}, {gpus}") == "true,true,live,65,true,64"
+
+
+@pytest.mark.slow
+def test_the_live_page_is_dark_where_that_is_asked_for(run: RunDir, tmp_path: Path) -> None:
+    style = "getComputedStyle(document.body)"
+    colours = f"[{style}.backgroundColor, {style}.color].map(c => c.match(/[0-9]+/g).join('.'))"
+    seen = look(run, tmp_path, colours, 1100, "--blink-settings=preferredColorScheme=0")
+    page, ink = ([int(part) for part in colour.split(".")] for colour in seen.split(","))
+    assert max(page) < 64 and min(ink) > 128, seen
+
+
+# Nothing is wider than the window, charts are drawn, and the server is heard.
+FITS = (
+    "document.documentElement.scrollWidth <= innerWidth,"
+    " document.querySelectorAll('svg').length > 3, document.getElementById('link').textContent"
+)
+
+
+def look(run: RunDir, tmp_path: Path, asked: str, width: int = 1100, *arguments: str) -> str:
+    """Open the live page of a run that grows; return what the page finds for some expressions, once
+    it was filled twice. A page around it has the width that is asked for; a window has 500."""
+    port = int(free_port())
     app = build_app(Fleet(run.root), "")
-    # The page says what it sees once it was filled twice; only then is the page around it loaded.
     watching = (
-        "<script>const asked = setInterval(() => { if (!(document.body.dataset.ticks > 1)) return;"
-        " clearInterval(asked); const page = document.documentElement;"
-        " fetch('/seen?' + [page.scrollWidth <= innerWidth,"
-        " document.querySelectorAll('svg').length > 3,"
-        " document.getElementById('link').textContent,"
-        " document.querySelectorAll('#log span').length].join()) }, 50)</script>"
+        "<script>const waits = setInterval(() => { if (!(document.body.dataset.ticks > 1)) return;"
+        f" clearInterval(waits); fetch('/seen?' + [{asked}].join()) }}, 50)</script>"
     )
+    # Only once the page has said what it sees is the page around it loaded.
     frame = f"<iframe src='/' style='width: {width}px; height: 900px'></iframe><img src='/hold'>"
     seen: list[str] = []
 
@@ -154,21 +183,32 @@ def test_the_live_page_fills_itself_and_follows(run: RunDir, tmp_path: Path, wid
 
     config = uvicorn.Config(framed, port=port, log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    grower = threading.Thread(target=grow, args=(run, server), daemon=True)
-    grower.start()
-    browse(tmp_path, f"http://localhost:{port}/frame", "--dump-dom")
+    threads = [threading.Thread(target=server.run, daemon=True)]
+    threads.append(threading.Thread(target=grow, args=(run, server), daemon=True))
+    for thread in threads:
+        thread.start()
+    browse(tmp_path, f"http://localhost:{port}/frame", *arguments, "--dump-dom")
     server.should_exit = True
-    thread.join(10)
-    assert seen[:1] == ["true,true,live,1"]
+    for thread in threads:
+        thread.join(10)
+    return seen[0] if seen else "nothing"
 
 
 def grow(run: RunDir, server: uvicorn.Server) -> None:
     """Append rows as a run does."""
-    step = 20
-    while not server.should_exit and step < 200:
-        step += 1
+    first = int(run.training.read_text().splitlines()[-1].partition(",")[0]) + 1
+    for step in range(first, first + 180):
+        if server.should_exit:
+            return
         with run.training.open("a") as file:
             file.write(f"{step},{5 / step},0.1,1.5,0.5,32,4096,0,0,\n")
         time.sleep(0.3)
+
+
+def load_benchmark(name: str) -> Any:
+    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -39,6 +39,8 @@ def test_what_is_not_a_folder_or_an_address_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     ran = paceline("watch", "runs", "--serve", "localhost:port", cwd=tmp_path)
     assert ran.code == 2 and "is not a port" in ran.err
+    ran = paceline("watch", "--serve", "::1", cwd=tmp_path)
+    assert ran.code == 2 and "stands in brackets" in ran.err
     ran = paceline("watch", "runs", "localhost:80", cwd=tmp_path)
     assert ran.code == 2 and "HOST:PORT is for --serve" in ran.err
     ran = paceline("diagnose", "runs", cwd=tmp_path)

@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,18 @@ def test_a_run_whose_supervisor_was_killed_is_dead_at_once(run: RunDir) -> None:
     assert reader.read().state.kind == "died"
 
 
+@pytest.mark.parametrize("process", ["9" * 30, str(2**31), "²", "٣", "-1", "x"])
+def test_a_lock_that_names_no_process_ends_no_view(run: RunDir, process: str) -> None:
+    """It is not known to have left either: only its silence counts."""
+    (run.root / ".lock").write_text(f"{process} {socket.gethostname()}\n")
+    clock = Clock()
+    reader = RunReader(run, clock)
+    beat(run, 0, time.time())
+    reader.read()
+    clock.now += 20
+    assert reader.read().state.kind == "silent"
+
+
 def test_a_rank_whose_heart_beats_but_which_does_not_move(run: RunDir) -> None:
     clock = Clock()
     reader = RunReader(run, clock)
@@ -226,6 +239,72 @@ def test_many_runs_and_those_of_a_sweep_are_one_list(tmp_path: Path, run: RunDir
     assert fleet.follow("../one") is None and fleet.follow("one") is not None
 
 
+def test_a_run_that_was_silent_for_a_while_is_live_again(tmp_path: Path, run: RunDir) -> None:
+    """It was dead for ever in the list, while its own page showed it running."""
+    (run.root / ".lock").write_text("1 elsewhere\n")
+    clock = Clock()
+    fleet = Fleet(tmp_path / "runs", clock)
+    for after, kind in ((0, "running"), (100, "died"), (106, "running")):
+        clock.now = 1000.0 + after
+        if kind == "running":
+            for rank in (0, 1):
+                beat(run, rank, time.time() + after, marks=7 + after)
+        assert [view.state.kind for view in fleet.read()] == [kind]
+    finish(run)
+    assert [view.state.kind for view in fleet.read()] == ["ok"]
+
+
+def test_those_who_look_at_one_run_at_once_take_turns(
+    monkeypatch: pytest.MonkeyPatch, run: RunDir
+) -> None:
+    """The list and the page of a run are drawn by two threads: rows were lost, or drawn half."""
+    reader, inside, most = RunReader(run), [0], [0]
+    read_lines = reader._read_lines
+
+    def slow() -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.02)
+        read_lines()
+        inside[0] -= 1
+
+    monkeypatch.setattr(reader, "_read_lines", slow)
+    with ThreadPoolExecutor(4) as pool:
+        views = list(pool.map(lambda _: reader.read(), range(4)))
+    assert most == [1] and [view.step for view in views] == [20] * 4
+
+
+def test_a_view_is_not_changed_by_who_looks_next(run: RunDir) -> None:
+    run.train_log.write_text("one\n")
+    beat(run, 0, time.time())
+    reader = RunReader(run)
+    first = reader.read()
+    drawn = draw_run(first)
+    with run.training.open("a") as file:
+        file.writelines(ROW.format(step=step, loss=9, val=3) for step in range(21, 900))
+    with run.train_log.open("a") as file:
+        file.write("two\n")
+    beat(run, 0, time.time() + 1, step=899)
+    EventLog(run.events).append(Event(kind="told", words="since"))
+    later = reader.read()
+    assert draw_run(first) == drawn and list(first.lines) == ["one"] and first.step == 20
+    assert later.step == 899 and later.num_events == 1 and sum(later.series["loss"].count) == 899
+
+
+def test_runs_may_be_looked_for_while_others_are_read(tmp_path: Path, run: RunDir) -> None:
+    clock = Clock()
+    fleet = Fleet(tmp_path / "runs", clock)
+    fleet.scan()
+    seen = iter(fleet.readers)
+    write_run(tmp_path / "runs" / "two")
+    clock.now += 10
+    fleet.scan()
+    assert list(seen) == ["one"] and list(fleet.readers) == ["one", "two"]
+    shutil.rmtree(tmp_path / "runs" / "one")
+    clock.now += 10
+    assert [view.path.name for view in fleet.read()] == ["two"]
+
+
 def lived(run: RunDir, started_at: float) -> None:
     Attempt(number=1, resume=False, started_at=started_at).save(run.attempt)
     (run.root / ".lock").write_text("1 elsewhere\n")
@@ -265,6 +344,118 @@ def test_zero_gradients_halt_too(run: RunDir) -> None:
     assert run.anomaly.read_text() == "zero_grad\n"
 
 
+def follow(dog: Watchdog, run: RunDir, clock: Clock) -> None:
+    """Let a watchdog tell silence by a clock that is set."""
+    dog._reader = RunReader(run, clock)
+
+
+def test_a_run_that_is_all_silent_has_stalled(run: RunDir) -> None:
+    """It counted as dead after 90 s, before the rule could speak at 180 s."""
+    lived(run, time.time() - 500)
+    for rank in (0, 1):
+        beat(run, rank, time.time())
+    clock, dog = Clock(), Watchdog(run, lambda text: None)
+    follow(dog, run, clock)
+    for _ in range(6):
+        assert dog.tick().state.kind in ("running", "silent", "died")
+        assert not dog.is_over and dog.anomaly == "", "180 s are not over"
+        clock.now += 30
+    clock.now += 1
+    assert dog.tick().state.kind == "died" and dog.is_over
+    assert dog.anomaly == "heartbeat_stall" and run.halt.is_file()
+    assert run.anomaly.read_text() == "heartbeat_stall\n"
+
+
+@pytest.mark.parametrize("why", ["gone", "off"])
+def test_a_run_that_died_for_sure_has_not_stalled(run: RunDir, why: str) -> None:
+    lived(run, time.time() - 500)
+    if why == "gone":
+        (run.root / ".lock").write_text("")
+    else:
+        run.config.write_text("observe: {rules: {heartbeat_stall: 'off'}}\n")
+    for rank in (0, 1):
+        beat(run, rank, time.time())
+    clock, dog = Clock(), Watchdog(run, lambda text: None)
+    follow(dog, run, clock)
+    dog.tick()
+    clock.now += 500
+    assert dog.tick().state.kind == "died" and dog.is_over
+    assert dog.anomaly == "" and not run.halt.exists()
+
+
+def resumed(run: RunDir, first_step: int) -> None:
+    """Make the run one of a second attempt, which began with a step behind a checkpoint."""
+    attempt = Attempt(number=2, resume=True, started_at=time.time() - 5, first_step=first_step)
+    attempt.save(run.attempt)
+    (run.root / ".lock").write_text("1 elsewhere\n")
+
+
+@pytest.mark.parametrize("step", [0, 21])
+def test_an_earlier_attempt_halts_no_later_one(run: RunDir, step: int) -> None:
+    """Neither while ranks start again, nor once they train."""
+    run.training.write_text(run.training.read_text().replace(",1.5,", ",0,"))
+    for rank in (0, 1):
+        rows = "".join(f"{n},0,0.5,0,0,0,0,0,0,0,{rank * n}\n" for n in range(1, 21))
+        run.steps(rank).write_text(f"{STEPS_HEADER.strip()},collectives\n{rows}")
+        beat(run, rank, time.time(), step)
+        call = {"process_group": ["0"], "collective_seq_id": 1, "profiling_name": f"op{rank}"}
+        run.collectives(rank).write_text(json.dumps({"entries": [call]}))
+        os.utime(run.collectives(rank), (time.time() - 60,) * 2)
+    resumed(run, first_step=21 if step else 0)
+    said: list[str] = []
+    dog = Watchdog(run, said.append)
+    dog.tick()
+    assert dog.anomaly == "" and not run.halt.exists(), said
+    with run.training.open("a") as file:
+        file.write(ROW.format(step=21, loss=1, val="").replace(",1.5,", ",0,"))
+    resumed(run, first_step=21)
+    for rank in (0, 1):
+        beat(run, rank, time.time() + 1, 22)
+    dog.tick()
+    assert dog.anomaly == "zero_grad", "its own steps are judged"
+    assert any("is 0 in 1 step, first in step 21" in text for text in said)
+
+
+def test_an_attempt_that_found_no_checkpoint_is_judged_from_step_1(run: RunDir) -> None:
+    resumed(run, first_step=0)
+    run.training.write_text(run.training.read_text().replace(",1.5,", ",0,"))
+    for rank in (0, 1):
+        beat(run, rank, time.time())
+    dog = Watchdog(run, lambda text: None)
+    dog.tick()
+    assert dog.anomaly == "zero_grad"
+
+
+def skips(*steps: int) -> str:
+    return "".join(f"{step},nan,0.1,1.5,0.5,32,4096,1,0,\n" for step in steps)
+
+
+def test_what_becomes_worse_is_told_again_and_halts(run: RunDir) -> None:
+    """One bad step is a warning; after it no number of them ever halted the run."""
+    lived(run, time.time() - 10)
+    for rank in (0, 1):
+        beat(run, rank, time.time())
+    said: list[str] = []
+    dog = Watchdog(run, said.append)
+
+    def gain(rows: str) -> list[str]:
+        with run.training.open("a") as file:
+            file.write(rows)
+        dog.tick()
+        dog.tick()  # the same finding once more, which is not told twice
+        told = [text for text in said if "not finite" in text]
+        said.clear()
+        return told
+
+    (first,) = gain(skips(21) + ROW.format(step=22, loss=0.3, val=""))
+    assert first.startswith("warning: ") and "in 1 step," in first
+    (second,) = gain(skips(23) + ROW.format(step=24, loss=0.3, val=""))
+    assert "in 2 steps" in second and not run.halt.exists()
+    (third,) = gain(skips(*range(25, 60)))
+    assert third.startswith("error: ") and run.anomaly.read_text() == "nan_loss\n"
+    assert gain(skips(60, 61)) == [], "it is the same error still"
+
+
 def client(run: RunDir, token: str = "", host: str = "localhost") -> TestClient:
     return TestClient(build_app(Fleet(run.root.parent), token), base_url=f"http://{host}")
 
@@ -297,17 +488,22 @@ def test_names_from_outside_are_escaped(run: RunDir) -> None:
     assert "<script>" not in drawn and "&lt;script&gt;" in drawn and "\x1b" not in drawn
 
 
-def test_a_run_of_any_name_is_reached_by_its_link(tmp_path: Path) -> None:
-    """A folder may be called as its user likes; a hash ends a link, a question mark its path."""
-    named = write_run(tmp_path / "runs" / "lr=1e-3 #2?")
+@pytest.mark.parametrize("name", [b"lr=1e-3 #2?", b"bad\xff", "größe".encode(), b"a%2Fb"])
+def test_a_run_of_any_name_is_reached_by_its_link(tmp_path: Path, name: bytes) -> None:
+    """A folder may be called as its user likes; a hash ends a link, a question mark its path, and
+    what is not UTF-8 ended the list."""
+    write_run(tmp_path / "runs" / "bad\ufffd")  # what a careless reader takes the second one for
+    named = write_run(tmp_path / "runs" / os.fsdecode(name))
     fleet = Fleet(tmp_path / "runs")
     drawn = draw_list(fleet.read(), fleet.names(), fleet.sweeps())
-    (link,) = re.findall(r'href="(run/[^"]*)"', drawn["runs"])
-    assert "#" not in link and "?" not in link and drawn["count"] == "1 run, 1 live"
+    links = re.findall(r'href="(run/[^"]*)"', drawn["runs"])
+    (link,) = set(links) - {"run/bad%EF%BF%BD"}
+    assert "#" not in link and "?" not in link and drawn["count"] == "2 runs, 2 live"
     shown = client(named).get(f"/{link}")
     assert shown.status_code == 200
     (events,) = re.findall(r'data-events="([^"]*)"', shown.text)
-    assert "#" not in events and "?" not in events
+    assert events == link.replace("run/", "/events/", 1)
+    assert json.loads(json.dumps(draw_run(RunReader(named).read())))["head"].encode()
 
 
 def test_a_hint_is_a_line_of_its_own(run: RunDir) -> None:
@@ -347,8 +543,30 @@ def test_an_address_that_is_taken_is_a_plain_error(run: RunDir) -> None:
     [
         ("localhost:9000", "http://localhost:9000/"), (":80", "http://localhost:80/"),
         ("node1", "http://node1:8765/?token=t"), ("[::1]:90", "http://[::1]:90/"),
+        ("[::1]", "http://[::1]:8765/"), ("[fe80::1%eth0]:90", "http://[fe80::1%eth0]:90/?token=t"),
     ],
 )  # fmt: skip
 def test_addresses(text: str, link: str) -> None:
     address = Address.parse(text)
     assert address.link("" if address.is_local else "t") == link
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("localhost:²", "'²' is not a port"), ("localhost:٨٠", "is not a port"),
+        ("localhost:", "'' is not a port"), ("localhost:0", "'0' is not a port"),
+        ("localhost:" + "9" * 5000, "is not a port"), ("[::1]:x", "'x' is not a port"),
+        ("::1", r"stands in brackets, as \[::1\]"), ("::1:80", "stands in brackets"),
+        ("[::1", "is not an address"), ("[::1]90", "is not an address"),
+        ("[node1]:90", "is not an address"),
+    ],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_in_words(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Address.parse(text)
+
+
+def test_a_host_that_no_name_can_be_is_a_plain_error(run: RunDir) -> None:
+    with pytest.raises(ConfigError, match="cannot serve on"):
+        page.serve(Fleet(run.root), Address("x" * 70 + ".é", 8765), lambda text: None)
