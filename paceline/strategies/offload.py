@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 MIN_BYTES = 2**20
 # What autograd calls the ways in which a weight comes to a product.
@@ -55,12 +56,16 @@ class Offloader:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             self.parked[number] = []
+            # By the storage and not by its address: that is another's once the tensor is gone. A
+            # weak reference keeps no memory, but no later storage can be equal to it.
             seen: dict[Any, Parked] = {}
 
             def pack(value: Tensor) -> Tensor | Parked:
                 if self._stays(value, weights):
                     return value
-                key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value._version)
+                storage = StorageWeakRef(value.untyped_storage())
+                view = (value.storage_offset(), value.shape, value.stride(), value.dtype)
+                key = (storage, view, value._version)
                 if key not in seen:
                     seen[key] = self._send(value, number)
                     self.parked[number].append(seen[key])

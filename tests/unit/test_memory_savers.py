@@ -1,5 +1,6 @@
 """Activations that wait elsewhere and moments in 8 bits: the same numbers come back."""
 
+from array import array
 from copy import deepcopy
 
 import pytest
@@ -37,6 +38,41 @@ def test_what_blocks_save_comes_back() -> None:
         before = offloader.num_bytes
         run()
         assert offloader.num_bytes == before, "nothing is saved without gradients"
+
+
+class Recycling(nn.Module):
+    """Multiplies by two tensors, the second made where the first one lay: the allocator does so
+    with casts, which are dropped as soon as a layer has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = bytearray(8 * 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in (2.0, 3.0):
+            self.memory[:] = array("f", [number] * 8).tobytes()
+            x = x * torch.frombuffer(self.memory, dtype=torch.float32)
+        return x
+
+
+def test_a_copy_is_for_its_own_tensor_only() -> None:
+    block, x = Recycling(), torch.ones(8, requires_grad=True)
+    offloader = Offloader(torch.device("cpu"), min_bytes=0)
+    offloader.wrap(block, 0)
+    (gradient,) = torch.autograd.grad(block(x).sum(), x)
+    assert gradient.tolist() == [2.0 * 3.0] * 8
+    assert offloader.num_bytes == 2 * 8 * 4
+
+
+def test_what_is_saved_twice_is_sent_once() -> None:
+    x = torch.ones(8, requires_grad=True)
+    block = nn.Module()
+    block.forward = lambda y: y.exp().square()  # type: ignore[method-assign]
+    offloader = Offloader(torch.device("cpu"), min_bytes=0)
+    offloader.wrap(block, 0)
+    (gradient,) = torch.autograd.grad(block(x).sum(), x)
+    torch.testing.assert_close(gradient, 2 * (2 * x).exp())
+    assert offloader.num_bytes == 8 * 4, "exp saves its result, square its input: they are one"
 
 
 def test_a_weight_is_told_by_its_history() -> None:
