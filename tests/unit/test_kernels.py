@@ -15,6 +15,7 @@ from tests.skips import has_gpu, needs_torchao, needs_triton
 if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if has_gpu() else "cpu"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 pytestmark = needs_triton
 
@@ -136,6 +137,33 @@ def test_adamw_is_torchs() -> None:
     torch.testing.assert_close(ours, theirs, **CLOSE)
     for name, value in torchs.state[theirs].items():
         torch.testing.assert_close(mine.state[ours][name].cpu(), value.cpu(), **CLOSE)
+
+
+@pytest.mark.parametrize("layout", ["channels last", "turned", "columns of another"])
+@pytest.mark.parametrize("has_state", [False, True])
+def test_adamw_is_torchs_however_weights_lie(layout: str, has_state: bool) -> None:
+    """Also with moments that lie by rows, as they come from elsewhere."""
+    from paceline.strategies.update_rules import OneReadAdamW
+
+    values = {
+        "channels last": random(4, 3, 2, 5).detach().to(memory_format=torch.channels_last),
+        "turned": random(6, 4).detach().t(),
+        "columns of another": random(6, 8).detach()[:, 1:5],
+    }[layout]
+    ours, theirs = torch.nn.Parameter(values), torch.nn.Parameter(values.clone())
+    assert not ours.is_contiguous()
+    mine, torchs = OneReadAdamW([ours], lr=1e-2), torch.optim.AdamW([theirs], lr=1e-2)
+    if has_state:
+        moments = {name: torch.zeros(values.shape, device=DEVICE) for name in MOMENTS}
+        mine.state[ours] = {"step": torch.zeros((), device=DEVICE), **moments}
+    for _ in range(2):
+        gradient = torch.randn(values.shape, device=DEVICE)
+        ours.grad, theirs.grad = gradient.clone(), gradient
+        mine.step()
+        torchs.step()
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+    for name in MOMENTS:
+        torch.testing.assert_close(mine.state[ours][name], torchs.state[theirs][name], **CLOSE)
 
 
 def test_a_model_by_kernels_is_the_model() -> None:
