@@ -101,6 +101,21 @@ def test_losses_of_tokens(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept[0, 17:].isinf().all(), "without gradients nothing is written"
 
 
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_a_target_beyond_the_vocabulary_has_no_loss(has_gradients: bool) -> None:
+    """Neither the next row is read nor what lies behind the last: the run ends as nan."""
+    from paceline.kernels.softmax import take_losses
+
+    logits, targets = random(4, 8).detach(), torch.tensor([8, 1, -100, 9], device=DEVICE)
+    expected = F.cross_entropy(logits[1], targets[1])
+    losses = take_losses(logits, targets, has_gradients)
+    assert losses.isnan().tolist() == [True, False, False, True]
+    torch.testing.assert_close(losses[1], expected, **CLOSE)
+    assert losses[2] == 0
+    if has_gradients:
+        assert logits.isnan().all(1).tolist() == [True, False, False, True]
+
+
 @pytest.mark.parametrize("chunk", [4, 11, 100])
 def test_chunked_loss(chunk: int) -> None:
     """Also scaled afterwards, as every loss is, and without gradients."""
