@@ -202,6 +202,21 @@ def check_memory(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield Finding(severity="note", where=where, what=f"{plan.recompute.because}: {told}")
 
 
+def check_offload(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Yield what leaves no room for hooks around the blocks."""
+    train = config.train
+    if not train.activation_offload or not plan.on_gpu:
+        return
+    if plan.compile.value != "off" and train.compile_scope == "model":
+        yield Finding(
+            severity="error",
+            where="train.compile_scope",
+            what="train.activation_offload works between the blocks, which one graph of the whole"
+            " model leaves no room for",
+            hint="set train.compile_scope=blocks, or auto",
+        )
+
+
 def _why(plan: Plan, asked: Any) -> str:
     if asked == "auto" and not plan.on_gpu:
         return "there is no GPU whose memory could be asked for; name the GB"
