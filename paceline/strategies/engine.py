@@ -24,6 +24,7 @@ from paceline.strategies.clock import Clock
 from paceline.strategies.fp8 import fp8_proofs
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
 from paceline.strategies.objective import compute_loss, compute_metrics
+from paceline.strategies.offload import is_offloading, offload_proofs
 from paceline.strategies.optim import set_rate, trained_parameters
 from paceline.strategies.optimizers import builds_own, state_shapes
 from paceline.strategies.precision import START_SCALE, LossScale
@@ -265,7 +266,11 @@ class ModuleEngine:
         )
 
     def proofs(self) -> list[Proof]:
-        return [*self.wrapping.proofs(), *fp8_proofs(self.parts.plan, self.module)]
+        return [
+            *self.wrapping.proofs(),
+            *fp8_proofs(self.parts.plan, self.module),
+            *(offload_proofs(self.module) if is_offloading(self.parts) else []),
+        ]
 
 
 def build_scaler(parts: EngineParts) -> LossScale | None:

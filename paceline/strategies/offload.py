@@ -13,11 +13,37 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from paceline.records import Proof
+from paceline.records.words import size
+from paceline.strategies.base import EngineParts
+
 MIN_BYTES = 2**20
 Strides = tuple[int, ...]
 Shapes = set[tuple[int, ...]]
 # What autograd calls the ways in which a weight comes to a product.
 AS_IT_COMES = ("AccumulateGrad", "TBackward0", "TransposeBackward0", "ToCopyBackward0")
+
+
+def is_offloading(parts: EngineParts) -> bool:
+    """Say whether activations leave the device: on a CPU they are where they would go."""
+    return parts.config.train.activation_offload and parts.device.type != "cpu"
+
+
+def offload_proofs(model: nn.Module) -> list[Proof]:
+    """Show what blocks have really sent: a model without blocks, or whose tensors are all small,
+    sends nothing."""
+    wrapped = [part for part in model.modules() if hasattr(part, "offloader")]
+    offloaders: set[Any] = {part.offloader for part in wrapped}  # a pipeline has one for each stage
+    sent = sum(offloader.num_bytes for offloader in offloaders)
+    return [
+        Proof(
+            what="activation offload",
+            requested="what blocks save, on the host",
+            effective=f"{sent:,} bytes of {len(wrapped)} blocks sent so far",
+            proof=f"counted where tensors are sent, those of {size(MIN_BYTES)} or more",
+            ok=sent > 0,
+        )
+    ]
 
 
 class Parked:
@@ -44,6 +70,7 @@ class Offloader:
 
     def wrap(self, block: nn.Module, number: int) -> None:
         """Make `block` save on the host, whether its forward is compiled or not."""
+        block.offloader = self  # type: ignore[assignment]  # for the proof
         if block._compiled_call_impl is not None:
             # Outside of the graph: the compiler's own saved tensors pass through the hooks too.
             # They have no history: what looks like a weight is taken for a cast of one.
@@ -91,7 +118,7 @@ class Offloader:
         if value.device.type != self.device.type or value.nbytes < self.min_bytes:
             return True
         sizes = zip(value.shape, value.stride(), strict=True)
-        if any(stride == 0 and size > 1 for size, stride in sizes):
+        if any(stride == 0 and length > 1 for length, stride in sizes):
             return True  # expanded: it holds less than it seems to
         # A cast of a weight is made once for all microbatches: it is no activation.
         return _is_weight(value) or (weights is not None and tuple(value.shape) in weights)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.strategies.offload import Offloader
+from paceline.strategies.offload import Offloader, offload_proofs
 from tests.skips import needs_torchao
 
 
@@ -35,11 +35,26 @@ def test_what_blocks_save_comes_back() -> None:
     found = torch.autograd.grad(loss, [x, *(p for b in blocks for p in b.parameters())])
     for a, b in zip(wanted, found, strict=True):
         assert torch.equal(a, b)
+    (proof,) = offload_proofs(nn.Sequential(*blocks))
+    assert proof.ok and proof.effective == "1,920 bytes of 3 blocks sent so far"
     assert not offloader.parked, "nothing waits, nor is held on the device, once it was read"
     with torch.no_grad():
         before = offloader.num_bytes
         run()
         assert offloader.num_bytes == before, "nothing is saved without gradients"
+
+
+def test_an_offload_that_sends_nothing_is_told() -> None:
+    blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    (proof,) = offload_proofs(blocks)
+    assert not proof.ok and proof.effective == "0 bytes of 0 blocks sent so far"
+    offloader = Offloader(torch.device("cpu"))
+    for number, block in enumerate(blocks):
+        offloader.wrap(block, number)
+    blocks(torch.randn(4, 8)).sum().backward()
+    (proof,) = offload_proofs(blocks)
+    assert not proof.ok and proof.effective == "0 bytes of 2 blocks sent so far"
+    assert "1 MiB or more" in proof.proof
 
 
 class Recycling(nn.Module):
