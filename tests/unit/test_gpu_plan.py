@@ -103,6 +103,11 @@ def test_images_are_no_rows() -> None:
             CPU,
             "which says itself what is recomputed",
         ),
+        (
+            ["train.memory_budget=1", "train.activation_offload=true"],
+            H200,
+            "counts what blocks save as if it stayed on the GPU",
+        ),
     ],
 )
 def test_what_cannot_be_or_is_idle_is_said(overrides: list[str], env: Env, says: str) -> None:
