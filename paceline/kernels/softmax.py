@@ -14,8 +14,8 @@ NUM_WARPS = 16
 
 
 def take_losses(logits_NV: Tensor, targets_N: Tensor, has_gradients: bool) -> Tensor:
-    """Return each token's cross-entropy in fp32, 0 where its target is negative; with gradients,
-    write them over the logits."""
+    """Return each token's cross-entropy in fp32, 0 where its target is negative and NaN where
+    the vocabulary has no such token; with gradients, write them over the logits."""
     N, V = logits_NV.shape
     losses_N = logits_NV.new_empty(N, dtype=torch.float32)
     block = min(BLOCK, triton.next_power_of_2(V))
@@ -45,9 +45,10 @@ def _token_losses(logits, targets, losses, V, stride, GRADIENTS: tl.constexpr, B
         largest = larger
     top = tl.max(largest, axis=0)
     total = tl.sum(tl.where(largest == float("-inf"), 0.0, total * tl.exp(largest - top)), axis=0)
-    log_sum = top + tl.log(total)
+    # A target beyond the vocabulary is nobody's: its loss and its gradients are NaN.
+    log_sum = tl.where(target < V, top + tl.log(total), float("nan"))
     is_real = target >= 0
-    at_target = tl.load(logits + target, mask=is_real, other=0.0).to(tl.float32)
+    at_target = tl.load(logits + target, mask=is_real & (target < V), other=0.0).to(tl.float32)
     tl.store(losses + row, tl.where(is_real, log_sum - at_target, 0.0))
     if GRADIENTS:
         for first in range(0, V, BLOCK):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from paceline.config.schema import RunConfig
 from paceline.plan.fp8 import check_fp8, plan_fp8
 from paceline.plan.kernels import check_kernels
-from paceline.plan.memory import as_recompute, check_memory, plan_memory
+from paceline.plan.memory import as_recompute, check_memory, check_offload, plan_memory
 from paceline.plan.overlap import choose_prefetch
 from paceline.plan.policy import effective_config
 from paceline.records import Env, Finding, Plan
@@ -36,3 +36,4 @@ def check_limits(
     yield from check_fp8(config, env, plan, workload, by)
     yield from check_kernels(plan)
     yield from check_memory(config, plan)
+    yield from check_offload(config, plan)

@@ -195,11 +195,34 @@ def check_memory(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             severity="warning",
             where=where,
             what=f"is not enough even where every block is recomputed: {told}",
-            hint="a smaller train.micro_batch_size, train.activation_offload=true,"
+            hint="a smaller train.micro_batch_size, train.activation_offload=true in its place,"
             " optim.name=adamw8bit, or strategy.name=zero3 on more ranks",
         )
     else:
         yield Finding(severity="note", where=where, what=f"{plan.recompute.because}: {told}")
+
+
+def check_offload(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Yield what cannot be had beside it."""
+    train = config.train
+    if not train.activation_offload or not plan.on_gpu:
+        return
+    if train.memory_budget != "off":
+        yield Finding(
+            severity="error",
+            where="train.memory_budget",
+            what="is set beside train.activation_offload: it counts what blocks save as if it"
+            " stayed on the GPU, and would recompute what leaves it",
+            hint="set one of the two",
+        )
+    if plan.compile.value != "off" and train.compile_scope == "model":
+        yield Finding(
+            severity="error",
+            where="train.compile_scope",
+            what="train.activation_offload works between the blocks, which one graph of the whole"
+            " model leaves no room for",
+            hint="set train.compile_scope=blocks, or auto",
+        )
 
 
 def _why(plan: Plan, asked: Any) -> str:

@@ -101,7 +101,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         attention=attention,
         kernels=kernels,
         compile=_as_asked(config.train.compile),
-        compile_scope=_choose_scope(config, sharing),
+        compile_scope=_choose_scope(config, sharing, crew.on_gpu),
         recompute=_as_asked(config.train.activation_checkpointing, idle="none"),
         optimizer=choose_optimizer(config, workload),
         fused_optimizer=choose_fused(config, sharing, workload),
@@ -345,10 +345,12 @@ def _as_asked(value: T, idle: str = "") -> Choice[T]:
     return Choice(requested=value, value=value, because="as asked", matters=value != idle)
 
 
-def _choose_scope(config: RunConfig, strategy: Strategy) -> Choice[CompileScope]:
+def _choose_scope(config: RunConfig, strategy: Strategy, on_gpu: bool) -> Choice[CompileScope]:
     asked, compiles = config.train.compile_scope, config.train.compile != "off"
     value, because = asked, "as asked"
-    if asked == "auto" and strategy.compiles_whole:
+    if asked == "auto" and config.train.activation_offload and on_gpu:
+        value, because = "blocks", "train.activation_offload takes what each block saves"
+    elif asked == "auto" and strategy.compiles_whole:
         value, because = "model", "nothing is exchanged inside it"
     elif asked == "auto":
         value, because = "blocks", f"{strategy.name} works between the blocks"

@@ -4,7 +4,7 @@ It begins as the weights are, and moves towards them after each update that was 
 a veto, neither moves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,8 +16,12 @@ from paceline.strategies.stored import fill_like, piece_of
 
 
 class Average:
-    def __init__(self, module: nn.Module, decay: float) -> None:
-        self.decay = decay
+    """`replaced` is called, on all ranks, when the model has got other weights."""
+
+    def __init__(
+        self, module: nn.Module, decay: float, replaced: Callable[[], None] = lambda: None
+    ) -> None:
+        self.decay, self.replaced = decay, replaced
         self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.values = {name: weight.detach().clone() for name, weight in self.weights.items()}
 
@@ -37,10 +41,12 @@ class Average:
     def in_place(self) -> Iterator[None]:
         """While inside, the model has the average for its weights."""
         self._swap()
+        self.replaced()
         try:
             yield
         finally:
             self._swap()
+        self.replaced()  # not after an error, which other ranks may not have: they would not come
 
     @torch.no_grad()
     def _swap(self) -> None:

@@ -21,7 +21,7 @@ from paceline.strategies.batchnorm import has_statistics, sync_batchnorm, untrac
 from paceline.strategies.blocks import KEPT_OPS, find_blocks, find_tail
 from paceline.strategies.fp8 import convert_layers
 from paceline.strategies.objective import Objective
-from paceline.strategies.offload import Offloader
+from paceline.strategies.offload import Offloader, is_offloading
 from paceline.strategies.optim import freeze
 from paceline.strategies.weights import fill_weights
 from paceline.workloads.meta import on_meta
@@ -60,7 +60,7 @@ def compose(
         for part in [*blocks, *find_tail(model)] if by_blocks else [model]:
             compile_in_place(part, parts)
     # Around what is compiled: what a graph saves goes to the host by hooks that it must not see.
-    if parts.config.train.activation_offload and parts.device.type != "cpu":
+    if is_offloading(parts):
         offloader = Offloader(parts.device)
         for number, block in enumerate(blocks):
             offloader.wrap(block, number)

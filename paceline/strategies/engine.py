@@ -24,6 +24,7 @@ from paceline.strategies.clock import Clock
 from paceline.strategies.fp8 import fp8_proofs
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
 from paceline.strategies.objective import compute_loss, compute_metrics
+from paceline.strategies.offload import is_offloading, offload_proofs
 from paceline.strategies.optim import set_rate, trained_parameters
 from paceline.strategies.optimizers import builds_own, state_shapes
 from paceline.strategies.precision import START_SCALE, LossScale
@@ -49,10 +50,11 @@ class Wrapping:
 
     `model` is called with a batch; `unsynced` holds back the exchange of gradients; `settle` frees
     what a forward pass without a backward leaves; `forget` drops what the exchange remembers of a
-    step that was vetoed; `shards` are the ranks that each hold a piece of every gradient;
-    `rehearsed` is told after a rehearsal, by a wrapper that changes its ways after its first pass;
-    `dealt` is the optimizer that does the arithmetic, inside one that deals its state out by whole
-    parameters; `waits` is told where it waits for other ranks.
+    step that was vetoed; `replaced` is told, on all ranks, when weights were changed by anything
+    but an update; `shards` are the ranks that each hold a piece of every gradient; `rehearsed` is
+    told after a rehearsal, by a wrapper that changes its ways after its first pass; `dealt` is the
+    optimizer that does the arithmetic, inside one that deals its state out by whole parameters;
+    `waits` is told where it waits for other ranks.
     """
 
     model: nn.Module
@@ -60,6 +62,7 @@ class Wrapping:
     proofs: Callable[[], list[Proof]] = list
     settle: Callable[[], None] = lambda: None
     forget: Callable[[], None] | None = None
+    replaced: Callable[[], None] = lambda: None
     shards: ProcessGroup | None = None
     rehearsed: Callable[[], None] | None = None
     dealt: Optimizer | None = None
@@ -88,7 +91,7 @@ class ModuleEngine:
         if parts.plan.compile.value == "off":  # a graph has no room for a clock
             count_exchange(module, wrapping.waits)
         decay = parts.config.optim.ema
-        self.average = Average(module, decay) if decay != "off" else None
+        self.average = Average(module, decay, wrapping.replaced) if decay != "off" else None
         self.own = OwnState(module, self.inner) if builds_own(parts.workload) else None
         # On the device the fused kernel itself reads the veto and divides the gradient; the host
         # never has to look. What remembers a bad step must be told of it, so the host must look.
@@ -236,6 +239,7 @@ class ModuleEngine:
     def load(self, source: Source) -> None:
         """Load all that this rank holds, from whatever ranks it was written by."""
         load_module(source, self.module)
+        self.wrapping.replaced()
         self.load_updates(source)
 
     def load_updates(self, source: Source) -> None:
@@ -268,7 +272,11 @@ class ModuleEngine:
         )
 
     def proofs(self) -> list[Proof]:
-        return [*self.wrapping.proofs(), *fp8_proofs(self.parts.plan, self.module)]
+        return [
+            *self.wrapping.proofs(),
+            *fp8_proofs(self.parts.plan, self.module),
+            *(offload_proofs(self.module) if is_offloading(self.parts) else []),
+        ]
 
 
 def build_scaler(parts: EngineParts) -> LossScale | None:

@@ -7,7 +7,7 @@ recipe `tensorwise` are marked: a model that has our kernels computes those by k
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -55,15 +55,16 @@ def build_config(float8: Any, plan: Fp8Plan, device: torch.device) -> Any:
     )
 
 
-def scale_after_updates(optimizer: Optimizer, module: nn.Module) -> None:
+def scale_after_updates(optimizer: Optimizer, module: nn.Module) -> Callable[[], None]:
     """Find the scales of all gathered weights by one collective after each update, not one for each
-    weight when it is gathered."""
+    weight when it is gathered. Return what finds them, for whoever else changes weights."""
     float8 = load_torchao("float8")
 
     def find_scales(*_: Any) -> None:
         float8.precompute_float8_dynamic_scale_for_fsdp(module)
 
     optimizer.register_step_post_hook(find_scales)
+    return find_scales
 
 
 def fp8_proofs(plan: Plan, module: nn.Module) -> Iterable[Proof]:

@@ -11,17 +11,48 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from paceline.records import Proof
+from paceline.records.words import size
+from paceline.strategies.base import EngineParts
 
 MIN_BYTES = 2**20
+Strides = tuple[int, ...]
+Shapes = set[tuple[int, ...]]
 # What autograd calls the ways in which a weight comes to a product.
 AS_IT_COMES = ("AccumulateGrad", "TBackward0", "TransposeBackward0", "ToCopyBackward0")
 
 
-class Parked:
-    """A tensor on the host. `back` holds it on the device again once that was asked for."""
+def is_offloading(parts: EngineParts) -> bool:
+    """Say whether activations leave the device: on a CPU they are where they would go."""
+    return parts.config.train.activation_offload and parts.device.type != "cpu"
 
-    def __init__(self, host: Tensor, sent: Any, block: int) -> None:
-        self.host, self.sent, self.block = host, sent, block
+
+def offload_proofs(model: nn.Module) -> list[Proof]:
+    """Show what blocks have really sent: a model without blocks, or whose tensors are all small,
+    sends nothing."""
+    wrapped = [part for part in model.modules() if hasattr(part, "offloader")]
+    offloaders: set[Any] = {part.offloader for part in wrapped}  # a pipeline has one for each stage
+    sent = sum(offloader.num_bytes for offloader in offloaders)
+    return [
+        Proof(
+            what="activation offload",
+            requested="what blocks save, on the host",
+            effective=f"{sent:,} bytes of {len(wrapped)} blocks sent so far",
+            proof=f"counted where tensors are sent, those of {size(MIN_BYTES)} or more",
+            ok=sent > 0,
+        )
+    ]
+
+
+class Parked:
+    """A tensor on the host. `back` holds it on the device again once that was asked for, with the
+    strides that it is to have there."""
+
+    def __init__(self, host: Tensor, strides: Strides, block: int) -> None:
+        self.host, self.strides, self.block = host, strides, block
+        self.sent: Any = None
         self.back: Tensor | None = None
         self.returned: Any = None
 
@@ -39,6 +70,7 @@ class Offloader:
 
     def wrap(self, block: nn.Module, number: int) -> None:
         """Make `block` save on the host, whether its forward is compiled or not."""
+        block.offloader = self  # type: ignore[assignment]  # for the proof
         if block._compiled_call_impl is not None:
             # Outside of the graph: the compiler's own saved tensors pass through the hooks too.
             # They have no history: what looks like a weight is taken for a cast of one.
@@ -46,47 +78,64 @@ class Offloader:
             weights = shapes | {shape[::-1] for shape in shapes}
             block._compiled_call_impl = self._saving(block._compiled_call_impl, number, weights)
         else:
-            block.forward = self._saving(block.forward, number, set())
+            block.forward = self._saving(block.forward, number, None)
 
     def _saving(
-        self, forward: Callable[..., Any], number: int, weights: set[tuple[int, ...]]
+        self, forward: Callable[..., Any], number: int, weights: Shapes | None
     ) -> Callable[..., Any]:
+        """Return `forward` with all that it saves sent away. `weights` are the shapes of what a
+        graph takes for them; None: it is no graph."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             self.parked[number] = []
+            # By the storage and not by its address: that is another's once the tensor is gone. A
+            # weak reference keeps no memory, but no later storage can be equal to it.
             seen: dict[Any, Parked] = {}
 
             def pack(value: Tensor) -> Tensor | Parked:
                 if self._stays(value, weights):
                     return value
-                key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value._version)
+                storage = StorageWeakRef(value.untyped_storage())
+                view = (value.storage_offset(), value.shape, value.stride(), value.dtype)
+                key = (storage, view, value._version)
                 if key not in seen:
-                    seen[key] = self._send(value, number)
+                    # A graph is compiled for the strides that it has seen; others ask for none.
+                    strides = None if weights is None else value.stride()
+                    seen[key] = self._send(value, strides, number)
                     self.parked[number].append(seen[key])
                 return seen[key]
 
-            with saved_tensors_hooks(pack, self._unpack):
+            # Where only parts of a block are compiled, the hook would be another of them.
+            hook = pack if weights is None else torch.compiler.disable(pack)
+            with saved_tensors_hooks(hook, self._unpack):
                 return forward(*args, **kwargs)
 
         return run
 
-    def _stays(self, value: Tensor, weights: set[tuple[int, ...]]) -> bool:
+    def _stays(self, value: Tensor, weights: Shapes | None) -> bool:
         if value.device.type != self.device.type or value.nbytes < self.min_bytes:
             return True
+        sizes = zip(value.shape, value.stride(), strict=True)
+        if any(stride == 0 and length > 1 for length, stride in sizes):
+            return True  # expanded: it holds less than it seems to
         # A cast of a weight is made once for all microbatches: it is no activation.
-        return _is_weight(value) or tuple(value.shape) in weights
+        return _is_weight(value) or (weights is not None and tuple(value.shape) in weights)
 
-    def _send(self, value: Tensor, number: int) -> Parked:
+    def _send(self, value: Tensor, strides: Strides | None, number: int) -> Parked:
         self.num_bytes += value.nbytes
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.is_async)
+        kept = Parked(host, host.stride() if strides is None else strides, number)
         if not self.is_async:
-            return Parked(value.detach().clone(), None, number)
-        host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+            host.copy_(value)
+            return kept
         self.out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.out):
             host.copy_(value, non_blocking=True)
         value.record_stream(self.out)  # its memory is free for others only after the copy
-        return Parked(host, self.out.record_event(), number)
+        kept.sent = self.out.record_event()
+        return kept
 
     def _unpack(self, kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
@@ -105,13 +154,16 @@ class Offloader:
         if kept.back is not None:
             return
         if not self.is_async:
-            kept.back = kept.host
+            kept.back = self._room_for(kept).copy_(kept.host)
             return
         with torch.cuda.stream(self.into):
             self.into.wait_event(kept.sent)
-            kept.back = torch.empty_like(kept.host, device=self.device)
-            kept.back.copy_(kept.host, non_blocking=True)
+            kept.back = self._room_for(kept).copy_(kept.host, non_blocking=True)
         kept.returned = self.into.record_event()
+
+    def _room_for(self, kept: Parked) -> Tensor:
+        host = kept.host
+        return torch.empty_strided(host.shape, kept.strides, dtype=host.dtype, device=self.device)
 
 
 def _is_weight(value: Tensor) -> bool:

@@ -136,8 +136,12 @@ class OneReadAdamW(AdamW):
                 beta1, beta2 = group["betas"]
                 rates = Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
                 for p, state in zip(moved, states, strict=True):
-                    w, g, m, v = locals_of([p, p.grad, state["exp_avg"], state["exp_avg_sq"]])
-                    update_weight((w, g.contiguous(), m, v), (state["step"], scale, veto), rates)
+                    held = locals_of([p, p.grad, state["exp_avg"], state["exp_avg_sq"]])
+                    w, g, m, v = _laid_alike(held)
+                    update_weight((w, g, m, v), (state["step"], scale, veto), rates)
+                    for mine, changed in ((held[0], w), (held[2], m), (held[3], v)):
+                        if changed is not mine:
+                            mine.copy_(changed)
 
     def _scalars(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the veto and the divisor."""
@@ -156,3 +160,18 @@ class OneReadAdamW(AdamW):
             }
         state: dict[str, Any] = self.state[parameter]
         return state
+
+
+def _laid_alike(tensors: list[Tensor]) -> list[Tensor]:
+    """Return them as they are where all lie in memory as the first one does, without gaps: the
+    kernel pairs what is at one place. Of others, copies that do."""
+    if all(value.is_contiguous() for value in tensors):
+        return tensors
+    first = tensors[0]
+    strides = torch.empty_like(first, device="meta").stride()  # its own, if it has no gaps
+    return [
+        value
+        if value.stride() == strides
+        else torch.empty_like(first, dtype=value.dtype).copy_(value)
+        for value in tensors
+    ]

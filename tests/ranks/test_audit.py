@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ from paceline.errors import AuditError, Outcome
 from paceline.machine.topology import RankId
 from paceline.records import Audit, Proof
 from paceline.records.rundir import RunDir
+from paceline.strategies import compose, engine
 from paceline.strategies.clock import HostClock
+from paceline.strategies.offload import Offloader
 from tests.harness import build_engine, prepare_run, run_here, run_ranks, start_ranks
 from tests.parity import tiny_model
 
+ALL = partial(Offloader, min_bytes=0)
 SHORT = [*tiny_model(), "train.steps=4", "train.micro_batch_size=4"]
 
 
@@ -143,6 +147,35 @@ def count_exchanges(settings: dict[str, list[str]], group: RunDir, place: RankId
         op, expected = EXCHANGED[name]
         found = {event.key: event.count for event in profile.key_averages()}
         assert found.get(op, 0) == expected, f"{name}: {found.get(op, 0)} of {op}"
+
+
+def test_offloaded_activations_come_back_and_are_proven(tmp_path: Path) -> None:
+    """On CPUs, where a run sends nothing: ranks are told that they shall."""
+    settings = {
+        name: [*SHORT, "launch.nproc=2", f"strategy.name={name}", "precision.mode=bf16"]
+        for name in ("ddp", "zero3")
+    }
+    for name, overrides in settings.items():
+        prepare_run(tmp_path / name, "lm_tiny", overrides)
+    start_ranks(RunDir(tmp_path), 2, partial(offload_and_compare, settings))
+
+
+def offload_and_compare(settings: dict[str, list[str]], group: RunDir, place: RankId) -> None:
+    for name, overrides in settings.items():
+        norms, run = [], RunDir(group.root / name)
+        for offloads in (False, True):
+            told = Mock(return_value=offloads)
+            with (
+                patch.object(engine, "is_offloading", told),
+                patch.multiple(compose, is_offloading=told, Offloader=ALL),
+            ):
+                built, batches = build_engine(run, "lm_tiny", overrides)
+                built.forward_backward(batches, 1.0, HostClock())
+                norms.append(built.step(0.1, HostClock()).grad_norm.item())
+                proofs = built.proofs()
+            sent = [proof for proof in proofs if proof.what == "activation offload"]
+            assert [proof.ok for proof in sent] == [True] * offloads, sent
+        assert norms[0] == norms[1], f"{name}: {norms}"
 
 
 @pytest.mark.timeout(300)

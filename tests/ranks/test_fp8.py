@@ -1,11 +1,19 @@
 """fp8 by torchao's emulation on CPU: every strategy that takes it against one process, and bf16."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from paceline.machine.topology import RankId
 from paceline.records import Audit
-from tests.harness import RankEnds, run_each, run_here
+from paceline.records.rundir import RunDir
+from paceline.strategies.clock import HostClock
+from paceline.strategies.gather import whole
+from tests.harness import RankEnds, build_engine, prepare_run, run_each, run_here, start_ranks
 from tests.parity import BATCH, SGD, STEPS, assert_same_weights, tiny_model
 from tests.skips import needs_torchao
 
@@ -60,3 +68,51 @@ def test_losses_stay_with_those_of_bf16(recipe: str, tmp_path: Path) -> None:
     assert_near(wide, small, recipe, rel=1e-2)
     with pytest.raises(AssertionError):  # it really rounds
         assert_same_weights(wide, small)
+
+
+class Kept:
+    """Weights of an engine as a source, without files."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+
+    def shapes(self, section: str) -> dict[str, tuple[int, ...]]:
+        return {n: tuple(w.shape) for n, w in self.weights.items()} if section == "model" else {}
+
+    def rows(self, section: str, name: str, first: int, count: int) -> Tensor:
+        return self.weights[name][first : first + count]
+
+    def fill(self, section: str, name: str, first: int, out: Tensor) -> None:
+        out.copy_(self.rows(section, name, first, len(out)))
+
+
+def test_weights_that_are_replaced_get_scales_of_their_own(tmp_path: Path) -> None:
+    """By their average for an evaluation and back, and by a checkpoint."""
+    asked = [*FP8, "launch.nproc=2", "train.micro_batch_size=8", "strategy.name=zero3"]
+    asked += ["optim.ema=0.9", "train.eval_every=1", "train.eval_ema=true"]
+    prepare_run(tmp_path / "run", "lm_tiny", asked)
+    start_ranks(RunDir(tmp_path), 2, partial(replace_weights, asked))
+
+
+def replace_weights(asked: list[str], group: RunDir, place: RankId) -> None:
+    engine: Any
+    engine, batches = build_engine(RunDir(group.root / "run"), "lm_tiny", asked)
+    first = Kept(engine.weights())
+    engine.forward_backward(batches, 1.0, HostClock())
+    engine.step(10.0, HostClock())
+    assert_own_scales(engine.module, "after a step")
+    with engine.averaged():
+        assert_own_scales(engine.module, "averaged")
+    assert_own_scales(engine.module, "after the average")
+    engine.load(first)
+    assert_own_scales(engine.module, "loaded")
+
+
+def assert_own_scales(module: torch.nn.Module, when: str) -> None:
+    layers = [m for m in module.modules() if type(m).__name__ == "Float8Linear"]
+    assert layers
+    for layer in layers:
+        weight: Any = layer.weight
+        expected = torch.finfo(torch.float8_e4m3fn).max / whole(weight).abs().max()
+        found = weight._local_tensor._precomputed_scale
+        assert found.item() == pytest.approx(expected.item()), when

@@ -225,10 +225,42 @@ def test_images_are_no_rows() -> None:
             CPU,
             "which says itself what is recomputed",
         ),
+        (
+            ["train.memory_budget=1", "train.activation_offload=true"],
+            H200,
+            "counts what blocks save as if it stayed on the GPU",
+        ),
     ],
 )
 def test_what_cannot_be_or_is_idle_is_said(overrides: list[str], env: Env, says: str) -> None:
     assert says in told(plan(*overrides, machine=env))
+
+
+OFFLOAD = ["train.activation_offload=true", "train.compile=default"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "env", "value", "because"),
+    [
+        (OFFLOAD, H200, "blocks", "train.activation_offload takes what each block saves"),
+        (OFFLOAD, CPU, "model", "nothing is exchanged inside it"),
+        (OFFLOAD[1:], H200, "model", "nothing is exchanged inside it"),
+    ],
+)
+def test_what_is_offloaded_is_compiled_by_blocks(
+    overrides: list[str], env: Env, value: str, because: str
+) -> None:
+    made = plan(*overrides, machine=env)
+    assert (made.compile_scope.value, made.compile_scope.because) == (value, because)
+    assert not made.problems()
+
+
+def test_a_graph_of_the_whole_model_is_not_offloaded() -> None:
+    whole = [*OFFLOAD, "train.compile_scope=model"]
+    (problem,) = plan(*whole, machine=H200).problems()
+    assert problem.where == "train.compile_scope" and "between the blocks" in problem.what
+    assert not plan(*whole, machine=CPU).problems()
+    assert not plan(*whole, "train.compile=off", machine=H200).problems()
 
 
 def test_torchao_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

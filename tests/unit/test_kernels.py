@@ -15,6 +15,7 @@ from tests.skips import has_gpu, needs_torchao, needs_triton
 if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if has_gpu() else "cpu"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 pytestmark = needs_triton
 
@@ -100,6 +101,21 @@ def test_losses_of_tokens(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept[0, 17:].isinf().all(), "without gradients nothing is written"
 
 
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_a_target_beyond_the_vocabulary_has_no_loss(has_gradients: bool) -> None:
+    """Neither the next row is read nor what lies behind the last: the run ends as nan."""
+    from paceline.kernels.softmax import take_losses
+
+    logits, targets = random(4, 8).detach(), torch.tensor([8, 1, -100, 9], device=DEVICE)
+    expected = F.cross_entropy(logits[1], targets[1])
+    losses = take_losses(logits, targets, has_gradients)
+    assert losses.isnan().tolist() == [True, False, False, True]
+    torch.testing.assert_close(losses[1], expected, **CLOSE)
+    assert losses[2] == 0
+    if has_gradients:
+        assert logits.isnan().all(1).tolist() == [True, False, False, True]
+
+
 @pytest.mark.parametrize("chunk", [4, 11, 100])
 def test_chunked_loss(chunk: int) -> None:
     """Also scaled afterwards, as every loss is, and without gradients."""
@@ -136,6 +152,33 @@ def test_adamw_is_torchs() -> None:
     torch.testing.assert_close(ours, theirs, **CLOSE)
     for name, value in torchs.state[theirs].items():
         torch.testing.assert_close(mine.state[ours][name].cpu(), value.cpu(), **CLOSE)
+
+
+@pytest.mark.parametrize("layout", ["channels last", "turned", "columns of another"])
+@pytest.mark.parametrize("has_state", [False, True])
+def test_adamw_is_torchs_however_weights_lie(layout: str, has_state: bool) -> None:
+    """Also with moments that lie by rows, as they come from elsewhere."""
+    from paceline.strategies.update_rules import OneReadAdamW
+
+    values = {
+        "channels last": random(4, 3, 2, 5).detach().to(memory_format=torch.channels_last),
+        "turned": random(6, 4).detach().t(),
+        "columns of another": random(6, 8).detach()[:, 1:5],
+    }[layout]
+    ours, theirs = torch.nn.Parameter(values), torch.nn.Parameter(values.clone())
+    assert not ours.is_contiguous()
+    mine, torchs = OneReadAdamW([ours], lr=1e-2), torch.optim.AdamW([theirs], lr=1e-2)
+    if has_state:
+        moments = {name: torch.zeros(values.shape, device=DEVICE) for name in MOMENTS}
+        mine.state[ours] = {"step": torch.zeros((), device=DEVICE), **moments}
+    for _ in range(2):
+        gradient = torch.randn(values.shape, device=DEVICE)
+        ours.grad, theirs.grad = gradient.clone(), gradient
+        mine.step()
+        torchs.step()
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+    for name in MOMENTS:
+        torch.testing.assert_close(mine.state[ours][name], torchs.state[theirs][name], **CLOSE)
 
 
 def test_a_model_by_kernels_is_the_model() -> None:

@@ -1,12 +1,15 @@
 """Activations that wait elsewhere and moments in 8 bits: the same numbers come back."""
 
+from array import array
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from paceline.strategies.offload import Offloader
+from paceline.strategies.offload import Offloader, offload_proofs
 from tests.skips import needs_torchao
 
 
@@ -32,11 +35,121 @@ def test_what_blocks_save_comes_back() -> None:
     found = torch.autograd.grad(loss, [x, *(p for b in blocks for p in b.parameters())])
     for a, b in zip(wanted, found, strict=True):
         assert torch.equal(a, b)
+    (proof,) = offload_proofs(nn.Sequential(*blocks))
+    assert proof.ok and proof.effective == "1,920 bytes of 3 blocks sent so far"
     assert not offloader.parked, "nothing waits, nor is held on the device, once it was read"
     with torch.no_grad():
         before = offloader.num_bytes
         run()
         assert offloader.num_bytes == before, "nothing is saved without gradients"
+
+
+def test_an_offload_that_sends_nothing_is_told() -> None:
+    blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    (proof,) = offload_proofs(blocks)
+    assert not proof.ok and proof.effective == "0 bytes of 0 blocks sent so far"
+    offloader = Offloader(torch.device("cpu"))
+    for number, block in enumerate(blocks):
+        offloader.wrap(block, number)
+    blocks(torch.randn(4, 8)).sum().backward()
+    (proof,) = offload_proofs(blocks)
+    assert not proof.ok and proof.effective == "0 bytes of 2 blocks sent so far"
+    assert "1 MiB or more" in proof.proof
+
+
+class Recycling(nn.Module):
+    """Multiplies by two tensors, the second made where the first one lay: the allocator does so
+    with casts, which are dropped as soon as a layer has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = bytearray(8 * 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in (2.0, 3.0):
+            self.memory[:] = array("f", [number] * 8).tobytes()
+            x = x * torch.frombuffer(self.memory, dtype=torch.float32)
+        return x
+
+
+def test_a_copy_is_for_its_own_tensor_only() -> None:
+    block, x = Recycling(), torch.ones(8, requires_grad=True)
+    offloader = Offloader(torch.device("cpu"), min_bytes=0)
+    offloader.wrap(block, 0)
+    (gradient,) = torch.autograd.grad(block(x).sum(), x)
+    assert gradient.tolist() == [2.0 * 3.0] * 8
+    assert offloader.num_bytes == 2 * 8 * 4
+
+
+def test_what_is_saved_twice_is_sent_once() -> None:
+    x = torch.ones(8, requires_grad=True)
+    block = nn.Module()
+    block.forward = lambda y: y.exp().square()  # type: ignore[method-assign]
+    offloader = Offloader(torch.device("cpu"), min_bytes=0)
+    offloader.wrap(block, 0)
+    (gradient,) = torch.autograd.grad(block(x).sum(), x)
+    torch.testing.assert_close(gradient, 2 * (2 * x).exp())
+    assert offloader.num_bytes == 8 * 4, "exp saves its result, square its input: they are one"
+
+
+class Strict(torch.autograd.Function):
+    """As a compiled graph: what it saved must lie as it did."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x[:, 2:4].t(), x[:1].expand(4, 6))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        part, wide = ctx.saved_tensors
+        assert part.stride() == (1, 6) and wide.stride() == (0, 1)
+        assert part.tolist() == [[2.0, 8.0], [3.0, 9.0]] and wide[3].tolist() == list(range(6))
+        return gradients[0] * 2
+
+
+def test_a_graph_gets_back_the_strides_that_it_saved() -> None:
+    block, x = nn.Module(), torch.arange(12.0).view(2, 6).requires_grad_()
+    block._compiled_call_impl = Strict.apply  # type: ignore[assignment]
+    offloader = Offloader(torch.device("cpu"), min_bytes=0)
+    offloader.wrap(block, 0)
+    block(x).sum().backward()
+    assert offloader.num_bytes == 2 * 2 * 4, "what is expanded stays: it is one row"
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
+@pytest.mark.slow  # imports the compiler
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_compiled_block_saves_on_the_host(is_whole: bool) -> None:
+    """Hooks are no part of what is compiled, also where the compiler takes a block layer by layer:
+    it would compile them too, and fail."""
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    block, x = Feed() if is_whole else plain, torch.randn(4, 8)
+    wanted = torch.autograd.grad(block(x).sum(), list(block.parameters()))
+    torch._dynamo.reset()
+    block.compile(backend="aot_eager")
+    offloader = Offloader(torch.device("cpu"), min_bytes=0)
+    offloader.wrap(block, 0)
+    before = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    found = torch.autograd.grad(block(x).sum(), list(block.parameters()))
+    if is_whole:
+        after = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        assert after == (before[0] + 1, before[1])
+    assert offloader.num_bytes >= 4 * 16 * 4, "the input of GELU, at least"
+    for a, b in zip(wanted, found, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_weight_is_told_by_its_history() -> None:

@@ -22,6 +22,7 @@ from paceline.strategies.base import EngineParts, Totals, normalise
 from paceline.strategies.clock import Clock
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.gather import global_norm, whole
+from paceline.strategies.offload import is_offloading, offload_proofs
 from paceline.strategies.pipeline.by_torch import TorchRunner
 from paceline.strategies.pipeline.dualpipe import DualPipeRunner, Lane
 from paceline.strategies.pipeline.holdings import Holdings, Stages, all_reduce_gradients
@@ -188,6 +189,7 @@ class PipelineEngine(ModuleEngine):
                 ok=drawn == ran,
             ),
             *self.wrapping.proofs(),
+            *(offload_proofs(self.module) if is_offloading(self.parts) else []),
         ]
 
     def _runner(self, microbatch: Any) -> Runner:
