@@ -37,7 +37,8 @@ from paceline.train.heartbeat import Ticker
 
 TICK_S = 0.25
 RULES_S = 10.0  # between two judgements by all rules: these read whole tables
-RULES_SHARE = 0.002  # of the time at most, which makes them rarer in a long run
+RULES_SHARE = 0.002  # of the time at most, which makes them rarer in a large run
+MAX_RULES_S = 60.0  # and yet a halt is asked for within a minute of what calls for it
 KEPT_STEPS = 200
 LOWEST = 19  # priority, as `nice` counts
 NEW_STEPS = 5  # of all ranks, after which they are compared again: as often as they are written
@@ -132,6 +133,9 @@ class Watcher(Ticker):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
         super()._run()
 
+    def tell(self, error: Exception) -> None:
+        self._say(f"warning: what watches this run has failed once, and goes on: {error!r}")
+
     def tick(self) -> None:
         for rank, window in self._steps.items():
             self._num_new[rank] += window.read()
@@ -141,9 +145,10 @@ class Watcher(Ticker):
             self._moved_at = now
             self._note(judge_ranks(self._recent(now)), of_ranks=True)
         if now >= self._rules_at and not self._stop.is_set():
+            self._rules_at = now + MAX_RULES_S  # also where this look fails
             self._note(judge(self._all(now)), of_ranks=False)
             took_s = wall_time() - now
-            self._rules_at = now + max(RULES_S, took_s / RULES_SHARE)
+            self._rules_at = now + min(max(RULES_S, took_s / RULES_SHARE), MAX_RULES_S)
 
     def _recent(self, now: float) -> Evidence:
         """Return the last steps alone, which is what is looked at often."""
