@@ -4,6 +4,7 @@ import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -82,6 +83,18 @@ class Evidence:
     @property
     def is_live(self) -> bool:
         return self.now is not None
+
+    @cached_property
+    def sampled(self) -> Mapping[int, Mapping[str, Table[TelemetryRow]]]:
+        """Return telemetry by rank and by what was sampled: `host`, `rank`, `gpu0`. Told apart
+        once, for several rules look at it."""
+        return {rank: _split(table) for rank, table in self.telemetry.items()}
+
+
+def _split(table: Table[TelemetryRow]) -> dict[str, Table[TelemetryRow]]:
+    """Return the rows of each source, as columns: a machine with 8 GPUs has 9 a second."""
+    names = table.column("source")
+    return {name: table.pick(names == name) for name in dict.fromkeys(names.tolist())}
 
 
 def read_evidence(run: RunDir, now: float | None = None, known: Evidence | None = None) -> Evidence:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from paceline.health.evidence import Evidence
 from paceline.health.stragglers import STEADY_SHARE, gpu_samples
 from paceline.health.work import Work
+from paceline.records.columns import Table
 from paceline.records.findings import Finding, finite
 from paceline.records.phases import Phase
 from paceline.records.tables import TelemetryRow
@@ -156,23 +157,23 @@ def _drift(evidence: Evidence) -> Iterator[Finding]:
 
 def _memory(evidence: Evidence) -> Iterator[Finding]:
     limit = evidence.rules.memory_growth_mib_per_min
-    for rank, table in evidence.telemetry.items():
-        own = [row for row in table if row.source in ("host", "rank")]
-        yield from _growth(rank, own, "rss_bytes", limit, "its process")
+    for rank, sources in evidence.sampled.items():
+        for own in (sources[name] for name in ("host", "rank") if name in sources):
+            yield from _growth(rank, own, "rss_bytes", limit, "its process")
     for rank, rows in gpu_samples(evidence).items():
         yield from _growth(rank, rows, "memory_bytes", GPU_MIB_SHARE * limit, "its GPU")
 
 
 def _growth(
-    rank: int, rows: list[TelemetryRow], name: str, limit: float, where: str
+    rank: int, rows: Table[TelemetryRow], name: str, limit: float, where: str
 ) -> Iterator[Finding]:
     """Judge by the slope behind the first fifth, in which everything grows, and only where nearly
     all of it is growth: not one large allocation."""
-    known = [(row.time, row.values[name]) for row in rows if name in row.values]
+    known = rows.known(name)
     known = known[len(known) // 5 :]
-    if len(known) < 10 or known[-1][0] - known[0][0] < min(MINUTE, 3.0 * len(known)):
+    times, held = known.column("time"), known.column(name)
+    if len(times) < 10 or times[-1] - times[0] < min(MINUTE, 3.0 * len(times)):
         return
-    times, held = (np.array(values) for values in zip(*known, strict=True))
     slope, start = np.polyfit(times - times[0], held, 1)
     spread = float(np.ptp(held)) or 1.0
     residue = float(np.abs(held - (start + slope * (times - times[0]))).max())
@@ -190,25 +191,26 @@ def _growth(
 
 def _gpus(evidence: Evidence) -> Iterator[Finding]:
     gpus = gpu_samples(evidence)
-    clocks = {rank: _busy(rows, "clock_mhz") for rank, rows in gpus.items()}
+    clocks = {rank: _busy(rows, "clock_mhz")[-30:] for rank, rows in gpus.items()}
+    usual = {rank: float(np.median(found)) for rank, found in clocks.items() if len(found)}
     for rank, rows in gpus.items():
-        others = [float(np.median(c[-30:])) for r, c in clocks.items() if r != rank and len(c)]
+        others = [mhz for other, mhz in usual.items() if other != rank]
         yield from _throttled(evidence, rank, rows, float(np.median(others)) if others else 0.0)
         for name, what in (("ecc_errors", "uncorrected ECC errors"), ("xid", "Xid")):
-            seen = [row.values[name] for row in rows if name in row.values]
-            if seen and max(seen) > (seen[0] if name == "ecc_errors" else 0):
+            seen = rows.known(name).column(name)
+            if len(seen) and (most := seen.max()) > (seen[0] if name == "ecc_errors" else 0):
                 yield Finding(
                     kind="gpu_errors",
                     rank=rank,
                     severity="error",
-                    words=f"the GPU of rank {rank} reports {what}: {max(seen):.0f}",
-                    evidence=finite({name: max(seen)}),
+                    words=f"the GPU of rank {rank} reports {what}: {most:.0f}",
+                    evidence=finite({name: most}),
                     to_try="take that GPU out of the job; its driver's log (dmesg) says more",
                 )
 
 
 def _throttled(
-    evidence: Evidence, rank: int, rows: list[TelemetryRow], others_mhz: float
+    evidence: Evidence, rank: int, rows: Table[TelemetryRow], others_mhz: float
 ) -> Iterator[Finding]:
     """Judge by what the driver says, where the clock is also below the GPU's own best, or that of
     the others: one that is throttled from its first step on has no better one of its own."""
@@ -233,10 +235,12 @@ def _throttled(
         )
 
 
-def _busy(rows: list[TelemetryRow], name: str) -> Values:
-    """Return what was sampled while the GPU had work."""
-    busy = [row.values for row in rows if row.values.get("utilisation_percent", 100) > 50]
-    return np.array([values[name] for values in busy if name in values])
+def _busy(rows: Table[TelemetryRow], name: str) -> Values:
+    """Return what was sampled while the GPU had work, as far as that is known."""
+    used = rows.column("utilisation_percent")
+    is_busy = rows.is_empty["utilisation_percent"] | (used > 50)
+    values: Values = rows.column(name)[is_busy & ~rows.is_empty[name]]
+    return values
 
 
 def _skew(evidence: Evidence) -> Iterator[Finding]:
