@@ -33,8 +33,8 @@ from paceline.records.tables import (
 )
 from paceline.records.words import typed
 
-# Steps that are judged at the end of a run: the last ones, so that a run of a million reads as
-# fast as a short one.
+# Steps that are read and judged at the end of a run: the last ones, so that a run of a million
+# takes no longer than a short one.
 MAX_STEPS = 2000
 LOG_BYTES = 32 << 10  # of the end of a log: a crash with its stacks
 Known = TypeVar("Known")
@@ -107,7 +107,7 @@ def read_evidence(run: RunDir, now: float | None = None, known: Evidence | None 
     steps: Mapping[int, Table[StepRow] | None] = (
         known.steps
         if known is not None
-        else {rank: read(run.steps(rank), read_steps) for rank in ranks}
+        else {rank: read(run.steps(rank), _last_steps) for rank in ranks}
     )
     training = read(run.training, read_training)
     telemetry = {rank: read(run.telemetry_of(rank), read_telemetry) for rank in ranks}
@@ -116,7 +116,7 @@ def read_evidence(run: RunDir, now: float | None = None, known: Evidence | None 
         ranks[-1] + 1,
         rules=known.rules if known is not None else read_rules(run),
         path=shlex.quote(typed(run.root)),
-        steps={rank: table[-MAX_STEPS:] for rank, table in steps.items() if table is not None},
+        steps={rank: table for rank, table in steps.items() if table is not None},
         hearts={r: heart for r in ranks if (heart := read_heart(run.heartbeat(r))) is not None},
         plan=plan,
         training=training if training is not None else empty_table(TRAINING),
@@ -133,6 +133,10 @@ def read_evidence(run: RunDir, now: float | None = None, known: Evidence | None 
     if found.result is not None and found.result.failure is not None:
         found = replace(found, logs={rank: _log_end(run.rank_log(rank)) for rank in ranks})
     return replace(found, damaged=tuple(read.damaged))
+
+
+def _last_steps(path: Path) -> Table[StepRow]:
+    return read_steps(path, MAX_STEPS)
 
 
 class _Reading:
