@@ -281,3 +281,27 @@ def test_large_tables_read_as_small_ones_do(
     path.write_text(path.read_text().replace("\n4,", "\n4.5,"))
     with pytest.raises(DataError, match="column step"):
         read_training(path)
+
+
+@pytest.mark.parametrize("few", [0, 2**20], ids=["by pyarrow", "cell by cell"])
+def test_large_tables_with_texts_read_as_small_ones_do(
+    few: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts: some of them often, one that is guarded, one with a comma; and none at all."""
+    parsed = []
+    monkeypatch.setattr(cells, "FEW_LETTERS", few)
+    monkeypatch.setattr(
+        cells, "_parse_cells", lambda *a, f=cells._parse_cells: parsed.append(a) or f(*a)
+    )
+    path.write_text("time,source,power_w\n1,host,\n1,gpu0,300\n2,host,\n2,'=1+x,5\n3,,\n")
+    rows = read_telemetry(path)
+    assert rows.column("source").tolist() == ["host", "gpu0", "host", "=1+x", ""]
+    assert bool(parsed) == (few > 0), "by the way that is named"
+    assert [row.values for row in rows][:2] == [{}, {"power_w": 300.0}]
+    path.write_text('time,source,power_w\n1,"a, b",2\n')
+    assert read_telemetry(path).column("source").tolist() == ["a, b"]
+    path.write_text("time,power_w\n1,2\n")
+    assert read_telemetry(path).column("source").tolist() == [""]
+    path.write_text("time,source,power_w\nx,host,2\n")
+    with pytest.raises(DataError, match="column time of line 2"):
+        read_telemetry(path)
