@@ -8,16 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from paceline.config.health import RulesConfig
 from paceline.config.plain import read_plain
 from paceline.errors import PacelineError
 from paceline.machine.measures import load_link
 from paceline.records import Env, Plan, Result
 from paceline.records.base import Body, load_map
-from paceline.records.cells import DTYPES
-from paceline.records.columns import Layout, Row, Table
+from paceline.records.columns import Table, empty_table
 from paceline.records.decided import MAX_RANKS
 from paceline.records.files import open_regular
 from paceline.records.heartbeats import Beat, last_beat
@@ -38,15 +35,6 @@ from paceline.records.words import typed
 MAX_STEPS = 2000
 LOG_BYTES = 32 << 10  # of the end of a log: a crash with its stacks
 Known = TypeVar("Known")
-
-
-def empty_table(layout: Layout[Row]) -> Table[Row]:
-    """Return a table without rows."""
-    return Table(
-        layout,
-        {name: np.empty(0, DTYPES[kind]) for name, kind in layout.columns.items()},
-        {name: np.empty(0, bool) for name in layout.optional},
-    )
 
 
 @dataclass(frozen=True)
@@ -99,28 +87,22 @@ def _split(table: Table[TelemetryRow]) -> dict[str, Table[TelemetryRow]]:
 
 def read_evidence(run: RunDir, now: float | None = None, known: Evidence | None = None) -> Evidence:
     """Read what a run has recorded. A file that is damaged counts as absent, and is noted: a
-    judgement of the rest is better than none. `now`: it lives. `known`: rules and steps of one who
-    follows them, which are not read again: they are most of what there is to read."""
+    judgement of the rest is better than none. `now`: it lives. `known`: plan, rules and tables of
+    one who follows them, which are not read again: they are most of what there is to read."""
     read = _Reading()
-    plan = read(run.plan, Plan.load)
+    plan = read(run.plan, Plan.load) if known is None else known.plan
     ranks = range(plan.world_size) if plan is not None else _find_ranks(run)
-    steps: Mapping[int, Table[StepRow] | None] = (
-        known.steps
-        if known is not None
-        else {rank: read(run.steps(rank), _last_steps) for rank in ranks}
-    )
-    training = read(run.training, read_training)
-    telemetry = {rank: read(run.telemetry_of(rank), read_telemetry) for rank in ranks}
+    tables = known if known is not None else _read_tables(run, ranks, read)
     collectives = {rank: read(run.collectives(rank), load_map) for rank in ranks}
     found = Evidence(
         ranks[-1] + 1,
         rules=known.rules if known is not None else read_rules(run),
         path=shlex.quote(typed(run.root)),
-        steps={rank: table for rank, table in steps.items() if table is not None},
+        steps=tables.steps,
         hearts={r: heart for r in ranks if (heart := read_heart(run.heartbeat(r))) is not None},
         plan=plan,
-        training=training if training is not None else empty_table(TRAINING),
-        telemetry={rank: table for rank, table in telemetry.items() if table is not None},
+        training=tables.training,
+        telemetry=tables.telemetry,
         env=read(run.env, Env.load),
         result=read(run.result, Result.load),
         collectives={rank: body for rank, body in collectives.items() if body is not None},
@@ -133,6 +115,19 @@ def read_evidence(run: RunDir, now: float | None = None, known: Evidence | None 
     if found.result is not None and found.result.failure is not None:
         found = replace(found, logs={rank: _log_end(run.rank_log(rank)) for rank in ranks})
     return replace(found, damaged=tuple(read.damaged))
+
+
+def _read_tables(run: RunDir, ranks: Sequence[int], read: "_Reading") -> Evidence:
+    """Return all that is in tables, and nothing else."""
+    steps = {rank: read(run.steps(rank), _last_steps) for rank in ranks}
+    training = read(run.training, read_training)
+    telemetry = {rank: read(run.telemetry_of(rank), read_telemetry) for rank in ranks}
+    return Evidence(
+        len(ranks),
+        steps={rank: table for rank, table in steps.items() if table is not None},
+        training=training if training is not None else empty_table(TRAINING),
+        telemetry={rank: table for rank, table in telemetry.items() if table is not None},
+    )
 
 
 def _last_steps(path: Path) -> Table[StepRow]:

@@ -141,9 +141,14 @@ def _drift(evidence: Evidence) -> Iterator[Finding]:
     rows = evidence.training.pick(~evidence.training.column("warmup"))
     if len(rows) < MIN_DRIFT_STEPS:
         return
-    times, tenth = rows.column("step_s"), len(rows) // 10
+    times, steps = rows.column("step_s"), rows.column("step")
+    # By steps and not by rows: of a long run that lives, the earlier rows are thinned.
+    at = (steps - steps.min()) / (np.ptp(steps) + 1)
     # Behind the second tenth: caches fill and clocks settle in the first.
-    early, late = float(np.median(times[tenth : 2 * tenth])), float(np.median(times[-tenth:]))
+    second, last = times[(at >= 0.1) & (at < 0.2)], times[at >= 0.9]
+    if not len(second):
+        return
+    early, late = float(np.median(second)), float(np.median(last))
     if late > (1 + evidence.rules.throughput_drift_share) * early:
         yield Finding(
             kind="throughput_drift",

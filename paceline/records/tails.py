@@ -54,6 +54,14 @@ class RowTail:
         self._path, self._tail = path, Tail(path)
         self._columns, self._last_step = list[str](), 0
 
+    @classmethod
+    def from_end(cls, path: Path, last_step: int) -> "RowTail":
+        """Return a tail of the rows that are written from now on, behind a step."""
+        made = cls(path)
+        made._tail, made._columns = Tail.from_end(path), read_header(path)
+        made._last_step = last_step
+        return made
+
     def rows(self) -> list[dict[str, str]]:
         """Return the rows since the last call. A metric that is new adds a column, and the file is
         written anew: then all rows are read, and those left out that were returned before."""

@@ -5,6 +5,9 @@ since it runs at the lowest priority.
     often       new rows of ranks/*/steps.csv: who is slow, who has left a collective out
     now and then all the rules (paceline/health/)
 
+Only what is new in a file is read, and a bounded part of it is kept: a look takes as long after a
+month as after an hour.
+
 What is new becomes an event, a word to the user, and what the rule asks for.
 """
 
@@ -29,17 +32,33 @@ from paceline.records.cells import DTYPES
 from paceline.records.columns import Layout, Row, Table
 from paceline.records.events import Event, EventLog
 from paceline.records.findings import Finding
+from paceline.records.growing import ThinnedTable
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
-from paceline.records.tables import STEPS, read_training
+from paceline.records.tables import (
+    STEPS,
+    TELEMETRY,
+    TRAINING,
+    TelemetryRow,
+    read_table,
+    read_training,
+)
 from paceline.records.tails import RowTail
 from paceline.train.heartbeat import Ticker
 
 TICK_S = 0.25
-RULES_S = 10.0  # between two judgements by all rules: these read whole tables
+RULES_S = 10.0  # between two judgements by all rules
 RULES_SHARE = 0.002  # of the time at most, which makes them rarer in a large run
 MAX_RULES_S = 60.0  # and yet a halt is asked for within a minute of what calls for it
 KEPT_STEPS = 200
+# What all rules look at: so much of the end whole, and as much again of all before it, thinned, by
+# which drift, a leak over hours and the best clock of a GPU are known.
+#   training.csv: from the median of 5,000 steps a jump stands out; and a plateau is told by two
+#   spans of `loss_plateau_steps`, of which no step may be missing.
+#   telemetry: 5 minutes of samples a second; a leak takes one, a throttled GPU half of one.
+KEPT_ROWS, KEPT_SAMPLES = 5_000, 300
+# Of a file that is seen for the first time, or anew: what 10 s between two looks may add, amply.
+TRAINING_BYTES, TELEMETRY_BYTES = 1 << 20, 1 << 16
 LOWEST = 19  # priority, as `nice` counts
 NEW_STEPS = 5  # of all ranks, after which they are compared again: as often as they are written
 MAX_REPEATS = 20  # events of one kind about one rank
@@ -73,9 +92,12 @@ class Window:
         return len(new)
 
     def skip(self) -> None:
-        """Leave out what is there already."""
-        self.read()
-        self._rows = self._rows[:0]
+        """Leave out what is there already, which may be long: it is not read."""
+        try:
+            last = read_table(self._path, self._layout, last=1).column("step")
+        except DataError:  # a damaged end
+            last = np.zeros(0)
+        self._tail = RowTail.from_end(self._path, int(max(last, default=0)))
 
     def table(self, last: int = KEPT_STEPS) -> Table[Any]:
         columns, values, empty = self._layout.columns, {}, {}
@@ -92,6 +114,11 @@ def _number(cell: str | None) -> float:
         return float(cell) if cell else float("nan")
     except ValueError:
         return float("nan")
+
+
+def _follow_telemetry(run: RunDir, rank: int) -> ThinnedTable[TelemetryRow]:
+    path = run.telemetry_of(rank)
+    return ThinnedTable(path, TELEMETRY, "time", KEPT_SAMPLES, TELEMETRY_BYTES)
 
 
 def _last_step(run: RunDir) -> int:
@@ -114,10 +141,16 @@ class Watcher(Ticker):
         ranks = range(plan.world_size)
         self._steps: dict[int, Window] = {r: Window(run.steps(r), STEPS) for r in ranks}
         self._num_new = dict.fromkeys(ranks, 0)
+        rows = max(KEPT_ROWS, 2 * rules.loss_plateau_steps)
+        self._training = ThinnedTable(run.training, TRAINING, "step", rows, TRAINING_BYTES)
+        self._telemetry = {r: _follow_telemetry(run, r) for r in ranks}
         # What an earlier attempt of a resumed run has left is not judged again, lest it halts this
         # one for a fault of then.
         for window in self._steps.values():
             window.skip()
+        self._training.skip()
+        for table in self._telemetry.values():
+            table.skip()
         self._last_step = _last_step(run)
         self._started_at = self._moved_at = wall_time()
         self._rules_at = self._started_at + RULES_S
@@ -156,13 +189,15 @@ class Watcher(Ticker):
         return Evidence(self._plan.world_size, self._rules, steps, plan=self._plan, now=now)
 
     def _all(self, now: float) -> Evidence:
-        """Return all that the files say since this began, with the last steps as they are known."""
-        found, since = read_evidence(self._files, now, self._recent(now)), self._started_at
-        sampled = {r: t.pick(t.column("time") >= since) for r, t in found.telemetry.items()}
+        """Return all that the files say since this began, as far as it is kept."""
+        followed = replace(
+            self._recent(now),
+            training=self._training.read().since(self._last_step + 1),
+            telemetry={rank: table.read() for rank, table in self._telemetry.items()},
+        )
+        found, since = read_evidence(self._files, now, followed), self._started_at
         return replace(
             found,
-            training=found.training.since(self._last_step + 1),
-            telemetry=sampled,
             hearts={r: heart for r, heart in found.hearts.items() if heart.written_at >= since},
             idle_s=now - self._last_step_at(now),
         )

@@ -1,16 +1,22 @@
 """The thread that judges a live run: what it reads, how often, and what it tells again."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.config.health import RulesConfig
+from paceline.health import Evidence, judge
+from paceline.records import growing
+from paceline.records.columns import Layout
 from paceline.records.findings import Finding
+from paceline.records.growing import ThinnedTable
 from paceline.records.rundir import RunDir
-from paceline.records.tables import STEPS
+from paceline.records.table_file import TableFile
+from paceline.records.tables import STEPS, TELEMETRY, TRAINING
 from paceline.records.tails import RowTail
 from paceline.run import watching
 from paceline.run.watching import Watcher
@@ -106,3 +112,93 @@ def test_the_next_look_is_within_a_minute_however_long_one_takes(
     monkeypatch.setattr(watching, "judge", judge_slowly)
     look(watcher)
     assert watcher._rules_at == 1e9 + 60.0
+
+
+def fill(path: Path, layout: Layout[Any], rows: Iterable[dict[str, Any]]) -> None:
+    file = TableFile(path, layout)
+    for row in rows:
+        file.add(row)
+    file.close()
+
+
+def samples(first: int, last: int, sources: Sequence[str] = ("host",)) -> Iterator[dict[str, Any]]:
+    """Yield a second's samples each, of a process that takes 3 MiB more each time."""
+    for second in range(first, last):
+        for source in sources:
+            held = {"rss_bytes": 2**30 + 3 * 2**20 * second} if source == "host" else {}
+            yield {"time": second, "source": source, **held}
+
+
+def test_a_long_table_is_kept_whole_at_its_end_and_thinned_before_it(tmp_path: Path) -> None:
+    path, sources = tmp_path / "telemetry.csv", ["host", "gpu0", "gpu1", "gpu2"]
+    table = ThinnedTable(path, TELEMETRY, "time", recent=100)
+    for first in range(0, 10_000, 70):
+        fill(path, TELEMETRY, samples(first, first + 70, sources))
+        kept = table.read()
+        assert len(kept) <= 4 * 201
+    times = kept.column("time")[kept.column("source") == "gpu1"]
+    assert times[-100:].tolist() == list(range(9_910, 10_010)), "the end is whole"
+    assert times[0] == 0 and set(np.diff(times[:-101])) == {128.0}, "and all before it is known"
+    assert {(times == kept.column("time")[kept.column("source") == s]).all() for s in sources}
+
+
+def test_a_thinned_table_takes_steps_again_that_a_new_attempt_does(tmp_path: Path) -> None:
+    path = tmp_path / "training.csv"
+    table = ThinnedTable(path, TRAINING, "step", recent=100)
+    fill(path, TRAINING, ({"step": step, "loss": 1.0} for step in range(1, 51)))
+    table.read()
+    file = TableFile(path, TRAINING, kept=30)
+    file.add({"step": 31, "loss": 2.0})
+    file.widen(["val/new"])
+    file.close()
+    kept = table.read()
+    assert kept.column("step").tolist() == list(range(1, 32)) and kept.column("loss")[-1] == 2.0
+    file.amend_last("val_loss", 5.0)
+    assert table.read().column("val_loss")[-1] == 5.0 and len(table.read()) == 31
+    table.skip()
+    assert len(table.read()) == 0
+    TableFile(path, TRAINING, kept=10).close()
+    assert len(table.read()) <= 10
+
+
+def test_a_look_takes_in_what_is_new_and_no_more(
+    tmp_path: Path, make: Make, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found in 0.7: after 1 h of 64 ranks a look took 15 s, and the next was 2 h later."""
+    run, watcher = RunDir(tmp_path), make()
+    read, seen = growing.parse_chunk, list[int]()
+
+    def parse(path: Path, text: str, *more: Any) -> Any:
+        seen.append(text.count("\n"))
+        return read(path, text, *more)
+
+    monkeypatch.setattr(growing, "parse_chunk", parse)
+    for first in range(0, 1000, 10):
+        fill(run.telemetry_of(0), TELEMETRY, samples(first, first + 10))
+        training = ({"step": n, "loss": 3.0, "grad_norm": 1.0} for n in range(first, first + 10))
+        fill(run.training, TRAINING, training)
+        look(watcher)
+    assert max(seen) == 10 and sum(seen) == 2000
+    assert len(said) == 1 and "memory of rank 0 grows all the time" in said[0]
+
+
+def test_what_an_earlier_attempt_has_sampled_is_not_judged(
+    tmp_path: Path, make: Make, said: list[str]
+) -> None:
+    run = RunDir(tmp_path)
+    fill(run.telemetry_of(0), TELEMETRY, samples(0, 200))
+    watcher = make()
+    fill(run.telemetry_of(0), TELEMETRY, samples(200, 205))
+    look(watcher)
+    assert said == [] and len(watcher._all(1e9).telemetry[0]) == 5
+
+
+def test_a_long_run_that_becomes_slower_is_told_by_thinned_rows(tmp_path: Path) -> None:
+    path = tmp_path / "training.csv"
+    table = ThinnedTable(path, TRAINING, "step", recent=500)
+    slower = ({"step": n, "loss": 3.0, "step_s": 1 + n / 8000} for n in range(1, 8001))
+    fill(path, TRAINING, slower)
+    (found,) = [f for f in judge(Evidence(1, training=table.read())) if "drift" in f.kind]
+    assert found.evidence["early_s"] == pytest.approx(1.15, abs=0.01)
+    # The middle of the last tenth, or later: of 800 steps the first 300 are thinned.
+    assert 1.95 <= found.evidence["late_s"] < 2.0
