@@ -48,15 +48,18 @@ def _loss(evidence: Evidence) -> Iterator[Finding]:
     losses, steps = rows.column("loss"), rows.column("step")
     bad = rows.column("skipped") | ~np.isfinite(losses)
     if bad.any():
-        first = int(steps[bad][0])
+        first, last = int(steps[bad][0]), int(steps[bad][-1])
         times = count(int(bad.sum()), "step")
         yield Finding(
             kind="nan_loss",
             step=first,
             severity="error" if bad[-1] else "warning",
             words=f"loss or gradient was not finite in {times}, first in step {first}"
+            + (f" and last in step {last}" if last != first else "")
             + ("; their updates were left out" if evidence.plan is not None else ""),
-            evidence=finite({"num_steps": int(bad.sum()), "steps": steps[bad][:8].tolist()}),
+            evidence=finite(
+                {"num_steps": int(bad.sum()), "steps": steps[bad][:8].tolist()} | _last(steps, bad)
+            ),
             to_try="a lower optim.lr or optim.clip=1; observe.sample_ids=true names the samples",
         )
     losses, steps = losses[~bad], steps[~bad]
@@ -68,10 +71,22 @@ def _loss(evidence: Evidence) -> Iterator[Finding]:
             words=f"the loss jumped to {number(losses[last])} in step {steps[last]}, from"
             f" {number(float(np.median(losses[max(0, last - MIN_STEPS) : last])))} before"
             + (f" (the last of {len(spikes)} such steps)" if len(spikes) > 1 else ""),
-            evidence=finite({"steps": [int(steps[n]) for n in spikes[-8:]], "loss": losses[last]}),
+            evidence=finite(
+                {"steps": [int(steps[n]) for n in spikes[-8:]], "loss": losses[last]}
+                | {"began_step": int(steps[last]), "last_step": int(steps[last])}
+            ),
             to_try="a lower optim.lr, a longer warm-up, optim.clip=1",
         )
     yield from _plateau(losses, steps, rules.loss_plateau_steps)
+
+
+def _last(steps: Values, which: NDArray[np.bool_]) -> dict[str, int]:
+    """Return the last of some steps, and where it and those right before it began: one who has
+    told of that beginning has told of the last, too."""
+    end = int(np.flatnonzero(which)[-1])
+    others = np.flatnonzero(~which[:end])
+    begin = int(others[-1]) + 1 if len(others) else 0
+    return {"began_step": int(steps[begin]), "last_step": int(steps[end])}
 
 
 def _jumps(losses: Values, sigmas: float) -> list[int]:
@@ -112,14 +127,17 @@ def _gradient(evidence: Evidence) -> Iterator[Finding]:
     is_known = np.isfinite(rows.column("grad_norm")) & ~rows.column("skipped")
     norms, steps = rows.column("grad_norm")[is_known], rows.column("step")[is_known]
     if (zeros := norms == 0.0).any():
-        first = int(steps[zeros][0])
+        first, last = int(steps[zeros][0]), int(steps[zeros][-1])
         yield Finding(
             kind="zero_grad",
             step=first,
             severity="error",
             words=f"the gradient norm is 0 in {count(int(zeros.sum()), 'step')}, first in step"
-            f" {first}: nothing is learnt there",
-            evidence=finite({"num_steps": int(zeros.sum()), "first_step": first}),
+            f" {first}{f' and last in step {last}' if last != first else ''}: nothing is learnt"
+            " there",
+            evidence=finite(
+                {"num_steps": int(zeros.sum()), "first_step": first} | _last(steps, zeros)
+            ),
             to_try="look for a detached loss, a model that is frozen, or a mask of zeros",
         )
     usual = float(np.median(norms)) if len(norms) > MIN_STEPS else 0.0
@@ -132,6 +150,7 @@ def _gradient(evidence: Evidence) -> Iterator[Finding]:
             f" median is {number(usual)}",
             evidence=finite(
                 {"largest": norms.max(), "median": usual, "steps": steps[large][-8:].tolist()}
+                | _last(steps, large)
             ),
             to_try="optim.clip=1, a lower optim.lr, a longer warm-up",
         )

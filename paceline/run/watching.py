@@ -155,6 +155,7 @@ class Watcher(Ticker):
         self._started_at = self._moved_at = wall_time()
         self._rules_at = self._started_at + RULES_S
         self._standing: dict[tuple[str, int | None], int] = {}  # -> judgements without it
+        self._told_to: dict[tuple[str, int | None], int] = {}  # -> the last of its steps
         self._num_told: dict[tuple[str, int | None], int] = {}
 
     def stop(self) -> None:
@@ -179,7 +180,9 @@ class Watcher(Ticker):
             self._note(judge_ranks(self._recent(now)), of_ranks=True)
         if now >= self._rules_at and not self._stop.is_set():
             self._rules_at = now + MAX_RULES_S  # also where this look fails
-            self._note(judge(self._all(now)), of_ranks=False)
+            evidence = self._all(now)
+            self._go_back_to(int(max(evidence.training.column("step"), default=0)))
+            self._note(judge(evidence), of_ranks=False)
             took_s = wall_time() - now
             self._rules_at = now + min(max(RULES_S, took_s / RULES_SHARE), MAX_RULES_S)
 
@@ -219,25 +222,40 @@ class Watcher(Ticker):
         ruled = self._rules.actions()
         serious = {f.key: f for f in found if f.severity != "note" or f.kind in ruled}
         for key, finding in serious.items():
-            if key not in self._standing:
+            if self._is_new(finding):
                 self._tell(finding)
             self._standing[key] = 0
+            if "began_step" in finding.evidence:
+                self._told_to[key] = finding.evidence["last_step"]
         for key in [k for k in self._standing if (k[0] in RANK_KINDS) == of_ranks]:
             if key not in serious:
                 self._standing[key] += 1
                 if self._standing[key] >= FORGOTTEN_AFTER:
                     del self._standing[key]
 
+    def _is_new(self, finding: Finding) -> bool:
+        """Tell whether a finding has not been told. One about single steps, such as a loss spike,
+        stands for ever, since they stay in the table: it is new where a later one is."""
+        if finding.key in self._told_to and "began_step" in finding.evidence:
+            return bool(finding.evidence["began_step"] > self._told_to[finding.key])
+        return finding.key not in self._standing
+
+    def _go_back_to(self, last_step: int) -> None:
+        """Forget that steps were told which a new attempt takes again."""
+        self._told_to = {key: min(told, last_step) for key, told in self._told_to.items()}
+
     def _tell(self, finding: Finding) -> None:
         self._num_told[finding.key] = self._num_told.get(finding.key, 0) + 1
         if self._num_told[finding.key] > MAX_REPEATS:
             return
+        is_again = self._num_told[finding.key] > 1
+        step = finding.evidence.get("began_step", finding.step) if is_again else finding.step
         done = act_on(self._files, finding, action_for(self._rules, finding.kind))
         evidence = finding.evidence | ({"done": done} if done else {})
         self._log.append(
             Event(
                 rank=finding.rank,
-                step=finding.step,
+                step=step,
                 kind=finding.kind,
                 severity=finding.severity,
                 words=finding.words,

@@ -1,5 +1,6 @@
 """The thread that judges a live run: what it reads, how often, and what it tells again."""
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from paceline.config.health import RulesConfig
 from paceline.health import Evidence, judge
 from paceline.records import growing
 from paceline.records.columns import Layout
+from paceline.records.events import iter_events
 from paceline.records.findings import Finding
 from paceline.records.growing import ThinnedTable
 from paceline.records.rundir import RunDir
@@ -202,3 +204,65 @@ def test_a_long_run_that_becomes_slower_is_told_by_thinned_rows(tmp_path: Path) 
     assert found.evidence["early_s"] == pytest.approx(1.15, abs=0.01)
     # The middle of the last tenth, or later: of 800 steps the first 300 are thinned.
     assert 1.95 <= found.evidence["late_s"] < 2.0
+
+
+def train(watcher: Watcher, path: Path, first: int, last: int, **odd: dict[int, Any]) -> None:
+    """Write steps of which some have other values, and judge."""
+    usual = {"loss": lambda n: 3 + 0.01 * (n % 7), "grad_norm": lambda n: 1.0}
+    fill(
+        path,
+        TRAINING,
+        (
+            {"step": n, "step_s": 0.1}
+            | {name: odd.get(name, {}).get(n, value(n)) for name, value in usual.items()}
+            for n in range(first, last + 1)
+        ),
+    )
+    look(watcher)
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "bad"),
+    [("loss_spike", "loss", 9.0), ("nan_loss", "loss", math.nan), ("zero_grad", "grad_norm", 0.0),
+     ("gradient_explosion", "grad_norm", 500.0)],
+)  # fmt: skip
+def test_what_happens_again_is_told_and_acted_on_again(
+    kind: str, column: str, bad: float, tmp_path: Path, make: Make
+) -> None:
+    """Found in 0.7: of spikes in steps 50, 300 and 600 only the first was told."""
+    run, watcher = RunDir(tmp_path), make(**{kind: "checkpoint"})
+    for first, odd in ((1, 50), (101, None), (201, 250), (301, None), (401, 450)):
+        train(watcher, run.training, first, first + 99, **{column: {odd: bad} if odd else {}})
+        assert run.checkpoint_request.exists() == (odd is not None)
+        run.checkpoint_request.unlink(missing_ok=True)
+        look(watcher)
+        assert not run.checkpoint_request.exists(), "it only stands"
+    assert [(e.kind, e.step) for e in iter_events(run.events)] == [
+        (kind, 50), (kind, 250), (kind, 450)
+    ]  # fmt: skip
+
+
+def test_what_goes_on_is_told_once_and_again_where_it_was_over(tmp_path: Path, make: Make) -> None:
+    run, watcher = RunDir(tmp_path), make()
+    bad = dict.fromkeys([*range(40, 81), *range(95, 121)], math.nan)
+    for first in range(1, 121, 10):
+        train(watcher, run.training, first, first + 9, loss=bad)
+    first, second = iter_events(run.events)
+    assert (first.step, second.step) == (40, 95)
+    assert "in 47 steps, first in step 40 and last in step 100" in second.words
+
+
+def test_steps_that_are_taken_again_are_told_again(tmp_path: Path, make: Make) -> None:
+    run, watcher = RunDir(tmp_path), make()
+    train(watcher, run.training, 1, 100, loss={90: 9.0})
+    TableFile(run.training, TRAINING, kept=60).close()
+    look(watcher)
+    train(watcher, run.training, 61, 100, loss={80: 9.0})
+    assert [e.step for e in iter_events(run.events)] == [90, 80]
+
+
+def test_events_of_one_kind_have_an_end(tmp_path: Path, make: Make) -> None:
+    run, watcher = RunDir(tmp_path), make()
+    for first in range(1, 31):
+        train(watcher, run.training, 2 * first - 1, 2 * first, grad_norm={2 * first: 0.0})
+    assert len(list(iter_events(run.events))) == watching.MAX_REPEATS
