@@ -40,10 +40,12 @@ Known = TypeVar("Known")
 @dataclass(frozen=True)
 class Heart:
     """The last heartbeat of a rank, and when its file was last written by the clock of who keeps
-    the file."""
+    the file. One who follows it says when it last changed by its own clock: that one may be off.
+    """
 
     beat: Beat
     written_at: float
+    changed_at: float | None = None
 
 
 @dataclass(frozen=True)

@@ -344,7 +344,7 @@ def _stalls(evidence: Evidence) -> Iterator[Finding]:
     now, rules = evidence.now, evidence.rules
     assert now is not None, "asked of a live run only"
     for rank, heart in evidence.hearts.items():
-        silent_s = now - heart.written_at
+        silent_s = now - (heart.written_at if heart.changed_at is None else heart.changed_at)
         if silent_s > rules.heartbeat_stall_s:
             yield Finding(
                 kind="heartbeat_stall",

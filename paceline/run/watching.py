@@ -26,6 +26,7 @@ from paceline.config.health import RulesConfig
 from paceline.errors import DataError
 from paceline.health import Evidence, act_on, judge, read_evidence
 from paceline.health.actions import action_for
+from paceline.health.evidence import read_heart
 from paceline.health.judge import judge_ranks
 from paceline.records import Plan
 from paceline.records.cells import DTYPES
@@ -154,6 +155,11 @@ class Watcher(Ticker):
         self._last_step = _last_step(run)
         self._started_at = self._moved_at = wall_time()
         self._rules_at = self._started_at + RULES_S
+        self._seen: dict[tuple[str, int], tuple[object, float]] = {}  # -> its value, since when
+        for rank in ranks:  # those of an earlier attempt say nothing of this one
+            if (heart := read_heart(run.heartbeat(rank))) is not None:
+                self._changed_at(("beat", rank), heart.beat, self._started_at)
+        self._last_step_at(self._started_at)
         self._standing: dict[tuple[str, int | None], int] = {}  # -> judgements without it
         self._told_to: dict[tuple[str, int | None], int] = {}  # -> the last of its steps
         self._num_told: dict[tuple[str, int | None], int] = {}
@@ -198,23 +204,30 @@ class Watcher(Ticker):
             training=self._training.read().since(self._last_step + 1),
             telemetry={rank: table.read() for rank, table in self._telemetry.items()},
         )
-        found, since = read_evidence(self._files, now, followed), self._started_at
-        return replace(
-            found,
-            hearts={r: heart for r, heart in found.hearts.items() if heart.written_at >= since},
-            idle_s=now - self._last_step_at(now),
-        )
+        found = read_evidence(self._files, now, followed)
+        hearts = {
+            rank: replace(heart, changed_at=changed_at)
+            for rank, heart in found.hearts.items()
+            if (changed_at := self._changed_at(("beat", rank), heart.beat, now)) > self._started_at
+        }
+        return replace(found, hearts=hearts, idle_s=now - self._last_step_at(now))
+
+    def _changed_at(self, what: tuple[str, int], value: object, now: float) -> float:
+        """Return when this process first saw a value: the clock of who keeps the files may be
+        minutes away from its own."""
+        if what not in self._seen or self._seen[what][0] != value:
+            self._seen[what] = (value, now)
+        return self._seen[what][1]
 
     def _last_step_at(self, now: float) -> float:
-        """Return when a step last began anywhere: by the marks of ranks, which are written in
-        place at each."""
+        """Return when a step was last seen to have begun anywhere: by the marks of ranks, which are
+        written in place at each."""
         times = [self._moved_at]
         for rank in self._steps:
-            try:
-                times.append(self._files.step_mark(rank).stat().st_mtime)
-            except OSError:
-                continue
-        return min(now, max(times))
+            with suppress(OSError):
+                written = self._files.step_mark(rank).stat().st_mtime_ns
+                times.append(self._changed_at(("mark", rank), written, now))
+        return max(times)
 
     def _note(self, found: Sequence[Finding], of_ranks: bool) -> None:
         """Tell what is new, and forget what is over. A note is only told where a rule is about it:

@@ -1,6 +1,7 @@
 """The thread that judges a live run: what it reads, how often, and what it tells again."""
 
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,13 +17,14 @@ from paceline.records.columns import Layout
 from paceline.records.events import iter_events
 from paceline.records.findings import Finding
 from paceline.records.growing import ThinnedTable
+from paceline.records.heartbeats import Beat
 from paceline.records.rundir import RunDir
 from paceline.records.table_file import TableFile
 from paceline.records.tables import STEPS, TELEMETRY, TRAINING
 from paceline.records.tails import RowTail
 from paceline.run import watching
 from paceline.run.watching import Watcher
-from paceline.train.heartbeat import Ticker
+from paceline.train.heartbeat import MARK, Ticker
 from tests.machines import plan
 
 Make = Callable[..., Watcher]
@@ -266,3 +268,42 @@ def test_events_of_one_kind_have_an_end(tmp_path: Path, make: Make) -> None:
     for first in range(1, 31):
         train(watcher, run.training, 2 * first - 1, 2 * first, grad_norm={2 * first: 0.0})
     assert len(list(iter_events(run.events))) == watching.MAX_REPEATS
+
+
+@pytest.mark.parametrize("off_s", [-900, 0, 900])
+def test_silence_is_told_by_this_machine_s_clock_alone(
+    off_s: int, tmp_path: Path, make: Make, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found in 0.7: a file server whose clock was 180 s behind made all ranks silent."""
+    run, clock = RunDir(tmp_path), [1e9]
+    monkeypatch.setattr(watching, "wall_time", lambda: clock[0])
+
+    def beat(step: int) -> None:
+        run.heartbeat(0).write_text(Beat(clock[0], 0, step, "forward", step).to_line())
+        run.step_mark(0).write_bytes(MARK.pack(step))
+        for path in (run.heartbeat(0), run.step_mark(0)):
+            os.utime(path, (clock[0] + off_s, clock[0] + off_s))
+
+    run.make_rank(0)
+    beat(7)
+    clock[0] += 3600  # what is there is of an earlier attempt
+    watcher = make()
+    for _ in range(30):
+        clock[0] += 10
+        look(watcher)
+    assert said == [], "it has not begun"
+    for step in range(1, 40):
+        clock[0] += 10
+        beat(step)
+        look(watcher)
+    assert said == [], "it is alive"
+    for _ in range(20):
+        clock[0] += 10
+        look(watcher)
+    # Ten seconds between looks: 120 s are over in the 13th, 180 s in the 19th.
+    told = {e.kind: e.evidence for e in iter_events(run.events)}
+    assert list(told) == ["throughput_flatline", "heartbeat_stall"]
+    assert (told["throughput_flatline"]["idle_s"], told["heartbeat_stall"]["silent_s"]) == (
+        130,
+        190,
+    )
