@@ -206,13 +206,9 @@ def _stages(evidence: Evidence, work: Work) -> Iterator[Finding]:
 
 def _host(evidence: Evidence, work: Work) -> Iterator[Finding]:
     """A GPU that is idle while nobody waits for data or others lacks work from its host."""
-    gpus = gpu_samples(evidence)
-    used = [
-        r.values["utilisation_percent"]
-        for rows in gpus.values()
-        for r in rows[5:]
-        if "utilisation_percent" in r.values
-    ]
+    name = "utilisation_percent"
+    parts = [rows[5:].known(name).column(name) for rows in gpu_samples(evidence).values()]
+    used = np.concatenate(parts) if parts else np.empty(0)
     if len(used) < 5:
         return
     waits = float(np.median(work.own[Phase.DATA] / work.wall) + np.median(work.blocked / work.wall))
@@ -229,17 +225,15 @@ def _host(evidence: Evidence, work: Work) -> Iterator[Finding]:
 
 
 def _memory(evidence: Evidence, work: Work) -> Iterator[Finding]:
-    tables = evidence.telemetry.values()
-    retries = [
-        row.values["alloc_retries"] for t in tables for row in t if "alloc_retries" in row.values
-    ]
-    if retries and max(retries) > 0:
+    known = [t.known("alloc_retries").column("alloc_retries") for t in evidence.telemetry.values()]
+    most = max((float(found.max()) for found in known if len(found)), default=0.0)
+    if most > 0:
         yield Finding(
             kind="bound_by_memory",
             severity="warning",
             words=f"bound by memory: the allocator had to free its cache and ask again"
-            f" {max(retries):.0f} times, each of which waits for the device",
-            evidence=finite({"alloc_retries": max(retries)}),
+            f" {most:.0f} times, each of which waits for the device",
+            evidence=finite({"alloc_retries": most}),
             to_try="a smaller train.micro_batch_size with more train.grad_accum, or"
             " train.activation_checkpointing=selective",
         )

@@ -4,10 +4,9 @@ import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
-
-import numpy as np
 
 from paceline.config.health import RulesConfig
 from paceline.config.plain import read_plain
@@ -15,8 +14,7 @@ from paceline.errors import PacelineError
 from paceline.machine.measures import load_link
 from paceline.records import Env, Overlap, Plan, Result
 from paceline.records.base import Body, load_map
-from paceline.records.cells import DTYPES
-from paceline.records.columns import Layout, Row, Table
+from paceline.records.columns import Table, empty_table
 from paceline.records.decided import MAX_RANKS
 from paceline.records.files import open_regular
 from paceline.records.heartbeats import Beat, last_beat
@@ -32,29 +30,27 @@ from paceline.records.tables import (
 )
 from paceline.records.words import typed
 
-# Steps that are judged at the end of a run: the last ones, so that a run of a million reads as
-# fast as a short one.
+# Steps that are read and judged at the end of a run: the last ones, so that a run of a million
+# takes no longer than a short one.
 MAX_STEPS = 2000
 LOG_BYTES = 32 << 10  # of the end of a log: a crash with its stacks
 Known = TypeVar("Known")
 
 
-def empty_table(layout: Layout[Row]) -> Table[Row]:
-    """Return a table without rows."""
-    return Table(
-        layout,
-        {name: np.empty(0, DTYPES[kind]) for name, kind in layout.columns.items()},
-        {name: np.empty(0, bool) for name in layout.optional},
-    )
-
-
 @dataclass(frozen=True)
 class Heart:
     """The last heartbeat of a rank, and when its file was last written by the clock of who keeps
-    the file."""
+    the file. One who follows it says when it last changed by its own clock: that one may be off.
+    """
 
     beat: Beat
     written_at: float
+    changed_at: float | None = None
+
+    @property
+    def heard_at(self) -> float:
+        """Return when it was last heard, by the clock of who looks where that is known."""
+        return self.written_at if self.changed_at is None else self.changed_at
 
 
 @dataclass(frozen=True)
@@ -84,31 +80,37 @@ class Evidence:
     def is_live(self) -> bool:
         return self.now is not None
 
+    @cached_property
+    def sampled(self) -> Mapping[int, Mapping[str, Table[TelemetryRow]]]:
+        """Return telemetry by rank and by what was sampled: `host`, `rank`, `gpu0`. Told apart
+        once, for several rules look at it."""
+        return {rank: _split(table) for rank, table in self.telemetry.items()}
+
+
+def _split(table: Table[TelemetryRow]) -> dict[str, Table[TelemetryRow]]:
+    """Return the rows of each source, as columns: a machine with 8 GPUs has 9 a second."""
+    names = table.column("source")
+    return {name: table.pick(names == name) for name in dict.fromkeys(names.tolist())}
+
 
 def read_evidence(run: RunDir, now: float | None = None, known: Evidence | None = None) -> Evidence:
     """Read what a run has recorded. A file that is damaged counts as absent, and is noted: a
-    judgement of the rest is better than none. `now`: it lives. `known`: rules and steps of one who
-    follows them, which are not read again: they are most of what there is to read."""
+    judgement of the rest is better than none. `now`: it lives. `known`: plan, rules and tables of
+    one who follows them, which are not read again: they are most of what there is to read."""
     read = _Reading()
-    plan = read(run.plan, Plan.load)
+    plan = read(run.plan, Plan.load) if known is None else known.plan
     ranks = range(plan.world_size) if plan is not None else _find_ranks(run)
-    steps: Mapping[int, Table[StepRow] | None] = (
-        known.steps
-        if known is not None
-        else {rank: read(run.steps(rank), read_steps) for rank in ranks}
-    )
-    training = read(run.training, read_training)
-    telemetry = {rank: read(run.telemetry_of(rank), read_telemetry) for rank in ranks}
+    tables = known if known is not None else _read_tables(run, ranks, read)
     collectives = {rank: read(run.collectives(rank), load_map) for rank in ranks}
     found = Evidence(
         ranks[-1] + 1,
         rules=known.rules if known is not None else read_rules(run),
         path=shlex.quote(typed(run.root)),
-        steps={rank: table[-MAX_STEPS:] for rank, table in steps.items() if table is not None},
+        steps=tables.steps,
         hearts={r: heart for r in ranks if (heart := read_heart(run.heartbeat(r))) is not None},
         plan=plan,
-        training=training if training is not None else empty_table(TRAINING),
-        telemetry={rank: table for rank, table in telemetry.items() if table is not None},
+        training=tables.training,
+        telemetry=tables.telemetry,
         env=read(run.env, Env.load),
         result=read(run.result, Result.load),
         collectives={rank: body for rank, body in collectives.items() if body is not None},
@@ -124,6 +126,23 @@ def read_evidence(run: RunDir, now: float | None = None, known: Evidence | None 
     if found.result is not None and found.result.failure is not None:
         found = replace(found, logs={rank: _log_end(run.rank_log(rank)) for rank in ranks})
     return replace(found, damaged=tuple(read.damaged))
+
+
+def _read_tables(run: RunDir, ranks: Sequence[int], read: "_Reading") -> Evidence:
+    """Return all that is in tables, and nothing else."""
+    steps = {rank: read(run.steps(rank), _last_steps) for rank in ranks}
+    training = read(run.training, read_training)
+    telemetry = {rank: read(run.telemetry_of(rank), read_telemetry) for rank in ranks}
+    return Evidence(
+        len(ranks),
+        steps={rank: table for rank, table in steps.items() if table is not None},
+        training=training if training is not None else empty_table(TRAINING),
+        telemetry={rank: table for rank, table in telemetry.items() if table is not None},
+    )
+
+
+def _last_steps(path: Path) -> Table[StepRow]:
+    return read_steps(path, MAX_STEPS)
 
 
 class _Reading:

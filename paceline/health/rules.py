@@ -9,6 +9,7 @@ from paceline.errors import Outcome
 from paceline.health.evidence import Evidence
 from paceline.health.stragglers import STEADY_SHARE, gpu_samples
 from paceline.health.work import Work
+from paceline.records.columns import Table
 from paceline.records.findings import Finding, finite
 from paceline.records.phases import Phase
 from paceline.records.tables import TelemetryRow
@@ -50,15 +51,18 @@ def _loss(evidence: Evidence) -> Iterator[Finding]:
     # The end of a run says it better, with the rank and the samples (endings.py).
     is_told = evidence.result is not None and evidence.result.outcome is Outcome.NAN
     if bad.any() and not is_told:
-        first = int(steps[bad][0])
+        first, last = int(steps[bad][0]), int(steps[bad][-1])
         times = count(int(bad.sum()), "step")
         yield Finding(
             kind="nan_loss",
             step=first,
             severity="error" if bad[-1] else "warning",
             words=f"loss or gradient was not finite in {times}, first in step {first}"
+            + (f" and last in step {last}" if last != first else "")
             + ("; their updates were left out" if evidence.plan is not None else ""),
-            evidence=finite({"num_steps": int(bad.sum()), "steps": steps[bad][:8].tolist()}),
+            evidence=finite(
+                {"num_steps": int(bad.sum()), "steps": steps[bad][:8].tolist()} | _last(steps, bad)
+            ),
             to_try="a lower optim.lr or optim.clip=1; observe.sample_ids=true names the samples",
         )
     losses, steps = losses[~bad], steps[~bad]
@@ -70,10 +74,22 @@ def _loss(evidence: Evidence) -> Iterator[Finding]:
             words=f"the loss jumped to {number(losses[last])} in step {steps[last]}, from"
             f" {number(float(np.median(losses[max(0, last - MIN_STEPS) : last])))} before"
             + (f" (the last of {len(spikes)} such steps)" if len(spikes) > 1 else ""),
-            evidence=finite({"steps": [int(steps[n]) for n in spikes[-8:]], "loss": losses[last]}),
+            evidence=finite(
+                {"steps": [int(steps[n]) for n in spikes[-8:]], "loss": losses[last]}
+                | {"began_step": int(steps[last]), "last_step": int(steps[last])}
+            ),
             to_try="a lower optim.lr, a longer warm-up, optim.clip=1",
         )
     yield from _plateau(losses, steps, rules.loss_plateau_steps)
+
+
+def _last(steps: Values, which: NDArray[np.bool_]) -> dict[str, int]:
+    """Return the last of some steps, and where it and those right before it began: one who has
+    told of that beginning has told of the last, too."""
+    end = int(np.flatnonzero(which)[-1])
+    others = np.flatnonzero(~which[:end])
+    begin = int(others[-1]) + 1 if len(others) else 0
+    return {"began_step": int(steps[begin]), "last_step": int(steps[end])}
 
 
 def _jumps(losses: Values, sigmas: float) -> list[int]:
@@ -114,14 +130,17 @@ def _gradient(evidence: Evidence) -> Iterator[Finding]:
     is_known = np.isfinite(rows.column("grad_norm")) & ~rows.column("skipped")
     norms, steps = rows.column("grad_norm")[is_known], rows.column("step")[is_known]
     if (zeros := norms == 0.0).any():
-        first = int(steps[zeros][0])
+        first, last = int(steps[zeros][0]), int(steps[zeros][-1])
         yield Finding(
             kind="zero_grad",
             step=first,
             severity="error",
             words=f"the gradient norm is 0 in {count(int(zeros.sum()), 'step')}, first in step"
-            f" {first}: nothing is learnt there",
-            evidence=finite({"num_steps": int(zeros.sum()), "first_step": first}),
+            f" {first}{f' and last in step {last}' if last != first else ''}: nothing is learnt"
+            " there",
+            evidence=finite(
+                {"num_steps": int(zeros.sum()), "first_step": first} | _last(steps, zeros)
+            ),
             to_try="look for a detached loss, a model that is frozen, or a mask of zeros",
         )
     usual = float(np.median(norms)) if len(norms) > MIN_STEPS else 0.0
@@ -134,6 +153,7 @@ def _gradient(evidence: Evidence) -> Iterator[Finding]:
             f" median is {number(usual)}",
             evidence=finite(
                 {"largest": norms.max(), "median": usual, "steps": steps[large][-8:].tolist()}
+                | _last(steps, large)
             ),
             to_try="optim.clip=1, a lower optim.lr, a longer warm-up",
         )
@@ -143,9 +163,14 @@ def _drift(evidence: Evidence) -> Iterator[Finding]:
     rows = evidence.training.pick(~evidence.training.column("warmup"))
     if len(rows) < MIN_DRIFT_STEPS:
         return
-    times, tenth = rows.column("step_s"), len(rows) // 10
+    times, steps = rows.column("step_s"), rows.column("step")
+    # By steps and not by rows: of a long run that lives, the earlier rows are thinned.
+    at = (steps - steps.min()) / (np.ptp(steps) + 1)
     # Behind the second tenth: caches fill and clocks settle in the first.
-    early, late = float(np.median(times[tenth : 2 * tenth])), float(np.median(times[-tenth:]))
+    second, last = times[(at >= 0.1) & (at < 0.2)], times[at >= 0.9]
+    if not len(second):
+        return
+    early, late = float(np.median(second)), float(np.median(last))
     if late > (1 + evidence.rules.throughput_drift_share) * early:
         yield Finding(
             kind="throughput_drift",
@@ -159,23 +184,23 @@ def _drift(evidence: Evidence) -> Iterator[Finding]:
 
 def _memory(evidence: Evidence) -> Iterator[Finding]:
     limit = evidence.rules.memory_growth_mib_per_min
-    for rank, table in evidence.telemetry.items():
-        own = [row for row in table if row.source in ("host", "rank")]
-        yield from _growth(rank, own, "rss_bytes", limit, "its process")
+    for rank, sources in evidence.sampled.items():
+        for own in (sources[name] for name in ("host", "rank") if name in sources):
+            yield from _growth(rank, own, "rss_bytes", limit, "its process")
     for rank, rows in gpu_samples(evidence).items():
         yield from _growth(rank, rows, "memory_bytes", GPU_MIB_SHARE * limit, "its GPU")
 
 
 def _growth(
-    rank: int, rows: list[TelemetryRow], name: str, limit: float, where: str
+    rank: int, rows: Table[TelemetryRow], name: str, limit: float, where: str
 ) -> Iterator[Finding]:
     """Judge by the slope behind the first fifth, in which everything grows, and only where nearly
     all of it is growth: not one large allocation."""
-    known = [(row.time, row.values[name]) for row in rows if name in row.values]
+    known = rows.known(name)
     known = known[len(known) // 5 :]
-    if len(known) < 10 or known[-1][0] - known[0][0] < min(MINUTE, 3.0 * len(known)):
+    times, held = known.column("time"), known.column(name)
+    if len(times) < 10 or times[-1] - times[0] < min(MINUTE, 3.0 * len(times)):
         return
-    times, held = (np.array(values) for values in zip(*known, strict=True))
     slope, start = np.polyfit(times - times[0], held, 1)
     spread = float(np.ptp(held)) or 1.0
     residue = float(np.abs(held - (start + slope * (times - times[0]))).max())
@@ -193,25 +218,26 @@ def _growth(
 
 def _gpus(evidence: Evidence) -> Iterator[Finding]:
     gpus = gpu_samples(evidence)
-    clocks = {rank: _busy(rows, "clock_mhz") for rank, rows in gpus.items()}
+    clocks = {rank: _busy(rows, "clock_mhz")[-30:] for rank, rows in gpus.items()}
+    usual = {rank: float(np.median(found)) for rank, found in clocks.items() if len(found)}
     for rank, rows in gpus.items():
-        others = [float(np.median(c[-30:])) for r, c in clocks.items() if r != rank and len(c)]
+        others = [mhz for other, mhz in usual.items() if other != rank]
         yield from _throttled(evidence, rank, rows, float(np.median(others)) if others else 0.0)
         for name, what in (("ecc_errors", "uncorrected ECC errors"), ("xid", "Xid")):
-            seen = [row.values[name] for row in rows if name in row.values]
-            if seen and max(seen) > (seen[0] if name == "ecc_errors" else 0):
+            seen = rows.known(name).column(name)
+            if len(seen) and (most := seen.max()) > (seen[0] if name == "ecc_errors" else 0):
                 yield Finding(
                     kind="gpu_errors",
                     rank=rank,
                     severity="error",
-                    words=f"the GPU of rank {rank} reports {what}: {max(seen):.0f}",
-                    evidence=finite({name: max(seen)}),
+                    words=f"the GPU of rank {rank} reports {what}: {most:.0f}",
+                    evidence=finite({name: most}),
                     to_try="take that GPU out of the job; its driver's log (dmesg) says more",
                 )
 
 
 def _throttled(
-    evidence: Evidence, rank: int, rows: list[TelemetryRow], others_mhz: float
+    evidence: Evidence, rank: int, rows: Table[TelemetryRow], others_mhz: float
 ) -> Iterator[Finding]:
     """Judge by what the driver says, where the clock is also below the GPU's own best, or that of
     the others: one that is throttled from its first step on has no better one of its own."""
@@ -236,10 +262,12 @@ def _throttled(
         )
 
 
-def _busy(rows: list[TelemetryRow], name: str) -> Values:
-    """Return what was sampled while the GPU had work."""
-    busy = [row.values for row in rows if row.values.get("utilisation_percent", 100) > 50]
-    return np.array([values[name] for values in busy if name in values])
+def _busy(rows: Table[TelemetryRow], name: str) -> Values:
+    """Return what was sampled while the GPU had work, as far as that is known."""
+    used = rows.column("utilisation_percent")
+    is_busy = rows.is_empty["utilisation_percent"] | (used > 50)
+    values: Values = rows.column(name)[is_busy & ~rows.is_empty[name]]
+    return values
 
 
 def _skew(evidence: Evidence) -> Iterator[Finding]:
@@ -319,7 +347,7 @@ def _stalls(evidence: Evidence) -> Iterator[Finding]:
     now, rules = evidence.now, evidence.rules
     assert now is not None, "asked of a live run only"
     for rank, heart in evidence.hearts.items():
-        silent_s = now - heart.written_at
+        silent_s = now - heart.heard_at
         if silent_s > rules.heartbeat_stall_s:
             yield Finding(
                 kind="heartbeat_stall",
@@ -365,7 +393,7 @@ def _idle_s(evidence: Evidence, now: float) -> float:
     still = [evidence.idle_s]
     for heart in evidence.hearts.values():
         if heart.beat.still_s is not None:
-            still.append(heart.beat.still_s + max(0.0, now - heart.written_at))
+            still.append(heart.beat.still_s + max(0.0, now - heart.heard_at))
         elif heart.beat.phase == Phase.EVAL:
             return 0.0
     return min(still)

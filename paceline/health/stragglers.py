@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from paceline.health.evidence import Evidence
 from paceline.health.work import Work
+from paceline.records.columns import Table
 from paceline.records.findings import Finding, finite
 from paceline.records.phases import Phase
 from paceline.records.tables import TelemetryRow
@@ -182,25 +183,24 @@ def _device_words(evidence: Evidence, rank: int) -> str:
     return "; ".join(told)
 
 
-def gpu_samples(evidence: Evidence) -> dict[int, list[TelemetryRow]]:
+def gpu_samples(evidence: Evidence) -> dict[int, Table[TelemetryRow]]:
     """Return the samples of each rank's GPU: a machine's first rank samples all of its GPUs."""
-    plan, found = evidence.plan, dict[int, list[TelemetryRow]]()
+    plan, found = evidence.plan, dict[int, Table[TelemetryRow]]()
     if plan is None or not plan.on_gpu:
         return found
     per_node, indices = plan.crew.per_node, plan.crew.device_indices
     for rank in range(evidence.num_ranks):
         local = rank % per_node
         source = f"gpu{indices[local] if local < len(indices) else local}"
-        rows = evidence.telemetry.get(rank - local)
-        own = [row for row in rows if row.source == source] if rows is not None else []
-        if own:
+        own = evidence.sampled.get(rank - local, {}).get(source)
+        if own is not None:
             found[rank] = own
     return found
 
 
-def _median_of(rows: list[TelemetryRow], name: str) -> float | None:
-    values = [row.values[name] for row in rows if name in row.values]
-    return float(np.median(values)) if values else None
+def _median_of(rows: Table[TelemetryRow], name: str) -> float | None:
+    values = rows.known(name).column(name)
+    return float(np.median(values)) if len(values) else None
 
 
 def find_spikes(evidence: Evidence, work: Work) -> Iterator[Finding]:

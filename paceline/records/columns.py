@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.metrics import TRAIN, VAL
-from paceline.records.cells import Kind
+from paceline.records.cells import DTYPES, Kind
 
 Row = TypeVar("Row")
 CHUNK_ROWS = 20_000
@@ -102,6 +102,15 @@ class Table(Sequence[Row]):
             {name: values[which] for name, values in self.values.items()},
             {name: is_empty[which] for name, is_empty in self.is_empty.items()},
         )
+
+
+def empty_table(layout: Layout[Row]) -> Table[Row]:
+    """Return a table without rows."""
+    return Table(
+        layout,
+        {name: np.empty(0, DTYPES[kind]) for name, kind in layout.columns.items()},
+        {name: np.empty(0, bool) for name in layout.optional},
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -7,11 +7,12 @@ job are columns of training.csv too: train/NAME and val/NAME, behind the others.
 """
 
 import csv
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from paceline.records.phases import OWN_PHASES, STEP_PHASES, Phase
 
 Cell = str | float | None  # and so int and bool
 CHUNK_LETTERS = 2**21
+LAST_BYTES = 2**16  # that are looked through at once for the last lines
 WRITTEN, FAILED = "ok", "failed"  # outcomes of a checkpoint
 
 
@@ -154,8 +156,9 @@ def read_training(path: Path) -> Table[TrainingRow]:
     return read_table(path, TRAINING)
 
 
-def read_steps(path: Path) -> Table[StepRow]:
-    return read_table(path, STEPS)
+def read_steps(path: Path, last: int | None = None) -> Table[StepRow]:
+    """Read the steps of a rank; with `last`, so many of them, without what stands before."""
+    return read_table(path, STEPS, last)
 
 
 def read_telemetry(path: Path) -> Table[TelemetryRow]:
@@ -166,9 +169,9 @@ def read_checkpoints(path: Path) -> Table[CheckpointRow]:
     return read_table(path, CHECKPOINTS)
 
 
-def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
+def read_table(path: Path, layout: Layout[Row], last: int | None = None) -> Table[Row]:
     """Read the rows of a file; none where it is absent. A row that was cut off, because a run was
-    killed inside its line, is not one."""
+    killed inside its line, is not one. With `last` only so many lines at its end are read."""
     layout = layout.of_file(read_header(path))
     values: dict[str, list[NDArray[Any]]] = {
         name: [np.empty(0, DTYPES[kind])] for name, kind in layout.columns.items()
@@ -178,13 +181,17 @@ def read_table(path: Path, layout: Layout[Row]) -> Table[Row]:
     }
     try:
         line = 2
-        for text, header in _iter_text(path, layout):
+        for text, header in _iter_text(path, layout, last):
             chunk = parse_chunk(path, text, header, layout.columns, line)
             line += text.count("\n") + 1
             for name, (found, is_empty) in chunk.items():
                 values[name].append(found)
                 if name in gaps:
                     gaps[name].append(is_empty)
+    except DataError:
+        if last is None:
+            raise
+        return read_table(path, layout)[-last:]  # it says in which line the damage is
     except UnicodeDecodeError as error:
         raise damaged(path, "it is not text in UTF-8", f"byte {error.start} of a part") from error
     except csv.Error as error:  # a cell without an end
@@ -207,7 +214,9 @@ def read_header(path: Path) -> list[str]:
         return []
 
 
-def _iter_text(path: Path, layout: Layout[Any]) -> Iterator[tuple[str, list[str]]]:
+def _iter_text(
+    path: Path, layout: Layout[Any], last: int | None
+) -> Iterator[tuple[str, list[str]]]:
     """Yield some whole lines at a time, and the header: never all of the text at once."""
     try:
         opened = open_regular(path)
@@ -215,13 +224,31 @@ def _iter_text(path: Path, layout: Layout[Any]) -> Iterator[tuple[str, list[str]
         return
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    with TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
-        first = file.readline()
+    with opened:
+        first = opened.readline().decode("utf-8-sig")
         header = next(csv.reader([first] if first.endswith("\n") else []), [])
         if header and "step" in layout.columns and "step" not in header:
             raise damaged(path, "it is not one of our tables", "it has no column step")
-        rest = ""
+        if last is not None:
+            _seek_last(opened, last)
+        file, rest = TextIOWrapper(opened, encoding="utf-8", newline=""), ""
         while block := file.read(CHUNK_LETTERS):  # in blocks: line by line takes twice as long
             whole, _, rest = (rest + block).rpartition("\n")
             if whole:
                 yield whole, header
+
+
+def _seek_last(file: BinaryIO, num_lines: int) -> None:
+    """Go on from where so many whole lines are left, by blocks from the end: what stands before
+    them may be long, and is not read. Where there are fewer, stay."""
+    begin, num_found = file.tell(), 0
+    at = file.seek(0, os.SEEK_END)
+    while at > begin and num_found <= num_lines:
+        size = min(LAST_BYTES, at - begin)
+        at = file.seek(at - size)
+        block = file.read(size)
+        num_found += block.count(b"\n")
+    place = 0
+    for _ in range(num_found - num_lines):
+        place = block.index(b"\n", place) + 1
+    file.seek(at + place)

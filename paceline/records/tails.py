@@ -2,12 +2,15 @@
 
 import csv
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import DataError
 from paceline.records.files import open_regular
 from paceline.records.tables import read_header
+
+MAX_DIGITS = 18  # of a step: such a number is one of 64 bits
 
 
 @dataclass
@@ -44,11 +47,20 @@ class Tail:
 
 
 class RowTail:
-    """New rows of a table with a column `step`, as text by column."""
+    """New rows of a table with a column `step`, as text by column. A line without a number of a
+    step is none: a disk may have damaged it, and who follows a live run goes on."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._tail = path, Tail(path)
         self._columns, self._last_step = list[str](), 0
+
+    @classmethod
+    def from_end(cls, path: Path, last_step: int) -> "RowTail":
+        """Return a tail of the rows that are written from now on, behind a step."""
+        made = cls(path)
+        made._tail, made._columns = Tail.from_end(path), read_header(path)
+        made._last_step = last_step
+        return made
 
     def rows(self) -> list[dict[str, str]]:
         """Return the rows since the last call. A metric that is new adds a column, and the file is
@@ -59,8 +71,21 @@ class RowTail:
             is_new, self._columns = bool(self._columns), columns
             self._tail = Tail(self._path)
             lines = self._tail.lines()[1:]
-        rows = [dict(zip(columns, row, strict=False)) for row in csv.reader(lines)]
-        rows = [row for row in rows if len(row) == len(columns)]
+        cells = [dict(zip(columns, row, strict=False)) for row in _iter_rows(lines)]
+        rows = [row for row in cells if len(row) == len(columns) and _is_step(row.get("step", ""))]
         rows = [row for row in rows if int(row["step"]) > self._last_step] if is_new else rows
         self._last_step = int(rows[-1]["step"]) if rows else self._last_step
         return rows
+
+
+def _iter_rows(lines: list[str]) -> Iterator[list[str]]:
+    """Yield the cells of each line; none of one that is no row, such as a cell without an end."""
+    for line in lines:
+        try:
+            yield from csv.reader([line])
+        except csv.Error:
+            continue
+
+
+def _is_step(cell: str) -> bool:
+    return cell.isascii() and cell.isdigit() and len(cell) <= MAX_DIGITS

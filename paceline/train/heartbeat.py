@@ -8,7 +8,6 @@ import os
 import struct
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Protocol
@@ -42,11 +41,13 @@ class Progress(Protocol):
 
 
 class Ticker:
-    """Calls `tick` every `interval_s` on a daemon thread, and once more when it stops."""
+    """Calls `tick` every `interval_s` on a daemon thread, and once more when it stops. An error in
+    one call does not end the others: the first is told, so that it is not lost."""
 
     def __init__(self, interval_s: float, name: str) -> None:
         self._interval_s = interval_s
         self._stop = threading.Event()
+        self._has_failed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -59,6 +60,11 @@ class Ticker:
     def tick(self) -> None:
         raise AssertionError("a ticker must say what it does")
 
+    def tell(self, error: Exception) -> None:
+        """Tell the first error of a call: as Python does that of a thread which ends by one."""
+        caught = (type(error), error, error.__traceback__, threading.current_thread())
+        threading.excepthook(threading.ExceptHookArgs(caught))
+
     def _run(self) -> None:
         self._tick()
         while not self._stop.wait(self._interval_s):
@@ -66,8 +72,14 @@ class Ticker:
         self._tick()
 
     def _tick(self) -> None:
-        with suppress(OSError):  # a full disk must not end the thread
+        try:
             self.tick()
+        except OSError:  # a full disk, which is noted by who writes
+            return
+        except Exception as error:  # whatever it is, the next call may do better
+            if not self._has_failed:
+                self._has_failed = True
+                self.tell(error)
 
 
 class Mark:

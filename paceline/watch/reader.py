@@ -25,6 +25,7 @@ from paceline.records import Attempt, LaunchPlan, Plan, Result
 from paceline.records.cells import Chunk
 from paceline.records.events import parse_event
 from paceline.records.findings import Findings
+from paceline.records.growing import GrowingTable, known, num_rows
 from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.moments import wall_time
 from paceline.records.phases import OWN_PHASES, STEP_PHASES
@@ -34,7 +35,6 @@ from paceline.records.tails import Tail
 from paceline.records.words import count, visible
 from paceline.watch.series import Series
 from paceline.watch.state import judge_state
-from paceline.watch.tables import GrowingTable, known, num_rows
 from paceline.watch.view import WAITING, RankView, RunView
 
 NUM_RECENT = 50  # steps whose medians are shown

@@ -20,6 +20,7 @@ from paceline.health.actions import action_for
 from paceline.health.desync import compare_calls
 from paceline.health.evidence import Heart
 from paceline.job import load_job
+from paceline.records.columns import Table
 from paceline.records.drills import Drill, Fault
 from paceline.records.events import Event, EventLog, iter_events
 from paceline.records.findings import Finding, Findings
@@ -28,7 +29,7 @@ from paceline.records.phases import Phase
 from paceline.records.rundir import RunDir
 from paceline.records.tables import STEPS
 from paceline.run.watching import Watcher
-from tests.judged import make_evidence, make_table, make_telemetry, make_training
+from tests.judged import make_all, make_evidence, make_table, make_telemetry, make_training
 from tests.machines import box, plan
 
 NOW = 1e9
@@ -186,6 +187,17 @@ def test_a_gpu_that_throttles_or_errs_is_named() -> None:
     both.values["clock_mhz"][100:] = 1200.0  # from its first step on: the other GPU tells
     found = judge(Evidence(2, plan=decided, telemetry={0: both}))
     assert [(f.kind, f.rank) for f in found if f.kind == "gpu_throttle"] == [("gpu_throttle", 1)]
+
+
+def test_telemetry_is_judged_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row as an object takes 5 µs, and 64 ranks make half a million in an hour."""
+
+    def refuse(self: Table[Any]) -> None:
+        raise AssertionError("row by row")
+
+    evidence = make_all(RulesConfig())
+    monkeypatch.setattr(Table, "__iter__", refuse)
+    assert evidence.telemetry and judge(evidence) == []
 
 
 def test_verdicts_say_what_a_run_is_bound_by() -> None:

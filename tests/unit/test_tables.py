@@ -12,7 +12,7 @@ import pytest
 
 from paceline.errors import DataError
 from paceline.launch.deadlines import _order
-from paceline.records import cells
+from paceline.records import cells, tables
 from paceline.records.heartbeats import Beat, iter_beats, last_beat
 from paceline.records.phases import STEP_PHASES, Phase
 from paceline.records.table_file import TableFile
@@ -72,6 +72,25 @@ def test_a_table_of_another_version_is_read(path: Path) -> None:
     assert row.phases_s == dict.fromkeys(STEP_PHASES, 0.0) | {Phase.FORWARD: 0.25}
     path.write_text("time,source,power_w\n1.5,gpu0,300\n2.5,host,\n")
     assert [row.values for row in read_telemetry(path)] == [{"power_w": 300.0}, {}]
+
+
+@pytest.mark.parametrize("block", [7, 64, 2**16])
+def test_the_last_rows_are_read_without_the_others(
+    path: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "LAST_BYTES", block)
+    rows = "".join(f"{step},{step / 8}\n" for step in range(1, 101))
+    path.write_text("step,wall_s\n" + rows + "101,0.")
+    for last in (0, 1, 3, 99, 100, 1000):
+        want = list(range(1, 101))[max(0, 100 - last) :]
+        assert read_steps(path, last).column("step").tolist() == want
+    path.write_text("\ufeffstep,wall_s\nx,y\n" + rows)
+    assert len(read_steps(path, 100)) == 100, "what is damaged before them is not looked at"
+    path.write_text("step,wall_s\n" + rows + "x,y\n")
+    with pytest.raises(DataError, match="line 102"):
+        read_steps(path, 5)
+    path.write_text("step,wall_s\n")
+    assert len(read_steps(path, 5)) == len(read_steps(path.with_name("absent"), 5)) == 0
 
 
 def test_a_resume_drops_no_row_whose_header_differs(path: Path) -> None:
@@ -262,3 +281,27 @@ def test_large_tables_read_as_small_ones_do(
     path.write_text(path.read_text().replace("\n4,", "\n4.5,"))
     with pytest.raises(DataError, match="column step"):
         read_training(path)
+
+
+@pytest.mark.parametrize("few", [0, 2**20], ids=["by pyarrow", "cell by cell"])
+def test_large_tables_with_texts_read_as_small_ones_do(
+    few: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts: some of them often, one that is guarded, one with a comma; and none at all."""
+    parsed = []
+    monkeypatch.setattr(cells, "FEW_LETTERS", few)
+    monkeypatch.setattr(
+        cells, "_parse_cells", lambda *a, f=cells._parse_cells: parsed.append(a) or f(*a)
+    )
+    path.write_text("time,source,power_w\n1,host,\n1,gpu0,300\n2,host,\n2,'=1+x,5\n3,,\n")
+    rows = read_telemetry(path)
+    assert rows.column("source").tolist() == ["host", "gpu0", "host", "=1+x", ""]
+    assert bool(parsed) == (few > 0), "by the way that is named"
+    assert [row.values for row in rows][:2] == [{}, {"power_w": 300.0}]
+    path.write_text('time,source,power_w\n1,"a, b",2\n')
+    assert read_telemetry(path).column("source").tolist() == ["a, b"]
+    path.write_text("time,power_w\n1,2\n")
+    assert read_telemetry(path).column("source").tolist() == [""]
+    path.write_text("time,source,power_w\nx,host,2\n")
+    with pytest.raises(DataError, match="column time of line 2"):
+        read_telemetry(path)

@@ -18,6 +18,7 @@ from paceline.errors import ConfigError
 from paceline.records import Attempt
 from paceline.records.events import Event, EventLog
 from paceline.records.findings import Finding, Findings
+from paceline.records.growing import GrowingTable, num_rows
 from paceline.records.heartbeats import Beat
 from paceline.records.rundir import RunDir
 from paceline.records.table_file import TableFile
@@ -28,7 +29,6 @@ from paceline.watch.fragments import draw_list, draw_run
 from paceline.watch.page import Address, Channel, Drawn, build_app, stream
 from paceline.watch.reader import RunReader
 from paceline.watch.series import MAX_BINS, Series
-from paceline.watch.tables import GrowingTable, num_rows
 from paceline.watch.view import Balance
 from paceline.watch.watchdog import Watchdog
 from tests.reported import HEADER, STEPS_HEADER, finish, write_run

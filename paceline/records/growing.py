@@ -7,13 +7,14 @@ written anew (a new attempt, a new metric) is read again from its beginning; `is
 import csv
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.errors import DataError
 from paceline.records.cells import Chunk, parse_chunk
-from paceline.records.columns import Layout
+from paceline.records.columns import Layout, Row, Table, empty_table
 from paceline.records.files import open_regular
 
 MAX_READ = 8 << 20  # bytes of one file in one call: the next call goes on from there
@@ -95,3 +96,57 @@ def known(chunk: Chunk, name: str) -> tuple[Any, Any]:
     values, is_empty = chunk[name]
     is_known = ~is_empty & np.isfinite(values)
     return is_known, values[is_known]
+
+
+class ThinnedTable(Generic[Row]):
+    """The rows of a table that grows, as far as a live run is judged by them: those of the last
+    `recent` moments, and of all before them every 2nd, 4th, 8th ... one, at most as many again. So
+    memory and time are the same after a month as after an hour, and how the run began is known.
+
+    A moment is what rows share in the column `by`: a step, or the time at which all GPUs of a
+    machine were sampled. Further columns of a file are left out.
+    """
+
+    def __init__(
+        self, path: Path, layout: Layout[Row], by: str, recent: int, last_bytes: int | None = None
+    ) -> None:
+        self._file = GrowingTable(path, layout, last_bytes)
+        self._by, self._recent = by, recent
+        self._table = empty_table(layout)
+        self._moments: NDArray[np.int64] = np.empty(0, np.int64)  # of each row, from 0 on
+
+    def read(self) -> Table[Row]:
+        """Take in what is new; return what is kept."""
+        chunk, is_reset = self._file.read()
+        if is_reset and not num_rows(chunk):
+            self._keep(np.zeros(len(self._table), bool))
+        while num_rows(chunk):
+            self._take(chunk)
+            chunk, _ = self._file.read()
+        return self._table
+
+    def skip(self) -> None:
+        """Leave out what is there already."""
+        self.read()
+        self._keep(np.zeros(len(self._table), bool))
+
+    def _take(self, chunk: Chunk) -> None:
+        new = chunk[self._by][0]
+        # A new attempt takes steps again, and a row that was amended comes again.
+        self._keep(self._table.column(self._by) < new[0])
+        first = self._moments[-1] + 1 if len(self._moments) else 0
+        numbers = first + np.cumsum(np.diff(new, prepend=new[:1]) != 0)
+        self._moments = np.concatenate([self._moments, numbers])
+        old = self._table
+        self._table = Table(
+            old.layout,
+            {n: np.concatenate([found, chunk[n][0]]) for n, found in old.values.items()},
+            {n: np.concatenate([found, chunk[n][1]]) for n, found in old.is_empty.items()},
+        )
+        num_old, stride = self._moments[-1] + 1 - self._recent, 1
+        while num_old > stride * self._recent:
+            stride *= 2
+        self._keep((self._moments >= num_old) | (self._moments % stride == 0))
+
+    def _keep(self, which: NDArray[np.bool_]) -> None:
+        self._table, self._moments = self._table.pick(which), self._moments[which]
