@@ -32,35 +32,40 @@ def fits(x: Tensor) -> bool:
     return x.shape[:-1].numel() % MULTIPLE == 0
 
 
-def linear(x: Tensor, weight_FD: Tensor) -> Tensor:
+def linear(x: Tensor, weight_FD: Tensor, is_freed: bool = False) -> Tensor:
     """Multiply (..., D) by the rows of a weight in fp8. The product has the type of `x`, the
-    weight's gradient that of the weight."""
-    product: Tensor = _Linear.apply(x, weight_FD)
+    weight's gradient that of the weight. `is_freed`: the weight is freed after forward and gathered
+    anew for backward, and is cast again there, so that nothing of it stays in between."""
+    product: Tensor = _Linear.apply(x, weight_FD, is_freed)
     return product
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_FD: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_FD: Tensor, is_freed: bool) -> Tensor:
         x_ND, w_FD = x.flatten(0, -2), weight_FD.to(x.dtype)
         of_x, of_w = scale_of(x_ND, NUMBERS), scale_of(w_FD, NUMBERS)
         low_ND, low_DN = cast_both(x_ND, of_x, False)
-        low_FD, low_DF = cast_both(w_FD, of_w, False)
-        ctx.save_for_backward(low_DN, low_DF, of_x, of_w)
-        ctx.weight_type = weight_FD.dtype
+        if is_freed:  # not by the same operation as in backward: a compiler would keep its result
+            low_FD, kept = cast(w_FD, of_w, NUMBERS), weight_FD
+        else:
+            low_FD, kept = cast_both(w_FD, of_w, False)
+        ctx.save_for_backward(low_DN, kept, of_x, of_w)
+        ctx.weight_type, ctx.is_freed = weight_FD.dtype, is_freed
         y_NF = multiply(low_ND, low_FD, of_x, of_w, x.dtype, is_fast=True)
         return y_NF.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        low_DN, low_DF, of_x, of_w = ctx.saved_tensors
+        low_DN, kept, of_x, of_w = ctx.saved_tensors
         (g,) = gradients
+        low_DF = cast_both(kept.to(g.dtype), of_w, False)[1] if ctx.is_freed else kept
         g_NF = g.flatten(0, -2)
         of_g = scale_of(g_NF, GRADIENTS)
         low_NF, low_FN = cast_both(g_NF, of_g, True)
         d_x = multiply(low_NF, low_DF, of_g, of_w, g.dtype)
         d_w = multiply(low_FN, low_DN, of_g, of_x, ctx.weight_type)
-        return d_x.unflatten(0, g.shape[:-1]), d_w
+        return d_x.unflatten(0, g.shape[:-1]), d_w, None
 
 
 def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,6 +90,12 @@ def multiply(
     return torch._scaled_mm(a_MK, b_NK.t(), *inverse, out_dtype=dtype, use_fast_accum=is_fast)
 
 
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a scaled matrix in fp8."""
+    limit = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-limit, limit).to(dtype)
+
+
 @torch.library.custom_op("paceline::cast_both", mutates_args=())
 def cast_both(x_ND: Tensor, scale: Tensor, is_gradient: bool) -> tuple[Tensor, Tensor]:
     """Return a scaled matrix in fp8, as it is (N, D) and turned (D, N)."""
@@ -92,7 +103,7 @@ def cast_both(x_ND: Tensor, scale: Tensor, is_gradient: bool) -> tuple[Tensor, T
     limit, (N, D) = torch.finfo(dtype).max, x_ND.shape
     # Triton 3.6 miscompiles tiles that are read in fp32 and turned in 8 bits.
     if not x_ND.is_cuda or x_ND.dtype == torch.float32 or N % TILE or D % TILE:
-        low = (x_ND.float() * scale).clamp(-limit, limit).to(dtype)
+        low = cast(x_ND, scale, dtype)
         return low, low.t().contiguous()
     x_ND = x_ND.contiguous()
     plain, turned = torch.empty_like(x_ND, dtype=dtype), x_ND.new_empty((D, N), dtype=dtype)

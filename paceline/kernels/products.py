@@ -18,7 +18,9 @@ def project(layer: nn.Linear, x: Tensor, kernels: str) -> Tensor:
     if kernels == "triton" and is_cast_whole(layer):
         from paceline.kernels import fp8  # with it comes Triton
 
-        return fp8.linear(x, layer.weight) if fp8.fits(x) else linear(x, layer.weight)
+        if not fp8.fits(x):
+            return linear(x, layer.weight)
+        return fp8.linear(x, layer.weight, getattr(layer, "is_freed", False))
     return layer(x)
 
 

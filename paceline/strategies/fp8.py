@@ -47,6 +47,13 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> None:
         model.get_submodule(name).is_cast_whole = is_cast_whole  # type: ignore[assignment]
 
 
+def mark_freed(module: nn.Module) -> None:
+    """Tell layers of our kernel that their weights are freed between forward and backward."""
+    for part in module.modules():
+        if getattr(part, "is_cast_whole", False):
+            part.is_freed = True  # type: ignore[assignment]
+
+
 def build_config(float8: Any, plan: Fp8Plan, device: torch.device) -> Any:
     name = RECIPES.get(plan.recipe, plan.recipe)
     config = float8.Float8LinearConfig.from_recipe_name(name)

@@ -18,7 +18,7 @@ from paceline.strategies.blocks import find_blocks
 from paceline.strategies.compose import compose
 from paceline.strategies.ddp_engine import exchange_proofs
 from paceline.strategies.engine import ModuleEngine, Wrapping
-from paceline.strategies.fp8 import scale_after_updates
+from paceline.strategies.fp8 import mark_freed, scale_after_updates
 from paceline.strategies.fused import FusedLayers
 from paceline.strategies.optim import build_optimizer
 from paceline.strategies.precision import COMPUTE_TYPES
@@ -101,6 +101,8 @@ def shard_model(
     blocks = find_blocks(root)
     for block in blocks:
         fully_shard(block, **settings)
+        if reshards:
+            mark_freed(block)
     # The root's weights are needed first in backward: freeing them would gather them again. It is
     # given the batch: what of it meets no weight, such as targets, must not be rounded.
     policy = replace(settings["mp_policy"], cast_forward_inputs=False)

@@ -94,6 +94,23 @@ def test_weights_that_are_replaced_get_scales_of_their_own(tmp_path: Path) -> No
     start_ranks(RunDir(tmp_path), 2, partial(replace_weights, asked))
 
 
+def test_layers_know_whether_their_weights_are_freed(tmp_path: Path) -> None:
+    asked = [*FP8, "launch.nproc=2", "train.micro_batch_size=8", "precision.fp8_all_gather=off"]
+    settings = {name: [*asked, f"strategy.name={name}"] for name in ("ddp", "zero2", "zero3")}
+    for name, overrides in settings.items():
+        prepare_run(tmp_path / name, "lm_tiny", overrides)
+    start_ranks(RunDir(tmp_path), 2, partial(look_at_layers, settings))
+
+
+def look_at_layers(settings: dict[str, list[str]], group: RunDir, place: RankId) -> None:
+    for name, overrides in settings.items():
+        engine: Any
+        engine, _ = build_engine(RunDir(group.root / name), "lm_tiny", overrides)
+        layers = [m for m in engine.module.modules() if getattr(m, "is_cast_whole", False)]
+        freed = {getattr(layer, "is_freed", False) for layer in layers}
+        assert freed == {name == "zero3"}, name
+
+
 def replace_weights(asked: list[str], group: RunDir, place: RankId) -> None:
     engine: Any
     engine, batches = build_engine(RunDir(group.root / "run"), "lm_tiny", asked)

@@ -242,6 +242,40 @@ def test_a_layer_in_fp8_has_torchaos_numbers(N: int, D: int, F: int) -> None:
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-2, atol=1e-6)
 
 
+def build_layer(is_freed: bool) -> torch.nn.Module:
+    from paceline.kernels import fp8
+
+    layer = torch.nn.Linear(128, 256, bias=False, device=DEVICE, dtype=torch.bfloat16)
+    layer.forward = lambda x: fp8.linear(x, layer.weight, is_freed)  # type: ignore[method-assign]
+    return layer
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_nothing_is_kept_of_a_weight_that_is_freed(is_compiled: bool) -> None:
+    """Beside the weight itself, which whoever frees it brings back; and gradients are the same."""
+    x, found, kept = random(16, 128).detach().bfloat16().requires_grad_(), [], []
+    for is_freed in (False, True):
+        torch.manual_seed(0)
+        layer = build_layer(is_freed)
+        if is_compiled:
+            torch._dynamo.reset()
+            layer.compile(backend="aot_eager_decomp_partition")
+        saved: list[Tensor] = []
+
+        def pack(value: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(value)
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            product = layer(x)
+        found.append(torch.autograd.grad(product.float().square().sum(), (x, layer.weight)))
+        others = [v for v in saved if v.data_ptr() != layer.weight.data_ptr()]
+        kept.append(sum(value.nbytes for value in others if value.numel() >= 128 * 256))
+    assert kept == [128 * 256, 0]
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
 @needs_torchao
 def test_a_model_in_fp8_multiplies_by_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """All four matrices of a block, to torchao's numbers; rows that are no multiple of 16 not."""
@@ -252,7 +286,7 @@ def test_a_model_in_fp8_multiplies_by_our_kernel(monkeypatch: pytest.MonkeyPatch
 
     widths: list[int] = []
     linear = fp8.linear
-    monkeypatch.setattr(fp8, "linear", lambda x, w: (widths.append(len(w)), linear(x, w))[1])
+    monkeypatch.setattr(fp8, "linear", lambda x, w, *_: (widths.append(len(w)), linear(x, w))[1])
     config = LMModel(vocab_size=64, dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=48)
     model, float8 = LM(config, 16, kernels="triton").to(DEVICE), load_torchao("float8")
     layers = float8.Float8LinearConfig(emulate=DEVICE == "cpu")
