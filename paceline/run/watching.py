@@ -187,7 +187,7 @@ class Watcher(Ticker):
         if now >= self._rules_at and not self._stop.is_set():
             self._rules_at = now + MAX_RULES_S  # also where this look fails
             evidence = self._all(now)
-            self._go_back_to(int(max(evidence.training.column("step"), default=0)))
+            self._go_back_to(int(evidence.training.column("step").max(initial=0)))
             self._note(judge(evidence), of_ranks=False)
             took_s = wall_time() - now
             self._rules_at = now + min(max(RULES_S, took_s / RULES_SHARE), MAX_RULES_S)

@@ -13,6 +13,7 @@ import pytest
 from paceline.config.health import RulesConfig
 from paceline.health import Evidence, judge
 from paceline.records import growing
+from paceline.records.cells import parse_chunk
 from paceline.records.columns import Layout
 from paceline.records.events import iter_events
 from paceline.records.findings import Finding
@@ -170,11 +171,11 @@ def test_a_look_takes_in_what_is_new_and_no_more(
 ) -> None:
     """Found in 0.7: after 1 h of 64 ranks a look took 15 s, and the next was 2 h later."""
     run, watcher = RunDir(tmp_path), make()
-    read, seen = growing.parse_chunk, list[int]()
+    seen = list[int]()
 
     def parse(path: Path, text: str, *more: Any) -> Any:
         seen.append(text.count("\n"))
-        return read(path, text, *more)
+        return parse_chunk(path, text, *more)
 
     monkeypatch.setattr(growing, "parse_chunk", parse)
     for first in range(0, 1000, 10):
@@ -210,13 +211,13 @@ def test_a_long_run_that_becomes_slower_is_told_by_thinned_rows(tmp_path: Path) 
 
 def train(watcher: Watcher, path: Path, first: int, last: int, **odd: dict[int, Any]) -> None:
     """Write steps of which some have other values, and judge."""
-    usual = {"loss": lambda n: 3 + 0.01 * (n % 7), "grad_norm": lambda n: 1.0}
+    usual = {"loss": [3 + 0.01 * n for n in range(7)], "grad_norm": [1.0]}
     fill(
         path,
         TRAINING,
         (
             {"step": n, "step_s": 0.1}
-            | {name: odd.get(name, {}).get(n, value(n)) for name, value in usual.items()}
+            | {name: odd.get(name, {}).get(n, v[n % len(v)]) for name, v in usual.items()}
             for n in range(first, last + 1)
         ),
     )
@@ -249,9 +250,9 @@ def test_what_goes_on_is_told_once_and_again_where_it_was_over(tmp_path: Path, m
     bad = dict.fromkeys([*range(40, 81), *range(95, 121)], math.nan)
     for first in range(1, 121, 10):
         train(watcher, run.training, first, first + 9, loss=bad)
-    first, second = iter_events(run.events)
-    assert (first.step, second.step) == (40, 95)
-    assert "in 47 steps, first in step 40 and last in step 100" in second.words
+    before, again = iter_events(run.events)
+    assert (before.step, again.step) == (40, 95)
+    assert "in 47 steps, first in step 40 and last in step 100" in again.words
 
 
 def test_steps_that_are_taken_again_are_told_again(tmp_path: Path, make: Make) -> None:
