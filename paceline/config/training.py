@@ -71,7 +71,8 @@ class TrainConfig(Section):
     compile_scope: Literal["auto", "blocks", "model"] = Field(
         "auto",
         description="What one graph holds: a block, or the model with its loss. auto: the model on"
-        " one rank, else blocks, so that ranks gather and reduce between them.",
+        " one rank, else blocks, so that ranks gather and reduce between them; blocks also where"
+        " activations are offloaded.",
     )
     compile_dynamic: Literal["auto", "off", "on"] = Field(
         "off", description="Dynamic shapes in torch.compile; auto lets it decide on a recompile."
