@@ -278,3 +278,12 @@ def test_a_loss_that_is_not_finite_is_told_once_with_the_rank_that_had_it() -> N
     assert in_pipeline.rank is None
     assert names_fault(drill, told([1])) and not names_fault(drill, told([0]))
     assert not names_fault(drill, told([])) and names_fault(drill, in_pipeline, knows_losses=False)
+
+
+def test_a_live_run_is_slower_for_a_while_before_it_is_said_to_be() -> None:
+    """The last tenth of 400 steps is 2.4 s, in which a machine may do something else; of ten times
+    as long ones 24 s."""
+    for factor, found in ((1.0, []), (10.0, ["throughput_drift"])):
+        step_s = factor * np.linspace(0.03, 0.06, 400)
+        live = Evidence(1, training=make_training(400, step_s=step_s), now=NOW)
+        assert [f.kind for f in judge(live) if f.severity != "note"] == found
