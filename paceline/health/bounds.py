@@ -21,6 +21,7 @@ from paceline.health.stragglers import gpu_samples
 from paceline.health.work import Work
 from paceline.records.findings import Finding, finite
 from paceline.records.phases import Phase
+from paceline.records.recorded import last_to_arrive
 from paceline.records.words import count, duration, number, size
 
 MIN_STEPS = 10
@@ -153,7 +154,7 @@ def _rate(evidence: Evidence, num_ranks: int) -> tuple[str, float | None]:
     if not known:
         at = f", which take {duration(moved / link)} at the {number(link, 3)} GB/s" if link else ""
         return f"{told}{at} that paceline check measured" if at else told, None
-    last = min(known, key=lambda each: each.communication_s)
+    last = last_to_arrive(known)
     rate = moved / last.communication_s
     told += f", {duration(last.communication_s)} on their way in step {last.step}"
     told += f" ({number(rate, 3)} GB/s)"

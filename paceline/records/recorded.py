@@ -48,9 +48,9 @@ class Overlap(Record):
 
 
 def last_to_arrive(overlaps: Sequence[Overlap]) -> Overlap:
-    """Return the rank that waited least in its collectives: it came last, so what it saw is the
-    exchange itself. The others' has waiting for it in it."""
-    return min(overlaps, key=lambda each: each.exposed_s)
+    """Return the rank that was in its collectives for the shortest time: it came last, so what it
+    saw is the exchange itself. The others' has waiting for it in it."""
+    return min(overlaps, key=lambda each: each.communication_s)
 
 
 class RankError(Part):
