@@ -3,26 +3,30 @@
     python benchmarks/gpu_memory.py [--seq-len 4096] [--only NAME ...]
 
 Layers of the shape of an 8B decoder (width 4096, SwiGLU 14336, 32 heads, 8 of keys, 128k tokens)
-are stacked. For each way the peak is measured with few layers; it grows by the same bytes with each
-one, so the largest stack follows, and is then really trained for two steps. Prints parameters,
-peak and seconds a step.
+are stacked. For each way the peak is measured with few layers, on the device and on the host; it
+grows by the same bytes with each one, so the largest stack follows, and is then really trained for
+two steps. Prints parameters, peak and seconds a step.
 """
 
 import argparse
 import gc
+import math
 import time
 from itertools import cycle
+from typing import NamedTuple
 
+import psutil
 import torch
 from gpu_step import ours
 from gpu_throughput import Bench, one_rank
 
 from paceline.job import load_job
+from paceline.machine.facts import probe
 from paceline.strategies.clock import DeviceClock
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 FEW = (2, 4)
-USABLE = 0.96  # of the memory that torch can have
+USABLE, USABLE_OF_HOST = 0.96, 0.85  # of the memory that torch can have, and of the host's
 SHAPE = [
     "model.dim=4096", "model.ffn_dim=14336", "model.num_heads=32", "model.num_kv_heads=8",
     "model.vocab_size=128256", "train.micro_batch_size=1", "train.compile=off",
@@ -40,11 +44,21 @@ WAYS = {
     "full, host, 8-bit AdamW": [
         CHUNKED, FULL, "train.activation_offload=true", "optim.name=adamw8bit",
     ],
+    "memory budget": [CHUNKED, "train.memory_budget=auto"],
+    "zero3, state on the host": [CHUNKED, FULL, "strategy.name=zero3", "strategy.offload=true"],
 }  # fmt: skip
+# Few layers fit without recomputation; many grow as with all of it.
+GROWS_AS = {"memory budget": WAYS["full recomputation"]}
 
 
-def train(way: list[str], layers: int, seq_len: int) -> tuple[float, float, int]:
-    """Return the peak in bytes, the seconds of the second step, and the parameters."""
+class Tried(NamedTuple):
+    peak: float  # bytes of the device
+    on_host: float  # bytes
+    step_s: float  # of the second step
+    num_parameters: int
+
+
+def train(way: list[str], layers: int, seq_len: int) -> Tried:
     settings = [*SHAPE, f"data.seq_len={seq_len}", f"model.num_layers={layers}", *way]
     bench = Bench(load_job("lm_1b", settings), 2)
     num_parameters = sum(p.numel() for p in bench.model.parameters())
@@ -56,7 +70,9 @@ def train(way: list[str], layers: int, seq_len: int) -> tuple[float, float, int]
         clock.begin(number)
         step(clock, next(tokens))
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated(), time.perf_counter() - started_at, num_parameters
+    step_s = time.perf_counter() - started_at
+    on_host = psutil.Process().memory_info().rss
+    return Tried(torch.cuda.max_memory_allocated(), on_host, step_s, num_parameters)
 
 
 def clear() -> None:
@@ -66,28 +82,43 @@ def clear() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def find_largest(way: list[str], seq_len: int) -> str:
-    peaks = []
+def find_largest(name: str, seq_len: int) -> str:
+    way, few = WAYS[name], []
     for layers in FEW:
-        peaks.append(train(way, layers, seq_len)[0])
+        few.append(train(GROWS_AS.get(name, way), layers, seq_len))
         clear()
-    each = (peaks[1] - peaks[0]) / (FEW[1] - FEW[0])
-    memory = torch.cuda.mem_get_info()[1] * USABLE
-    layers = int(FEW[0] + (memory - peaks[0]) / each)
-    told = f"{each / GIB:5.2f} GiB a layer"
+    device, host = (
+        Growth((two - one) / (FEW[1] - FEW[0]), one)
+        for one, two in ((few[0].peak, few[1].peak), (few[0].on_host, few[1].on_host))
+    )
+    fit = min(
+        device.layers(torch.cuda.mem_get_info()[1] * USABLE),
+        host.layers(probe().memory_bytes * USABLE_OF_HOST),
+    )
+    layers = int(fit)
+    told = f"{device.each / GIB:5.2f} GiB a layer, {host.each / GIB:5.2f} of the host"
     while layers > FEW[1]:
         try:
-            peak, step_s, count = train(way, layers, seq_len)
+            tried = train(way, layers, seq_len)
         except torch.OutOfMemoryError:
             clear()
             layers -= max(1, layers // 25)
             continue
         clear()
         return (
-            f"{told}, {layers:>3} layers, {count / 1e9:5.2f} B parameters, peak"
-            f" {peak / GIB:6.1f} GiB, {step_s:6.2f} s a step"
+            f"{told}, {layers:>3} layers, {tried.num_parameters / 1e9:5.2f} B parameters, peak"
+            f" {tried.peak / GIB:6.1f} GiB, {tried.step_s:6.2f} s a step"
         )
     return f"{told}, not even {FEW[1] + 1} layers"
+
+
+class Growth(NamedTuple):
+    each: float  # bytes of a layer
+    first: float  # bytes of the smallest stack
+
+    def layers(self, memory: float) -> float:
+        """How many fit into so many bytes."""
+        return FEW[0] + (memory - self.first) / self.each if self.each > MIB else math.inf
 
 
 def main() -> None:
@@ -105,7 +136,7 @@ def main() -> None:
     with one_rank():
         for name in arguments.only or WAYS:
             try:
-                text = find_largest(WAYS[name], arguments.seq_len)
+                text = find_largest(name, arguments.seq_len)
             except Exception as error:
                 text = f"{type(error).__name__}: {str(error)[:300]}"
                 clear()

@@ -3,11 +3,12 @@
     python benchmarks/gpu_throughput.py [--recipe lm_1b] [--steps 30] [--rounds 2] [--only NAME ...]
 
 All train the same model on the same tokens: bf16 over fp32 master weights, fused AdamW, clipping,
-compiled (the peers and the hand loop as one graph, the loss inside it). They run one after the
-other, in an order that turns every round; the best round counts. The peers share this process, the
-weights and the optimizer, each with a module and a compiled graph of its own, which it keeps from
-round to round; we are `paceline train`, in a process of its own, and with FlashAttention 3 where
-that is installed. `fsdp` is a bare fully_shard loop on one rank and `ddp` a bare
+compiled (the peers and the hand loop as one graph, the loss inside it), with the same attention:
+FlashAttention 3 where our plan chooses it, else torch's choice; `--recipe lm_1b
+attention.impl=sdpa` is that in any case. They run one after the other, in an order that turns every
+round; the best round counts. The peers share this process, the weights and the optimizer, each with
+a module and a compiled graph of its own, which it keeps from round to round; we are `paceline
+train`, in a process of its own. `fsdp` is a bare fully_shard loop on one rank and `ddp` a bare
 DistributedDataParallel one, in processes of their own, which `paceline zero3` and `paceline` are
 held against. Prints tokens/s, MFU, the share of the rate of an 8192^3 bf16 product measured at the
 start of each round, and the ratios.
@@ -29,14 +30,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.attention.flash3 import find_flash3
 from paceline.data.cursor import Order
 from paceline.data.synthetic import SyntheticTokens
 from paceline.job import Job, load_job
+from paceline.machine.facts import probe
+from paceline.plan.planner import make_plan
 from paceline.plan.policy import effective_config
 from paceline.strategies.blocks import find_blocks
 from paceline.strategies.optim import optimizer_kind, parameter_groups
 from paceline.strategies.weights import fill_weights
+from paceline.train.torch_settings import allow_kernels
 
 WARMUP = 10
 CLIP = 1.0
@@ -54,6 +57,11 @@ class Bench:
         self.micro, self.seq_len = config.train.micro_batch_size, config.data.seq_len
         with torch.device("meta"):
             self.model = job.workload.build_model(config)
+
+    def choose_attention(self) -> None:
+        """Let all of this process attend by what our plan chooses by itself, or is asked for."""
+        plan = make_plan(self.job, probe())
+        allow_kernels(plan.attention.value, is_compiled=True)
 
     def fill(self, model: nn.Module) -> None:
         fill_weights(model, self.model.init_module, self.job.config.train.seed, DEVICE)
@@ -325,13 +333,11 @@ LOOPS: dict[str, Callable[[Bench], float]] = {
 APART = ("ddp", "fsdp")  # with a process group of their own
 OURS = {
     "paceline": ["strategy.name=ddp"],
-    "paceline flash3": ["strategy.name=ddp", "attention.impl=flash3"],
     "paceline zero3": ["strategy.name=zero3"],
 }
 PEERS = ("hand", "accelerate", "lightning", "hf trainer")
 AGAINST = {
     "paceline": (*PEERS, "ddp"),
-    "paceline flash3": PEERS,
     "paceline zero3": ("fsdp",),
 }
 
@@ -347,7 +353,7 @@ def run_ours(asked: list[str], recipe: list[str], steps: int) -> float:
         if done.returncode:
             raise SystemExit(done.stderr)
         for line in Path(folder, "run/summary.md").read_text().splitlines():
-            if line.startswith(("| attention | auto, so", "| torch.compile", "| rank 0")):
+            if line.startswith(("| attention |", "| torch.compile", "| rank 0")):
                 print("   ", line)
     return float(json.loads(done.stdout)["tokens_per_s"])
 
@@ -380,8 +386,6 @@ def matmul_tflops(size: int = 8192, repeats: int = 20) -> float:
 
 def race(arguments: argparse.Namespace, first: Bench) -> tuple[dict[str, list[float]], list[float]]:
     names = arguments.only or [*LOOPS, *OURS]
-    if find_flash3() is None:
-        names = [name for name in names if "flash3" not in name]
     first.fill(first.model)
     turns = {name: Turn(first) for name in names if name in LOOPS and name not in APART}
     rates: dict[str, list[float]] = {name: [] for name in names}
@@ -414,12 +418,15 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     job = load_job(arguments.recipe[0], arguments.recipe[1:])
-    if arguments.one:
-        torch.set_float32_matmul_precision("high")
-        print(LOOPS[arguments.one](Bench(job, arguments.steps)))
-        return
     torch.set_float32_matmul_precision("high")
-    rates, products = race(arguments, Bench(job, arguments.steps, arguments.warmup))
+    bench = Bench(job, arguments.steps, arguments.warmup)
+    bench.choose_attention()
+    if arguments.one:
+        print(LOOPS[arguments.one](bench))
+        return
+    told = f"{torch.cuda.get_device_name()}, " if ON_GPU else ""
+    print(f"{time.strftime('%Y-%m-%d')}, {told}torch {torch.__version__}: {' '.join(sys.argv[1:])}")
+    rates, products = race(arguments, bench)
     best = {name: max(values) for name, values in rates.items()}
     flops = job.workload.flops(job.config) / job.config.data.seq_len
     print(f"\n{'':<15} {'tokens/s':>10} {'MFU':>7} {'of matmul':>10}")

@@ -3,10 +3,11 @@
     python benchmarks/gpu_variants.py lm_1b --variant train.kernels=torch
         --variant precision.mode=fp8 [--steps 12] [--profile] [--common KEY=VALUE ...]
 
-Each variant is `KEY=VALUE,KEY=VALUE`, or `hand`: the hand-written loop of gpu_throughput.py. They
-run one after the other in this process, each on an empty device: milliseconds a step (median, by
-CUDA events), tokens/s, MFU against the bf16 peak, the peak of allocated memory, seconds until the
-first step has ended, and the losses of some steps, which must agree within the noise of the number
+Each variant is `KEY=VALUE,KEY=VALUE`, or begins with `hand`: the hand-written loop of
+gpu_throughput.py, which reads `attention.impl` alone (`hand,attention.impl=sdpa`). They run one
+after the other in this process, each on an empty device: milliseconds a step (median, by CUDA
+events), tokens/s, MFU against the bf16 peak, the peak of allocated memory, seconds until the first
+step has ended, and the losses of some steps, which must agree within the noise of the number
 format. One that runs out of memory says so.
 
 With --rounds all are built first and stay in memory (only one has activations at a time); then each
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 from itertools import cycle
 
 import torch
-from gpu_step import Step, hand, ours, profile_steps
+from gpu_step import Step, hand, ours, profile_steps, sum_kinds
 from gpu_throughput import DEVICE, PEAK_FLOPS, Bench, matmul_tflops, one_rank
 
 from paceline.job import load_job
@@ -30,6 +31,12 @@ from paceline.strategies.clock import DeviceClock
 
 WARMUP = 4
 GIB = 2**30
+
+
+def read_variant(variant: str) -> tuple[bool, list[str]]:
+    """Return whether it is the loop by hand, and its keys."""
+    first, *rest = variant.split(",")
+    return (True, rest) if first == "hand" else (False, [first, *rest])
 
 
 def measure(recipe: str, overrides: list[str], is_hand: bool, steps: int, profiles: bool) -> str:
@@ -61,8 +68,10 @@ def measure(recipe: str, overrides: list[str], is_hand: bool, steps: int, profil
         f"  {peak:6.1f} GiB  first step {first_s:5.1f} s  losses {shown}"
     )
     if profiles:
-        kinds = profile_steps(step, bench)
-        text += "".join(f"\n      {kind:<70} {ms:8.2f}" for kind, ms in list(kinds.items())[:40])
+        kernels = profile_steps(step, bench)
+        rows = [*sum_kinds(kernels).items()]
+        rows += [(f"  {k.kind}: {k.name[:90]}", k.milliseconds) for k in kernels[:24]]
+        text += "".join(f"\n      {kind:<70} {ms:8.2f}" for kind, ms in rows)
     return text
 
 
@@ -71,8 +80,8 @@ def race(recipe: str, common: list[str], variants: list[str], steps: int, rounds
     contenders: dict[str, tuple[Step, Iterator[torch.Tensor]]] = {}
     losses: dict[str, list[torch.Tensor]] = {variant: [] for variant in variants}
     for variant in variants:
-        is_hand = variant == "hand"
-        job = load_job(recipe, [*common, *([] if is_hand else variant.split(","))])
+        is_hand, keys = read_variant(variant)
+        job = load_job(recipe, [*common, *keys])
         bench = Bench(job, WARMUP + steps)
         step = (hand if is_hand else ours)(bench, losses[variant])
         contenders[variant] = (step, cycle(bench.batches()))
@@ -128,8 +137,7 @@ def main() -> None:
             turns = (arguments.steps, arguments.rounds)
             return race(arguments.recipe, arguments.common, arguments.variant, *turns)
         for variant in arguments.variant:
-            is_hand = variant == "hand"
-            keys = [] if is_hand else variant.split(",")
+            is_hand, keys = read_variant(variant)
             overrides = [*arguments.common, *keys]
             try:
                 text = measure(

@@ -36,6 +36,12 @@ def lacks_module(name: str) -> Callable[[], bool]:
     return lambda: find_spec(name) is None
 
 
+def lacks_flash3() -> bool:
+    from paceline.attention.flash3 import find_flash3
+
+    return find_flash3() is None
+
+
 def slurm_cannot_start() -> bool:
     from tests.schedulers.slurm import why_not
 
@@ -61,6 +67,7 @@ EXCUSES = [
     Excuse(r"could not import 'transformers'", lacks_module("transformers"), "transformers"),
     Excuse(r"could not import 'torchmetrics'", lacks_module("torchmetrics"), "torchmetrics"),
     Excuse(r"torchao is not installed", lacks_module("torchao"), "torchao"),
+    Excuse(r"FlashAttention 3 is not installed", lacks_flash3, "flash3"),
     Excuse(r"triton is not installed", lacks_module("triton"), "triton"),
     Excuse(r"mpirun is not installed", lacks_program("mpirun"), "mpi"),
     Excuse(r"needs chromium", lacks_program("chromium", "chromium-browser", "chrome"), "chromium"),
@@ -85,6 +92,7 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 needs_torchao = pytest.mark.skipif(lacks_module("torchao")(), reason="torchao is not installed")
+needs_flash3 = pytest.mark.skipif(lacks_flash3(), reason="FlashAttention 3 is not installed")
 needs_triton = pytest.mark.skipif(lacks_module("triton")(), reason="triton is not installed")
 
 

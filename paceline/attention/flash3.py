@@ -5,14 +5,19 @@ how to call it, and does so for SDPA's flash kernel once it is asked to.
 """
 
 import importlib
+import os
+import subprocess
+import sys
 import warnings
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from paceline.errors import ConfigError
+from paceline.records.files import fingerprint
 
 CHIP = (9, 0)  # the compute capability that it is for
+TIMEOUT_S = 60.0
 OWN, OF_XFORMERS = "flash_attn_interface", "xformers.flash_attn_3._C"
 INSTALL = (
     "install flash_attn_3, from its authors' wheels, or xformers==0.0.34 without what it pins"
@@ -28,6 +33,34 @@ def find_flash3() -> str | None:
     places = package.submodule_search_locations if package is not None else None
     found = [place for place in places or () if (Path(place) / "flash_attn_3/_C.so").is_file()]
     return OF_XFORMERS if found else None
+
+
+def why_not_loaded(torch_version: str) -> str | None:
+    """Return what the kernels cannot be loaded by, tried in a process of its own: a wheel for
+    another torch or CUDA must not end a run that never asked for it. None: they can, which is kept
+    in the user's cache folder."""
+    kept = _kept_path(torch_version)
+    if kept.is_file():
+        return None
+    command = [sys.executable, "-c", f"from {__name__} import use_flash3; use_flash3(True)"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"not within {TIMEOUT_S:g} s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"it ended by {done.returncode}"])[-1]
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.touch()
+    return None
+
+
+def _kept_path(torch_version: str) -> Path:
+    """Return the file that says that this library loads beside this torch."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    package = find_spec(str(find_flash3()).partition(".")[0])
+    file = Path(package.origin) if package is not None and package.origin else Path()
+    named = fingerprint(torch_version, str(file), str(file.stat().st_mtime))
+    return root / "paceline" / "flash3" / named
 
 
 def use_flash3(wanted: bool) -> None:

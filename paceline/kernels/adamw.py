@@ -47,9 +47,9 @@ def _adamw(
         is_in = at < size
         step = tl.load(count)
         g = tl.load(gradient + at, mask=is_in).to(tl.float32) / tl.load(scale)
-        m = tl.load(mean + at, mask=is_in)
-        v = tl.load(square + at, mask=is_in)
-        w = tl.load(weight + at, mask=is_in)
+        m = tl.load(mean + at, mask=is_in).to(tl.float32)
+        v = tl.load(square + at, mask=is_in).to(tl.float32)
+        w = tl.load(weight + at, mask=is_in).to(tl.float32)
         m += (1 - beta1) * (g - m)
         v = beta2 * v + (1 - beta2) * g * g
         # beta ** step, by base 2: there is no power of a float by a float

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from paceline.attention.crossover import find_crossover
-from paceline.attention.flash3 import CHIP, INSTALL, find_flash3
+from paceline.attention.flash3 import CHIP, INSTALL, find_flash3, why_not_loaded
 from paceline.attention.sizes import Sizes
 from paceline.config.schema import NSAConfig, RunConfig
 from paceline.machine.datasheets import choose_arithmetic
@@ -13,6 +13,9 @@ from paceline.workloads.base import Workload
 FAST_BF16 = (8, 0)  # compute capability of Ampere
 SDPA_ON_CPU = ("sdpa", "flash", "math")
 MAX_FLASH_HEAD = 256  # torch's FlashAttention-2
+# Widths of heads at which FlashAttention 3 was measured to be faster than torch's own kernels, and
+# equal: benchmarks/results/gpu_flash3_h200_lm_1b.txt.
+FLASH3_HEADS = (64, 128)
 
 
 def choose_precision(config: RunConfig, env: Env, device: Choice[Device]) -> Choice[Precision]:
@@ -29,7 +32,7 @@ def choose_precision(config: RunConfig, env: Env, device: Choice[Device]) -> Cho
 
 
 def choose_attention(
-    config: RunConfig, env: Env, device: Choice[Device], workload: Workload
+    config: RunConfig, env: Env, device: Choice[Device], precision: str, workload: Workload
 ) -> Choice[Attention]:
     asked = config.attention.impl
     if asked == "nsa":
@@ -37,8 +40,15 @@ def choose_attention(
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
     capability = capability_of(env) if device.value == "cuda" else None
-    value, because = "sdpa", "torch chooses the kernel"
-    if capability is not None and capability >= FAST_BF16:
+    value: Attention = "sdpa"
+    because = "torch chooses the kernel"
+    if capability == CHIP and _suits_flash3(config, precision, workload):
+        broken = why_not_loaded(env.torch)
+        if broken is None:
+            value, because = "flash3", "FlashAttention 3 is installed: faster and equal on an H200"
+        else:
+            because = f"FlashAttention 3 is installed, and cannot be loaded: {broken}"
+    elif capability is not None and capability >= FAST_BF16:
         because = _because(capability)
     elif capability is not None and "eager" in workload.own_attention:
         value, because = "eager", _because(capability)
@@ -46,6 +56,12 @@ def choose_attention(
         because = f"{_because(capability)}, but this workload has no eager attention"
     attends = workload.attention in ("causal", "full")
     return Choice(requested=asked, value=value, because=because, matters=attends)
+
+
+def _suits_flash3(config: RunConfig, precision: str, workload: Workload) -> bool:
+    """Say whether this is what FlashAttention 3 was measured at, on a machine that has it."""
+    is_measured = precision in ("bf16", "fp8") and workload.head_dim(config) in FLASH3_HEADS
+    return is_measured and workload.attends_plainly(config) and find_flash3() is not None
 
 
 def _route_nsa(

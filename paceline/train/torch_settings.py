@@ -21,17 +21,22 @@ def apply_policy(plan: Plan) -> None:
 
     A context around the forward pass would not do: recomputation runs in backward.
     """
-    if plan.compile.value != "off":
+    _apply_determinism(plan)
+    torch.set_float32_matmul_precision(plan.matmul.value)
+    torch.backends.cudnn.allow_tf32 = plan.matmul.value != "highest"
+    allow_kernels(plan.attention.value, plan.compile.value != "off")
+
+
+def allow_kernels(attention: str, is_compiled: bool) -> None:
+    """Let SDPA take this kernel alone, or any."""
+    if is_compiled:
         import torch.compiler.config as compiler_config
 
         # torch keys its cache of compiled graphs by the graph, not by which kernels were allowed:
         # without a mark of our own, a run that asks for cudnn gets the flash of the run before it.
-        compiler_config.cache_key_tag = f"paceline: {plan.attention.value} attention"
-    _apply_determinism(plan)
-    torch.set_float32_matmul_precision(plan.matmul.value)
-    torch.backends.cudnn.allow_tf32 = plan.matmul.value != "highest"
-    use_flash3(plan.attention.value == "flash3")
-    only = KERNELS.get(plan.attention.value)
+        compiler_config.cache_key_tag = f"paceline: {attention} attention"
+    use_flash3(attention == "flash3")
+    only = KERNELS.get(attention)
     torch.backends.cuda.enable_flash_sdp(only in (None, SDPBackend.FLASH_ATTENTION))
     torch.backends.cuda.enable_mem_efficient_sdp(only in (None, SDPBackend.EFFICIENT_ATTENTION))
     torch.backends.cuda.enable_cudnn_sdp(only in (None, SDPBackend.CUDNN_ATTENTION))

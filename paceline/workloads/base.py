@@ -118,6 +118,10 @@ class Workload:
         it."""
         return None
 
+    def attends_plainly(self, config: Any) -> bool:
+        """Say whether all its attention is by SDPA, causal, without a mask and without dropout."""
+        return False
+
     def build_data(self, config: Any, split: Split) -> Dataset | Stream | None:
         """Return the samples of a split, by index; None when this workload has no such split.
         Training data may be a stream: what can be iterated, or has `shards` and `open(shard)`."""

@@ -12,10 +12,11 @@ from paceline.verify.flow import run_verify
 from tests.gpu.test_strategies import TINY, audit_of
 from tests.harness import RankEnds, run_here
 from tests.proofs import assert_proven
-from tests.skips import needs_gpu, needs_torchao
+from tests.skips import needs_flash3, needs_gpu, needs_torchao
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200), needs_gpu]
 BF16 = [*TINY, "precision.mode=bf16"]
+PLAIN = ["train.kernels=torch", "attention.impl=sdpa"]
 SHARED = "launch.env.TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
 
 
@@ -26,7 +27,7 @@ def assert_near(plain: RankEnds, other: RankEnds, rel: float) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> RankEnds:
-    return run_here(tmp_path_factory.mktemp("plain"), "lm_tiny", [*BF16, "train.kernels=torch"])
+    return run_here(tmp_path_factory.mktemp("plain"), "lm_tiny", [*BF16, *PLAIN])
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> RankEnds:
         ["train.kernels=triton", "strategy.name=zero3"],
         ["train.activation_offload=true", "train.activation_checkpointing=full"],
         ["train.activation_offload=true"],
+        ["train.activation_offload=true", "train.compile=default"],
         ["train.memory_budget=0.05"],
         ["optim.name=adamw8bit"],
     ],
@@ -47,6 +49,18 @@ def test_the_same_is_learned(settings: list[str], plain: RankEnds, tmp_path: Pat
     assert_near(plain, ends, rel=1e-2)
     wrong = [p for p in Audit.load(ends.run.audit).proofs if not p.ok and "timeout" not in p.what]
     assert not wrong
+
+
+@needs_flash3
+@pytest.mark.parametrize("compiled", ["off", "default"])
+def test_auto_attends_by_flash3_and_learns_the_same(
+    compiled: str, plain: RankEnds, tmp_path: Path
+) -> None:
+    ends = run_here(tmp_path / "run", "lm_tiny", [*BF16, f"train.compile={compiled}"])
+    (proof,) = [p for p in Audit.load(ends.run.audit).proofs if p.what == "attention"]
+    assert proof.ok and proof.requested == "auto, so flash3"
+    assert proof.effective.startswith("flash3 x ")
+    assert_near(plain, ends, rel=1e-2)
 
 
 @needs_torchao

@@ -1,5 +1,6 @@
 """FlashAttention 3: found where it is installed, refused with the reason where it cannot be had."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +9,11 @@ import pytest
 
 from paceline.attention.flash3 import find_flash3, is_flash3_used, use_flash3
 from paceline.errors import ConfigError
+from paceline.records import Attention, Choice
 from tests.machines import machine, plan
 
 FLASH3 = "attention.impl=flash3"
+HEADS = ("model.dim=128", "model.num_heads=2", "model.num_kv_heads=2")  # of 64
 # What torch asks of the package: two operations of these names.
 PACKAGE = """
 import torch
@@ -42,6 +45,44 @@ def test_it_is_refused_where_it_is_not_installed_and_on_other_chips(package: Non
     assert "flash3 takes bf16 or fp16" in told
     on_cpu = plan(FLASH3, machine=machine())
     assert "flash3 is a kernel for GPUs" in str([f.what for f in on_cpu.findings])
+
+
+def auto(*words: str, **where: str) -> Choice[Attention]:
+    return plan(*HEADS, *words, machine=machine(1, **where)).attention
+
+
+def test_auto_takes_it_where_it_was_measured(
+    package: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    assert (auto().value, auto().because) == (
+        "flash3",
+        "FlashAttention 3 is installed: faster and equal on an H200",
+    )
+    assert auto("precision.mode=fp8", "precision.fp8_layers=all").value == "flash3"
+    for elsewhere in (
+        auto("attention.impl=sdpa"),
+        auto("precision.mode=fp32"),
+        auto("model.num_heads=4"),
+        auto("data.source=stdlib", "data.document_mask=true"),
+        auto(capability="8.0", name="NVIDIA A100"),
+        auto(capability="10.0", name="NVIDIA B200"),
+    ):
+        assert elsewhere.value == "sdpa"
+
+
+def test_auto_leaves_kernels_that_cannot_be_loaded(
+    package: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    broken = "raise ImportError('libcudart.so.12: cannot open shared object file')"
+    (tmp_path / "flash_attn_interface.py").write_text(broken)
+    assert auto().value == "sdpa"
+    assert "cannot be loaded: ImportError: libcudart.so.12" in auto().because
+    (tmp_path / "flash_attn_interface.py").write_text(PACKAGE)
+    assert auto().value == "flash3", "what failed is tried again"
 
 
 def test_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,9 @@ class LanguageModel(Workload):
     def head_dim(self, config: Any) -> int:
         return int(config.model.head_dim)
 
+    def attends_plainly(self, config: Any) -> bool:
+        return not config.data.keeps_apart
+
     def sketch_batch(self, config: Any) -> Any:
         import torch
 
