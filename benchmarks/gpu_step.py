@@ -146,10 +146,9 @@ def sum_kinds(kernels: list[Kernel]) -> dict[str, float]:
 
 
 def find_limits(
-    bench: Bench, kernels: list[Kernel], rates: tuple[float, float]
+    bench: Bench, kernels: list[Kernel], flops_s: float, bytes_s: float
 ) -> dict[str, float]:
-    """Milliseconds that each kind would take at these rates: FLOP/s of products, bytes/s."""
-    flops_s, bytes_s = rates
+    """Milliseconds that each kind would take at these rates of products and of memory."""
     model: Any = bench.job.config.model
     tokens = bench.micro * bench.seq_len
     attention = 6 * model.num_layers * model.dim * bench.seq_len  # of a token, causal

@@ -4,7 +4,8 @@
         --variant precision.mode=fp8 [--steps 12] [--profile] [--common KEY=VALUE ...]
 
 Each variant is `KEY=VALUE,KEY=VALUE`, or begins with `hand`: the hand-written loop of
-gpu_throughput.py, which reads `attention.impl` alone (`hand,attention.impl=sdpa`). They run one
+gpu_throughput.py, which reads `attention.impl` alone (`hand,attention.impl=sdpa`; one of them, as a
+second one would get the first one's graph). They run one
 after the other in this process, each on an empty device: milliseconds a step (median, by CUDA
 events), tokens/s, MFU against the bf16 peak, the peak of allocated memory, seconds until the first
 step has ended, and the losses of some steps, which must agree within the noise of the number
@@ -125,6 +126,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--rounds", type=int, default=0)
     arguments = parser.parse_args()
+    if sum(read_variant(variant)[0] for variant in arguments.variant) > 1:
+        parser.error("one hand-written loop at most: a second one would get the first one's graph")
     torch.set_float32_matmul_precision("high")
     shown = " ".join([arguments.recipe, *arguments.common])
     print(

@@ -14,6 +14,7 @@ which hangs on the frames of the error, is asked what it has saved for whose wei
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any, Literal
 
@@ -220,6 +221,20 @@ def _graphs_of(error: BaseException) -> Iterator[Any]:
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 yield value.grad_fn
         frame = frame.tb_next
+
+
+def let_go(error: BaseException | None) -> None:
+    """Drop what the frames of an error hold, and of those that it came from: all tensors of the
+    step that failed hang on them. Their lines stay, for whoever prints it."""
+    while error is not None:
+        for frame, _ in walk_tb(error.__traceback__):
+            try:
+                frame.clear()
+            except RuntimeError:  # it runs
+                continue
+            if isinstance(frame.f_locals, dict):  # up to Python 3.12 a copy, made when it was read
+                frame.f_locals.clear()
+        error = error.__cause__ or error.__context__
 
 
 def _owner_of(node: Any, owners: dict[int, str]) -> str:

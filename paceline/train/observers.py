@@ -8,7 +8,7 @@ from paceline.records.profiled import parse_profile
 from paceline.records.rundir import RunDir
 from paceline.strategies.base import Engine
 from paceline.strategies.clock import Clock
-from paceline.train.memory import MemoryDumps
+from paceline.train.memory import MemoryDumps, let_go
 from paceline.train.profiling import Profiler
 from paceline.train.ranges import mark_by_nvtx
 
@@ -42,10 +42,13 @@ class Observers:
         self.profiler.close()
 
     def explain_memory(self, error: BaseException, told: RankError) -> RankError:
-        """Write down what holds the memory that has run out, and say it with the error."""
+        """Write down what holds the memory that has run out, say it with the error, and let it
+        go."""
         try:
             dump = self.memory.dump("oom", self._clock.step, error)
         except (RuntimeError, MemoryError):  # not even for that is there memory
             return told
+        finally:
+            let_go(error)
         first, hint, rest = told.message.partition("\nhint: ")
         return told.model_copy(update={"message": f"{first}\n{dump.sentence()}{hint}{rest}"})

@@ -1,7 +1,10 @@
 """Profiles and memory dumps of real steps on one rank."""
 
+import gc
 import threading
 import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -83,11 +86,31 @@ class Job(Workload):
 """
 
 
-def test_where_memory_runs_out_its_owners_are_written(tmp_path: Path) -> None:
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[torch.Tensor]]]:
+    """What torch.relu returns meanwhile, while nobody collects garbage."""
+    relu, seen = torch.relu, list[weakref.ref[torch.Tensor]]()
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        y = relu(x)
+        seen.append(weakref.ref(y))
+        return y
+
+    monkeypatch.setattr(torch, "relu", noted)
+    gc.disable()
+    yield seen
+    gc.enable()
+
+
+def test_where_memory_runs_out_its_owners_are_written(
+    tmp_path: Path, made: list[weakref.ref[torch.Tensor]]
+) -> None:
     (tmp_path / "job.py").write_text(OUT_OF_MEMORY)
     settings = ["train.steps=3", "train.micro_batch_size=8", "data.num_workers=0"]
-    with pytest.raises(MemoryFull, match="can't allocate memory"):
+    with pytest.raises(MemoryFull, match="can't allocate memory") as raised:
         run_here(tmp_path / "run", f"{tmp_path / 'job.py'}:Job", [*settings, "launch.device=cpu"])
+    assert any(entry.name == "forward" for entry in raised.traceback)
+    assert made and not any(y() is not None for y in made), "the error holds what a step has made"
     run = RunDir(tmp_path / "run")
     dump = MemoryDump.load(run.memory_dump(0, "oom"))
     assert dump.inside == "greedy" and dump.by_kind["parameters"] == 4 * (4 * 64 + 64 + 64 + 1)
