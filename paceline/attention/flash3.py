@@ -12,34 +12,44 @@ import warnings
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.records.files import fingerprint
 
 CHIP = (9, 0)  # the compute capability that it is for
 TIMEOUT_S = 60.0
-OWN, OF_XFORMERS = "flash_attn_interface", "xformers.flash_attn_3._C"
+OWN, OF_XFORMERS = "flash_attn_interface", "flash_attn_3/_C.so"
 INSTALL = (
     "install flash_attn_3, from its authors' wheels, or xformers==0.0.34 without what it pins"
     " (pip install --no-deps); or set attention.impl=sdpa"
 )
 
 
-def find_flash3() -> str | None:
-    """Return the module that brings the kernels; None where none is installed. Imports nothing."""
-    if find_spec(OWN) is not None:
-        return OWN
+class Kernels(NamedTuple):
+    """Where they are: a module to import, or else a library to load."""
+
+    module: str
+    file: Path
+
+
+def find_flash3() -> Kernels | None:
+    """Return where the kernels are; None where none are installed. Imports nothing."""
+    own = find_spec(OWN)
+    if own is not None and own.origin is not None:
+        return Kernels(OWN, Path(own.origin))
     package = find_spec("xformers")
     places = package.submodule_search_locations if package is not None else None
-    found = [place for place in places or () if (Path(place) / "flash_attn_3/_C.so").is_file()]
-    return OF_XFORMERS if found else None
+    files = [Path(place) / OF_XFORMERS for place in places or ()]
+    # As a library: the package itself takes seconds to import, and warns of all else that it lacks.
+    return next((Kernels("", file) for file in files if file.is_file()), None)
 
 
-def why_not_loaded(torch_version: str) -> str | None:
+def why_not_loaded(kernels: Kernels, torch_version: str) -> str | None:
     """Return what the kernels cannot be loaded by, tried in a process of its own: a wheel for
     another torch or CUDA must not end a run that never asked for it. None: they can, which is kept
     in the user's cache folder."""
-    kept = _kept_path(torch_version)
+    kept = _kept_path(kernels, torch_version)
     if kept.is_file():
         return None
     command = [sys.executable, "-c", f"from {__name__} import use_flash3; use_flash3(True)"]
@@ -54,17 +64,16 @@ def why_not_loaded(torch_version: str) -> str | None:
     return None
 
 
-def _kept_path(torch_version: str) -> Path:
+def _kept_path(kernels: Kernels, torch_version: str) -> Path:
     """Return the file that says that this library loads beside this torch."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    package = find_spec(str(find_flash3()).partition(".")[0])
-    file = Path(package.origin) if package is not None and package.origin else Path()
-    named = fingerprint(torch_version, str(file), str(file.stat().st_mtime))
+    named = fingerprint(torch_version, str(kernels.file), str(kernels.file.stat().st_mtime))
     return root / "paceline" / "flash3" / named
 
 
 def use_flash3(wanted: bool) -> None:
     """Let SDPA's flash kernel be FlashAttention 3, or torch's own again."""
+    import torch
     from torch.nn import attention
 
     if not hasattr(attention, "activate_flash_attention_impl"):
@@ -75,11 +84,16 @@ def use_flash3(wanted: bool) -> None:
         if attention.current_flash_attention_impl() is not None:
             attention.restore_flash_attention_impl()
         return
-    module = find_flash3()
-    if module is None:
+    kernels = find_flash3()
+    if kernels is None:
         raise ConfigError(f"attention.impl=flash3: it is not installed here\nhint: {INSTALL}")
+    if not kernels.module:
+        load: Any = torch.ops.load_library
+        load(kernels.file)
     register = importlib.import_module("torch.nn.attention._fa3").register_flash_attention_fa3
-    attention.register_flash_attention_impl("FA3", register_fn=partial(register, module))
+    # It imports a module, and then asks torch for the operations: those of a library are there.
+    by_module = partial(register, kernels.module or "torch")
+    attention.register_flash_attention_impl("FA3", register_fn=by_module)
     with warnings.catch_warnings():  # that a kernel takes another's place is what was asked for
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         attention.activate_flash_attention_impl("FA3")

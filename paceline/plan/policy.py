@@ -42,8 +42,9 @@ def choose_attention(
     capability = capability_of(env) if device.value == "cuda" else None
     value: Attention = "sdpa"
     because = "torch chooses the kernel"
-    if capability == CHIP and _suits_flash3(config, precision, workload):
-        broken = why_not_loaded(env.torch)
+    flash3 = find_flash3() if _suits_flash3(config, precision, workload) else None
+    if capability == CHIP and flash3 is not None:
+        broken = why_not_loaded(flash3, env.torch)
         if broken is None:
             value, because = "flash3", "FlashAttention 3 is installed: faster and equal on an H200"
         else:
@@ -59,9 +60,9 @@ def choose_attention(
 
 
 def _suits_flash3(config: RunConfig, precision: str, workload: Workload) -> bool:
-    """Say whether this is what FlashAttention 3 was measured at, on a machine that has it."""
+    """Say whether this is what FlashAttention 3 was measured at."""
     is_measured = precision in ("bf16", "fp8") and workload.head_dim(config) in FLASH3_HEADS
-    return is_measured and workload.attends_plainly(config) and find_flash3() is not None
+    return is_measured and workload.attends_plainly(config)
 
 
 def _route_nsa(

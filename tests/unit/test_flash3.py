@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.attention.flash3 import find_flash3, is_flash3_used, use_flash3
 from paceline.errors import ConfigError
@@ -95,13 +96,21 @@ def test_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         use_flash3(True)
 
 
-def test_the_wheels_of_xformers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "xformers/flash_attn_3").mkdir(parents=True)
+def test_the_library_of_xformers_is_loaded_without_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "xformers/flash_attn_3/_C.so"
+    library.parent.mkdir(parents=True)
     (tmp_path / "xformers/__init__.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     assert find_flash3() is None, "one without the kernels"
-    (tmp_path / "xformers/flash_attn_3/_C.so").write_text("")
-    assert find_flash3() == "xformers.flash_attn_3._C"
+    library.write_text("")
+    loaded: dict[Path, dict[str, object]] = {}
+    load = lambda path: exec(PACKAGE, loaded.setdefault(path, {}))  # noqa: E731
+    monkeypatch.setattr(torch.ops, "load_library", load)
+    use_flash3(True)
+    assert is_flash3_used() and list(loaded) == [library]
+    use_flash3(False)
 
 
 def test_torch_is_told_and_told_otherwise_again(package: None) -> None:
