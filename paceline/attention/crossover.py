@@ -9,11 +9,11 @@ where it was seen to win.
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from pydantic import Field
 from paceline.attention.sizes import Sizes
 from paceline.errors import DataError
 from paceline.records import Env, Part, Record
-from paceline.records.files import fingerprint
+from paceline.records.files import cache_folder, fingerprint
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 TIMEOUT_S = 300.0
@@ -68,19 +68,19 @@ def find_crossover(env: Env, shape: Shape) -> Crossover | str:
         pass
     found = _measure_apart(shape)
     if isinstance(found, Crossover):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        found.save(path)
+        with suppress(OSError):  # it is measured again, where nothing can be kept
+            path.parent.mkdir(parents=True, exist_ok=True)
+            found.save(path)
     return found
 
 
 def kept_path(env: Env, shape: Shape) -> Path:
     """Return where the measure of a kind of GPU, a version of torch, these kernels and a shape is
     kept."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     sizes = json.dumps(asdict(shape), sort_keys=True)
     code = [path.read_text() for path in sorted(SOURCES.glob("*.py"))]
     named = fingerprint(*sorted({gpu.name for gpu in env.gpus}), env.torch, sizes, *code)
-    return root / "paceline" / "nsa" / f"{named}.json"
+    return cache_folder("nsa") / f"{named}.json"
 
 
 def _measure_apart(shape: Shape) -> Crossover | str:

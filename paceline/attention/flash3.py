@@ -6,19 +6,22 @@ how to call it, and does so for SDPA's flash kernel once it is asked to.
 
 import importlib
 import os
+import platform
 import subprocess
 import sys
 import warnings
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.errors import ConfigError
-from paceline.records.files import fingerprint
+from paceline.records.files import cache_folder, fingerprint
 
 CHIP = (9, 0)  # the compute capability that it is for
 TIMEOUT_S = 60.0
+KERNEL = "FlashAttnFwdSm90"  # part of its name on the device
 OWN, OF_XFORMERS = "flash_attn_interface", "flash_attn_3/_C.so"
 INSTALL = (
     "install flash_attn_3, from its authors' wheels, or xformers==0.0.34 without what it pins"
@@ -45,6 +48,7 @@ def find_flash3() -> Kernels | None:
     return next((Kernels("", file) for file in files if file.is_file()), None)
 
 
+@cache
 def why_not_loaded(kernels: Kernels, torch_version: str) -> str | None:
     """Return what the kernels cannot be loaded by, tried in a process of its own: a wheel for
     another torch or CUDA must not end a run that never asked for it. None: they can, which is kept
@@ -59,16 +63,18 @@ def why_not_loaded(kernels: Kernels, torch_version: str) -> str | None:
         return f"not within {TIMEOUT_S:g} s"
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"it ended by {done.returncode}"])[-1]
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.touch()
+    with suppress(OSError):  # it is tried again, where nothing can be kept
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.touch()
     return None
 
 
 def _kept_path(kernels: Kernels, torch_version: str) -> Path:
-    """Return the file that says that this library loads beside this torch."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    named = fingerprint(torch_version, str(kernels.file), str(kernels.file.stat().st_mtime))
-    return root / "paceline" / "flash3" / named
+    """Return the file that says that this library loads beside this torch, on this host and with
+    these folders of libraries."""
+    around = (platform.node(), os.environ.get("LD_LIBRARY_PATH", ""), torch_version)
+    changed_at = str(kernels.file.stat().st_mtime)
+    return cache_folder("flash3") / fingerprint(*around, str(kernels.file), changed_at)
 
 
 def use_flash3(wanted: bool) -> None:
@@ -97,10 +103,3 @@ def use_flash3(wanted: bool) -> None:
     with warnings.catch_warnings():  # that a kernel takes another's place is what was asked for
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         attention.activate_flash_attention_impl("FA3")
-
-
-def is_flash3_used() -> bool:
-    from torch.nn import attention
-
-    tell = getattr(attention, "current_flash_attention_impl", None)
-    return tell is not None and tell() == "FA3"

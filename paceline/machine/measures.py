@@ -5,7 +5,6 @@ GB is 10**9 bytes. Sizes follow nccl-tests: the larger of what one rank sends an
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from pydantic import Field
 from paceline.errors import DataError
 from paceline.machine.facts import hardware_fingerprint
 from paceline.records import Crew, Env, Part, Record
+from paceline.records.files import cache_folder
 
 
 class Wrong(Part):
@@ -174,5 +174,4 @@ def _load(env: Env, device: str) -> KeptRates | None:
 
 
 def _path(env: Env, device: str) -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return root / "paceline" / "rates" / f"{hardware_fingerprint(env)}-{device}.json"
+    return cache_folder("rates") / f"{hardware_fingerprint(env)}-{device}.json"

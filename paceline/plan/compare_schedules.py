@@ -193,7 +193,7 @@ def _measure(
     of what the simulator needs."""
     config, workload = job.config, job.workload
     precision = choose_precision(config, env, crew.device).value
-    attention = choose_attention(config, env, crew.device, precision, workload).value
+    attention = choose_attention(config, env, crew, precision, workload).value
     model = measure_model(workload, effective_config(config, attention))
     num_ranks = _count_ranks(config, crew.world_size)
     batch, _ = split_batch(config, crew.world_size // num_ranks)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from paceline.config.schema import RunConfig
-from paceline.plan.policy import capability_of
+from paceline.plan.policy import capability_of, where_measured
 from paceline.records import Choice, Device, Env, Finding, Kernels, Plan
 from paceline.strategies.base import Strategy
 from paceline.strategies.optimizers import has_kernel
@@ -13,7 +13,7 @@ from paceline.workloads.base import Workload
 
 # What was measured: benchmarks/results/gpu_kernels_h200.txt. Chosen on all chips of its capability,
 # though their memory and clocks differ.
-CHIP, MEASURED = "H200", (9, 0)
+MEASURED = (9, 0)
 
 
 def choose_kernels(
@@ -42,7 +42,7 @@ def choose_kernels(
     elif find_spec("triton") is None:
         because = "triton is not installed"
     else:
-        value, because = "triton", f"{what}: faster and equal on {_where(env)}"
+        value, because = "triton", f"{what}: faster and equal on {where_measured(env)}"
     return Choice(requested=asked, value=value, because=because, matters=value == "triton")
 
 
@@ -65,14 +65,6 @@ def check_kernels(plan: Plan) -> Iterator[Finding]:
             hint="pip install triton, or set train.kernels=torch",
             cause="cluster",
         )
-
-
-def _where(env: Env) -> str:
-    """Return the chip that was measured, and what another one has of it."""
-    for gpu in env.gpus:
-        if CHIP not in gpu.name:
-            return f"an {CHIP}; {gpu.name} was not measured, and has its compute capability 9.0"
-    return f"an {CHIP}"
 
 
 def _served(config: RunConfig, workload: Workload, strategy: Strategy) -> str:

@@ -7,15 +7,16 @@ from paceline.attention.flash3 import CHIP, INSTALL, find_flash3, why_not_loaded
 from paceline.attention.sizes import Sizes
 from paceline.config.schema import NSAConfig, RunConfig
 from paceline.machine.datasheets import choose_arithmetic
-from paceline.records import Attention, Choice, Device, Env, Finding, Matmul, Plan, Precision
+from paceline.records import Attention, Choice, Crew, Device, Env, Finding, Matmul, Plan, Precision
 from paceline.workloads.base import Workload
 
 FAST_BF16 = (8, 0)  # compute capability of Ampere
 SDPA_ON_CPU = ("sdpa", "flash", "math")
 MAX_FLASH_HEAD = 256  # torch's FlashAttention-2
-# Widths of heads at which FlashAttention 3 was measured to be faster than torch's own kernels, and
-# equal: benchmarks/results/gpu_flash3_h200_lm_1b.txt.
-FLASH3_HEADS = (64, 128)
+# Where kernels of ours, and FlashAttention 3, were measured to be faster than torch's, and equal.
+MEASURED_CHIP = "H200"
+# Widths of heads, and the shortest sequence: benchmarks/results/gpu_flash3_h200_lm_1b.txt.
+FLASH3_HEADS, FLASH3_LENGTH = (64, 128), 2048
 
 
 def choose_precision(config: RunConfig, env: Env, device: Choice[Device]) -> Choice[Precision]:
@@ -32,23 +33,19 @@ def choose_precision(config: RunConfig, env: Env, device: Choice[Device]) -> Cho
 
 
 def choose_attention(
-    config: RunConfig, env: Env, device: Choice[Device], precision: str, workload: Workload
+    config: RunConfig, env: Env, crew: Crew, precision: str, workload: Workload
 ) -> Choice[Attention]:
     asked = config.attention.impl
     if asked == "nsa":
-        return _route_nsa(config, env, device, workload)
+        return _route_nsa(config, env, crew.device, workload)
     if asked != "auto":
         return Choice(requested=asked, value=asked, because="as asked")
-    capability = capability_of(env) if device.value == "cuda" else None
+    capability = capability_of(env) if crew.on_gpu else None
     value: Attention = "sdpa"
     because = "torch chooses the kernel"
-    flash3 = find_flash3() if _suits_flash3(config, precision, workload) else None
-    if capability == CHIP and flash3 is not None:
-        broken = why_not_loaded(flash3, env.torch)
-        if broken is None:
-            value, because = "flash3", "FlashAttention 3 is installed: faster and equal on an H200"
-        else:
-            because = f"FlashAttention 3 is installed, and cannot be loaded: {broken}"
+    flash3 = _try_flash3(config, env, crew, precision, workload)
+    if flash3 is not None:
+        value, because = flash3
     elif capability is not None and capability >= FAST_BF16:
         because = _because(capability)
     elif capability is not None and "eager" in workload.own_attention:
@@ -59,10 +56,39 @@ def choose_attention(
     return Choice(requested=asked, value=value, because=because, matters=attends)
 
 
-def _suits_flash3(config: RunConfig, precision: str, workload: Workload) -> bool:
+def _try_flash3(
+    config: RunConfig, env: Env, crew: Crew, precision: str, workload: Workload
+) -> tuple[Attention, str] | None:
+    """Return FlashAttention 3, or why what is installed of it cannot be used; None: it is not
+    there, or was not measured for such a job."""
+    if not crew.on_gpu or capability_of(env) != CHIP or not _suits_flash3(config, workload):
+        return None
+    kernels = find_flash3()
+    if kernels is None or precision != "bf16":
+        return None
+    if crew.num_nodes > 1:
+        return "sdpa", "whether FlashAttention 3 is installed is known of this machine alone"
+    broken = why_not_loaded(kernels, env.torch)
+    if broken:
+        return "sdpa", f"FlashAttention 3 is installed, and cannot be loaded: {broken}"
+    return "flash3", f"FlashAttention 3 is installed: faster and equal on {where_measured(env)}"
+
+
+def _suits_flash3(config: RunConfig, workload: Workload) -> bool:
     """Say whether this is what FlashAttention 3 was measured at."""
-    is_measured = precision in ("bf16", "fp8") and workload.head_dim(config) in FLASH3_HEADS
-    return is_measured and workload.attends_plainly(config)
+    if config.train.deterministic or not workload.attends_plainly(config):
+        return False
+    length = workload.positions_per_sample(config) or 0
+    return workload.head_dim(config) in FLASH3_HEADS and length >= FLASH3_LENGTH
+
+
+def where_measured(env: Env) -> str:
+    """Return the chip that was measured, and what another one has of it."""
+    for gpu in env.gpus:
+        if MEASURED_CHIP not in gpu.name:
+            like = f"{gpu.name} was not measured, and has its compute capability 9.0"
+            return f"an {MEASURED_CHIP}; {like}"
+    return f"an {MEASURED_CHIP}"
 
 
 def _route_nsa(
@@ -147,8 +173,12 @@ def _attention_problems(
         yield _refused(impl, "flex_attention has no backward pass on CPU", _offer(own, on_cpu))
     elif on_cpu and impl not in (*SDPA_ON_CPU, "eager", "nsa"):
         yield _refused(impl, f"{impl} is a kernel for GPUs, and the ranks are on CPU", "use sdpa")
-    elif impl == "flash3" and find_flash3() is None:
-        yield _refused(impl, "it is not installed here", INSTALL)
+    elif impl == "flash3":
+        kernels = find_flash3()
+        broken = why_not_loaded(kernels, env.torch) if kernels else None
+        if kernels is None or broken:
+            what = f"it cannot be loaded here: {broken}" if broken else "it is not installed here"
+            yield _refused(impl, what, INSTALL)
     head = workload.head_dim(config)
     if impl == "nsa" and impl in own and head is not None:
         yield from _sparse_problems(config.attention.nsa, head, on_cpu)

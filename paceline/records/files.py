@@ -134,6 +134,12 @@ class FileLock:
         os.close(self._handle)
 
 
+def cache_folder(name: str) -> Path:
+    """Return where this user's machine keeps what was found out once: rates, crossovers."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "paceline" / name
+
+
 def fingerprint(*parts: bytes | str) -> str:
     """A short name for content: equal content, equal name."""
     digest = hashlib.sha256()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.attention.flash3 import is_flash3_used
+from paceline.attention.flash3 import KERNEL as FLASH3
 from paceline.config.schema import RunConfig
 from paceline.errors import AuditError
 from paceline.records import Audit, Choice, Fp8Plan, Plan, Proof
@@ -174,7 +174,7 @@ class Auditor:
         if step == self.step:
             # Kernels that a compiler wrote leave no trace but their own name on the device, and
             # what runs beside communication is seen there only.
-            by_name = self.plan.attention.value in ("flex", "nsa")
+            by_name = self.plan.attention.value in ("flash3", "flex", "nsa")
             needs_kernels = by_name or self.overlap is not None
             self._profile = StepProfile(needs_kernels and self.device.type == "cuda")
             self._profile.start()
@@ -246,11 +246,11 @@ def _attention(plan: Plan, seen: StepProfile) -> Iterator[Proof]:
         return
     calls = Counter(_call(op) for op in seen.find(*KERNELS))
     for (kernel, text), count in sorted(calls.items()):
-        if kernel == "flash" and is_flash3_used():
+        if kernel == "flash" and any(FLASH3 in name for name in seen.names):
             kernel = "flash3"
         ok = asked in ("sdpa", kernel)
         yield _proof("attention", said, f"{kernel} x {count}", f"{PROFILE}: {text}", ok)
-    if calls or (asked == "sdpa" and plan.attention.requested == "auto"):
+    if calls or (asked in ("sdpa", "flash3") and plan.attention.requested == "auto"):
         return
     if asked == "flex":
         kernels = [name for name in seen.names if "flex" in name]

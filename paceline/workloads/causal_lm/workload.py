@@ -72,9 +72,6 @@ class CausalLM(LanguageModel):
 
         return head_width(self._hf_config(config))
 
-    def attends_plainly(self, config: Any) -> bool:
-        return False  # models of transformers have masks and dropouts of their own
-
     def build_data(self, config: Any, split: Split) -> Dataset | None:
         from paceline.data.synthetic import SyntheticTokens
 

@@ -108,7 +108,9 @@ class LanguageModel(Workload):
         return int(config.model.head_dim)
 
     def attends_plainly(self, config: Any) -> bool:
-        return not config.data.keeps_apart
+        cls, own = type(self), LanguageModel  # what else is built from, or fed, nobody knows here
+        is_own = cls.build_model is own.build_model and cls.loss is own.loss
+        return is_own and not getattr(config.data, "keeps_apart", False)
 
     def sketch_batch(self, config: Any) -> Any:
         import torch
