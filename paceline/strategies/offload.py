@@ -90,12 +90,13 @@ class Offloader:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             self.parked[number] = []
+            like_weights = weights and _without(weights, args, kwargs)
             # By the storage and not by its address: that is another's once the tensor is gone. A
             # weak reference keeps no memory, but no later storage can be equal to it.
             seen: dict[Any, Parked] = {}
 
             def pack(value: Tensor) -> Tensor | Parked:
-                if self._stays(value, weights):
+                if self._stays(value, like_weights):
                     return value
                 storage = StorageWeakRef(value.untyped_storage())
                 view = (value.storage_offset(), value.shape, value.stride(), value.dtype)
@@ -164,6 +165,15 @@ class Offloader:
     def _room_for(self, kept: Parked) -> Tensor:
         host = kept.host
         return torch.empty_strided(host.shape, kept.strides, dtype=host.dtype, device=self.device)
+
+
+def _without(weights: Shapes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+    """Leave out shapes that activations have, too, where there are as many tokens as a weight has
+    rows: a weight sent for nothing costs time, an activation that stays the memory that was asked
+    for."""
+    given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 1)
+    rows = {x.numel() // x.shape[-1] for x in given if x.numel()}
+    return {shape for shape in weights if shape[0] not in rows}
 
 
 def _is_weight(value: Tensor) -> bool:

@@ -152,6 +152,21 @@ def test_a_compiled_block_saves_on_the_host(is_whole: bool) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow  # imports the compiler
+def test_as_many_tokens_as_a_compiled_weight_has_rows_are_sent_too() -> None:
+    """Its graph has no history to tell them by: each token sends as much as elsewhere."""
+    sent = []
+    for num_tokens in (8, 12, 16):
+        torch._dynamo.reset()
+        block, x = Feed(), torch.randn(num_tokens, 8)
+        block.compile(backend="aot_eager", dynamic=False)
+        offloader = Offloader(torch.device("cpu"), min_bytes=0)
+        offloader.wrap(block, 0)
+        block(x).sum().backward()
+        sent.append(offloader.num_bytes / num_tokens)
+    assert sent[0] >= sent[1] and sent[2] >= sent[1] > 0
+
+
 def test_a_weight_is_told_by_its_history() -> None:
     """As many tokens as the model is wide: activations and weights have one shape."""
     block, x = nn.Linear(8, 8, bias=False), torch.randn(8, 8, requires_grad=True)
