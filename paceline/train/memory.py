@@ -15,7 +15,7 @@ import pickle
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from traceback import walk_tb
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal
 
 import psutil
@@ -223,18 +223,29 @@ def _graphs_of(error: BaseException) -> Iterator[Any]:
         frame = frame.tb_next
 
 
-def let_go(error: BaseException | None) -> None:
+def let_go(error: BaseException) -> None:
     """Drop what the frames of an error hold, and of those that it came from: all tensors of the
     step that failed hang on them. Their lines stay, for whoever prints it."""
-    while error is not None:
-        for frame, _ in walk_tb(error.__traceback__):
-            try:
-                frame.clear()
-            except RuntimeError:  # it runs
-                continue
-            if isinstance(frame.f_locals, dict):  # up to Python 3.12 a copy, made when it was read
-                frame.f_locals.clear()
-        error = error.__cause__ or error.__context__
+    errors, seen = [error], set[int]()
+    while errors:
+        each = errors.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        errors += [e for e in (each.__cause__, each.__context__) if e is not None]
+        for frame, _ in walk_tb(each.__traceback__):
+            _empty(frame)
+
+
+def _empty(frame: FrameType) -> None:
+    try:
+        frame.clear()
+    except RuntimeError:  # it runs
+        return
+    # Up to Python 3.12 a copy of what it held was kept when it was read; that of a module is no
+    # copy, and others live there.
+    if isinstance(frame.f_locals, dict) and frame.f_locals is not frame.f_globals:
+        frame.f_locals.clear()
 
 
 def _owner_of(node: Any, owners: dict[int, str]) -> str:

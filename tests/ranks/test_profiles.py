@@ -19,7 +19,7 @@ from paceline.strategies.clock import HostClock
 from paceline.traces.events import load_trace
 from paceline.traces.flow import read_profile_facts
 from paceline.train import profiling, ranges
-from paceline.train.memory import count_at_peak, count_saved
+from paceline.train.memory import count_at_peak, count_saved, let_go
 from paceline.train.profiling import ProfileRequests
 from tests.harness import run_here
 from tests.machines import machine
@@ -121,6 +121,19 @@ def test_where_memory_runs_out_its_owners_are_written(
     assert verdict.outcome is Outcome.OUT_OF_RESOURCES and verdict.error is not None
     assert "in the forward pass of greedy" in verdict.error.message
     assert "hint: " in verdict.error.message
+
+
+def test_what_an_error_holds_is_let_go_and_nothing_else() -> None:
+    """Errors may come from each other in a circle; a module's names are not the error's."""
+    module: dict[str, object] = {"kept": [1]}
+    try:
+        exec("raise MemoryError(str(kept))", module)
+    except MemoryError as error:
+        other = ValueError()
+        other.__cause__, error.__cause__ = error, other
+        let_go(error)
+        error.__cause__ = None
+    assert module["kept"] == [1]
 
 
 def test_what_autograd_has_saved_belongs_to_the_weights_that_use_it() -> None:
