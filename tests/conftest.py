@@ -25,9 +25,11 @@ from tests.skips import require_reason
 hypothesis.settings.register_profile("shared", deadline=None)  # other tests run beside them
 hypothesis.settings.load_profile("shared")
 
-# What tests type is no code that the user has typed.
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="paceline-state-")
-atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+# What tests type is no code that the user has typed, and what this machine has measured is nothing
+# that tests may depend on.
+for kind in ("STATE", "CACHE"):
+    os.environ[f"XDG_{kind}_HOME"] = tempfile.mkdtemp(prefix=f"paceline-{kind.lower()}-")
+    atexit.register(shutil.rmtree, os.environ[f"XDG_{kind}_HOME"], ignore_errors=True)
 
 SLOWEST = (
     "test_docs.py", "test_keep_", "test_deepspeed.py", "test_launchers.py", "test_soak.py",

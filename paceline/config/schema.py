@@ -36,8 +36,10 @@ class PrecisionConfig(Section):
     fp8_layers: Literal["auto", "all"] = Field(
         "auto", description="fp8: layers that are estimated to gain, or all that can take it."
     )
-    fp8_all_gather: Literal["auto", "off"] = Field(
-        "auto", description="fp8: sharded weights travel in it. auto: where tensorwise."
+    fp8_all_gather: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="fp8, tensorwise: sharded weights travel in it. auto: where a gather in bf16 is"
+        " hard to hide behind the forward pass, or `paceline check` has measured no link.",
     )
     loss_scale: Literal["auto", "off"] | Annotated[float, Field(ge=1)] = Field(
         "auto", description="fp16: where the gradient scaler starts. auto: 65536."
@@ -90,8 +92,8 @@ class AttentionConfig(Section):
     ] = Field(
         "auto",
         description="auto: sdpa, which lets torch choose; eager below compute capability 8.0."
-        " flash3: FlashAttention 3, where it is installed; auto takes it on 9.0 for what it was"
-        " measured at. nsa: native sparse attention, for long contexts.",
+        " flash3: FlashAttention 3, where it is installed; auto takes it for what it was measured"
+        " at. nsa: native sparse attention, for long contexts.",
     )  # fmt: skip
     nsa: NSAConfig = Field(NSAConfig(), description="Native sparse attention.")
 

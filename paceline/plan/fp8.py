@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from paceline.config.schema import RunConfig
+from paceline.plan.overlap import HARD_TO_HIDE, gather_share
 from paceline.plan.policy import capability_of
 from paceline.records import Env, Finding, Fp8Plan, Plan
 from paceline.records.words import few
@@ -33,11 +34,17 @@ UNKNOWN_TOKENS = 16384
 
 
 def plan_fp8(
-    config: RunConfig, plan: Plan, workload: Workload, model: ModelShape, strategy: Strategy
+    config: RunConfig,
+    env: Env,
+    plan: Plan,
+    workload: Workload,
+    model: ModelShape,
+    strategy: Strategy,
 ) -> Fp8Plan:
     """Decide for every matrix of the model."""
     asked, recipe = config.precision, config.precision.fp8_recipe
-    gathers = strategy.shards(config) and recipe == "tensorwise" and asked.fp8_all_gather != "off"
+    can_gather = strategy.shards(config) and recipe == "tensorwise"
+    gathers = can_gather and _gathers(config, env, plan, model)
     is_ours = bool(workload.own_kernels) and plan.kernels.value == "triton"
     has_kernel = is_ours and recipe == "tensorwise" and not gathers
     rate = CAST_BYTES_PER_S["triton" if has_kernel else "torch"]
@@ -65,6 +72,16 @@ def plan_fp8(
         kept=kept,
         gain=1 / (1 - PRODUCTS_SHARE * (1 - after / before)) if before else 1.0,
     )
+
+
+def _gathers(config: RunConfig, env: Env, plan: Plan, model: ModelShape) -> bool:
+    """Say whether weights travel in fp8. Their layers are torchao's then, which gain less: so only
+    where a gather in bf16 is hard to hide, or nobody has measured the link."""
+    asked = config.precision.fp8_all_gather
+    if asked != "auto" or plan.crew.world_size == 1:
+        return asked == "on"
+    share = gather_share(env, plan, model, 2)
+    return isinstance(share, str) or share > HARD_TO_HIDE
 
 
 def count_rows(config: RunConfig, plan: Plan, workload: Workload) -> list[int]:

@@ -9,7 +9,8 @@ G/b * l + b/r, smallest at b = sqrt(G * l * r).
 from math import sqrt
 
 from paceline.config.schema import RunConfig
-from paceline.machine.measures import PairSpeed, load_latency, load_link, load_matmul_tflops
+from paceline.machine.datasheets import choose_arithmetic
+from paceline.machine.measures import load_latency, load_link, load_matmul_tflops
 from paceline.records import Choice, Crew, Env, Plan
 from paceline.records.words import count, duration
 from paceline.strategies.base import Strategy
@@ -21,7 +22,7 @@ SMALLEST, LARGEST = 1.0, 256.0
 # Of a small all-reduce, where none was measured: NCCL on one machine about 30 us, gloo over
 # loopback 0.24 ms.
 LATENCY_S = {"nccl": 30e-6, "gloo": 240e-6}
-HARD_TO_HIDE = 0.5  # of a block's computing time
+HARD_TO_HIDE = 0.5  # of a block's forward pass
 
 
 def choose_bucket(
@@ -51,38 +52,46 @@ def choose_prefetch(
 ) -> Choice[int]:
     """Choose how many blocks are gathered ahead, each way: one, where a gather is hard to hide
     behind a block's computation, else torch's own order."""
-    crew, each = plan.crew, plan.flops_per_sample.value
-    link = load_link(env, crew.device.value, crew.num_nodes)
-    rate = _matmul_tflops(env, plan)
-    missing = ""
-    if not strategy.shards(config) or crew.world_size == 1:
-        missing = "no weight is gathered"
-    elif link is None:
-        missing = "no link was measured here (paceline check)"
-    elif rate is None:
-        by = "" if plan.on_gpu else f" by {count(plan.threads.value, 'thread')}"
-        missing = f"no matmul{by} was measured here (paceline check)"
-    elif not each or not model.num_blocks:
-        missing = "how long a block computes is not known"
-    if missing:
-        because = f"torch's own order: {missing}"
+    share: float | str = "no weight is gathered"
+    if strategy.shards(config) and plan.crew.world_size > 1:
+        share = gather_share(env, plan, model, _gathered_bytes(plan))
+    if isinstance(share, str):
+        because = f"torch's own order: {share}"
         return Choice(requested="auto", value=0, because=because, matters=False)
-    assert link is not None and rate is not None and each is not None, "nothing is missing"
-    block_s = each * plan.batch.micro / model.num_blocks / rate / 1e12
-    share = _gather_seconds(model, crew, link) / block_s
-    because = f"a block's gather is estimated at {share:.0%} of its computing time"
+    because = f"a block's gather is estimated at {share:.0%} of its forward pass"
     return Choice(requested="auto", value=int(share > HARD_TO_HIDE), because=because)
 
 
-def _matmul_tflops(env: Env, plan: Plan) -> float | None:
-    """Return the measured rate of a rank; that of a CPU holds for as many threads only."""
-    kinds = ("bf16", "fp32") if plan.on_gpu else ("fp32",)
-    found = (load_matmul_tflops(env, plan.device.value, k, plan.threads.value) for k in kinds)
-    return next((rate for rate in found if rate is not None), None)
-
-
-def _gather_seconds(model: ModelShape, crew: Crew, link: PairSpeed) -> float:
-    """Estimate the gather of one block, in 2 bytes a number on GPUs and 4 on CPUs."""
+def gather_share(env: Env, plan: Plan, model: ModelShape, bytes_each: int) -> float | str:
+    """Return how long the gather of a block takes, of the forward pass that may hide it, the
+    shorter one; a text says what is not known of it."""
+    crew, each = plan.crew, plan.flops_per_sample.value
+    link = load_link(env, crew.device.value, crew.num_nodes)
+    rate = _matmul_tflops(env, plan)
+    if link is None:
+        return "no link was measured here (paceline check)"
+    if rate is None:
+        by = "" if plan.on_gpu else f" by {count(plan.threads.value, 'thread')}"
+        return f"no matmul{by} was measured here (paceline check)"
+    if not each or not model.num_blocks:
+        return "how long a block computes is not known"
+    forward_s = each / 3 * plan.batch.micro / model.num_blocks / rate / 1e12
     numel = sum(p.numel for p in model.parameters if p.unit < model.num_blocks) / model.num_blocks
     others = (crew.world_size - 1) / crew.world_size
-    return numel * (2 if crew.on_gpu else 4) * others / (link.gb_per_s * 1e9)
+    return numel * bytes_each * others / (link.gb_per_s * 1e9) / forward_s
+
+
+def _matmul_tflops(env: Env, plan: Plan) -> float | None:
+    """Return the measured rate of a rank, in the arithmetic of the plan; that of a CPU, whose fp32
+    alone is measured, holds for as many threads only."""
+    device, precision = plan.device.value, plan.precision.value
+    kind = choose_arithmetic(env, device, precision, plan.matmul.value) if plan.on_gpu else "fp32"
+    rate = load_matmul_tflops(env, device, kind, plan.threads.value)
+    return rate * plan.fp8.gain if rate is not None and plan.fp8 is not None else rate
+
+
+def _gathered_bytes(plan: Plan) -> int:
+    """Return the bytes of a number on its way."""
+    if plan.fp8 is not None and plan.fp8.gathers_fp8:
+        return 1
+    return 4 if plan.precision.value == "fp32" else 2

@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.slow, needs_torchao]
 FP8 = [*tiny_model(), *SGD, *BATCH, "precision.mode=fp8", "precision.fp8_layers=all"]
 ROWS = {
     "ddp": ["strategy.name=ddp"],
-    "zero2": ["strategy.name=zero2"],
-    "zero3, fp8 gathered": ["strategy.name=zero3"],
+    "zero2": ["strategy.name=zero2", "precision.fp8_all_gather=on"],
+    "zero3, fp8 gathered": ["strategy.name=zero3", "precision.fp8_all_gather=on"],
     "zero3, bf16 gathered": ["strategy.name=zero3", "precision.fp8_all_gather=off"],
     "zero3, rowwise": ["strategy.name=zero3", "precision.fp8_recipe=rowwise"],
 }
@@ -89,7 +89,12 @@ class Kept:
 def test_weights_that_are_replaced_get_scales_of_their_own(tmp_path: Path) -> None:
     """By their average for an evaluation and back, and by a checkpoint."""
     asked = [*FP8, "launch.nproc=2", "train.micro_batch_size=8", "strategy.name=zero3"]
-    asked += ["optim.ema=0.9", "train.eval_every=1", "train.eval_ema=true"]
+    asked += [
+        "precision.fp8_all_gather=on",
+        "optim.ema=0.9",
+        "train.eval_every=1",
+        "train.eval_ema=true",
+    ]
     prepare_run(tmp_path / "run", "lm_tiny", asked)
     start_ranks(RunDir(tmp_path), 2, partial(replace_weights, asked))
 

@@ -1,6 +1,7 @@
 """Exposed communication from spans of time, and the settings that the plan chooses to hide it."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,8 +110,47 @@ def test_blocks_are_gathered_ahead_where_the_link_is_slow(
     monkeypatch.setattr("paceline.plan.overlap.load_link", lambda *_: link(rate))
     monkeypatch.setattr("paceline.plan.overlap.load_matmul_tflops", lambda *_: 700.0)
     made = plan("strategy.name=zero3", source="lm_125m", machine=box(4))
-    assert made.prefetch.value == ahead and "of its computing time" in made.prefetch.because
+    assert made.prefetch.value == ahead and "of its forward pass" in made.prefetch.because
     assert plan("strategy.name=zero3", machine=machine()).prefetch.value == 0
+
+
+def test_a_gather_is_held_against_the_forward_pass_in_its_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A third of the FLOPs, at the rate of what is computed in; numbers of 4 bytes, 2, or 1."""
+    rates = {"bf16": 700.0, "tf32": 350.0}
+    monkeypatch.setattr("paceline.plan.overlap.load_link", lambda *_: link(100.0))
+    rate_of = "paceline.plan.overlap.load_matmul_tflops"
+    monkeypatch.setattr(rate_of, lambda env, device, kind, threads: rates[kind])
+    bf16, fp32 = (
+        plan("strategy.name=zero3", f"precision.mode={mode}", source="lm_125m", machine=box(4))
+        for mode in ("bf16", "fp32")
+    )
+    assert bf16.flops_per_sample.value is not None
+    found = [int(re.findall(r"(\d+)%", made.prefetch.because)[0]) for made in (bf16, fp32)]
+    assert found[0] == found[1] > 0, "twice the bytes, and half the rate"
+    in_blocks = 12 * (4 * 768**2 + 3 * 768 * 2048)
+    gather_s = 2 * in_blocks / 12 * 3 / 4 / 100e9
+    forward_s = bf16.flops_per_sample.value / 3 * bf16.batch.micro / 12 / 700e12
+    assert found[0] == pytest.approx(100 * gather_s / forward_s, abs=1)
+
+
+def test_weights_travel_in_fp8_where_bf16_is_hard_to_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the layers are ours, which gain more; on one rank nothing travels."""
+
+    def gathers(*words: str, num_gpus: int = 8) -> bool:
+        asked = ["strategy.name=zero3", "precision.mode=fp8", *words]
+        made = plan(*asked, source="lm_1b", machine=box(num_gpus))
+        assert made.fp8 is not None
+        return made.fp8.gathers_fp8
+
+    monkeypatch.setattr("paceline.plan.overlap.load_matmul_tflops", lambda *_: 700.0)
+    monkeypatch.setattr("paceline.plan.overlap.load_link", lambda *_: None)
+    assert gathers() and not gathers(num_gpus=1) and not gathers("precision.fp8_all_gather=off")
+    monkeypatch.setattr("paceline.plan.overlap.load_link", lambda *_: link(400.0))
+    assert not gathers() and gathers("precision.fp8_all_gather=on")
+    monkeypatch.setattr("paceline.plan.overlap.load_link", lambda *_: link(5.0))
+    assert gathers()
 
 
 def test_a_cpu_is_asked_with_the_threads_of_the_plan(
