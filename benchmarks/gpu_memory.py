@@ -98,18 +98,22 @@ def find_largest(name: str, seq_len: int) -> str:
     layers = int(fit)
     told = f"{device.each / GIB:5.2f} GiB a layer, {host.each / GIB:5.2f} of the host"
     while layers > FEW[1]:
-        try:
-            tried = train(way, layers, seq_len)
-        except torch.OutOfMemoryError:
-            clear()
-            layers -= max(1, layers // 25)
-            continue
-        clear()
-        return (
-            f"{told}, {layers:>3} layers, {tried.num_parameters / 1e9:5.2f} B parameters, peak"
-            f" {tried.peak / GIB:6.1f} GiB, {tried.step_s:6.2f} s a step"
-        )
+        tried = try_out(way, layers, seq_len)
+        clear()  # not while an error is held: what failed hangs on its frames
+        if tried is not None:
+            return (
+                f"{told}, {layers:>3} layers, {tried.num_parameters / 1e9:5.2f} B parameters, peak"
+                f" {tried.peak / GIB:6.1f} GiB, {tried.step_s:6.2f} s a step"
+            )
+        layers -= max(1, layers // 25)
     return f"{told}, not even {FEW[1] + 1} layers"
+
+
+def try_out(way: list[str], layers: int, seq_len: int) -> Tried | None:
+    try:
+        return train(way, layers, seq_len)
+    except torch.OutOfMemoryError:
+        return None
 
 
 class Growth(NamedTuple):
@@ -139,7 +143,7 @@ def main() -> None:
                 text = find_largest(name, arguments.seq_len)
             except Exception as error:
                 text = f"{type(error).__name__}: {str(error)[:300]}"
-                clear()
+            clear()
             print(f"  {name:<26} {text}", flush=True)
 
 

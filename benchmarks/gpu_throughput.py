@@ -15,7 +15,6 @@ start of each round, and the ratios.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -36,6 +35,8 @@ from paceline.job import Job, load_job
 from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.plan.policy import effective_config
+from paceline.records.rundir import RunDir
+from paceline.records.tables import read_steps
 from paceline.strategies.blocks import find_blocks
 from paceline.strategies.optim import optimizer_kind, parameter_groups
 from paceline.strategies.weights import fill_weights
@@ -342,20 +343,23 @@ AGAINST = {
 }
 
 
-def run_ours(asked: list[str], recipe: list[str], steps: int) -> float:
+def run_ours(asked: list[str], arguments: argparse.Namespace, bench: Bench) -> float:
+    """The rate of the same steps as a peer's: all after the warm-up."""
     with tempfile.TemporaryDirectory() as folder:
+        run = RunDir(Path(folder, "run"))
         done = subprocess.run(
-            [sys.executable, "-m", "paceline", "train", *recipe, f"train.steps={steps}",
-             f"observe.warmup_steps={WARMUP}", "launch.nproc=1", *asked,
-             "precision.mode=bf16", "--out", f"{folder}/run", "--json"],
+            [sys.executable, "-m", "paceline", "train", *arguments.recipe,
+             f"train.steps={arguments.steps}", "launch.nproc=1", *asked, "precision.mode=bf16",
+             "--out", str(run.root)],
             capture_output=True, text=True,
         )  # fmt: skip
         if done.returncode:
             raise SystemExit(done.stderr)
-        for line in Path(folder, "run/summary.md").read_text().splitlines():
+        for line in run.summary.read_text().splitlines():
             if line.startswith(("| attention |", "| torch.compile", "| rank 0")):
                 print("   ", line)
-    return float(json.loads(done.stdout)["tokens_per_s"])
+        wall_s = read_steps(run.steps(0)).since(arguments.warmup + 1).column("wall_s")
+    return float(len(wall_s) * bench.micro * bench.seq_len / wall_s.sum())
 
 
 def run_peer(name: str, arguments: argparse.Namespace) -> float:
@@ -397,7 +401,7 @@ def race(arguments: argparse.Namespace, first: Bench) -> tuple[dict[str, list[fl
         turn = number * 3 % len(names)
         for name in names[turn:] + names[:turn]:
             if name in OURS:
-                rate = run_ours(OURS[name], arguments.recipe, arguments.steps)
+                rate = run_ours(OURS[name], arguments, first)
             elif name in APART:
                 rate = run_peer(name, arguments)
             else:
@@ -413,7 +417,7 @@ def main() -> None:
     parser.add_argument("--recipe", nargs="+", default=["lm_1b"])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--warmup", type=int, default=WARMUP, help="steps of a peer's turn")
+    parser.add_argument("--warmup", type=int, default=WARMUP, help="steps that do not count")
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -78,14 +78,14 @@ def measure(recipe: str, overrides: list[str], is_hand: bool, steps: int, profil
 
 def race(recipe: str, common: list[str], variants: list[str], steps: int, rounds: int) -> None:
     """Take turns of `steps` steps each, and print the time of a step in every turn."""
-    contenders: dict[str, tuple[Step, Iterator[torch.Tensor]]] = {}
+    contenders: dict[str, tuple[Bench, Step, Iterator[torch.Tensor]]] = {}
     losses: dict[str, list[torch.Tensor]] = {variant: [] for variant in variants}
     for variant in variants:
         is_hand, keys = read_variant(variant)
         job = load_job(recipe, [*common, *keys])
         bench = Bench(job, WARMUP + steps)
         step = (hand if is_hand else ours)(bench, losses[variant])
-        contenders[variant] = (step, cycle(bench.batches()))
+        contenders[variant] = (bench, step, cycle(bench.batches()))
         seconds = -time.perf_counter()
         take_turn(*contenders[variant], WARMUP)
         print(f"  {variant}: {seconds + time.perf_counter():.0f} s to compile", flush=True)
@@ -105,8 +105,9 @@ def race(recipe: str, common: list[str], variants: list[str], steps: int, rounds
         print(f"  losses {variant:<32} {shown}", flush=True)
 
 
-def take_turn(step: Step, tokens: Iterator[torch.Tensor], steps: int) -> float:
+def take_turn(bench: Bench, step: Step, tokens: Iterator[torch.Tensor], steps: int) -> float:
     """Return the milliseconds of a step, the mean of all but the first."""
+    bench.choose_attention()  # it is the process's, and the one before may have another
     clock = DeviceClock()
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(steps)]
     for number, end in enumerate(ends):
