@@ -43,8 +43,7 @@ def plan_fp8(
 ) -> Fp8Plan:
     """Decide for every matrix of the model."""
     asked, recipe = config.precision, config.precision.fp8_recipe
-    can_gather = strategy.shards(config) and recipe == "tensorwise"
-    gathers = can_gather and _gathers(config, env, plan, model)
+    gathers, gathers_because = _choose_gather(config, env, plan, model, strategy)
     is_ours = bool(workload.own_kernels) and plan.kernels.value == "triton"
     has_kernel = is_ours and recipe == "tensorwise" and not gathers
     rate = CAST_BYTES_PER_S["triton" if has_kernel else "torch"]
@@ -67,6 +66,7 @@ def plan_fp8(
     return Fp8Plan(
         recipe=recipe,
         gathers_fp8=gathers,
+        gathers_because=gathers_because,
         is_emulated=not plan.on_gpu,
         layers=layers,
         kept=kept,
@@ -74,14 +74,41 @@ def plan_fp8(
     )
 
 
-def _gathers(config: RunConfig, env: Env, plan: Plan, model: ModelShape) -> bool:
-    """Say whether weights travel in fp8. Their layers are torchao's then, which gain less: so only
-    where a gather in bf16 is hard to hide, or nobody has measured the link."""
+def _choose_gather(
+    config: RunConfig, env: Env, plan: Plan, model: ModelShape, strategy: Strategy
+) -> tuple[bool, str]:
+    """Return whether weights travel in fp8, and why. Their layers are torchao's then, which gain
+    less: so only where a gather in bf16 is hard to hide, or nobody has measured the link."""
     asked = config.precision.fp8_all_gather
-    if asked != "auto" or plan.crew.world_size == 1:
-        return asked == "on"
+    if not strategy.shards(config):
+        return False, f"{strategy.name} gathers no weights"
+    if config.precision.fp8_recipe != "tensorwise":
+        return False, f"in {config.precision.fp8_recipe} each row has a scale of its own"
+    if asked != "auto":
+        return asked == "on", "as asked"
+    if plan.crew.world_size == 1:
+        return False, "there is one rank"
     share = gather_share(env, plan, model, 2)
-    return isinstance(share, str) or share > HARD_TO_HIDE
+    if isinstance(share, str):
+        return True, share
+    because = f"in bf16 a block's gather is estimated at {share:.0%} of its forward pass"
+    return share > HARD_TO_HIDE, because
+
+
+def _say_gather(asked: str, fp8: Fp8Plan, is_gathered: bool) -> Iterator[Finding]:
+    if asked == "on" and not fp8.gathers_fp8:
+        yield Finding(
+            severity="warning",
+            where="precision.fp8_all_gather",
+            what=f"is set but has no effect: {fp8.gathers_because}",
+        )
+    elif is_gathered:
+        how = "fp8, by torchao's layers" if fp8.gathers_fp8 else "bf16"
+        yield Finding(
+            severity="note",
+            where="precision.fp8_all_gather",
+            what=f"weights are gathered in {how}: {fp8.gathers_because}",
+        )
 
 
 def count_rows(config: RunConfig, plan: Plan, workload: Workload) -> list[int]:
@@ -146,6 +173,8 @@ def check_fp8(
         where="precision.mode",
         what=f"{len(plan.fp8.layers)} matrices in fp8, {plan.fp8.recipe}{kept}",
     )
+    is_gathered = strategy.shards(config) and plan.world_size > 1
+    yield from _say_gather(config.precision.fp8_all_gather, plan.fp8, is_gathered)
     if plan.fp8.is_emulated:
         yield Finding(
             severity="note",

@@ -118,6 +118,7 @@ class Fp8Plan(Part):
 
     recipe: str
     gathers_fp8: bool = Field(description="Sharded weights travel in fp8, not in bf16.")
+    gathers_because: str = Field("", description="Why they do, or do not.")
     is_emulated: bool = Field(description="A CPU computes the rounding, and products in fp32.")
     layers: list[str]
     kept: dict[str, str] = Field(description="Matrices that stay in bf16, each with the reason.")

@@ -141,7 +141,9 @@ def test_weights_travel_in_fp8_where_bf16_is_hard_to_hide(monkeypatch: pytest.Mo
     def gathers(*words: str, num_gpus: int = 8) -> bool:
         asked = ["strategy.name=zero3", "precision.mode=fp8", *words]
         made = plan(*asked, source="lm_1b", machine=box(num_gpus))
-        assert made.fp8 is not None
+        assert made.fp8 is not None and made.fp8.gathers_because
+        told = [f.what for f in made.findings if f.where == "precision.fp8_all_gather"]
+        assert len(told) == (1 if num_gpus > 1 else 0)
         return made.fp8.gathers_fp8
 
     monkeypatch.setattr("paceline.plan.overlap.load_matmul_tflops", lambda *_: 700.0)
@@ -151,6 +153,10 @@ def test_weights_travel_in_fp8_where_bf16_is_hard_to_hide(monkeypatch: pytest.Mo
     assert not gathers() and gathers("precision.fp8_all_gather=on")
     monkeypatch.setattr("paceline.plan.overlap.load_link", lambda *_: link(5.0))
     assert gathers()
+    idle = ["strategy.name=ddp", "precision.mode=fp8", "precision.fp8_all_gather=on"]
+    made = plan(*idle, source="lm_1b", machine=box(8))
+    (told,) = [f.what for f in made.findings if f.where == "precision.fp8_all_gather"]
+    assert told == "is set but has no effect: ddp gathers no weights"
 
 
 def test_a_cpu_is_asked_with_the_threads_of_the_plan(
