@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import psutil
 import torch
+from gpu_loops import Bench, one_rank
 from gpu_step import ours
-from gpu_throughput import Bench, one_rank
 
 from paceline.job import load_job
 from paceline.machine.facts import probe

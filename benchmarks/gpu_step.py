@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
-from gpu_throughput import CLIP, DEVICE, Bench, matmul_tflops, mean_loss, one_rank
+from gpu_loops import CLIP, DEVICE, Bench, matmul_tflops, mean_loss, one_rank
 from torch import nn
 
 from paceline.job import load_job

@@ -4,12 +4,11 @@
         --variant precision.mode=fp8 [--steps 12] [--profile] [--common KEY=VALUE ...]
 
 Each variant is `KEY=VALUE,KEY=VALUE`, or begins with `hand`: the hand-written loop of
-gpu_throughput.py, which reads `attention.impl` alone (`hand,attention.impl=sdpa`; one of them, as a
-second one would get the first one's graph). They run one
-after the other in this process, each on an empty device: milliseconds a step (median, by CUDA
-events), tokens/s, MFU against the bf16 peak, the peak of allocated memory, seconds until the first
-step has ended, and the losses of some steps, which must agree within the noise of the number
-format. One that runs out of memory says so.
+gpu_loops.py, which reads `attention.impl` alone (`hand,attention.impl=sdpa`; one at most, as a
+second one would get the first one's graph). They run one after the other in this process, each on
+an empty device: milliseconds a step (median, by CUDA events), tokens/s, MFU against the bf16 peak,
+the peak of allocated memory, seconds until the first step has ended, and the losses of some steps,
+which must agree within the noise of the number format. One that runs out of memory says so.
 
 With --rounds all are built first and stay in memory (only one has activations at a time); then each
 takes --steps steps in turn, so often: the same heat and the same clocks for all, and a ratio to the
@@ -24,8 +23,8 @@ from collections.abc import Iterator
 from itertools import cycle
 
 import torch
+from gpu_loops import DEVICE, PEAK_FLOPS, Bench, matmul_tflops, one_rank
 from gpu_step import Step, hand, ours, profile_steps, sum_kinds
-from gpu_throughput import DEVICE, PEAK_FLOPS, Bench, matmul_tflops, one_rank
 
 from paceline.job import load_job
 from paceline.strategies.clock import DeviceClock
