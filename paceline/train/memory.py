@@ -275,7 +275,7 @@ def _saved_by(node: Any) -> Iterator[Tensor]:
 def _place(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # one without a storage of its own
+    except RuntimeError:  # one without a storage of its own
         return id(tensor)
 
 
