@@ -1,5 +1,5 @@
-"""The loops that one GPU is timed by: hand-written, and those of Accelerate, Lightning and HF Trainer
-as their documentation has them, all on the same model, weights, optimizer and tokens.
+"""The loops that one GPU is timed by: hand-written, and those of Accelerate, Lightning and HF
+Trainer as their documentation has them, on the same model, weights, optimizer and tokens.
 gpu_throughput.py races them.
 """
 
