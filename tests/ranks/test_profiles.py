@@ -12,6 +12,7 @@ import torch
 
 from paceline.errors import ConfigError, MemoryFull, Outcome
 from paceline.records import RankVerdict
+from paceline.records.files import write_atomic
 from paceline.records.memory import MemoryDump
 from paceline.records.rundir import RunDir
 from paceline.report import write_report
@@ -187,7 +188,7 @@ def test_a_live_run_is_profiled_when_it_is_asked(
         while not run.training.exists():
             time.sleep(0.02)
         run.profile_request.parent.mkdir(exist_ok=True)
-        run.profile_request.write_text("2")
+        write_atomic(run.profile_request, "2")  # one that is empty asks for the usual 5
 
     asker = threading.Thread(target=ask, daemon=True)
     asker.start()
