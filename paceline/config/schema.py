@@ -38,8 +38,8 @@ class PrecisionConfig(Section):
     )
     fp8_all_gather: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="fp8, tensorwise: sharded weights travel in it. auto: where a gather in bf16 is"
-        " hard to hide behind the forward pass, or `paceline check` has measured no link.",
+        description="fp8, tensorwise: sharded weights travel in it. auto: where there are ranks to"
+        " gather them from.",
     )
     loss_scale: Literal["auto", "off"] | Annotated[float, Field(ge=1)] = Field(
         "auto", description="fp16: where the gradient scaler starts. auto: 65536."

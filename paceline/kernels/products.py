@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 def project(layer: nn.Linear, x: Tensor, kernels: str) -> Tensor:
     """Apply a layer without a bias. What has taken its place computes by itself, but for layers in
-    fp8 that have a kernel; rows that fp8 cannot sum over are multiplied as without it."""
+    fp8 that have a kernel."""
     if kernels == "triton" and type(layer) is nn.Linear:
         return linear(x, layer.weight)
     if kernels == "triton" and is_cast_whole(layer):
         from paceline.kernels import fp8  # with it comes Triton
 
-        if not fp8.fits(x):
-            return linear(x, layer.weight)
+        if getattr(layer, "is_gathered", False):
+            return fp8.linear_gathered(x, layer.weight)
         return fp8.linear(x, layer.weight, getattr(layer, "is_freed", False))
     return layer(x)
 

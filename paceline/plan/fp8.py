@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from paceline.config.schema import RunConfig
-from paceline.plan.overlap import HARD_TO_HIDE, gather_share
 from paceline.plan.policy import capability_of
 from paceline.records import Env, Finding, Fp8Plan, Plan
 from paceline.records.words import few
@@ -34,19 +33,12 @@ UNKNOWN_TOKENS = 16384
 
 
 def plan_fp8(
-    config: RunConfig,
-    env: Env,
-    plan: Plan,
-    workload: Workload,
-    model: ModelShape,
-    strategy: Strategy,
+    config: RunConfig, plan: Plan, workload: Workload, model: ModelShape, strategy: Strategy
 ) -> Fp8Plan:
     """Decide for every matrix of the model."""
     asked, recipe = config.precision, config.precision.fp8_recipe
-    gathers, gathers_because = _choose_gather(config, env, plan, model, strategy)
-    is_ours = bool(workload.own_kernels) and plan.kernels.value == "triton"
-    has_kernel = is_ours and recipe == "tensorwise" and not gathers
-    rate = CAST_BYTES_PER_S["triton" if has_kernel else "torch"]
+    gathers, gathers_because = _choose_gather(config, plan, strategy)
+    rate = CAST_BYTES_PER_S["triton" if _has_kernel(recipe, plan, workload) else "torch"]
     known = count_rows(config, plan, workload)
     kept: dict[str, str] = {}
     layers, before, after = [], 0.0, 0.0
@@ -74,11 +66,14 @@ def plan_fp8(
     )
 
 
-def _choose_gather(
-    config: RunConfig, env: Env, plan: Plan, model: ModelShape, strategy: Strategy
-) -> tuple[bool, str]:
-    """Return whether weights travel in fp8, and why. Their layers are torchao's then, which gain
-    less: so only where a gather in bf16 is hard to hide, or nobody has measured the link."""
+def _has_kernel(recipe: str, plan: Plan, workload: Workload) -> bool:
+    """Say whether layers are computed by kernels/fp8.py, else by torchao."""
+    is_ours = bool(workload.own_kernels) and plan.kernels.value == "triton"
+    return is_ours and recipe == "tensorwise"
+
+
+def _choose_gather(config: RunConfig, plan: Plan, strategy: Strategy) -> tuple[bool, str]:
+    """Return whether weights travel in fp8, and why."""
     asked = config.precision.fp8_all_gather
     if not strategy.shards(config):
         return False, f"{strategy.name} gathers no weights"
@@ -88,11 +83,7 @@ def _choose_gather(
         return asked == "on", "as asked"
     if plan.crew.world_size == 1:
         return False, "there is one rank"
-    share = gather_share(env, plan, model, 2)
-    if isinstance(share, str):
-        return True, share
-    because = f"in bf16 a block's gather is estimated at {share:.0%} of its forward pass"
-    return share > HARD_TO_HIDE, because
+    return True, "half the bytes of bf16, and each rank casts its share alone"
 
 
 def _say_gather(asked: str, fp8: Fp8Plan, is_gathered: bool) -> Iterator[Finding]:
@@ -103,7 +94,7 @@ def _say_gather(asked: str, fp8: Fp8Plan, is_gathered: bool) -> Iterator[Finding
             what=f"is set but has no effect: {fp8.gathers_because}",
         )
     elif is_gathered:
-        how = "fp8, by torchao's layers" if fp8.gathers_fp8 else "bf16"
+        how = "fp8" if fp8.gathers_fp8 else "bf16"
         yield Finding(
             severity="note",
             where="precision.fp8_all_gather",
@@ -156,7 +147,9 @@ def check_fp8(
     if plan.fp8 is None:
         return
     yield from _impossible(env, plan, strategy)
-    if plan.on_gpu and plan.fp8.layers and plan.fp8.recipe != "rowwise_gw_hp":
+    recipe = plan.fp8.recipe
+    takes_any_rows = recipe == "rowwise_gw_hp" or _has_kernel(recipe, plan, workload)
+    if plan.on_gpu and plan.fp8.layers and not takes_any_rows:
         yield from _check_rows(count_rows(config, plan, workload), workload.unit)
     if not plan.fp8.layers:
         yield Finding(

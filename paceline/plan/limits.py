@@ -20,7 +20,7 @@ def add_limits(
 ) -> Plan:
     """Return the plan with its layers in fp8, what each block recomputes and gathers ahead."""
     if plan.precision.value == "fp8":
-        fp8 = plan_fp8(config, env, plan, workload, model, by)
+        fp8 = plan_fp8(config, plan, workload, model, by)
         plan = plan.model_copy(update={"fp8": fp8})
     built_from = effective_config(config, plan.attention.value)
     if memory := plan_memory(config, env, plan, workload, built_from):

@@ -54,7 +54,7 @@ def choose_prefetch(
     behind a block's computation, else torch's own order."""
     share: float | str = "no weight is gathered"
     if strategy.shards(config) and plan.crew.world_size > 1:
-        share = gather_share(env, plan, model, _gathered_bytes(plan))
+        share = _gather_share(env, plan, model)
     if isinstance(share, str):
         because = f"torch's own order: {share}"
         return Choice(requested="auto", value=0, because=because, matters=False)
@@ -62,7 +62,7 @@ def choose_prefetch(
     return Choice(requested="auto", value=int(share > HARD_TO_HIDE), because=because)
 
 
-def gather_share(env: Env, plan: Plan, model: ModelShape, bytes_each: int) -> float | str:
+def _gather_share(env: Env, plan: Plan, model: ModelShape) -> float | str:
     """Return how long the gather of a block takes, of the forward pass that may hide it, the
     shorter one; a text says what is not known of it."""
     crew, each = plan.crew, plan.flops_per_sample.value
@@ -78,7 +78,7 @@ def gather_share(env: Env, plan: Plan, model: ModelShape, bytes_each: int) -> fl
     forward_s = each / 3 * plan.batch.micro / model.num_blocks / rate / 1e12
     numel = sum(p.numel for p in model.parameters if p.unit < model.num_blocks) / model.num_blocks
     others = (crew.world_size - 1) / crew.world_size
-    return numel * bytes_each * others / (link.gb_per_s * 1e9) / forward_s
+    return numel * _gathered_bytes(plan) * others / (link.gb_per_s * 1e9) / forward_s
 
 
 def _matmul_tflops(env: Env, plan: Plan) -> float | None:

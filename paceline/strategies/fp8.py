@@ -41,10 +41,10 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> None:
         config=build_config(float8, plan.fp8, device),
         module_filter_fn=lambda module, name: name in wanted,
     )
-    # Weights that are gathered in fp8 come as torchao's tensors, which only its layers know.
-    is_cast_whole = plan.fp8.recipe == "tensorwise" and not plan.fp8.gathers_fp8
     for name in wanted:
-        model.get_submodule(name).is_cast_whole = is_cast_whole  # type: ignore[assignment]
+        layer: Any = model.get_submodule(name)
+        layer.is_cast_whole = plan.fp8.recipe == "tensorwise"
+        layer.is_gathered = plan.fp8.gathers_fp8
 
 
 def mark_freed(module: nn.Module) -> None:

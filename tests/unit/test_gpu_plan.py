@@ -162,8 +162,11 @@ def test_a_model_without_our_kernels_gains_what_torchao_gains(
 
 
 def test_gradients_in_fp8_sum_over_rows_in_16s() -> None:
-    """The product of a weight's gradient sums over tokens; rowwise_gw_hp takes it in bf16."""
-    odd = [FP8, "train.micro_batch_size=8", "data.seq_len=2047", "precision.fp8_layers=all"]
+    """The product of a weight's gradient sums over tokens; rowwise_gw_hp takes it in bf16, and our
+    kernel fills rows up."""
+    ours = [FP8, "train.micro_batch_size=8", "data.seq_len=2047", "precision.fp8_layers=all"]
+    assert not plan(*ours, source="lm_1b", machine=H200).problems()
+    odd = [*ours, "train.kernels=torch"]
     (problem,) = plan(*odd, source="lm_1b", machine=H200).problems()
     assert "16376 tokens in a microbatch" in problem.what and "16" in problem.hint
     high = "precision.fp8_recipe=rowwise_gw_hp"
@@ -174,6 +177,7 @@ def test_gradients_in_fp8_sum_over_rows_in_16s() -> None:
 def test_padded_rows_count_where_texts_are_uneven() -> None:
     """1 x 1001 rows, however many of them have a loss."""
     uneven = ["data.source=stdlib", "data.pack=padded", "train.micro_batch_size=1"]
+    uneven += ["train.kernels=torch", "precision.fp8_layers=all"]
     odd = plan(FP8, *uneven, "data.seq_len=1001", source="lm_1b", machine=H200)
     assert "1001 tokens in a microbatch" in odd.problems()[0].what
     assert not plan(FP8, *uneven, "data.seq_len=1008", source="lm_1b", machine=H200).problems()

@@ -2,13 +2,18 @@
 GPU."""
 
 import os
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from paceline.kernels.products import project
 from tests.skips import has_gpu, needs_torchao, needs_triton
 
 # Read when a kernel is defined, so before its module is imported.
@@ -276,9 +281,87 @@ def test_nothing_is_kept_of_a_weight_that_is_freed(is_compiled: bool) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.fixture
+def one_rank() -> Iterator[DeviceMesh]:
+    dist.init_process_group(
+        "gloo" if DEVICE == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1
+    )
+    yield init_device_mesh(DEVICE, (1,))
+    dist.destroy_process_group()
+
+
+class Projected(torch.nn.Sequential):
+    """Layers that FSDP gathers in fp8, each torchao's or ours."""
+
+    kernels = "torch"
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            assert isinstance(layer, torch.nn.Linear)
+            x = project(layer, x, self.kernels)
+        return x * 1  # FSDP warns of a view
+
+
+class GatherCase(NamedTuple):
+    frees: bool  # weights between forward and backward
+    is_compiled: bool
+
+
+class Gathered(NamedTuple):
+    """A product of weights that were gathered in fp8, all gradients, and the bytes of what as large
+    as a weight was kept for them beside the weights."""
+
+    tensors: list[Tensor]
+    kept: int
+
+
+def gather_and_multiply(mesh: DeviceMesh, x: Tensor, kernels: str, how: GatherCase) -> Gathered:
+    from paceline.strategies.fp8 import load_torchao
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    float8, saved = load_torchao("float8"), list[Tensor]()
+    model = Projected(*(torch.nn.Linear(128, 128, bias=False, device=DEVICE) for _ in range(2)))
+    config = float8.Float8LinearConfig(emulate=DEVICE == "cpu", enable_fsdp_float8_all_gather=True)
+    float8.convert_to_float8_training(model, config=config)
+    model.kernels = kernels
+    for layer in model:
+        layer.is_cast_whole = layer.is_gathered = True  # type: ignore[assignment]
+    if how.is_compiled:
+        model.compile(backend="aot_eager_decomp_partition")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=how.frees)
+    x = x.detach().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda v: (saved.append(v), v)[1], lambda v: v):
+        y = model(x)
+    weights: list[Any] = [layer.weight for layer in model]
+    own = {0} if how.frees else {weight._data.data_ptr() for weight in weights}
+    large = [v for v in saved if type(v) is Tensor and v.numel() >= 128**2]
+    kept = sum(v.nbytes for v in large if v.data_ptr() not in own)
+    (y.float() * torch.linspace(-1, 1, 128, device=DEVICE)).sum().backward()
+    assert x.grad is not None
+    weights = [layer.weight for layer in model]
+    tensors = [y.detach(), x.grad, *(weight.grad.to_local() for weight in weights)]
+    return Gathered(tensors, kept)
+
+
+@needs_torchao
+@pytest.mark.parametrize("frees", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_weight_gathered_in_fp8_has_torchaos_numbers(
+    frees: bool, is_compiled: bool, one_rank: DeviceMesh
+) -> None:
+    """And nothing else of its size is kept for backward."""
+    x, how = random(2, 16, 128).detach().bfloat16(), GatherCase(frees, is_compiled)
+    theirs, ours = (gather_and_multiply(one_rank, x, by, how) for by in ("torch", "triton"))
+    for a, b in zip(theirs.tensors, ours.tensors, strict=True):
+        torch.testing.assert_close(a, b)
+    assert ours.kept == 0
+
+
 @needs_torchao
 def test_a_model_in_fp8_multiplies_by_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All four matrices of a block, to torchao's numbers; rows that are no multiple of 16 not."""
+    """All four matrices of a block, to torchao's numbers."""
     from paceline.kernels import fp8
     from paceline.strategies.fp8 import load_torchao
     from paceline.workloads.lm.model import LM
@@ -300,9 +383,6 @@ def test_a_model_in_fp8_multiplies_by_our_kernel(monkeypatch: pytest.MonkeyPatch
     ours = model(tokens, tokens)
     assert widths == [64, 32, 96, 32]  # qkv, out, gate and up, down
     assert_same_gradients_by_name(theirs, ours, model, model)
-    if DEVICE == "cpu":
-        model(tokens[:, :5], tokens[:, :5])
-        assert len(widths) == 4, "10 rows cannot be summed over in fp8"
 
 
 @needs_triton
@@ -319,22 +399,27 @@ def test_what_is_cast_is_turned_too(N: int, D: int, dtype: torch.dtype) -> None:
         expected = (x.float() * scale).clamp(-limit, limit).to(low).float()
         assert torch.equal(plain.float(), expected) and torch.equal(turned.float(), expected.t())
         assert plain.float().abs().max() == limit
+        assert torch.equal(fp8.turn(plain, x).float(), turned.float())
     assert torch.isfinite(fp8.scale_of(torch.zeros(2, 2), fp8.NUMBERS))
     arguments = (x, torch.tensor(2.0, device=DEVICE), True)
     torch.library.opcheck(fp8.cast_both, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(fp8.turn, (plain, x), test_utils=("test_faketensor",))
 
 
-def test_rows_that_fp8_cannot_sum_over_are_multiplied_without_it() -> None:
+@needs_torchao
+def test_rows_that_fp8_cannot_sum_over_are_filled_up(one_rank: DeviceMesh) -> None:
     """Batches by length have any number of rows; `_scaled_mm` sums over multiples of 16."""
-    from paceline.kernels.products import linear, project
+    from paceline.kernels import fp8
 
-    class Marked(torch.nn.Linear):  # stands in for torchao's, whose forward pass would fail there
-        is_cast_whole = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            raise AssertionError("of no use for such rows")
-
-    layer = Marked(32, 48, bias=False, device=DEVICE)
-    x = random(3, 5, 32).detach().bfloat16().requires_grad_()
-    found, expected = project(layer, x, "triton"), linear(x, layer.weight)
+    layer = torch.nn.Linear(128, 256, bias=False, device=DEVICE)
+    x = random(3, 5, 128).detach().bfloat16().requires_grad_()
+    filled = F.pad(x.flatten(0, 1), (0, 0, 0, 1)), F.pad(x, (0, 0, 0, 11))
+    found = fp8.linear(x, layer.weight)
+    expected = fp8.linear(filled[0], layer.weight)[:15].unflatten(0, (3, 5))
     assert_same_gradients((expected,), (found,), (x, layer.weight))
+    how = GatherCase(frees=True, is_compiled=False)
+    few, many = (gather_and_multiply(one_rank, a, "triton", how) for a in (x, filled[1]))
+    for a, b in zip(few.tensors[:2], many.tensors[:2], strict=True):
+        assert torch.equal(a, b[:, :5])
+    for a, b in zip(few.tensors[2:], many.tensors[2:], strict=True):
+        assert torch.equal(a, b)
