@@ -32,6 +32,9 @@ OURS = {
     "paceline": ["strategy.name=ddp"],
     "paceline zero3": ["strategy.name=zero3"],
 }
+# The peers' rate from the first step on. In a warm-up weights stay near where they began, as random
+# as numbers can be, and a chip at its power limit multiplies those more slowly.
+RATE = ["optim.schedule.name=constant", "optim.schedule.warmup_steps=0"]
 PEERS = ("hand", "accelerate", "lightning", "hf trainer")
 AGAINST = {
     "paceline": (*PEERS, "ddp"),
@@ -45,8 +48,8 @@ def run_ours(asked: list[str], arguments: argparse.Namespace, bench: Bench) -> f
         run = RunDir(Path(folder, "run"))
         done = subprocess.run(
             [sys.executable, "-m", "paceline", "train", *arguments.recipe,
-             f"train.steps={arguments.steps}", "launch.nproc=1", *asked, "precision.mode=bf16",
-             "--out", str(run.root)],
+             f"train.steps={arguments.steps}", "launch.nproc=1", *asked, *RATE,
+             "precision.mode=bf16", "--out", str(run.root)],
             capture_output=True, text=True,
         )  # fmt: skip
         if done.returncode:

@@ -50,16 +50,21 @@ class ProfileRequests(Ticker):
         # Only this thread replaces it, the loop only reads. Steps that are over want nothing more.
         self.wanted: list[range] = [configured] if configured else []
         self._path, self._progress, self._is_first = path, progress, is_first
-        self._seen = modified_at(path)
+        self._seen = self._looked_at = modified_at(path)
         self._begun_at, self._begun_step = time.monotonic(), progress.step
 
     def tick(self) -> None:
         found = modified_at(self._path)
         if found is None or found == self._seen:
             return
-        self._seen = found
+        is_new, self._seen = found != self._looked_at, found
+        self._looked_at = found
         try:
-            steps = self._take(read_text(self._path, MAX_REQUEST).strip())
+            asked = read_text(self._path, MAX_REQUEST).strip()
+            if not asked and is_new:  # a shell makes the file and then writes it: look again
+                self._seen = None
+                return
+            steps = self._take(asked)
         except (DataError, OSError, ValueError) as error:
             self._say(f"control/profile asks for nothing: {error}")
             return

@@ -167,6 +167,8 @@ def test_a_request_names_steps_ahead_for_all_ranks(tmp_path: Path) -> None:
     other.tick()
     assert other.wanted == [], "rank 0 says which steps are meant"
     first.tick()
+    assert first.wanted == [], "what is empty may be about to be written"
+    first.tick()
     other.tick()
     assert first.wanted == other.wanted
     (steps,) = first.wanted
