@@ -97,16 +97,23 @@ def test_auto_attends_by_flash3(tmp_path: Path) -> None:
 
 @needs_torchao
 @pytest.mark.parametrize(
-    "recipe",
+    "settings",
     [
-        "tensorwise",
-        *(pytest.param(r, marks=pytest.mark.nightly) for r in ("rowwise", "rowwise_gw_hp")),
+        [],
+        ["strategy.name=zero3", "precision.fp8_all_gather=on"],
+        *(
+            pytest.param([f"precision.fp8_recipe={recipe}"], marks=pytest.mark.nightly)
+            for recipe in ("rowwise", "rowwise_gw_hp")
+        ),
     ],
+    ids=" ".join,
 )
-def test_products_run_in_fp8(recipe: str, tmp_path: Path) -> None:
-    asked = ["precision.mode=fp8", "precision.fp8_layers=all", f"precision.fp8_recipe={recipe}"]
-    found = audit_of(tmp_path / "run", asked)
-    assert found["precision"].ok and "products with scales" in found["precision"].effective
+def test_products_run_in_fp8(settings: list[str], plain: RankEnds, tmp_path: Path) -> None:
+    asked = ["precision.mode=fp8", "precision.fp8_layers=all", "train.compile=default", *settings]
+    ends = run_here(tmp_path / "run", "lm_tiny", [*BF16, *asked])
+    (found,) = [p for p in Audit.load(ends.run.audit).proofs if p.what == "precision"]
+    assert found.ok and "products with scales" in found.effective
+    assert_near(plain, ends, rel=3e-2)
 
 
 @pytest.mark.serial  # ranks that share a GPU with other tests wait for each other in turns
