@@ -15,6 +15,7 @@ come cast, as torchao's tensors, and are turned for backward.
 Shape letters: N rows (all leading axes), D inputs, F outputs.
 """
 
+from math import prod
 from typing import Any
 
 import torch
@@ -91,14 +92,15 @@ class _Gathered(torch.autograd.Function):
 def as_rows(x: Tensor) -> Tensor:
     """Return all leading axes as one of rows, with zeros below where they cannot be summed over."""
     x_ND = x.flatten(0, -2)
-    missing = -len(x_ND) % MULTIPLE
+    num_rows = x_ND.shape[0]  # not len(), nor numel(): a compiled graph would be of this number
+    missing = -num_rows % MULTIPLE if num_rows else MULTIPLE
     return F.pad(x_ND, (0, 0, 0, missing)) if missing else x_ND
 
 
 def as_shaped(y_NF: Tensor, x: Tensor) -> Tensor:
     """Return rows with the leading axes of what they were computed from."""
     axes = x.shape[:-1]
-    return y_NF[: axes.numel()].unflatten(0, axes)
+    return y_NF[: prod(axes)].unflatten(0, axes)
 
 
 def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:

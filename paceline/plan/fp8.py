@@ -29,6 +29,10 @@ PRODUCTS_SHARE = 0.74  # of a step in bf16 that is spent in products of layers
 # and cast once more the other way round, for products that read along the other side.
 CAST_BYTES = {"tensorwise": (6, 10), "rowwise": (7, 12), "rowwise_gw_hp": (4, 12)}
 WORTH_IT = 1.02  # below it a gain is noise
+# Bytes of memory traffic for a weight, two gathers a step: 42 to cast this rank's share to fp8, as
+# torchao does (11 ms of lm_1b on one H200: all of it), against 12 of its share and 9 of the whole
+# where it comes in bf16. From 4 ranks on the first is less.
+FEWEST_RANKS = 4
 UNKNOWN_TOKENS = 16384
 
 
@@ -37,11 +41,11 @@ def plan_fp8(
 ) -> Fp8Plan:
     """Decide for every matrix of the model."""
     asked, recipe = config.precision, config.precision.fp8_recipe
-    gathers, gathers_because = _choose_gather(config, plan, strategy)
     rate = CAST_BYTES_PER_S["triton" if _has_kernel(recipe, plan, workload) else "torch"]
     known = count_rows(config, plan, workload)
     kept: dict[str, str] = {}
-    layers, before, after = [], 0.0, 0.0
+    layers: list[ParameterShape] = []
+    before = after = 0.0
     for parameter in model.parameters:
         if not parameter.is_matrix or len(parameter.shape) != 2:
             continue
@@ -54,36 +58,74 @@ def plan_fp8(
         if reason:
             kept[parameter.name] = reason
         else:
-            layers.append(parameter.name.removesuffix(".weight"))
+            layers.append(parameter)
+    gathers, gathers_because = _choose_gather(config, plan, strategy, layers, model)
     return Fp8Plan(
         recipe=recipe,
         gathers_fp8=gathers,
         gathers_because=gathers_because,
         is_emulated=not plan.on_gpu,
-        layers=layers,
+        layers=[layer.name.removesuffix(".weight") for layer in layers],
         kept=kept,
         gain=1 / (1 - PRODUCTS_SHARE * (1 - after / before)) if before else 1.0,
     )
 
 
 def _has_kernel(recipe: str, plan: Plan, workload: Workload) -> bool:
-    """Say whether layers are computed by kernels/fp8.py, else by torchao."""
+    """Say whether layers are computed by kernels/fp8.py, else by torchao: so are those of native
+    sparse attention."""
     is_ours = bool(workload.own_kernels) and plan.kernels.value == "triton"
-    return is_ours and recipe == "tensorwise"
+    return is_ours and recipe == "tensorwise" and plan.attention.value != "nsa"
 
 
-def _choose_gather(config: RunConfig, plan: Plan, strategy: Strategy) -> tuple[bool, str]:
+def _choose_gather(
+    config: RunConfig,
+    plan: Plan,
+    strategy: Strategy,
+    layers: list[ParameterShape],
+    model: ModelShape,
+) -> tuple[bool, str]:
     """Return whether weights travel in fp8, and why."""
-    asked = config.precision.fp8_all_gather
-    if not strategy.shards(config):
-        return False, f"{strategy.name} gathers no weights"
-    if config.precision.fp8_recipe != "tensorwise":
-        return False, f"in {config.precision.fp8_recipe} each row has a scale of its own"
+    asked, ranks = config.precision.fp8_all_gather, _ranks_of_a_weight(plan)
+    if why_not := _why_not_gathered(config, strategy, layers, model, ranks):
+        return False, why_not
     if asked != "auto":
         return asked == "on", "as asked"
-    if plan.crew.world_size == 1:
-        return False, "there is one rank"
-    return True, "half the bytes of bf16, and each rank casts its share alone"
+    if ranks == 1:
+        return False, "every rank has whole weights"
+    if ranks < FEWEST_RANKS:
+        return False, f"{ranks} ranks cast more for it than they save"
+    return True, f"half the bytes of bf16, and {ranks} ranks share the casts"
+
+
+def _ranks_of_a_weight(plan: Plan) -> int:
+    return list(plan.mesh.values())[-1]
+
+
+def _why_not_gathered(
+    config: RunConfig,
+    strategy: Strategy,
+    layers: list[ParameterShape],
+    model: ModelShape,
+    ranks: int,
+) -> str:
+    """Return why weights cannot travel in fp8; empty: they can."""
+    if not strategy.shards(config):
+        return f"{strategy.name} gathers no weights"
+    if config.precision.fp8_recipe != "tensorwise":
+        return f"in {config.precision.fp8_recipe} each row has a scale of its own"
+    if strategy.updates_on_host(config):
+        return "weights that lie on the host have no common scale there"
+    if tied := next((layer for layer in layers if layer.is_tied), None):
+        return f"{tied.name} belongs to several layers, and torchao would part them"
+    if odd := next((layer for layer in layers if layer.shape[0] % ranks), None):
+        # torchao sends each piece as it is, and FSDP expects pieces of one size.
+        return f"{ranks} ranks cannot share the {odd.shape[0]} rows of {odd.name} evenly"
+    names = {layer.name for layer in layers}
+    mixed = {p.unit for p in model.parameters if p.name not in names}
+    if any(layer.unit not in mixed for layer in layers):
+        return "a block has nothing else, and numbers of fp8 alone are not what gloo sends"
+    return ""
 
 
 def _say_gather(asked: str, fp8: Fp8Plan, is_gathered: bool) -> Iterator[Finding]:
@@ -166,7 +208,7 @@ def check_fp8(
         where="precision.mode",
         what=f"{len(plan.fp8.layers)} matrices in fp8, {plan.fp8.recipe}{kept}",
     )
-    is_gathered = strategy.shards(config) and plan.world_size > 1
+    is_gathered = strategy.shards(config) and _ranks_of_a_weight(plan) > 1
     yield from _say_gather(config.precision.fp8_all_gather, plan.fp8, is_gathered)
     if plan.fp8.is_emulated:
         yield Finding(

@@ -76,9 +76,8 @@ def _gather_share(env: Env, plan: Plan, model: ModelShape) -> float | str:
     if not each or not model.num_blocks:
         return "how long a block computes is not known"
     forward_s = each / 3 * plan.batch.micro / model.num_blocks / rate / 1e12
-    numel = sum(p.numel for p in model.parameters if p.unit < model.num_blocks) / model.num_blocks
     others = (crew.world_size - 1) / crew.world_size
-    return numel * _gathered_bytes(plan) * others / (link.gb_per_s * 1e9) / forward_s
+    return _gathered_bytes(plan, model) * others / (link.gb_per_s * 1e9) / forward_s
 
 
 def _matmul_tflops(env: Env, plan: Plan) -> float | None:
@@ -90,8 +89,10 @@ def _matmul_tflops(env: Env, plan: Plan) -> float | None:
     return rate * plan.fp8.gain if rate is not None and plan.fp8 is not None else rate
 
 
-def _gathered_bytes(plan: Plan) -> int:
-    """Return the bytes of a number on its way."""
-    if plan.fp8 is not None and plan.fp8.gathers_fp8:
-        return 1
-    return 4 if plan.precision.value == "fp32" else 2
+def _gathered_bytes(plan: Plan, model: ModelShape) -> float:
+    """Return the bytes of a block's weights on their way, the mean of all blocks."""
+    wide = 4 if plan.precision.value == "fp32" else 2
+    fp8 = plan.fp8 if plan.fp8 is not None and plan.fp8.gathers_fp8 else None
+    low = {f"{layer}.weight" for layer in fp8.layers} if fp8 is not None else set()
+    inside = [p for p in model.parameters if p.unit < model.num_blocks]
+    return sum(p.numel * (1 if p.name in low else wide) for p in inside) / model.num_blocks

@@ -112,6 +112,7 @@ def measure_shape(model: nn.Module) -> ModelShape:
     seen: set[int] = set()
     parameters = []
     hidden = find_hidden(model)
+    tied = {name for names in tied_modules(model) for name in names}
     for name, module in model.named_modules():
         for key, p in module.named_parameters(recurse=False):
             if id(p) in seen:
@@ -129,6 +130,7 @@ def measure_shape(model: nn.Module) -> ModelShape:
                     is_matrix=p.dim() >= 2 and not is_table,
                     is_hidden=id(p) in hidden,
                     is_linear=key == "weight" and is_called_linear(module),
+                    is_tied=name in tied,
                     name=f"{name}.{key}" if name else key,
                 )
             )

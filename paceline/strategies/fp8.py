@@ -41,10 +41,11 @@ def convert_layers(model: nn.Module, plan: Plan, device: torch.device) -> None:
         config=build_config(float8, plan.fp8, device),
         module_filter_fn=lambda module, name: name in wanted,
     )
-    for name in wanted:
-        layer: Any = model.get_submodule(name)
-        layer.is_cast_whole = plan.fp8.recipe == "tensorwise"
-        layer.is_gathered = plan.fp8.gathers_fp8
+    layer: Any
+    for name, layer in model.named_modules():
+        if name in wanted:  # the others are on other stages of a pipeline
+            layer.is_cast_whole = plan.fp8.recipe == "tensorwise"
+            layer.is_gathered = plan.fp8.gathers_fp8
 
 
 def mark_freed(module: nn.Module) -> None:
@@ -62,9 +63,12 @@ def build_config(float8: Any, plan: Fp8Plan, device: torch.device) -> Any:
     )
 
 
-def scale_after_updates(optimizer: Optimizer, module: nn.Module) -> Callable[[], None]:
-    """Find the scales of all gathered weights by one collective after each update, not one for each
-    weight when it is gathered. Return what finds them, for whoever else changes weights."""
+def scale_after_updates(plan: Plan, optimizer: Optimizer, module: nn.Module) -> Callable[[], None]:
+    """Find the scales of all weights that are gathered in fp8 by one collective after each update,
+    not one for each weight when it is gathered. Return what finds them, for whoever else changes
+    weights."""
+    if plan.fp8 is None or not plan.fp8.gathers_fp8:
+        return lambda: None
     float8 = load_torchao("float8")
 
     def find_scales(*_: Any) -> None:
@@ -75,16 +79,20 @@ def scale_after_updates(optimizer: Optimizer, module: nn.Module) -> Callable[[],
 
 
 def fp8_proofs(plan: Plan, module: nn.Module) -> Iterable[Proof]:
-    """Show how many layers really are torchao's."""
+    """Show how many layers really are torchao's, of those that this rank has."""
     if plan.fp8 is None:
         return []
+    wanted = plan.fp8.layers
+    if plan.pipeline is not None:
+        held = {name for name, _ in module.named_parameters()}
+        wanted = [layer for layer in wanted if f"{layer}.weight" in held]
     made = sum(type(part).__name__ == "Float8Linear" for part in module.modules())
     return [
         Proof(
             what="fp8 layers",
-            requested=f"{len(plan.fp8.layers)}, {plan.fp8.recipe}",
+            requested=f"{len(wanted)}, {plan.fp8.recipe}",
             effective=f"{made}",
             proof="modules that torchao replaced",
-            ok=made == len(plan.fp8.layers),
+            ok=made == len(wanted),
         )
     ]

@@ -41,8 +41,7 @@ def build_sharded(parts: EngineParts, reshards: bool) -> Engine:
     module = objective.model
     # Optimizer last: fully_shard replaces every parameter, an earlier one would step orphans.
     optimizer = build_optimizer(parts, module)
-    gathers_fp8 = parts.plan.fp8 is not None and parts.plan.fp8.gathers_fp8
-    find_scales = scale_after_updates(optimizer, module) if gathers_fp8 else None
+    find_scales = scale_after_updates(parts.plan, optimizer, module)
     shared = None
     if by in ("symmetric", "fused"):
         from paceline.strategies.symmetric import use_in_fsdp
@@ -58,7 +57,7 @@ def build_sharded(parts: EngineParts, reshards: bool) -> Engine:
             *(fused.proofs() if fused is not None else []),
         ],
         settle=lambda: reshard(objective),
-        replaced=find_scales or (lambda: None),
+        replaced=find_scales,
         shards=mesh.get_group(mesh.ndim - 1),
     )
     tell_waits(objective, wrapping.waits, parts.device)

@@ -169,11 +169,11 @@ class Offloader:
 
 def _without(weights: Shapes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
     """Leave out shapes that activations have, too, where there are as many tokens as a weight has
-    rows: a weight sent for nothing costs time, an activation that stays the memory that was asked
-    for."""
+    rows, or columns, for fp8 keeps them turned: a weight sent for nothing costs time, an activation
+    that stays the memory that was asked for."""
     given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 1)
     rows = {x.numel() // x.shape[-1] for x in given if x.numel()}
-    return {shape for shape in weights if shape[0] not in rows}
+    return {shape for shape in weights if not rows & set(shape)}
 
 
 def _is_weight(value: Tensor) -> bool:

@@ -15,7 +15,8 @@ class ParameterShape:
     """`unit` numbers the block it is gathered with; the last unit is the rest of the model.
     `places`: the blocks it stands with, where the rest of the model is cut up too; `is_matrix`:
     samples are multiplied with it; `is_hidden`: such a matrix, of two axes, inside a block;
-    `is_linear`: the weight of an nn.Linear that is called, which another layer can stand for."""
+    `is_linear`: the weight of an nn.Linear that is called, which another layer can stand for;
+    `is_tied`: several modules have it."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -25,6 +26,7 @@ class ParameterShape:
     is_matrix: bool = True
     is_hidden: bool = False
     is_linear: bool = True
+    is_tied: bool = False
     name: str = ""
 
     @property

@@ -26,6 +26,7 @@ ROWS = {
     "zero3, fp8 gathered": ["strategy.name=zero3", "precision.fp8_all_gather=on"],
     "zero3, bf16 gathered": ["strategy.name=zero3", "precision.fp8_all_gather=off"],
     "zero3, rowwise": ["strategy.name=zero3", "precision.fp8_recipe=rowwise"],
+    "pipeline": ["strategy.name=pipeline", "train.micro_batch_size=16"],
 }
 
 
@@ -45,7 +46,7 @@ def test_fp8_is_the_same_under_every_strategy(tmp_path: Path) -> None:
         assert_near(reference, ends, name, rel=1e-2)
         proofs = {proof.what: proof for proof in Audit.load(ends.run.audit).proofs}
         assert all(p.ok for what, p in proofs.items() if "timeout" not in what), (name, proofs)
-        assert proofs["fp8 layers"].effective == "8", name
+        assert proofs["fp8 layers"].effective == ("4" if name == "pipeline" else "8"), name
         if "FSDP gather" in proofs:
             is_small = name in ("zero2", "zero3, fp8 gathered")
             assert ("uint8" in proofs["FSDP gather"].effective) == is_small, name
@@ -99,9 +100,10 @@ def test_weights_that_are_replaced_get_scales_of_their_own(tmp_path: Path) -> No
     start_ranks(RunDir(tmp_path), 2, partial(replace_weights, asked))
 
 
-def test_layers_know_whether_their_weights_are_freed(tmp_path: Path) -> None:
-    asked = [*FP8, "launch.nproc=2", "train.micro_batch_size=8", "precision.fp8_all_gather=off"]
+def test_layers_know_whether_their_weights_are_gathered_and_freed(tmp_path: Path) -> None:
+    asked = [*FP8, "launch.nproc=2", "train.micro_batch_size=8"]
     settings = {name: [*asked, f"strategy.name={name}"] for name in ("ddp", "zero2", "zero3")}
+    settings["gathered"] = [*asked, "strategy.name=zero2", "precision.fp8_all_gather=on"]
     for name, overrides in settings.items():
         prepare_run(tmp_path / name, "lm_tiny", overrides)
     start_ranks(RunDir(tmp_path), 2, partial(look_at_layers, settings))
@@ -114,6 +116,7 @@ def look_at_layers(settings: dict[str, list[str]], group: RunDir, place: RankId)
         layers = [m for m in engine.module.modules() if getattr(m, "is_cast_whole", False)]
         freed = {getattr(layer, "is_freed", False) for layer in layers}
         assert freed == {name == "zero3"}, name
+        assert {layer.is_gathered for layer in layers} == {name == "gathered"}, name
 
 
 def replace_weights(asked: list[str], group: RunDir, place: RankId) -> None:

@@ -174,6 +174,86 @@ def test_gradients_in_fp8_sum_over_rows_in_16s() -> None:
     assert not plan(*odd, source="lm_1b", machine=CPU).problems()
 
 
+ON = "precision.fp8_all_gather=on"
+
+
+def gathers(*words: str, num_gpus: int = 8) -> tuple[bool, str]:
+    """Whether weights travel in fp8, and what the plan says of it."""
+    asked = ["strategy.name=zero3", FP8, *words]
+    made = plan(*asked, source="lm_1b", machine=box(num_gpus))
+    assert made.fp8 is not None and not made.problems()
+    said = [f.what for f in made.findings if f.where == "precision.fp8_all_gather"]
+    assert len(said) <= 1 and (said or made.world_size == 1)
+    return made.fp8.gathers_fp8, made.fp8.gathers_because
+
+
+def test_weights_travel_in_fp8_between_enough_ranks() -> None:
+    assert gathers() == (True, "half the bytes of bf16, and 8 ranks share the casts")
+    assert gathers("precision.fp8_all_gather=off") == (False, "as asked")
+    assert gathers(num_gpus=2) == (False, "2 ranks cast more for it than they save")
+    assert gathers(ON, num_gpus=2)[0] and gathers(ON, num_gpus=1)[0]
+    assert gathers(num_gpus=1) == (False, "every rank has whole weights")
+    hybrid = ["strategy.name=zero3_hybrid", "strategy.shard_size=2"]
+    assert gathers(*hybrid) == (False, "2 ranks cast more for it than they save")
+
+
+@pytest.mark.parametrize(
+    ("words", "num_gpus", "why"),
+    [
+        ([], 3, "3 ranks cannot share the 2048 rows of blocks.0.attention.out.weight"),
+        (["strategy.offload=true"], 8, "lie on the host"),
+        (["precision.fp8_recipe=rowwise"], 8, "each row has a scale of its own"),
+    ],
+)
+def test_weights_that_cannot_travel_in_fp8_do_not(
+    words: list[str], num_gpus: int, why: str
+) -> None:
+    """torchao sends pieces as they are: uneven ones end ranks, or hang them."""
+    found, because = gathers(*words, ON, num_gpus=num_gpus)
+    assert not found and why in because
+
+
+class Odd(Workload):
+    """A block of two matrices that are one, or that have nothing beside them."""
+
+    is_tied = False
+
+    def build_model(self, config: Any) -> nn.Module:
+        model, layers = nn.Module(), [nn.Linear(64, 64, bias=False) for _ in range(2)]
+        if self.is_tied:
+            layers[1].weight = layers[0].weight
+            layers.append(nn.Linear(64, 1))
+        model.blocks = nn.ModuleList([nn.Sequential(*layers)])
+        return model
+
+    def build_data(self, config: Any, split: Any) -> Any:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        raise NotImplementedError
+
+
+class Tied(Odd):
+    is_tied = True
+
+
+@pytest.mark.parametrize(
+    ("job", "why"), [(Tied, "belongs to several layers"), (Odd, "a block has nothing else")]
+)
+def test_models_that_torchao_would_change_gather_in_bf16(job: type[Odd], why: str) -> None:
+    asked = ["strategy.name=zero3", FP8, "precision.fp8_layers=all", ON]
+    made = make_plan(load_job(give(job), asked), box(4))
+    assert made.fp8 is not None and made.fp8.layers and not made.fp8.gathers_fp8
+    assert why in made.fp8.gathers_because
+
+
+def test_fp8_gather_is_said_to_be_idle() -> None:
+    idle = ["strategy.name=ddp", FP8, ON]
+    made = plan(*idle, source="lm_1b", machine=box(8))
+    (said,) = [f.what for f in made.findings if f.where == "precision.fp8_all_gather"]
+    assert said == "is set but has no effect: ddp gathers no weights"
+
+
 def test_padded_rows_count_where_texts_are_uneven() -> None:
     """1 x 1001 rows, however many of them have a loss."""
     uneven = ["data.source=stdlib", "data.pack=padded", "train.micro_batch_size=1"]

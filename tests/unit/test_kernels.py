@@ -4,12 +4,14 @@ GPU."""
 import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -315,22 +317,24 @@ class Gathered(NamedTuple):
     kept: int
 
 
-def gather_and_multiply(mesh: DeviceMesh, x: Tensor, kernels: str, how: GatherCase) -> Gathered:
-    from paceline.strategies.fp8 import load_torchao
+def build_gathered(mesh: DeviceMesh, kernels: str, frees: bool) -> Projected:
+    from paceline.strategies.fp8 import convert_layers
 
     torch.manual_seed(0)
-    torch._dynamo.reset()
-    float8, saved = load_torchao("float8"), list[Tensor]()
     model = Projected(*(torch.nn.Linear(128, 128, bias=False, device=DEVICE) for _ in range(2)))
-    config = float8.Float8LinearConfig(emulate=DEVICE == "cpu", enable_fsdp_float8_all_gather=True)
-    float8.convert_to_float8_training(model, config=config)
     model.kernels = kernels
-    for layer in model:
-        layer.is_cast_whole = layer.is_gathered = True  # type: ignore[assignment]
+    layers = Mock(recipe="tensorwise", gathers_fp8=True, layers=["0", "1"])
+    convert_layers(model, Mock(fp8=layers), torch.device(DEVICE))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+    return model
+
+
+def gather_and_multiply(mesh: DeviceMesh, x: Tensor, kernels: str, how: GatherCase) -> Gathered:
+    model, saved = build_gathered(mesh, kernels, how.frees), list[Tensor]()
+    torch._dynamo.reset()
     if how.is_compiled:
         model.compile(backend="aot_eager_decomp_partition")
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=how.frees)
     x = x.detach().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda v: (saved.append(v), v)[1], lambda v: v):
         y = model(x)
@@ -357,6 +361,21 @@ def test_a_weight_gathered_in_fp8_has_torchaos_numbers(
     for a, b in zip(theirs.tensors, ours.tensors, strict=True):
         torch.testing.assert_close(a, b)
     assert ours.kept == 0
+
+
+@needs_torchao
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_few_graphs_serve_any_rows(dynamic: bool | None, one_rank: DeviceMesh) -> None:
+    """What counts rows must not make numbers of a compiler's symbols. One for those that are filled
+    up, one for those that need not be; and one for the first, before they are seen to vary."""
+    model = build_gathered(one_rank, "triton", frees=False)
+    torch._dynamo.reset()
+    counted = CompileCounterWithBackend("aot_eager_decomp_partition")
+    model.compile(backend=counted, dynamic=dynamic)
+    for rows in range(20, 30):
+        model(random(2, rows, 128).detach().bfloat16()).sum().backward()
+    assert counted.frame_count == (2 if dynamic else 3)
 
 
 @needs_torchao
@@ -418,6 +437,8 @@ def test_rows_that_fp8_cannot_sum_over_are_filled_up(one_rank: DeviceMesh) -> No
     expected = fp8.linear(filled[0], layer.weight)[:15].unflatten(0, (3, 5))
     assert_same_gradients((expected,), (found,), (x, layer.weight))
     how = GatherCase(frees=True, is_compiled=False)
+    none = gather_and_multiply(one_rank, x[:, :0], "triton", how).tensors
+    assert none[0].shape == none[1].shape == (3, 0, 128) and not none[2].any()
     few, many = (gather_and_multiply(one_rank, a, "triton", how) for a in (x, filled[1]))
     for a, b in zip(few.tensors[:2], many.tensors[:2], strict=True):
         assert torch.equal(a, b[:, :5])

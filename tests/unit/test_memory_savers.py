@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.strategies.offload import Offloader, offload_proofs
-from tests.skips import needs_torchao
+from tests.skips import needs_torchao, needs_triton
 
 
 def test_what_blocks_save_comes_back() -> None:
@@ -165,6 +165,34 @@ def test_as_many_tokens_as_a_compiled_weight_has_rows_are_sent_too() -> None:
         block(x).sum().backward()
         sent.append(offloader.num_bytes / num_tokens)
     assert sent[0] >= sent[1] and sent[2] >= sent[1] > 0
+
+
+class Low(nn.Module):
+    """A layer in fp8, which keeps its input turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from paceline.kernels.fp8 import linear
+
+        return linear(x, self.weight)
+
+
+@needs_triton
+@pytest.mark.slow  # imports the compiler
+def test_as_many_tokens_as_a_weight_in_fp8_has_rows_are_sent_turned() -> None:
+    sent = []
+    for num_tokens in (48, 64, 80):
+        torch._dynamo.reset()
+        block = Low()
+        block.compile(backend="aot_eager", dynamic=False)
+        offloader = Offloader(torch.device("cpu"), min_bytes=0)
+        offloader.wrap(block, 0)
+        block(torch.randn(num_tokens, 16, requires_grad=True)).sum().backward()
+        sent.append(offloader.num_bytes / num_tokens)
+    assert sent[1] >= max(sent[0], sent[2]) > 0
 
 
 def test_a_weight_is_told_by_its_history() -> None:

@@ -135,23 +135,6 @@ def test_a_gather_is_held_against_the_forward_pass_in_its_precision(
     assert found[0] == pytest.approx(100 * gather_s / forward_s, abs=1)
 
 
-def test_weights_travel_in_fp8_between_ranks() -> None:
-    def gathers(*words: str, num_gpus: int = 8) -> bool:
-        asked = ["strategy.name=zero3", "precision.mode=fp8", *words]
-        made = plan(*asked, source="lm_1b", machine=box(num_gpus))
-        assert made.fp8 is not None and made.fp8.gathers_because
-        told = [f.what for f in made.findings if f.where == "precision.fp8_all_gather"]
-        assert len(told) == (1 if num_gpus > 1 else 0)
-        return made.fp8.gathers_fp8
-
-    assert gathers() and not gathers("precision.fp8_all_gather=off")
-    assert not gathers(num_gpus=1) and gathers("precision.fp8_all_gather=on", num_gpus=1)
-    idle = ["strategy.name=ddp", "precision.mode=fp8", "precision.fp8_all_gather=on"]
-    made = plan(*idle, source="lm_1b", machine=box(8))
-    (told,) = [f.what for f in made.findings if f.where == "precision.fp8_all_gather"]
-    assert told == "is set but has no effect: ddp gathers no weights"
-
-
 def test_a_cpu_is_asked_with_the_threads_of_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from paceline.strategies.base import Engine, EngineParts
 from paceline.strategies.blocks import find_blocks, place_modules
 from paceline.strategies.compose import compose
 from paceline.strategies.engine import Wrapping
+from paceline.strategies.fp8 import scale_after_updates
 from paceline.strategies.fsdp import build_mesh, reshard, shard_model, tell_waits
 from paceline.strategies.objective import Objective
 from paceline.strategies.optim import build_optimizer
@@ -54,7 +55,11 @@ def build_pipeline(parts: EngineParts, inner: Sharded | None) -> Engine:
         _make_lanes(mesh, timeout) if schedule.num_copies > 1 else {},
         is_sharded=inner is not None,
     )
-    wrapping = Wrapping(stages, settle=(lambda: reshard(stages)) if inner else lambda: None)
+    wrapping = Wrapping(
+        stages,
+        settle=(lambda: reshard(stages)) if inner else lambda: None,
+        replaced=scale_after_updates(parts.plan, optimizer, stages),
+    )
     if inner is not None:
         tell_waits(stages, wrapping.waits, parts.device)
     return PipelineEngine(parts, optimizer, line, wrapping)

@@ -21,6 +21,7 @@ from paceline.schedules.passes import Pass
 from paceline.strategies.base import EngineParts, Totals, normalise
 from paceline.strategies.clock import Clock
 from paceline.strategies.engine import ModuleEngine, Wrapping
+from paceline.strategies.fp8 import fp8_proofs
 from paceline.strategies.gather import global_norm, whole
 from paceline.strategies.offload import is_offloading, offload_proofs
 from paceline.strategies.pipeline.by_torch import TorchRunner
@@ -167,6 +168,7 @@ class PipelineEngine(ModuleEngine):
     def load(self, source: Source) -> None:
         load_module(source, self.module, self.line.holdings.kept)
         self.line.stages.spread_buffers()
+        self.wrapping.replaced()
         self.load_updates(source)
 
     def passes(self) -> list[Pass]:
@@ -189,6 +191,7 @@ class PipelineEngine(ModuleEngine):
                 ok=drawn == ran,
             ),
             *self.wrapping.proofs(),
+            *fp8_proofs(self.parts.plan, self.module),
             *(offload_proofs(self.module) if is_offloading(self.parts) else []),
         ]
 
