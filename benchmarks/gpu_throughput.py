@@ -32,8 +32,7 @@ OURS = {
     "paceline": ["strategy.name=ddp"],
     "paceline zero3": ["strategy.name=zero3"],
 }
-# The peers' rate from the first step on. In a warm-up weights stay near where they began, as random
-# as numbers can be, and a chip at its power limit multiplies those more slowly.
+# The peers' rate from the first step on, so that all train alike.
 RATE = ["optim.schedule.name=constant", "optim.schedule.warmup_steps=0"]
 PEERS = ("hand", "accelerate", "lightning", "hf trainer")
 AGAINST = {
