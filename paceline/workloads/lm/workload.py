@@ -74,9 +74,9 @@ class LMModel(Section):
 class LMLoss(Section):
     chunk: Literal["auto", "off"] | Positive = Field(
         "auto",
-        description="Tokens whose logits exist at a time, and are used up at once; no product is"
-        " computed twice. auto: 4096 where a microbatch's logits would take 4 GiB or more, else all,"
-        " used up at once where train.kernels are ours. off: all, by torch.",
+        description="Tokens whose logits exist at a time and are used up at once; no product is"
+        " computed twice. auto: 4096 where a microbatch's logits would take 4 GiB or more, else all"
+        " of them where train.kernels are ours. off: all, by torch.",
     )
 
 
