@@ -3,6 +3,7 @@
 `RunDir.create` makes one and locks it; every other stage opens it and reads.
 """
 
+import errno
 import os
 import re
 import time
@@ -40,10 +41,7 @@ class RunDir:
             if out is None and is_run:
                 _point_latest(root)
         except OSError as error:
-            raise ConfigError(
-                f"cannot make a run directory: {error.filename}: {error.strerror}\n"
-                "hint: give --out a directory that can be created and written"
-            ) from error
+            raise _no_place(error) from error
         run = cls(root.resolve())
         run.require_fresh()
         return run
@@ -54,12 +52,11 @@ class RunDir:
         nothing: `create` still decides."""
         root = (out if out is not None else Path("runs")).absolute()
         existing = next(path for path in (root, *root.parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            why = "is not a directory" if not existing.is_dir() else "cannot be written"
-            raise ConfigError(
-                f"cannot make a run directory: {existing} {why}\n"
-                "hint: give --out a directory that can be created and written"
-            )
+        if not existing.is_dir():
+            raise _no_place(_os_error(errno.ENOTDIR, existing))
+        if not os.access(existing, os.W_OK | os.X_OK):
+            is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+            raise _no_place(_os_error(errno.EROFS if is_read_only else errno.EACCES, existing))
         if out is not None and existing == root:
             cls(root.resolve()).require_fresh()
 
@@ -357,6 +354,19 @@ class RunDir:
 
     def heartbeat(self, rank: int) -> Path:
         return self.root / f"heartbeat_rank{rank}.jsonl"
+
+
+def _no_place(error: OSError) -> PacelineError:
+    """Return why no run directory can be made: a disk takes nothing, or the place is a wrong one."""
+    kind = DiskError if DiskError.is_meant(error) else ConfigError
+    return kind(
+        f"cannot make a run directory: {error.filename}: {error.strerror}\n"
+        "hint: give --out a directory that can be created and written"
+    )
+
+
+def _os_error(number: int, path: Path) -> OSError:
+    return OSError(number, os.strerror(number), str(path))
 
 
 def _unused(parent: Path, name: str) -> Path:

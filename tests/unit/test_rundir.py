@@ -1,14 +1,16 @@
 """The run directory: never two runs in one, never a path outside, never half a file."""
 
+import errno
 import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.cli.talk import ConsoleTalk
-from paceline.errors import ConfigError, DataError
+from paceline.errors import ConfigError, DataError, DiskError
 from paceline.job import load_job
 from paceline.records import Choice, Env, Finding, base, runlock
 from paceline.records.files import write_atomic
@@ -113,6 +115,26 @@ def test_out_in_a_place_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot make a run directory"):
         RunDir.create("a", tmp_path / "file" / "run")
+
+
+def test_a_disk_that_takes_nothing_is_told_from_a_wrong_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of outcomes: out of memory or disk is 10, what was typed wrong is 2."""
+
+    def full(self: Path, **_: bool) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match="cannot make a run directory: .* Permission denied"):
+        RunDir.require_place(tmp_path / "run")
+    read_only = SimpleNamespace(f_flag=os.ST_RDONLY)
+    monkeypatch.setattr(os, "statvfs", lambda *_: read_only)
+    with pytest.raises(DiskError, match="cannot make a run directory: .* Read-only file system"):
+        RunDir.require_place(tmp_path / "run")
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(DiskError, match="cannot make a run directory: .* No space left"):
+        RunDir.create("a", tmp_path / "run")
 
 
 def test_opening_what_is_no_run_is_said(tmp_path: Path) -> None:
