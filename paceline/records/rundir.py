@@ -36,6 +36,7 @@ class RunDir:
     def create(cls, name: str, out: Path | None, is_run: bool = True) -> Self:
         """Make the directory of a new run: `out`, or `runs/NAME-UTC`, and point `latest` to it."""
         try:
+            _require_outside_runs(out.resolve().parent if out is not None else Path("runs"))
             root = out if out is not None else _unused(Path("runs"), slug(name))
             root.mkdir(parents=True, exist_ok=True)
             if out is None and is_run:
@@ -57,6 +58,7 @@ class RunDir:
         if not os.access(existing, os.W_OK | os.X_OK):
             is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
             raise _no_place(_os_error(errno.EROFS if is_read_only else errno.EACCES, existing))
+        _require_outside_runs(root.resolve().parent if out is not None else root)
         if out is not None and existing == root:
             cls(root.resolve()).require_fresh()
 
@@ -356,8 +358,19 @@ class RunDir:
         return self.root / f"heartbeat_rank{rank}.jsonl"
 
 
+def _require_outside_runs(folder: Path) -> None:
+    """Refuse a folder for a new run that belongs to another one, such as its checkpoints."""
+    for place in (folder.resolve(), *folder.resolve().parents):
+        other = RunDir(place)
+        if other.config.is_file() and other.launch.is_file():
+            raise ConfigError(
+                f"cannot make a run directory inside {place}: that is another run's own\n"
+                "hint: give --out a directory outside of it"
+            )
+
+
 def _no_place(error: OSError) -> PacelineError:
-    """Return why no run directory can be made: a disk takes nothing, or the place is a wrong one."""
+    """Return why no run directory can be made: a disk takes nothing, or the place is wrong."""
     kind = DiskError if DiskError.is_meant(error) else ConfigError
     return kind(
         f"cannot make a run directory: {error.filename}: {error.strerror}\n"

@@ -117,6 +117,25 @@ def test_out_in_a_place_that_cannot_be_made(tmp_path: Path) -> None:
         RunDir.create("a", tmp_path / "file" / "run")
 
 
+@pytest.mark.parametrize("place", ["checkpoints/x", "new", "link/x", None])
+def test_no_run_is_made_inside_another(
+    place: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention would delete it, and readers would take its files for the other's."""
+    other = RunDir.create("a", tmp_path / "other")
+    other.config.touch()
+    other.launch.touch()
+    (other.root / "link").symlink_to(other.root)
+    monkeypatch.chdir(other.root)  # where nothing is asked for it would be ./runs/
+    for make in (RunDir.require_place, lambda out: RunDir.create("b", out)):
+        with pytest.raises(ConfigError, match=f"inside {other.root}: that is another run's own"):
+            make(None if place is None else Path(place))
+    names = {path.name for path in other.root.iterdir()}
+    assert names == {"run.yaml", "launch.json", "link"}, "something was left in it"
+    other.launch.unlink()  # a folder of configs is not a run
+    assert RunDir.create("b", tmp_path / "other" / "mine").root.is_dir()
+
+
 def test_a_disk_that_takes_nothing_is_told_from_a_wrong_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
