@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from paceline.errors import ConfigError, DataError, DiskError, PacelineError
+from paceline.errors import DISK_ERRORS, ConfigError, DataError, DiskError, PacelineError
 from paceline.records.disk import Losses
 from paceline.records.runlock import RunLock
 
@@ -36,13 +36,13 @@ class RunDir:
     def create(cls, name: str, out: Path | None, is_run: bool = True) -> Self:
         """Make the directory of a new run: `out`, or `runs/NAME-UTC`, and point `latest` to it."""
         try:
-            _require_outside_runs(out.resolve().parent if out is not None else Path("runs"))
+            _require_outside_runs(out)
             root = out if out is not None else _unused(Path("runs"), slug(name))
             root.mkdir(parents=True, exist_ok=True)
             if out is None and is_run:
                 _point_latest(root)
         except OSError as error:
-            raise _no_place(error) from error
+            raise _no_place(error.errno or 0, error.filename) from error
         run = cls(root.resolve())
         run.require_fresh()
         return run
@@ -54,11 +54,11 @@ class RunDir:
         root = (out if out is not None else Path("runs")).absolute()
         existing = next(path for path in (root, *root.parents) if path.exists())
         if not existing.is_dir():
-            raise _no_place(_os_error(errno.ENOTDIR, existing))
+            raise _no_place(errno.ENOTDIR, existing)
         if not os.access(existing, os.W_OK | os.X_OK):
             is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
-            raise _no_place(_os_error(errno.EROFS if is_read_only else errno.EACCES, existing))
-        _require_outside_runs(root.resolve().parent if out is not None else root)
+            raise _no_place(errno.EROFS if is_read_only else errno.EACCES, existing)
+        _require_outside_runs(out)
         if out is not None and existing == root:
             cls(root.resolve()).require_fresh()
 
@@ -358,28 +358,23 @@ class RunDir:
         return self.root / f"heartbeat_rank{rank}.jsonl"
 
 
-def _require_outside_runs(folder: Path) -> None:
-    """Refuse a folder for a new run that belongs to another one, such as its checkpoints."""
-    for place in (folder.resolve(), *folder.resolve().parents):
-        other = RunDir(place)
+def _require_outside_runs(out: Path | None) -> None:
+    """Refuse a place for a new run inside another one, such as its checkpoints."""
+    for other in map(RunDir, (out or Path("runs", "new")).resolve().parents):
         if other.config.is_file() and other.launch.is_file():
             raise ConfigError(
-                f"cannot make a run directory inside {place}: that is another run's own\n"
+                f"cannot make a run directory inside {other.root}: that is another run's own\n"
                 "hint: give --out a directory outside of it"
             )
 
 
-def _no_place(error: OSError) -> PacelineError:
+def _no_place(number: int, where: object) -> PacelineError:
     """Return why no run directory can be made: a disk takes nothing, or the place is wrong."""
-    kind = DiskError if DiskError.is_meant(error) else ConfigError
+    kind = DiskError if number in DISK_ERRORS else ConfigError
     return kind(
-        f"cannot make a run directory: {error.filename}: {error.strerror}\n"
+        f"cannot make a run directory: {where}: {os.strerror(number)}\n"
         "hint: give --out a directory that can be created and written"
     )
-
-
-def _os_error(number: int, path: Path) -> OSError:
-    return OSError(number, os.strerror(number), str(path))
 
 
 def _unused(parent: Path, name: str) -> Path:
