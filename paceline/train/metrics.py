@@ -23,7 +23,6 @@ from paceline.records import Plan
 from paceline.records.columns import LOSS_COLUMNS
 from paceline.records.disk import Losses
 from paceline.records.phases import OWN_PHASES, STEP_PHASES
-from paceline.records.rundir import RunDir
 from paceline.records.table_file import TableFile
 from paceline.records.tables import SAMPLES, STEPS, TRAINING, Cell
 from paceline.records.timing_ranks import timing_line
@@ -384,14 +383,3 @@ def _as_vector(counts: Sequence[float | Tensor], device: torch.device) -> Tensor
     # From pinned memory: a copy from pageable memory would make the host wait for the device.
     vector = torch.tensor(counts, dtype=torch.float64, pin_memory=device.type == "cuda")
     return vector.to(device, non_blocking=True)
-
-
-def cut_absent_ranks(run: RunDir, num_ranks: int, kept: int) -> None:
-    """Cut the tables of ranks that take no part any more: their steps are taken again by others."""
-    for folder in run.ranks.glob("rank*"):
-        number = folder.name.removeprefix("rank")
-        if number.isdigit() and int(number) >= num_ranks:
-            if run.steps(int(number)).is_file():
-                TableFile(run.steps(int(number)), STEPS, kept, run.lost).close()
-            if run.samples(int(number)).is_file():
-                TableFile(run.samples(int(number)), SAMPLES, kept, run.lost).close()
