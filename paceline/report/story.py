@@ -40,7 +40,7 @@ from paceline.records.words import count, duration, elapsed, flop_rate, number, 
 from paceline.report.profile import Sheet, memory_sheets, profile_sheets, read_memory
 from paceline.schedules.measured import Measured, load_measured
 from paceline.stats.balance import LEAST_PERCENT, MOST_PERCENT, balance_of
-from paceline.stats.figures import RunFigures, final_loss, last_metrics, measure_run
+from paceline.stats.figures import RunFigures, last_loss, last_metrics, measure_run
 from paceline.stats.stability import explain_drift, explain_spread
 from paceline.traces.flow import read_profile_facts
 
@@ -219,7 +219,9 @@ def basis(story: Story) -> str:
 
 
 def _loss_figures(result: Result) -> list[Figure]:
-    beside = []
+    beside, step = [], result.final_loss_step
+    if step is not None and step < result.steps:
+        beside.append(f"of step {step}")
     if result.val_loss is not None:
         beside.append(f"validation {result.val_loss:.4f}")
         if result.best is not None and result.best.name == "val/loss":
@@ -259,8 +261,8 @@ def _figures_so_far(story: Story) -> list[Figure]:
     metrics = {name: value for name, value in last_metrics(rows).items() if np.isfinite(value)}
     validation = metrics.pop("val/loss", None)
     beside = f"validation {validation:.4f}" if validation is not None else ""
-    if (loss := final_loss(rows)) is not None:
-        figures.append(Figure("loss", f"{loss:.4f}", beside=beside))
+    if (loss := last_loss(rows)) is not None:
+        figures.append(Figure("loss", f"{loss[1]:.4f}", beside=beside))
     figures += _metric_figures(metrics, None)
     if speed is not None:
         step_s = StepSeconds(p50=speed.step_s_p50, p90=speed.step_s_p90)

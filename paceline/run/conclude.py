@@ -39,7 +39,7 @@ from paceline.records.tables import (
 )
 from paceline.schedules.account import account
 from paceline.schedules.measured import load_measured
-from paceline.stats.figures import RunFigures, best_of, final_loss, last_metrics, measure_run
+from paceline.stats.figures import RunFigures, best_of, last_loss, last_metrics, measure_run
 from paceline.stats.stability import MAX_GROWTH
 
 MAX_NOTES = 10
@@ -103,7 +103,8 @@ def _without_lost_rows(result: Result, rows: Table[TrainingRow]) -> Result:
         return result
     if rows and rows[-1].step > lost[-1][-1]:
         return result.model_copy(update={"ettr": None})
-    return result.model_copy(update={"ettr": None, "final_loss": None, "val_loss": None})
+    unknown = dict.fromkeys(("ettr", "final_loss", "final_loss_step", "val_loss"))
+    return result.model_copy(update=unknown)
 
 
 def _how_it_ended(run: RunDir, ending: Ending, rows: Table[TrainingRow]) -> dict[str, Any]:
@@ -118,9 +119,11 @@ def _how_it_ended(run: RunDir, ending: Ending, rows: Table[TrainingRow]) -> dict
 
 def _what_was_learned(run: RunDir, rows: Table[TrainingRow], verdicts: Verdicts) -> dict[str, Any]:
     metrics = _last_metrics(rows)[0]
+    step, loss = last_loss(rows) or (None, None)
     has_padding = metrics.pop(f"{TRAIN}{PADDING}", None) is not None
     return {
-        "final_loss": final_loss(rows),
+        "final_loss": loss,
+        "final_loss_step": step,
         "val_loss": metrics.pop("val/loss", None),
         "metrics": metrics,
         "padding": float(rows.metric(f"{TRAIN}{PADDING}")[1].mean()) if has_padding else None,

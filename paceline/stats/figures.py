@@ -133,11 +133,10 @@ def best_of(rows: Table[TrainingRow], goal: Goal) -> BestMetric | None:
     return BestMetric(step=int(steps[place]), name=goal.name, value=float(values[place]))
 
 
-def final_loss(rows: Table[TrainingRow]) -> float | None:
-    """Return the last loss that is a number."""
-    losses = rows.column("loss")
-    finite = losses[np.isfinite(losses)]
-    return float(finite[-1]) if len(finite) else None
+def last_loss(rows: Table[TrainingRow]) -> tuple[int, float] | None:
+    """Return the last loss that is a number, after its step."""
+    found = rows.pick(np.isfinite(rows.column("loss")))
+    return (found[-1].step, found[-1].loss) if found else None
 
 
 def last_metrics(rows: Table[TrainingRow]) -> dict[str, float]:

@@ -286,6 +286,15 @@ def test_names_are_escaped(run: RunDir) -> None:
     assert "<script>" not in run.summary.read_text()
 
 
+def test_a_loss_of_an_earlier_step_says_so(run: RunDir) -> None:
+    """Ranks ended after step 20, and one took the rows from 17 on with it."""
+    run.training.write_text("".join(run.training.read_text().splitlines(keepends=True)[:17]))
+    result = finish(run)
+    assert (result.steps, result.final_loss, result.final_loss_step) == (20, 5 / 16, 16)
+    assert "| loss | 0.3125 | of step 16 |" in run.summary.read_text()
+    assert "of step 16" in run.report.read_text()
+
+
 def test_a_run_that_was_killed_has_the_figures_of_its_files(run: RunDir) -> None:
     """Neither it nor its supervisor could write a result: training.csv has 20 steps of 0.5 s."""
     write_report(run)
