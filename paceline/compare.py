@@ -18,6 +18,7 @@ from paceline.errors import ConfigError, DataError, Outcome
 from paceline.records import Env, Part, Plan, Record, Result
 from paceline.records.rundir import RunDir
 from paceline.records.swept import Metric, SweepRecord
+from paceline.records.words import count
 from paceline.stats.figures import RunFigures, is_speed, lower_is_better, measure_run
 from paceline.stats.intervals import Interval
 from paceline.stats.standings import Group, Standing, Standings, compare_groups
@@ -252,7 +253,8 @@ def _notes(
 ) -> Iterator[str]:
     for side, figures in zip(sides, measured, strict=True):
         if len(figures) < len(side.runs):
-            yield f"{side.name}: {len(side.runs) - len(figures)} runs have no step after warm-up"
+            runs = count(len(side.runs) - len(figures), "run")
+            yield f"{side.name}: {runs} without a step after warm-up"
     if any(len(figures) < 2 for figures in measured):
         yield "one run per side cannot tell a difference from chance: repeat it"
     if by_speed:  # else what was learned is the question

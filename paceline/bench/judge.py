@@ -11,6 +11,7 @@ from paceline.bench.records import ArmResult, PairResult, Range
 from paceline.records import Fingerprints, Plan, Result
 from paceline.records.recorded import last_to_arrive
 from paceline.records.rundir import RunDir
+from paceline.records.words import count
 from paceline.report.story import read_overlaps
 from paceline.stats.balance import Balance, measure_balance
 from paceline.stats.figures import Losses, RunFigures, measure_run
@@ -106,7 +107,7 @@ def _measure_arm(
 ) -> ArmResult:
     figures = runs.figures
     missing = repeats - len(figures) - len(runs.failures)
-    problems = [*runs.failures, *([f"{missing} runs are missing"] if missing > 0 else [])]
+    problems = [*runs.failures, *([f"{count(missing, 'run')} missing"] if missing > 0 else [])]
     divisor = arm.plan.world_size if pair.target.per_device else 1
     startups = [each.startup_s for each in figures if each.startup_s is not None]
     return ArmResult(

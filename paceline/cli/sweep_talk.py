@@ -15,7 +15,7 @@ from paceline.cli.talk import TAIL_LINES, ConsoleTalk, literal, say_failure
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
 from paceline.records.swept import SweepRecord
-from paceline.records.words import duration, elapsed, number, typed
+from paceline.records.words import count, duration, elapsed, number, typed
 from paceline.report.sweep_story import (
     SIGNS,
     SweepStory,
@@ -196,7 +196,7 @@ def _say_answer(end: SweepEnd, story: SweepStory) -> list[str]:
     lines += [f"cannot win: {name}: {why}" for name, why in judged.flagged.items()]
     lines += [f"note: {note}" for note in judged.notes]
     if end.num_failed:
-        lines.append(f"{end.num_failed} runs failed: skipped_runs.tsv has them")
+        lines.append(f"{count(end.num_failed, 'run')} failed: see skipped_runs.tsv")
     return lines
 
 

@@ -183,14 +183,17 @@ def _units(evidence: Evidence) -> Iterator[Finding]:
         return
     length = min(len(table) for table in tables.values())
     units = np.array([table.column("units")[-length:] for table in tables.values()])
-    usual = np.nanmedian(np.sort(units, axis=0)[:-1], axis=0)  # of all but the largest
-    over = np.nanmedian(units / np.where(usual > 0, usual, np.nan), axis=1) - 1
-    largest = float(np.nanmedian(units.max(axis=0) / np.where(usual > 0, usual, np.nan))) - 1
-    if np.nanmax([largest, 0.0]) > evidence.rules.unequal_batches_share:
-        row = int(np.nanargmax(over))
-        others = np.nanmedian(np.delete(units, row, axis=0), axis=0)
-        ratio = units[row] / np.where(others > 0, others, np.nan)
-        always = np.nanquantile(ratio, STEADY_SHARE) - 1 > evidence.rules.unequal_batches_share
+    units = units[:, ~np.isnan(units).any(axis=0)]
+    usual = np.median(np.sort(units, axis=0)[:-1], axis=0)  # of all but the largest
+    units, usual = units[:, usual > 0], usual[usual > 0]
+    if not len(usual):
+        return  # no step in which all ranks have counted something
+    over = np.median(units / usual, axis=1) - 1
+    largest = float(np.median(units.max(axis=0) / usual)) - 1
+    if largest > evidence.rules.unequal_batches_share:
+        row = int(np.argmax(over))
+        ratio = units[row] / np.median(np.delete(units, row, axis=0), axis=0)
+        always = np.quantile(ratio, STEADY_SHARE) - 1 > evidence.rules.unequal_batches_share
         who = list(tables)[row] if always else None
         yield Finding(
             kind="unequal_batches",

@@ -16,8 +16,8 @@ INTERVAL_S = 0.2
 
 
 class Follower(Ticker):
-    """A thread of the supervisor. `on_row` gets each new row of training.csv, in order, and first
-    the last one of those that are there already; `say` gets a line per attempt but the first."""
+    """A thread of the supervisor. `on_row` gets each new row of training.csv, in order; those that
+    are there already are an earlier attempt's. `say` gets a line per attempt but the first."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Follower(Ticker):
         self._spreads = Spreads(num_ranks)
         self._training = RowTail(run.training)
         self._attempt = self._find_attempt()
-        self._pass_rows(self._training.rows()[-1:])
+        self._training.rows()
 
     def stop(self) -> None:
         super().stop()

@@ -314,6 +314,9 @@ class Result(Record):
     exit_code: int
     steps: int
     final_loss: float | None
+    final_loss_step: int | None = Field(
+        None, description="Before `steps` where later rows are missing, or are not finite."
+    )
     val_loss: float | None
     metrics: dict[str, float] = Field(
         {}, description="The last of each metric, by name, where it is a number; not the losses."

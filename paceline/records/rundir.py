@@ -3,6 +3,7 @@
 `RunDir.create` makes one and locks it; every other stage opens it and reads.
 """
 
+import errno
 import os
 import re
 import time
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from paceline.errors import ConfigError, DataError, DiskError, PacelineError
+from paceline.errors import DISK_ERRORS, ConfigError, DataError, DiskError, PacelineError
 from paceline.records.disk import Losses
 from paceline.records.runlock import RunLock
 
@@ -35,15 +36,13 @@ class RunDir:
     def create(cls, name: str, out: Path | None, is_run: bool = True) -> Self:
         """Make the directory of a new run: `out`, or `runs/NAME-UTC`, and point `latest` to it."""
         try:
+            _require_outside_runs(out)
             root = out if out is not None else _unused(Path("runs"), slug(name))
             root.mkdir(parents=True, exist_ok=True)
             if out is None and is_run:
                 _point_latest(root)
         except OSError as error:
-            raise ConfigError(
-                f"cannot make a run directory: {error.filename}: {error.strerror}\n"
-                "hint: give --out a directory that can be created and written"
-            ) from error
+            raise _no_place(error.errno or 0, error.filename) from error
         run = cls(root.resolve())
         run.require_fresh()
         return run
@@ -54,12 +53,12 @@ class RunDir:
         nothing: `create` still decides."""
         root = (out if out is not None else Path("runs")).absolute()
         existing = next(path for path in (root, *root.parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            why = "is not a directory" if not existing.is_dir() else "cannot be written"
-            raise ConfigError(
-                f"cannot make a run directory: {existing} {why}\n"
-                "hint: give --out a directory that can be created and written"
-            )
+        if not existing.is_dir():
+            raise _no_place(errno.ENOTDIR, existing)
+        if not os.access(existing, os.W_OK | os.X_OK):
+            is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+            raise _no_place(errno.EROFS if is_read_only else errno.EACCES, existing)
+        _require_outside_runs(out)
         if out is not None and existing == root:
             cls(root.resolve()).require_fresh()
 
@@ -357,6 +356,25 @@ class RunDir:
 
     def heartbeat(self, rank: int) -> Path:
         return self.root / f"heartbeat_rank{rank}.jsonl"
+
+
+def _require_outside_runs(out: Path | None) -> None:
+    """Refuse a place for a new run inside another one, such as its checkpoints."""
+    for other in map(RunDir, (out or Path("runs", "new")).resolve().parents):
+        if other.config.is_file() and other.launch.is_file():
+            raise ConfigError(
+                f"cannot make a run directory inside {other.root}: that is another run's own\n"
+                "hint: give --out a directory outside of it"
+            )
+
+
+def _no_place(number: int, where: object) -> PacelineError:
+    """Return why no run directory can be made: a disk takes nothing, or the place is wrong."""
+    kind = DiskError if number in DISK_ERRORS else ConfigError
+    return kind(
+        f"cannot make a run directory: {where}: {os.strerror(number)}\n"
+        "hint: give --out a directory that can be created and written"
+    )
 
 
 def _unused(parent: Path, name: str) -> Path:

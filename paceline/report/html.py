@@ -196,7 +196,7 @@ def _rate(story: Story) -> str:
     has_tokens = len(story.training.known("tokens_per_s")) > 0
     unit = "tokens/s" if has_tokens else "samples/s"
     line = draw_column(story.training, unit.replace("/", "_per_"), unit, "c1")
-    window = story.result.window if story.result else None
+    window = story.window
     axes = Axes("step", unit, from_zero=True, shaded_to=window.first_step - 1 if window else None)
     return line_chart([line], axes)
 

@@ -1,14 +1,26 @@
 """Everything a report tells, read from a run directory; what is not there yet is None or empty."""
 
+import shlex
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config.plain import read_config_text
 from paceline.metrics import TRAIN, VAL
-from paceline.records import Audit, Env, Overlap, Plan, Result, Window
+from paceline.records import (
+    Audit,
+    BestMetric,
+    Env,
+    Overlap,
+    Plan,
+    Result,
+    StepSeconds,
+    Window,
+)
 from paceline.records.columns import Table
 from paceline.records.findings import Finding as Found
 from paceline.records.findings import Findings
@@ -18,6 +30,7 @@ from paceline.records.rundir import RunDir
 from paceline.records.tables import (
     TelemetryRow,
     TrainingRow,
+    read_checkpoints,
     read_steps,
     read_telemetry,
     read_training,
@@ -27,11 +40,21 @@ from paceline.records.words import count, duration, elapsed, flop_rate, number, 
 from paceline.report.profile import Sheet, memory_sheets, profile_sheets, read_memory
 from paceline.schedules.measured import Measured, load_measured
 from paceline.stats.balance import LEAST_PERCENT, MOST_PERCENT, balance_of
+from paceline.stats.figures import RunFigures, last_loss, last_metrics, measure_run
 from paceline.stats.stability import explain_drift, explain_spread
 from paceline.traces.flow import read_profile_facts
 
 # What a bar of the report is made of, and its column in steps.csv.
 PHASES = {str(phase): phase.column for phase in STEP_PHASES} | {"unaccounted": "unaccounted_s"}
+
+
+@dataclass(frozen=True)
+class SoFar:
+    """What the files of a run tell before anybody has concluded it."""
+
+    path: Path
+    speed: RunFigures | None
+    kept_step: int | None  # of the newest checkpoint
 
 
 @dataclass(frozen=True)
@@ -53,6 +76,14 @@ class Story:
     samples: tuple[Sample, ...] = ()  # texts that the model wrote, by step
     findings: tuple[Found, ...] = ()  # what was judged of it, the gravest first
     sheets: tuple[Sheet, ...] = ()  # of profiles and memory, where there are some
+    so_far: SoFar | None = None  # where there is no result
+
+    @property
+    def window(self) -> Window | None:
+        """Return the steps that the figures of speed are of."""
+        if self.so_far is not None:
+            return self.so_far.speed.window if self.so_far.speed else None
+        return self.result.window if self.result else None
 
 
 @dataclass(frozen=True)
@@ -72,6 +103,8 @@ class Figure:
 def read_story(run: RunDir) -> Story:
     plan = Plan.load(run.plan)
     result = Result.load(run.result) if run.result.is_file() else None
+    so_far = None if result else _read_so_far(run)
+    speed = result or (so_far and so_far.speed)
     return Story(
         name=plan.name,
         plan=plan,
@@ -79,7 +112,7 @@ def read_story(run: RunDir) -> Story:
         result=result,
         audit=Audit.load(run.audit) if run.audit.is_file() else None,
         training=read_training(run.training),
-        phases_s=_phases(run, plan.world_size, result.window if result else None),
+        phases_s=_phases(run, plan.world_size, speed.window if speed else None),
         telemetry={rank: read_telemetry(run.telemetry_of(rank)) for rank in range(plan.world_size)},
         config=read_config_text(run.config),
         measured=load_measured(run, plan),
@@ -90,7 +123,13 @@ def read_story(run: RunDir) -> Story:
             *memory_sheets(read_memory(run, plan.world_size)),
             *profile_sheets(read_profile_facts(run)),
         ),
+        so_far=so_far,
     )
+
+
+def _read_so_far(run: RunDir) -> SoFar:
+    kept = [row.step for row in read_checkpoints(run.checkpoint_log) if row.is_written]
+    return SoFar(run.root, measure_run(run), kept[-1] if kept else None)
 
 
 def _findings(run: RunDir) -> tuple[Found, ...]:
@@ -119,13 +158,13 @@ def headline(story: Story) -> list[Figure]:
     """Return the few figures that a reader looks for first: outcome, loss, speed, memory, time."""
     result = story.result
     if result is None:
-        return [Figure("state", "no result yet", beside="running, or its supervisor was killed")]
+        return _figures_so_far(story)
     outcome = Figure("outcome", str(result.outcome), beside=f"exit code {result.exit_code}")
     steps = f"{result.steps} of {count(story.plan.steps, 'step')}"
     figures = [
         outcome,
         *_loss_figures(result),
-        *_metric_figures(result),
+        *_metric_figures(result.metrics, result.best),
         *_rate_figures(result),
         *_memory_figures(story, result),
         Figure("time", elapsed(result.elapsed_s), beside=steps),
@@ -137,7 +176,7 @@ def further(story: Story) -> list[Figure]:
     """Return what is worth a line below: checkpoints, an early end, attempts, skipped steps."""
     result = story.result
     if result is None:
-        return []
+        return _way_on(story)
     figures = [*_stability_figures(result), *_overlap_figures(story)]
     kept = result.checkpoints
     if kept is not None:
@@ -173,14 +212,16 @@ def last_samples(story: Story) -> list[Sample]:
 
 def basis(story: Story) -> str:
     """Say once which rows the figures of speed come from; empty where there are none."""
-    window = story.result.window if story.result else None
+    window = story.window
     if window is None:
         return ""
     return f"Speed is of {window}, without evaluation; losses are of the last finite row."
 
 
 def _loss_figures(result: Result) -> list[Figure]:
-    beside = []
+    beside, step = [], result.final_loss_step
+    if step is not None and step < result.steps:
+        beside.append(f"of step {step}")
     if result.val_loss is not None:
         beside.append(f"validation {result.val_loss:.4f}")
         if result.best is not None and result.best.name == "val/loss":
@@ -192,28 +233,64 @@ def _loss_figures(result: Result) -> list[Figure]:
     return [Figure("loss", f"{result.final_loss:.4f}", beside="; ".join(beside))]
 
 
-def _metric_figures(result: Result) -> list[Figure]:
+def _metric_figures(found: Mapping[str, float], best: BestMetric | None) -> list[Figure]:
     """Return the last value of each metric; where training has it too, beside validation's."""
-    found, figures = result.metrics, []
+    figures = []
     for name, value in found.items():
         bare, beside = name.partition("/")[2], []
         if name.startswith(TRAIN) and f"{VAL}{bare}" in found:
             continue
         if name.startswith(VAL) and f"{TRAIN}{bare}" in found:
             beside.append(f"training {number(found[f'{TRAIN}{bare}'])}")
-        if result.best is not None and result.best.name == name:
-            beside.append(f"best {number(result.best.value)} at step {result.best.step}")
+        if best is not None and best.name == name:
+            beside.append(f"best {number(best.value)} at step {best.step}")
         figures.append(Figure(name, number(value), beside="; ".join(beside)))
     return figures
+
+
+def _figures_so_far(story: Story) -> list[Figure]:
+    """Return what training.csv tells of a run that lives, or that died with its supervisor."""
+    state = Figure("state", "no result yet", beside="running, or its supervisor was killed")
+    rows, speed = story.training, story.so_far.speed if story.so_far else None
+    if not rows:
+        return [state]
+    figures = [
+        state,
+        Figure("last step", str(rows[-1].step), beside=f"of {story.plan.steps} planned"),
+    ]
+    metrics = {name: value for name, value in last_metrics(rows).items() if np.isfinite(value)}
+    validation = metrics.pop("val/loss", None)
+    beside = f"validation {validation:.4f}" if validation is not None else ""
+    if (loss := last_loss(rows)) is not None:
+        figures.append(Figure("loss", f"{loss[1]:.4f}", beside=beside))
+    figures += _metric_figures(metrics, None)
+    if speed is not None:
+        step_s = StepSeconds(p50=speed.step_s_p50, p90=speed.step_s_p90)
+        figures.append(_throughput(speed.samples_per_s, speed.tokens_per_s, step_s))
+    return figures
+
+
+def _way_on(story: Story) -> list[Figure]:
+    """Return the command that resumes a run without a result, and where it would begin."""
+    if story.so_far is None:
+        return []
+    step = story.so_far.kept_step
+    begins = "step 1, as it has no checkpoint" if step is None else f"its checkpoint of step {step}"
+    command = f"paceline train --resume {shlex.quote(str(story.so_far.path))}"
+    return [Figure("to resume it", command, beside=f"if it runs no more; from {begins}")]
+
+
+def _throughput(samples_per_s: float, tokens_per_s: float | None, step_s: StepSeconds) -> Figure:
+    unit = "samples/s" if tokens_per_s is None else "tokens/s"
+    rate = samples_per_s if tokens_per_s is None else tokens_per_s
+    times = f"step p50 {duration(step_s.p50)}; p90 {duration(step_s.p90)}"
+    return Figure("throughput", number(rate), unit, times)
 
 
 def _rate_figures(result: Result) -> list[Figure]:
     if result.window is None or result.step_s is None or result.samples_per_s is None:
         return []
-    unit = "samples/s" if result.tokens_per_s is None else "tokens/s"
-    rate = result.samples_per_s if result.tokens_per_s is None else result.tokens_per_s
-    times = f"step p50 {duration(result.step_s.p50)}; p90 {duration(result.step_s.p90)}"
-    figures = [Figure("throughput", number(rate), unit, times)]
+    figures = [_throughput(result.samples_per_s, result.tokens_per_s, result.step_s)]
     if result.tflops_per_rank is None:
         return figures
     computed, _, unit = flop_rate(result.tflops_per_rank).partition(" ")

@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from paceline.config.plain import read_plain
 from paceline.launch.archive import finish_attempt, list_attempts, measure_ettr, summarise
 from paceline.launch.ending import Ending, Verdicts, completed_steps, stop_notes
@@ -41,7 +39,7 @@ from paceline.records.tables import (
 )
 from paceline.schedules.account import account
 from paceline.schedules.measured import load_measured
-from paceline.stats.figures import RunFigures, best_of, measure_run
+from paceline.stats.figures import RunFigures, best_of, last_loss, last_metrics, measure_run
 from paceline.stats.stability import MAX_GROWTH
 
 MAX_NOTES = 10
@@ -105,7 +103,8 @@ def _without_lost_rows(result: Result, rows: Table[TrainingRow]) -> Result:
         return result
     if rows and rows[-1].step > lost[-1][-1]:
         return result.model_copy(update={"ettr": None})
-    return result.model_copy(update={"ettr": None, "final_loss": None, "val_loss": None})
+    unknown = dict.fromkeys(("ettr", "final_loss", "final_loss_step", "val_loss"))
+    return result.model_copy(update=unknown)
 
 
 def _how_it_ended(run: RunDir, ending: Ending, rows: Table[TrainingRow]) -> dict[str, Any]:
@@ -120,9 +119,11 @@ def _how_it_ended(run: RunDir, ending: Ending, rows: Table[TrainingRow]) -> dict
 
 def _what_was_learned(run: RunDir, rows: Table[TrainingRow], verdicts: Verdicts) -> dict[str, Any]:
     metrics = _last_metrics(rows)[0]
+    step, loss = last_loss(rows) or (None, None)
     has_padding = metrics.pop(f"{TRAIN}{PADDING}", None) is not None
     return {
-        "final_loss": _final_loss(rows),
+        "final_loss": loss,
+        "final_loss_step": step,
         "val_loss": metrics.pop("val/loss", None),
         "metrics": metrics,
         "padding": float(rows.metric(f"{TRAIN}{PADDING}")[1].mean()) if has_padding else None,
@@ -206,8 +207,7 @@ def _notes_on(unwritten: list[Unwritten]) -> list[str]:
 def _last_metrics(rows: Table[TrainingRow]) -> tuple[dict[str, float], list[str]]:
     """Return the last value of each metric but the training loss, and a note of each that is not a
     number."""
-    found = {name: rows.metric(name)[1] for name in rows.metrics if name != "train/loss"}
-    last = {name: float(values[-1]) for name, values in found.items() if len(values)}
+    last = last_metrics(rows)
     notes = [f"the last {name} is not finite" for name, v in last.items() if not math.isfinite(v)]
     return {name: value for name, value in last.items() if math.isfinite(value)}, notes
 
@@ -313,12 +313,6 @@ def _bad_samples(verdicts: dict[int, RankVerdict]) -> dict[str, Any]:
 def _data_fingerprint(verdicts: dict[int, RankVerdict]) -> str:
     names = sorted({verdict.data_fingerprint for verdict in verdicts.values()})
     return names[0] if len(names) == 1 else fingerprint(*names)
-
-
-def _final_loss(rows: Table[TrainingRow]) -> float | None:
-    losses = rows.column("loss")
-    finite = losses[np.isfinite(losses)]
-    return float(finite[-1]) if len(finite) else None
 
 
 def _largest(values: list[int | None]) -> int | None:

@@ -56,7 +56,7 @@ from paceline.report import write_report
 from paceline.run.conclude import Circumstances, conclude
 from paceline.run.fit import fit_batches, is_open
 from paceline.run.rank import TRAIN, train_rank
-from paceline.run.resume import Resumption, explain_schedule
+from paceline.run.resume import Resumption, explain_schedule, require_steps_ahead
 from paceline.run.watching import Watcher
 from paceline.track.flow import Trackers
 from paceline.trust import remember
@@ -138,6 +138,7 @@ def resume_job(resumption: Resumption, talk: Talk, rendezvous: Rendezvous | None
             resumption = resumption.with_same_batch()
             env, plan = decide(resumption.job, topology)
         decided = prepare(resumption.job, env, plan, talk, rendezvous)
+        require_steps_ahead(decided.plan.steps, steps)
         return _train_in(run, decided, talk, resumption)
 
 

@@ -25,6 +25,7 @@ from paceline.plan.planner import sketch_model
 from paceline.plan.policy import keep_route
 from paceline.records import LaunchPlan, Plan
 from paceline.records.rundir import RunDir
+from paceline.records.words import count
 from paceline.strategies import lossy_keys
 from paceline.strategies.optim import learning_rate
 from paceline.trust import strangers
@@ -167,6 +168,17 @@ def explain_schedule(resumption: Resumption, last_step: int) -> str:
         f" step {last_step} took {then:.3g}, step {last_step + 1} takes {now:.3g}, and the last one"
         f" {optim.lr * optim.schedule.floor:.3g}"
     )
+
+
+def require_steps_ahead(wanted: int, kept: Sequence[int]) -> None:
+    """Refuse a run that would end before its newest checkpoint, the first of `kept`: steps that
+    were taken are not taken back."""
+    if kept and wanted < kept[0]:
+        raise ConfigError(
+            f"the run is to end after {count(wanted, 'step')}, and its newest checkpoint is of"
+            f" step {kept[0]} already\n"
+            f"hint: set train.steps to {kept[0] + 1} or more; only a new run takes fewer"
+        )
 
 
 def differences(before: RunConfig, after: RunConfig) -> Iterator[Change]:

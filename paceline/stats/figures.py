@@ -133,6 +133,18 @@ def best_of(rows: Table[TrainingRow], goal: Goal) -> BestMetric | None:
     return BestMetric(step=int(steps[place]), name=goal.name, value=float(values[place]))
 
 
+def last_loss(rows: Table[TrainingRow]) -> tuple[int, float] | None:
+    """Return the last loss that is a number, after its step."""
+    found = rows.pick(np.isfinite(rows.column("loss")))
+    return (found[-1].step, found[-1].loss) if found else None
+
+
+def last_metrics(rows: Table[TrainingRow]) -> dict[str, float]:
+    """Return the last value of each metric but the training loss; it may not be a number."""
+    found = {name: rows.metric(name)[1] for name in rows.metrics if name != "train/loss"}
+    return {name: float(values[-1]) for name, values in found.items() if len(values)}
+
+
 def measure_run(run: RunDir, tail_points: int = TAIL_POINTS) -> RunFigures | None:
     """Return the figures of a run; None where no step was taken after the warm-up. `tail_points`:
     how many of the last timing points the tail is the mean of."""

@@ -15,11 +15,12 @@ from paceline.job import Job
 from paceline.records import Attempt, BestMetric, DataPosition, Kept, Plan, StreamPlaces
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
+from paceline.records.table_file import TableFile
+from paceline.records.tables import SAMPLES, STEPS
 from paceline.strategies import find_strategy
 from paceline.strategies.optim import rate_of
 from paceline.train.feed import TrainData
 from paceline.train.loop import Start
-from paceline.train.metrics import cut_absent_ranks
 
 LOG = logging.getLogger("paceline")
 
@@ -67,7 +68,7 @@ class History:
             require_never_saved(run.checkpoint_log, folder)
             notes.append("there was no checkpoint yet: this attempt began with step 1")
             if rank == 0:
-                cut_absent_ranks(run, self.plan.world_size, 0)
+                _cut_absent_ranks(run, self.plan.world_size, 0)
             return None
         self.resume_from(found.kept)
         step = found.kept.step
@@ -85,7 +86,7 @@ class History:
 
     def _drop_what_lies_beyond(self, run: RunDir, folder: CheckpointFolder, kept: Kept) -> None:
         """Put away what belongs to steps after the checkpoint: they will be taken again."""
-        cut_absent_ranks(run, self.plan.world_size, kept.step)
+        _cut_absent_ranks(run, self.plan.world_size, kept.step)
         for newer in [step for step in folder.steps() if step > kept.step]:
             folder.set_aside(newer)
         best = kept.best  # the kill may have come between a checkpoint and its mark
@@ -183,3 +184,14 @@ def settle_rng(found: Found | None, job: Job, plan: Plan, rank: int, device: tor
         restore_rng(found.rng(rank), device)
     else:
         seed_rng(seed, rank, found.kept.step)
+
+
+def _cut_absent_ranks(run: RunDir, num_ranks: int, kept: int) -> None:
+    """Cut the tables of ranks that take no part any more: their steps are taken again by others."""
+    for folder in run.ranks.glob("rank*"):
+        number = folder.name.removeprefix("rank")
+        if number.isdigit() and int(number) >= num_ranks:
+            if run.steps(int(number)).is_file():
+                TableFile(run.steps(int(number)), STEPS, kept, run.lost).close()
+            if run.samples(int(number)).is_file():
+                TableFile(run.samples(int(number)), SAMPLES, kept, run.lost).close()

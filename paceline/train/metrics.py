@@ -17,13 +17,12 @@ from torch import Tensor
 
 from paceline.config.schema import RunConfig
 from paceline.data.cursor import Indices
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.metrics import TRAIN
 from paceline.records import Plan
 from paceline.records.columns import LOSS_COLUMNS
 from paceline.records.disk import Losses
 from paceline.records.phases import OWN_PHASES, STEP_PHASES
-from paceline.records.rundir import RunDir
 from paceline.records.table_file import TableFile
 from paceline.records.tables import SAMPLES, STEPS, TRAINING, Cell
 from paceline.records.timing_ranks import timing_line
@@ -143,11 +142,11 @@ class Ledger:
         self._window.append((step, totals, batch.units))
         self._scalars.push(step, (totals.loss_sum, info.grad_norm, info.skipped))
 
-    def vetoes(self, through: int) -> list[tuple[int, bool]]:
+    def vetoes(self, through: int, wait: bool = True) -> list[tuple[int, bool]]:
         """Return the steps up to `through` that were vetoed, and whether this rank's loss was
         finite."""
         found, self._late_vetoes = self._late_vetoes, []
-        for step, (loss_sum, grad_norm, skipped) in self._scalars.pop(through, wait=True):
+        for step, (loss_sum, grad_norm, skipped) in self._scalars.pop(through, wait):
             row = self._rows[step]
             row.own_loss, row.grad_norm, row.skipped = loss_sum, grad_norm, bool(skipped)
             row.overflowed = skipped == OVERFLOWED
@@ -206,11 +205,24 @@ class Ledger:
         return found + late
 
     def abandon(self) -> None:
-        """Keep what this rank knows by itself: after an error other ranks may not answer a
-        collective."""
-        for times in self.clock.finished():
-            self._steps.add(self._step_row(times))
-        self._close_files()
+        """Keep what this rank knows by itself, and call no hook. After an error other ranks may not
+        answer a collective: of several, this one writes what has arrived and waits for nothing."""
+        is_alone, last = self.plan.world_size == 1, max(self._rows, default=0)
+        self.hooks = ()
+        try:
+            for times in self.clock.finished(wait=is_alone):
+                self._steps.add(self._step_row(times))
+                if times.step in self._rows:
+                    self._rows[times.step].times = times
+            if is_alone and self._window:
+                self._gather()
+            self.vetoes(last, wait=is_alone)
+            self._take_sums(last, wait=is_alone)
+            self._write_complete()
+        except PacelineError:
+            pass  # the loss is not what was promised: told already, or less than the first error
+        finally:
+            self._close_files()
 
     def _close_files(self) -> None:
         for file in self._files():
@@ -262,10 +274,13 @@ class Ledger:
         self._take_times(wait)
         # Always waited for, unlike times: the sums were enqueued a step ago, and a veto that shows
         # only in them must reach all ranks at the same step.
-        for tag, sums in self._sums.pop(through, wait=True):
+        self._take_sums(through, wait=True)
+        self._write_complete()
+
+    def _take_sums(self, through: int, wait: bool) -> None:
+        for tag, sums in self._sums.pop(through, wait):
             for step, *values in zip(self._windows.pop(tag), *sums, strict=True):
                 self._fill(step, *values)
-        self._write_complete()
 
     def _take_times(self, wait: bool) -> None:
         for times in self.clock.finished(wait):
@@ -297,25 +312,23 @@ class Ledger:
 
     def _write_complete(self) -> None:
         """Write rows in order, as far as they are whole; at most one window's worth is held."""
-        done = []
-        for step, row in self._rows.items():
+        is_any = False
+        for step, row in list(self._rows.items()):
             if not row.is_complete:
                 break  # later rows wait, too: the table is in order
-            done.append(step)
+            is_any = True
+            del self._rows[step]  # now, lest it is written twice: a hook may raise
             if self._training:
                 self._training.add(self._training_row(step, row))
+            self._log_progress(step, row)
             for hook in self.hooks:
                 hook(step, self._training_row(step, row))
-        for step in done:
-            self._log_progress(step)
-            del self._rows[step]
-        if done:
+        if is_any:
             for file in self._files():
                 file.flush_soon()
 
-    def _log_progress(self, step: int) -> None:
+    def _log_progress(self, step: int, row: _Row) -> None:
         """Log one line per window to the rank's log, and so to train.log."""
-        row = self._rows[step]
         if self._training is None or row.times is None or not self._is_due(step):
             return
         more = "".join(f" {k} {v:.4f}" for k, v in row.metrics.items() if v is not None)
@@ -384,14 +397,3 @@ def _as_vector(counts: Sequence[float | Tensor], device: torch.device) -> Tensor
     # From pinned memory: a copy from pageable memory would make the host wait for the device.
     vector = torch.tensor(counts, dtype=torch.float64, pin_memory=device.type == "cuda")
     return vector.to(device, non_blocking=True)
-
-
-def cut_absent_ranks(run: RunDir, num_ranks: int, kept: int) -> None:
-    """Cut the tables of ranks that take no part any more: their steps are taken again by others."""
-    for folder in run.ranks.glob("rank*"):
-        number = folder.name.removeprefix("rank")
-        if number.isdigit() and int(number) >= num_ranks:
-            if run.steps(int(number)).is_file():
-                TableFile(run.steps(int(number)), STEPS, kept, run.lost).close()
-            if run.samples(int(number)).is_file():
-                TableFile(run.samples(int(number)), SAMPLES, kept, run.lost).close()

@@ -1,5 +1,6 @@
 """Whether a run lives: from its result, its heartbeats and its lock, wherever it runs."""
 
+import math
 import re
 import socket
 from pathlib import Path
@@ -13,7 +14,8 @@ from paceline.records.runlock import RunLock
 from paceline.records.words import elapsed
 from paceline.watch.view import RunView, State
 
-SILENT_S = 15.0  # heartbeats come every second; a network file system may hold them back this long
+MISSED_S = 3.0  # heartbeats come every second
+SILENT_S = 15.0  # a network file system may hold them back this long
 DEAD_S = 90.0
 STILL_S = 60.0
 MAX_LOCK_BYTES = 4096  # a process and the name of its host
@@ -34,7 +36,7 @@ def judge_state(run: RunDir, view: RunView, now: float) -> State:
     if not silent:
         return _without_beats(run, now)
     least = min(silent.values())
-    if least > SILENT_S and _has_left(run.root / RunLock.NAME):
+    if least > _sure_after_s(run.root / RunLock.NAME):
         return State("died", f"no rank and no supervisor lives: silent for {elapsed(least)}")
     if least > DEAD_S:
         said = f"no heartbeat for {elapsed(least)}, and no result was written"
@@ -56,21 +58,24 @@ def _without_beats(run: RunDir, now: float) -> State:
         age = now - run.config.stat().st_mtime
     except OSError:
         return State("starting")
-    if age > SILENT_S and _has_left(run.root / RunLock.NAME):
+    if age > _sure_after_s(run.root / RunLock.NAME):
         return State("died", "no rank ever spoke, and no supervisor lives")
     return State("starting", "ranks are starting")
 
 
-def _has_left(path: Path) -> bool:
-    """Tell whether the process that the lock names has surely ended: it said so, or it was one of
-    this machine and is not there any more. The lock itself is not touched, not even for a moment: a
-    run that starts just then must get it."""
+def _sure_after_s(path: Path) -> float:
+    """Return after how many silent seconds the process that the lock names has surely ended: few if
+    it was one of this machine and is not there any more, but not none, for the same name and other
+    numbers may be those of a container; more if the lock names nobody, for it said that it left or
+    its disk is full. The lock itself is not touched, not even for a moment: a run that starts just
+    then must get it."""
     try:
         said = read_regular(path, MAX_LOCK_BYTES).decode(errors="replace")
     except (OSError, DataError):
-        return False
+        return math.inf
     process, _, host = said.strip().partition(" ")
     if not process:
-        return True
+        return SILENT_S
     is_known = host == socket.gethostname() and PROCESS.fullmatch(process) is not None
-    return is_known and int(process) < 2**31 and not psutil.pid_exists(int(process))
+    is_gone = is_known and int(process) < 2**31 and not psutil.pid_exists(int(process))
+    return MISSED_S if is_gone else math.inf

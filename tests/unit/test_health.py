@@ -133,6 +133,13 @@ def test_unequal_shares_are_named_with_the_rank_that_always_has_the_largest() ->
     assert in_turns.rank is None and "200% more" in in_turns.words
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("units", [np.where(np.arange(20) < 10, 100.0, np.nan), np.zeros(20)])
+def test_steps_without_a_count_are_not_compared(units: Any) -> None:
+    table = make_table(STEPS, 20, step=np.arange(1, 21), units=units)
+    assert "unequal_batches" not in kinds(Evidence(2, steps={0: table, 1: table}))
+
+
 def counted(per_step: int, left_out_at: int = 0) -> Any:
     """Collectives of a rank, one more in every tenth step."""
     steps = np.arange(1, 41)

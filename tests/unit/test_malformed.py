@@ -1,6 +1,7 @@
 """Input that is no input: one refusal with the place and a hint, exit 2 where it was asked, 4 where
 a run has left it; never a traceback, and no waiting for what is not a file."""
 
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from paceline.schedules.passes import read_passes
 from paceline.stats.figures import measure_run
 from paceline.sweep.folder import NEEDED, load_manifest, save_manifest
 from paceline.sweep.spec import read_spec
-from paceline.watch.state import _has_left
+from paceline.watch.state import _sure_after_s
 from paceline.workloads.base import find_workload
 from paceline.workloads.lm.model import LM
 from tests.machines import MACHINE
@@ -327,7 +328,7 @@ def test_heartbeats_logs_and_locks_are_plain_files(
     assert last_beat(tmp_path / "file") == Beat()
     assert Tail(tmp_path / "file").lines() == []
     assert _log_end(tmp_path / "file") == ""
-    assert not _has_left(tmp_path / "file")
+    assert _sure_after_s(tmp_path / "file") == math.inf
 
 
 @pytest.mark.parametrize("raw", [b"\xff", b"[" * 20_000, b"[]", b'{"step": Infinity}', b"0"])

@@ -16,9 +16,15 @@ from paceline.job import load_job
 from paceline.metrics import Goal, Items, accuracy, bits_per_byte, perplexity
 from paceline.plan.planner import count_steps, make_plan
 from paceline.records import BestMetric, Kept
+from paceline.records.rundir import RunDir
+from paceline.records.tables import read_steps, read_training
+from paceline.strategies.base import StepInfo, Totals
+from paceline.strategies.clock import HostClock
 from paceline.train.evaluation import Share, Tally, conclude
+from paceline.train.feed import StepBatch
 from paceline.train.hooks import Hooks, find_hooks
 from paceline.train.keeper import Best
+from paceline.train.metrics import Ledger, LedgerFiles
 from paceline.train.verdict import explain
 from paceline.workloads.base import Workload
 from tests.harness import make_kept
@@ -234,3 +240,53 @@ def test_one_key_says_how_long() -> None:
     with pytest.raises(ConfigError, match=r"steps 5 and epochs 2 both say how long"):
         load_job("mae_tiny", ["train.steps=5", "train.epochs=2"])
     assert load_job("mae_tiny", ["train.steps=auto"]).config.train.num_steps == 100
+
+
+def fill_ledger(folder: Path, num_steps: int, num_ranks: int = 1, **more: Any) -> Ledger:
+    """A ledger in which so many steps have ended and the next has begun; it gathers every 10."""
+    job = load_job("lm_tiny", [f"launch.nproc={num_ranks}", "train.log_every=10"])
+    plan, clock, run = make_plan(job, machine()), HostClock(), RunDir(folder)
+    run.make_rank(0)
+    files = LedgerFiles(run.steps(0), run.training)
+    made = Ledger(job.config, plan, clock, torch.device("cpu"), files, **more)
+    for step in range(1, num_steps + 1):
+        clock.begin(step)
+        info = StepInfo(torch.tensor(1.0), torch.tensor(0.0))
+        batch = StepBatch([], 2, 1.0, [], 2)
+        made.record(step, 0.1, Totals(torch.tensor(2.0 * step), 2), info, batch)
+        made.vetoes(through=step - 1)
+        made.settle(step)
+    clock.begin(num_steps + 1)
+    return made
+
+
+@pytest.mark.parametrize("num_steps", [4, 9, 10, 14])
+def test_one_rank_that_fails_leaves_a_row_of_every_step(tmp_path: Path, num_steps: int) -> None:
+    """Its job died in the next step: no other rank is needed to know the losses."""
+    fill_ledger(tmp_path, num_steps).abandon()
+    rows = read_training(tmp_path / "training.csv")
+    assert [row.step for row in rows] == [*range(1, num_steps + 1)]
+    assert rows.column("loss").tolist() == [float(n) for n in range(1, num_steps + 1)]
+    assert len(read_steps(RunDir(tmp_path).steps(0))) == num_steps
+
+
+def test_a_rank_of_several_that_fails_asks_no_other(tmp_path: Path) -> None:
+    """There is no process group here: a collective would raise."""
+    fill_ledger(tmp_path, 4, num_ranks=2).abandon()
+    assert len(read_training(tmp_path / "training.csv")) == 0
+    assert len(read_steps(RunDir(tmp_path).steps(0))) == 4
+
+
+def test_a_hook_that_raised_is_not_called_again_and_no_row_is_written_twice(tmp_path: Path) -> None:
+    told: list[int] = []
+
+    def refuse(step: int, row: Any) -> None:
+        told.append(step)
+        raise KeyError("my own bug")
+
+    ledger = fill_ledger(tmp_path, 10, hooks=[refuse])
+    with pytest.raises(KeyError):
+        ledger.settle(11)
+    ledger.abandon()
+    assert told == [1]
+    assert [row.step for row in read_training(tmp_path / "training.csv")] == [*range(1, 11)]

@@ -286,6 +286,37 @@ def test_names_are_escaped(run: RunDir) -> None:
     assert "<script>" not in run.summary.read_text()
 
 
+def test_a_loss_of_an_earlier_step_says_so(run: RunDir) -> None:
+    """Ranks ended after step 20, and one took the rows from 17 on with it."""
+    run.training.write_text("".join(run.training.read_text().splitlines(keepends=True)[:17]))
+    result = finish(run)
+    assert (result.steps, result.final_loss, result.final_loss_step) == (20, 5 / 16, 16)
+    assert "| loss | 0.3125 | of step 16 |" in run.summary.read_text()
+    assert "of step 16" in run.report.read_text()
+
+
+def test_a_run_that_was_killed_has_the_figures_of_its_files(run: RunDir) -> None:
+    """Neither it nor its supervisor could write a result: training.csv has 20 steps of 0.5 s."""
+    write_report(run)
+    said = run.summary.read_text()
+    assert "| last step | 20 | of 200 planned |" in said
+    assert "| loss | 0.2500 | validation 2.0000 |" in said  # 5 / 20
+    assert "| throughput | 4,096 tokens/s | step p50 500 ms; p90 500 ms |" in said
+    assert "Speed is of training.csv, steps 2 to 20" in said
+    resume = f"paceline train --resume {run.root}"
+    assert (
+        f"| to resume it | {resume} | if it runs no more; from step 1, as it has no checkpoint |"
+        in said
+    )
+    assert resume in run.report.read_text() and "0.2500" in run.report.read_text()
+    run.checkpoint_log.write_text(
+        "step,reason,mode,state,num_bytes,stall_s,duration_s,outcome,error\n"
+        "10,every,async,full,100,0.1,0.2,ok,\n"
+    )
+    write_report(run)
+    assert "if it runs no more; from its checkpoint of step 10" in run.summary.read_text()
+
+
 def test_a_run_without_a_result_or_with_half_a_line_is_shown(run: RunDir) -> None:
     with run.training.open("a") as file:
         file.write("21,0.2,0.")

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli.talk import ConsoleTalk
 from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.records.rundir import RunDir
 from paceline.run import resume
+from paceline.run.flow import resume_job
 from paceline.run.resume import Change, Resumption, explain_schedule
+from tests.kept import TINY_LM, keep, make_run
 
 
 def longer(before: int, after: int, *more: str) -> Resumption:
@@ -66,3 +69,15 @@ def test_a_constant_rate_stays_and_nothing_is_said_without_a_change() -> None:
     assert explain_schedule(unchanged, 60) == ""
     assert "took" not in explain_schedule(longer(60, 70), last_step=0)
     assert "took" not in explain_schedule(longer(60, 50), last_step=55)
+
+
+def test_fewer_steps_than_were_taken_are_refused_and_nothing_is_touched(tmp_path: Path) -> None:
+    run, tensors = make_run(tmp_path / "run", "lm_tiny", [*TINY_LM, "launch.device=cpu"])
+    keep(run, tensors, 76)
+    before = {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()}
+    job = load_job("lm_tiny", [*TINY_LM, "launch.device=cpu", "train.steps=60"])
+    resumption = Resumption(run, job, [Change("train.steps", 1000, 60)], 8)
+    with pytest.raises(ConfigError, match="to end after 60 steps, .* is of step 76"):
+        resume_job(resumption, ConsoleTalk(quiet=True))
+    after = {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()}
+    assert {path: said for path, said in after.items() if path.name != ".lock"} == before

@@ -1,14 +1,16 @@
 """The run directory: never two runs in one, never a path outside, never half a file."""
 
+import errno
 import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.cli.talk import ConsoleTalk
-from paceline.errors import ConfigError, DataError
+from paceline.errors import ConfigError, DataError, DiskError
 from paceline.job import load_job
 from paceline.records import Choice, Env, Finding, base, runlock
 from paceline.records.files import write_atomic
@@ -113,6 +115,45 @@ def test_out_in_a_place_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot make a run directory"):
         RunDir.create("a", tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("place", ["checkpoints/x", "new", "link/x", None])
+def test_no_run_is_made_inside_another(
+    place: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention would delete it, and readers would take its files for the other's."""
+    other = RunDir.create("a", tmp_path / "other")
+    other.config.touch()
+    other.launch.touch()
+    (other.root / "link").symlink_to(other.root)
+    monkeypatch.chdir(other.root)  # where nothing is asked for it would be ./runs/
+    for make in (RunDir.require_place, lambda out: RunDir.create("b", out)):
+        with pytest.raises(ConfigError, match=f"inside {other.root}: that is another run's own"):
+            make(None if place is None else Path(place))
+    names = {path.name for path in other.root.iterdir()}
+    assert names == {"run.yaml", "launch.json", "link"}, "something was left in it"
+    other.launch.unlink()  # a folder of configs is not a run
+    assert RunDir.create("b", tmp_path / "other" / "mine").root.is_dir()
+
+
+def test_a_disk_that_takes_nothing_is_told_from_a_wrong_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of outcomes: out of memory or disk is 10, what was typed wrong is 2."""
+
+    def full(self: Path, **_: bool) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match="cannot make a run directory: .* Permission denied"):
+        RunDir.require_place(tmp_path / "run")
+    read_only = SimpleNamespace(f_flag=os.ST_RDONLY)
+    monkeypatch.setattr(os, "statvfs", lambda *_: read_only)
+    with pytest.raises(DiskError, match="cannot make a run directory: .* Read-only file system"):
+        RunDir.require_place(tmp_path / "run")
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(DiskError, match="cannot make a run directory: .* No space left"):
+        RunDir.create("a", tmp_path / "run")
 
 
 def test_opening_what_is_no_run_is_said(tmp_path: Path) -> None:

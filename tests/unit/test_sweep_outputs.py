@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli.sweep_talk import _say_answer
 from paceline.config.load import read_draft
 from paceline.records.swept import SweepRecord, SweptPhase
 from paceline.records.words import size
 from paceline.report.sweep_plots import front, staircase
+from paceline.sweep.flow import SweepEnd
 from paceline.sweep.folder import Row, SweepDir
 from paceline.sweep.judge import SweepJudgement
-from paceline.sweep.outputs import write_outputs
+from paceline.sweep.outputs import tell, write_outputs
 from tests.sweeps import draw_cell, draw_figures, draw_record, draw_row, draw_sweep, judge_rows
 
 SETTINGS = (
@@ -69,6 +71,14 @@ def read_table(path: Path) -> list[dict[str, str]]:
 def best_of(folder: SweepDir) -> dict[str, object]:
     found: dict[str, object] = json.loads(folder.best.read_text(), parse_constant=pytest.fail)
     return found
+
+
+@pytest.mark.parametrize(("num_failed", "said"), [(1, "1 run failed"), (2, "2 runs failed")])
+def test_failures_are_counted_in_words(sweep: Sweep, num_failed: int, said: str) -> None:
+    folder, record, rows, judged = sweep
+    end = SweepEnd(record, judged, "", num_failed)
+    lines = _say_answer(end, tell(folder, record, rows, judged))
+    assert lines[-1] == f"{said}: see skipped_runs.tsv"
 
 
 @pytest.mark.parametrize("name", HEADERS)

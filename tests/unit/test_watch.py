@@ -142,14 +142,27 @@ def test_a_run_lives_is_silent_and_dies(run: RunDir) -> None:
     assert view.state.kind == "ok" and view.state.is_over
 
 
-def test_a_run_whose_supervisor_was_killed_is_dead_at_once(run: RunDir) -> None:
+def test_a_run_whose_supervisor_was_killed_is_dead_within_seconds(run: RunDir) -> None:
     clock = Clock()
     reader = RunReader(run, clock)
     (run.root / ".lock").write_text(f"{2**22 + 5} {socket.gethostname()}\n")  # no such process
     for rank in (0, 1):
         beat(run, rank, time.time())
+    assert reader.read().state.kind == "running", "in a container its number may be another"
+    clock.now += 4
+    assert reader.read().state.kind == "died", "four heartbeats were missed"
+
+
+def test_a_lock_that_names_nobody_is_given_more_time(run: RunDir) -> None:
+    """On a full disk a live run can neither write its name there nor its heartbeats."""
+    clock = Clock()
+    reader = RunReader(run, clock)
+    (run.root / ".lock").write_text("")
+    beat(run, 0, time.time())
     reader.read()
-    clock.now += 16
+    clock.now += 4
+    assert reader.read().state.kind == "running"
+    clock.now += 12
     assert reader.read().state.kind == "died"
 
 
