@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DataError
+from paceline.job import Job, load_job
+from paceline.plan.planner import make_plan
+from paceline.train.feed import build_split, open_data
 from paceline.workloads.base import REGISTRY, find_workload
+from tests.machines import MACHINE, plan
 
 JOB = """
 from torch import nn
@@ -13,22 +17,23 @@ from paceline import DataConfig, Section, Workload
 
 class Job(Workload):
     {section}
-    def build_model(self, config): return nn.Linear(2, 2)
+    {model}
     {data}
     {loss}
     {more}
 """
 RIGHT = {
     "section": "pass",
+    "model": "def build_model(self, config): return nn.Linear(2, 2)",
     "data": "def build_data(self, config, split): return None",
     "loss": "def loss(self, model, batch): return batch.sum(), len(batch)",
     "more": "pass",
 }
 
 
-def find(folder: Path, **parts: str) -> None:
+def find(folder: Path, **parts: str) -> Job:
     (folder / "job.py").write_text(JOB.format(**RIGHT | parts))
-    find_workload(f"{folder / 'job.py'}:Job", typed=True)
+    return load_job(f"{folder / 'job.py'}:Job", ["launch.device=cpu"])
 
 
 @pytest.mark.parametrize(
@@ -102,3 +107,36 @@ def test_a_file_that_ends_the_program_is_named(tmp_path: Path) -> None:
         find_workload(f"{tmp_path / 'job.py'}:Job", typed=True)
     assert "job.py:3 ends the program while it is imported: SystemExit(3)" in str(refused.value)
     assert "__main__" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("pass", "Job.build_model must return a torch.nn.Module; it returned None"),
+        ("return nn.Linear", "it returned the class Linear itself"),
+        ("return lambda batch: batch", "it returned a function"),
+        ("return nn.Linear(2, 'two')", "Job.build_model failed at job.py:7 in build_model: "),
+    ],
+)
+def test_a_model_that_is_none_is_refused(body: str, says: str, tmp_path: Path) -> None:
+    job = find(tmp_path, model=f"def build_model(self, config): {body}")
+    with pytest.raises(ConfigError) as refused:
+        make_plan(job, MACHINE)
+    assert says in str(refused.value)
+
+
+def test_data_that_fails_is_a_fault_of_data_with_the_users_line(tmp_path: Path) -> None:
+    job = find(tmp_path, data="def build_data(self, config, split): return open('gone')")
+    with pytest.raises(DataError) as refused:
+        build_split(job, "val")
+    assert "Job.build_data(config, 'val') failed at job.py:8 in build_data" in str(refused.value)
+    assert "FileNotFoundError" in str(refused.value)
+    job = find(tmp_path, data="def build_data(self, config, split): raise MemoryError")
+    with pytest.raises(MemoryError):
+        build_split(job, "train")
+
+
+def test_no_data_to_train_on_is_not_too_little_of_it(tmp_path: Path) -> None:
+    job = find(tmp_path, data="def build_data(self, config, split): pass")
+    with pytest.raises(DataError, match="returned None: there is nothing to train on"):
+        open_data(job, plan())
