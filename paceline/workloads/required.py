@@ -58,15 +58,22 @@ def _call_problems(kind: type[Any], method: str, meant: FunctionType, name: str)
     own, raw = getattr(kind, method), inspect.getattr_static(kind, method)
     if own is meant:
         return
-    right = f"def {method}{_bare(meant)}"
+    names = ", ".join(inspect.signature(meant).parameters)
+    right, call = f"def {method}({names})", f"{method}({names.removeprefix('self, ')})"
     if not callable(own):
-        yield f"{name}.{method} is {own!r:.40}, and Paceline calls it\nhint: {right}"
+        yield (
+            f"{name}.{method} is {own!r:.40}, and Paceline calls {call}\n"
+            f"hint: {right}; what is no method needs another name"
+        )
         return
     num_given = len(inspect.signature(meant).parameters)
     if isinstance(raw, staticmethod | classmethod) or not hasattr(raw, "__get__"):  # without self
         num_given -= 1
     if not _takes(own, num_given):
-        yield f"{name}.{method} is written {method}{_bare(own)}\nhint: {right}"
+        yield (
+            f"{name}.{method} is written {method}{_bare(own)}, and Paceline calls {call}\n"
+            f"hint: {right}"
+        )
 
 
 def _takes(call: Any, num_given: int) -> bool:

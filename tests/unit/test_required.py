@@ -56,13 +56,13 @@ def test_a_section_of_another_kind_is_refused(section: str, says: str, tmp_path:
     [
         (
             {"data": "def build_data(self, config): return None"},
-            "is written build_data(self, config)\nhint: def build_data(self, config, split)",
+            "is written build_data(self, config), and Paceline calls build_data(config, split)",
         ),
         (
             {"loss": "def loss(self, batch): return batch.sum(), 1"},
-            "loss is written loss(self, batch)\nhint: def loss(self, model, batch)",
+            "written loss(self, batch), and Paceline calls loss(model, batch)\nhint: def loss",
         ),
-        ({"loss": "loss = 3"}, "Job.loss is 3, and Paceline calls it"),
+        ({"loss": "loss = 3"}, "Job.loss is 3, and Paceline calls loss(model, batch)"),
         ({"more": "def on_step(self): pass"}, "hint: def on_step(self, step, record)"),
         ({"more": "def __init__(self, size): pass"}, "__init__ needs arguments"),
     ],
