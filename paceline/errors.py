@@ -22,8 +22,11 @@ A new way to end is one row of `Outcome` and, where code raises it, one class.
 
 import errno
 import signal
+import sysconfig
+import traceback
 from collections.abc import Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
@@ -174,3 +177,15 @@ def is_retryable_kind(kind: str) -> bool:
     while more := {sub for cls in known for sub in cls.__subclasses__()} - known:
         known |= more
     return any(cls.__name__ == kind and cls.is_retryable for cls in known)
+
+
+def users_line(error: BaseException) -> str:
+    """Return `job.py:14 in loss`: the last line on the way to the error that is in no library;
+    empty where all are."""
+    ours, installed = str(Path(__file__).parent), ("site-packages", "dist-packages")
+    stdlib = sysconfig.get_paths()["stdlib"]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_library = any(part in frame.filename for part in installed)
+        if not is_library and not frame.filename.startswith((ours, stdlib, "<")):
+            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+    return ""

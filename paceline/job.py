@@ -59,6 +59,11 @@ def load_job(source: str, overrides: Sequence[str]) -> Job:
     else:
         draft = read_draft(name, overrides)
     typed = draft.typed("workload")
+    if typed is not None and typed != name and (".py:" in name or is_given(name)):
+        raise ConfigError(
+            f"{name} is what shall be trained, and so is workload={typed}: a run trains one\n"
+            f"hint: leave out workload={typed}, or train a recipe of {typed} (paceline recipes)"
+        )
     written: Any = OmegaConf.to_container(draft.tree, resolve=False)
     if "axes" in written:
         raise ConfigError(f"{name} is a sweep, not a run\nhint: paceline sweep {name}")

@@ -35,6 +35,7 @@ from paceline.cli import (
     verify,
     watch,
 )
+from paceline.cli.arguments import Verbs
 from paceline.errors import ConfigError, DiskError, Outcome, PacelineError
 from paceline.machine.process import leave_at_once
 
@@ -49,6 +50,7 @@ WRONG_PLACES = {
 }
 app = typer.Typer(
     name="paceline",
+    cls=Verbs,
     help="Take a PyTorch training job from bare machines to a finished, explained run.\n\n"
     "Start with: paceline demo",
     no_args_is_help=True,

@@ -1,9 +1,11 @@
 """Arguments that several verbs share, so that they read and behave the same everywhere."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 SOURCE = typer.Argument(
     metavar="RECIPE", help="A recipe's name, a YAML file, FILE.py:Class, or +experiment=NAME."
@@ -29,3 +31,52 @@ TailLinesOption = Annotated[
     typer.Option("--tail-lines", help="Lines of a failed rank's log to show; default 12."),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the record as JSON on stdout.")]
+
+WORDS = "paceline.words"  # all that was typed, kept for a hint
+
+
+class Verbs(TyperGroup):
+    """The verbs. One that takes keys says how `--train.steps=20` is written here."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:  # click's, which newer typers bring along under another name
+            command = getattr(getattr(error, "ctx", None), "command", None)
+            if type(error).__name__ == "NoSuchOption" and _takes_keys(command):
+                hint = hint_key(error.option_name, ctx.meta[WORDS])  # type: ignore[attr-defined]
+                if hint:
+                    error.message += f"\nhint: {hint}"  # type: ignore[attr-defined]
+                    error.possibilities = None  # type: ignore[attr-defined]
+            raise
+
+
+def _takes_keys(command: Any) -> bool:
+    return any(param.name == "overrides" for param in getattr(command, "params", ()))
+
+
+def hint_key(option: str, words: Sequence[str]) -> str:
+    """Return how an option is written as a key, where there is such a key; else nothing."""
+    from paceline.config.describe import iter_keys
+    from paceline.config.schema import RunConfig
+
+    asked = option.lstrip("-").replace("-", "_")
+    found = [key.path for key in iter_keys(RunConfig) if f".{key.path}".endswith(f".{asked}")]
+    if not found and "." in asked:  # a key of the job's own
+        found = [asked]
+    value = _value_of(option, words) if len(found) == 1 else "..."
+    return f"keys have no dashes: {', '.join(f'{key}={value}' for key in found)}" if found else ""
+
+
+def _value_of(option: str, words: Sequence[str]) -> str:
+    """Return what was typed for an option, behind its `=` or as the next word."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name == option:
+            is_value = not following.startswith("-") and "=" not in following
+            return value or (following if is_value else "") or "..."
+    return "..."

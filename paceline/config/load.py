@@ -81,12 +81,22 @@ def recipe_names() -> list[str]:
 
 def recipe_text(name: str) -> str:
     if name not in recipe_names():
-        guess = did_you_mean(name, recipe_names())
+        guess = _meant_file(name) or did_you_mean(name, recipe_names())
         raise ConfigError(
             f"there is no recipe or file '{name}'\n"
             f"hint: {guess}the recipes are {', '.join(recipe_names())}"
         )
     return (resources.files("paceline.config") / "recipes" / f"{name}.yaml").read_text()
+
+
+def _meant_file(name: str) -> str:
+    """Return the hint for `job:Job` and `job.Job`, as Python writes it, where job.py is there."""
+    for sign in ":.":
+        head, _, class_name = name.rpartition(sign)
+        for file in (f"{head}.py", f"{head.replace('.', '/')}.py"):
+            if head and Path(file).is_file():
+                return f"did you mean {file}:{class_name}? "
+    return ""
 
 
 def read_draft(source: str | None, overrides: Sequence[str]) -> Draft:
@@ -264,7 +274,8 @@ def _explain(error: ValidationError, draft: Draft, schema: type[BaseModel]) -> I
         elif item["type"] == "missing":
             yield f"{key} is required and {draft.place} does not set it"
         elif item["type"] == "value_error":
-            yield f"{key} in {place}: {item['msg'].removeprefix('Value error, ')}"
+            said = item["msg"].removeprefix("Value error, ")
+            yield f"{key} in {_typed_places(path, said, draft) or place}: {said}"
         elif known is not None:
             close = nearest_word(known, item["input"])
             hint = f"\nhint: did you mean {close}?" if close else ""
@@ -292,6 +303,20 @@ def _is_reported(path: tuple[str, ...], draft: Draft, schema: type[BaseModel]) -
 
 def _overridden(path: tuple[str, ...], draft: Draft) -> bool:
     return any(item.path == path[: len(item.path)] for item in draft.overrides)
+
+
+def _typed_places(path: tuple[str, ...], said: str, draft: Draft) -> str:
+    """Return where keys inside `path` were typed that a message names in its first line: what is
+    wrong with a section is often two of its keys together."""
+    words = set(re.findall(r"\w+", said.partition("\n")[0]))
+    texts = {item.key: item.text for item in draft.overrides if _is_inside(item.path, path, words)}
+    places = " and ".join(f"'{shown(text)}'" for text in texts.values())
+    return f"override{'s' if len(texts) > 1 else ''} {places}" if places else ""
+
+
+def _is_inside(typed: tuple[str, ...], path: tuple[str, ...], words: set[str]) -> bool:
+    length = len(path)
+    return len(typed) > length and typed[:length] == path and typed[length] in words
 
 
 def _place(path: tuple[str, ...], draft: Draft) -> str:

@@ -146,7 +146,13 @@ def _odd_node(node: yaml.Node, place: str) -> Iterator[str]:
                 "hint: no key takes one; text stands in quotes"
             )
         return
+    first: dict[str, yaml.Node] = {}
     for key, _ in node.value if _is_map(node) else ():
+        if isinstance(key, yaml.ScalarNode) and first.setdefault(key.value, key) is not key:
+            yield (
+                f"{line_of(key, place)} {shown(key.value)} is a key for the second time, after line"
+                f" {_line(first[key.value])}\nhint: keep one of them"
+            )
         if not isinstance(key, yaml.ScalarNode):
             what = "a map" if _is_map(key) else "a list"
             yield f"{line_of(key, place)} {what} is not a key\nhint: write key: value"
@@ -157,8 +163,12 @@ def _odd_node(node: yaml.Node, place: str) -> Iterator[str]:
 
 def line_of(node: yaml.Node | yaml.Event, place: str) -> str:
     """Return `run.yaml:3:`, where a file's line is known to a reader by its number."""
+    return f"{place}:{_line(node)}:"
+
+
+def _line(node: yaml.Node | yaml.Event) -> int:
     assert node.start_mark is not None, "it was parsed from a text"
-    return f"{place}:{node.start_mark.line + 1}:"
+    return node.start_mark.line + 1
 
 
 def shown(value: object) -> str:

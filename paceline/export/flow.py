@@ -32,6 +32,7 @@ from paceline.records.folders import appearing, require_unused
 from paceline.records.rundir import RunDir
 from paceline.records.words import count
 from paceline.run.trained import Say, Trained, Which, load_trained, open_job
+from paceline.train.feed import build_split
 from paceline.workloads.base import Approve, Split, Workload, own_collate
 from paceline.workloads.exporting import Exported, ExportRequest, no_export
 
@@ -119,7 +120,7 @@ def real_batch(job: Job) -> tuple[Any, str]:
     splits: tuple[Split, ...] = ("val", "train")
     for split in splits:
         try:
-            data: Any = job.workload.build_data(job.config, split)
+            data = build_split(job, split)
             if data is None or not hasattr(data, "__getitem__"):
                 continue
             size = min(NUM_SAMPLES, len(data))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from paceline.config.schema import RunConfig
 from paceline.config.section import Section
 from paceline.config.training import OptimConfig
-from paceline.machine.launchers import foreign_keys, is_allocated, is_local
-from paceline.plan.crew import count_ranks
+from paceline.machine.launchers import foreign_keys, is_local
+from paceline.plan.crew import OVERCOMMIT, RANK_BYTES, count_ranks, is_refused_here
 from paceline.records import Env, Finding, Plan
 from paceline.records.profiled import AUDITED_STEP, parse_profile
 from paceline.records.words import size
@@ -354,39 +354,34 @@ def check_samples(config: RunConfig, workload: Workload, is_pipeline: bool) -> I
 def check_host_memory(
     config: RunConfig, env: Env, plan: Plan, held: int, sharded: tuple[Strategy, int]
 ) -> Iterator[Finding]:
-    """Refuse ranks on CPUs whose state does not fit into the memory that they share. `held`:
-    bytes of weights, gradients and optimizer of all ranks of one machine; `sharded`: the
-    strategy that shards most, and what it would hold there."""
-    if plan.on_gpu or held <= env.memory_bytes:
+    """Refuse ranks on CPUs whose state does not fit into the memory that they share, beside what
+    each process holds anyway. `held`: bytes of weights, gradients and optimizer of all ranks of one
+    machine; `sharded`: the strategy that shards most, and what it would hold there."""
+    room = env.memory_bytes - plan.crew.per_node * RANK_BYTES
+    if plan.on_gpu or held <= room or room < 0:  # not even processes fit: check_crew has said so
         return
-    # A login node says nothing of the machines that a scheduler will give.
-    is_here = not is_allocated(plan.crew.launcher.value)
-    is_refused = is_here and not config.launch.overcommit
+    is_refused = is_refused_here(config.launch, plan.crew)
+    beside = "" if held > env.memory_bytes else f", {size(env.memory_bytes - room)} of processes"
     yield Finding(
         severity="error" if is_refused else "warning",
         where="launch.nproc",
         what=f"{count_ranks(plan.crew.per_node)} on this machine would hold"
-        f" {size(held)} of weights, gradients and optimizer, and it has {size(env.memory_bytes)}",
-        hint=_hint(plan, env, *sharded) + _way_on(is_refused),
+        f" {size(held)} of weights, gradients and optimizer{beside}, and it has"
+        f" {size(env.memory_bytes)}",
+        hint=_hint(plan, room, *sharded) + (OVERCOMMIT if is_refused else ""),
         cause="cluster",
     )
 
 
-def _hint(plan: Plan, env: Env, sharding: Strategy, if_sharded: int) -> str:
+def _hint(plan: Plan, room: int, sharding: Strategy, if_sharded: int) -> str:
     """Say what helps; a smaller microbatch does not, for none of this grows with it."""
     needed = size(if_sharded)
-    if if_sharded <= env.memory_bytes:
+    if if_sharded <= room:
         return f"strategy.name={sharding.name} would hold {needed} here"
-    machines = -(-if_sharded // env.memory_bytes) * (plan.world_size // plan.crew.per_node)
+    machines = -(-if_sharded // max(1, room)) * (plan.world_size // plan.crew.per_node)
     if find_strategy(plan.strategy.value) is sharding:
         return f"take {machines} machines or more like this one, or a smaller model"
     return (
         f"strategy.name={sharding.name} would still hold {needed} here: take it on {machines}"
         " machines or more like this one, or a smaller model"
     )
-
-
-def _way_on(is_refused: bool) -> str:
-    if not is_refused:
-        return ""
-    return "; launch.overcommit=true starts all the same, and plans for a larger machine"

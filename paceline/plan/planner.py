@@ -3,10 +3,8 @@
 Needs no GPU and no process group: `paceline plan lm_tiny launch.nproc=64` runs on a laptop.
 """
 
-import traceback
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -58,6 +56,7 @@ from paceline.strategies.shape import ModelShape
 from paceline.workloads.base import Workload
 from paceline.workloads.meta import on_meta
 from paceline.workloads.methods import check_methods
+from paceline.workloads.returns import data_failed, model_failed, no_training_data, read_model
 
 T = TypeVar("T")
 MAX_LOADER_WORKERS = 4
@@ -157,11 +156,10 @@ def count_steps(job: Job, plan: Plan) -> Plan:
     except PacelineError:
         raise
     except Exception as error:
-        raise DataError(
-            f"{asked} needs the length of the training data, and build_data failed:"
-            f" {type(error).__name__}: {error}"
-        ) from error
-    if data is None or is_stream(data) or not hasattr(data, "__len__"):
+        raise data_failed(job.workload, "train", error) from error
+    if data is None:
+        raise no_training_data(job.workload)
+    if is_stream(data) or not hasattr(data, "__len__"):
         raise ConfigError(
             f"{asked}: the training data has no length\n"
             "hint: set train.steps; with data.stream_repeat=false the run ends with the stream"
@@ -260,7 +258,7 @@ def sketch_model(workload: Workload, config: RunConfig) -> torch.nn.Module:
     """Build the model on meta: no memory, any size."""
     try:
         with on_meta():
-            return workload.build_model(config)
+            return read_model(workload, workload.build_model(config))
     except PacelineError:
         raise
     except Exception as error:
@@ -289,12 +287,11 @@ def measure_model(workload: Workload, config: RunConfig) -> ModelShape:
 
 def _build_for_real(workload: Workload, config: RunConfig) -> torch.nn.Module:
     try:
-        return workload.build_model(config)
+        return read_model(workload, workload.build_model(config))
+    except PacelineError:
+        raise
     except Exception as error:
-        name = f"{type(workload).__name__}.build_model"
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(line.filename).name}:{line.lineno}"
-        raise ConfigError(f"{name} failed at {place}: {type(error).__name__}: {error}") from error
+        raise model_failed(workload, error) from error
 
 
 def _accumulation(config: RunConfig, asked: int, dp: int) -> tuple[int, Finding | None]:

@@ -39,6 +39,7 @@ from paceline.sweep.folder import (
     save_manifest,
 )
 from paceline.sweep.matrix import Ground, decide_cell, needs_evaluation
+from paceline.train.feed import build_split
 from paceline.workloads.base import code_fingerprint
 
 
@@ -230,7 +231,7 @@ class SweepRunner:
     def _data_fingerprint(self, decided: Decided) -> str:
         job = decided.job
         job.workload.prepared = decided.prepared
-        data = job.workload.build_data(job.config, "train")
+        data = build_split(job, "train")
         if not hasattr(data, "fingerprint"):
             self.quiet.say(
                 "warning: the data has no `fingerprint`, so a change of it cannot be seen\n"

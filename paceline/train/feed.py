@@ -24,15 +24,16 @@ from paceline.data.loader import (
 )
 from paceline.data.stream_shards import find_shards, is_stream
 from paceline.data.streams import Place, StreamPlan, StreamSource
-from paceline.errors import ConfigError, DataError
+from paceline.errors import ConfigError, DataError, Outcome, PacelineError
 from paceline.job import Job
 from paceline.metrics import PADDING
 from paceline.records import Plan, StreamPlaces
 from paceline.records.files import fingerprint
 from paceline.records.words import count
 from paceline.strategies.clock import Clock
-from paceline.workloads.base import own_collate
-from paceline.workloads.returns import Pair
+from paceline.train.verdict import outcome_of
+from paceline.workloads.base import Split, own_collate
+from paceline.workloads.returns import Pair, data_failed, no_training_data
 
 NAMED_STEPS = 32  # whose samples of a stream can still be named
 OF_STREAMS = ("stream_readers", "stream_buffer", "stream_repeat")
@@ -227,11 +228,24 @@ class TrainData:
         return f"{own}, {self.picks.fingerprint}" if isinstance(self.picks, BucketPicks) else own
 
 
+def build_split(job: Job, split: Split) -> Any:
+    """Return what the job's `build_data` gives. What fails in it is a fault of the data, unless it
+    says that memory, a disk or another rank is at fault."""
+    try:
+        return job.workload.build_data(job.config, split)
+    except Exception as error:
+        if isinstance(error, PacelineError) or outcome_of(error) is not Outcome.CRASHED:
+            raise
+        raise data_failed(job.workload, split, error) from error
+
+
 def open_data(job: Job, plan: Plan) -> TrainData:
     """Return the training data; refuse what cannot be read or fills no step."""
-    data: Any = job.workload.build_data(job.config, "train")
+    data = build_split(job, "train")
+    if data is None:
+        raise no_training_data(job.workload)
     size, settings = plan.batch.global_size, job.config.data
-    if data is not None and is_stream(data):
+    if is_stream(data):
         if settings.num_buckets is not None:
             raise ConfigError(
                 f"data.batch_by={settings.batch_by}, data.buckets={settings.buckets}: the data is a"
@@ -239,13 +253,12 @@ def open_data(job: Job, plan: Plan) -> TrainData:
                 "hint: return samples by index: __len__ and __getitem__, with `lengths`"
             )
         return TrainData(data, None)
-    if data is not None and not hasattr(data, "__len__"):
+    if not hasattr(data, "__len__"):
         raise DataError(
             f"build_data returned a {type(data).__name__}, which has no length and is no stream\n"
             "hint: return samples by index, with __len__ and __getitem__, or what can be iterated"
         )
-    has_samples = data is not None and len(data) > 0
-    picks = open_picks(job.config, plan.batch, data) if has_samples else None
+    picks = open_picks(job.config, plan.batch, data) if len(data) else None
     found = picks.epoch_size if picks is not None else 0
     if picks is None or found < size:
         raise DataError(

@@ -30,6 +30,7 @@ from paceline.job import Job
 from paceline.machine.process import die_with_parent
 from paceline.records import Part
 from paceline.records.words import duration
+from paceline.train.feed import build_split
 from paceline.workloads.base import own_collate
 
 MOST_BATCHES, MOST_S = 2048, 10.0
@@ -200,7 +201,7 @@ def _by_index(job: Job) -> Iterator[Event]:
     """Open each shard of what is prepared, then read batches in the order of a run."""
     yield Event("place", str(getattr(job.config.data, "source", "what the job prepares")))
     job.workload.prepared = job.workload.prepare(job.config, lambda text: None)
-    data = job.workload.build_data(job.config, "train")
+    data = build_split(job, "train")
     if data is None or is_stream(data):
         raise ConfigError("data smoke reads text, and data sets that have samples by index")
     size, file_of = job.config.train.micro_batch_size, getattr(data, "file_of", None)

@@ -3,17 +3,15 @@
 import json
 import re
 import resource
-import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.data.collate import form_of
-from paceline.errors import DataError, DiskError, MemoryFull, Outcome, PacelineError
+from paceline.errors import DataError, DiskError, MemoryFull, Outcome, PacelineError, users_line
 from paceline.records import RankError, RankVerdict
 from paceline.records.disk import save_last
 from paceline.records.heartbeats import Beat
@@ -75,7 +73,7 @@ def explain(error: BaseException, is_built: bool = True) -> RankError:
     return RankError(
         kind=type(error).__name__,
         message=str(error) + _hint(str(error), is_built),
-        place=_users_line(error),
+        place=users_line(error),
         traceback="".join(traceback.format_exception(error)),
     )
 
@@ -103,17 +101,6 @@ def _hint(message: str, is_built: bool) -> str:
     }
     found = [hint for text, hint in hints.items() if text in message]
     return f"\nhint: {found[0]}" if found else ""
-
-
-def _users_line(error: BaseException) -> str:
-    """Return `job.py:14 in loss`: the last line on the way to the error that is in no library."""
-    ours, installed = str(Path(__file__).parents[1]), ("site-packages", "dist-packages")
-    stdlib = sysconfig.get_paths()["stdlib"]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        is_library = any(part in frame.filename for part in installed)
-        if not is_library and not frame.filename.startswith((ours, stdlib, "<")):
-            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
-    return ""
 
 
 def outcome_of(error: BaseException) -> Outcome:

@@ -40,6 +40,7 @@ from paceline.train.feed import (
     Feed,
     TrainData,
     build_feed,
+    build_split,
     idle_stream_keys,
     load_first,
     open_data,
@@ -229,7 +230,7 @@ class RankRun:
         config = self.job.config
         if config.train.eval_every == "off":
             return None
-        val: Any = self.job.workload.build_data(config, "val")
+        val = build_split(self.job, "val")
         if val is None:
             self.notes.append("train.eval_every is set, but this workload has no validation data")
         elif is_stream(val):

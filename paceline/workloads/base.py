@@ -37,6 +37,7 @@ from paceline.records import Finding
 from paceline.records.files import fingerprint
 from paceline.trust import Code, own_files, remember, strangers
 from paceline.workloads.given import find_given, is_given
+from paceline.workloads.required import class_problems, explain_import
 from paceline.workloads.returns import read_loss
 
 if TYPE_CHECKING:
@@ -358,29 +359,14 @@ def _from_file(name: str) -> type[Workload]:
         sys.path.insert(0, str(path.parent))  # so that it can import its neighbours
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        place = _line_in(path, error)
-        raise ConfigError(
-            f"{file}{place} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(explain_import(file, error)) from error
     if not hasattr(module, class_name):
         found = [key for key, value in vars(module).items() if _is_workload(value)]
         raise ConfigError(
             f"{file} has no class {class_name}\nhint: its workloads: {', '.join(found) or 'none'}"
         )
     return _require_workload(getattr(module, class_name), name)
-
-
-def _line_in(path: Path, error: BaseException) -> str:
-    """Return `:12` for the user's own line that raised, if there is one."""
-    if isinstance(error, SyntaxError):
-        return f":{error.lineno}"
-    trace, line = error.__traceback__, ""
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            line = f":{trace.tb_lineno}"
-        trace = trace.tb_next
-    return line
 
 
 def _is_workload(value: object) -> bool:
@@ -393,8 +379,6 @@ def _require_workload(value: object, name: str) -> type[Workload]:
             f"{name} is not a workload\nhint: class {name.rsplit(':', 1)[-1]}(paceline.Workload)"
         )
     assert isinstance(value, type)
-    required = ("build_model", "build_data", "loss")
-    missing = [method for method in required if getattr(value, method) is getattr(Workload, method)]
-    if missing:
-        raise ConfigError([f"{name} must define {method}" for method in missing])
+    if problems := list(class_problems(value, Workload, name)):
+        raise ConfigError(problems)
     return value

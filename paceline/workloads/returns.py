@@ -1,7 +1,7 @@
-"""What a workload's `loss` and `evaluate` may return, and what is said of anything else.
+"""What a workload's methods may return, and what is said of anything else, or where they fail.
 
-Both give sums, which are divided once all ranks have added theirs. A sum that stands alone is
-divided by what the loss is divided by; a pair brings its own count.
+`loss` and `evaluate` give sums, which are divided once all ranks have added theirs. A sum that
+stands alone is divided by what the loss is divided by; a pair brings its own count.
 """
 
 from __future__ import annotations
@@ -10,16 +10,55 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DataError, users_line
 from paceline.metrics import LOSS, NAME, Items
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from paceline.workloads.base import Workload
 
 Number = Any  # a Python number, or a tensor with one element
 Pair = tuple[Number, Number]  # a sum, and how many were summed
+
+
+def read_model(workload: Workload, returned: object) -> nn.Module:
+    """Return what `build_model` gave, which is a module."""
+    from torch import nn
+
+    if isinstance(returned, nn.Module):
+        return returned
+    raise ConfigError(
+        f"{type(workload).__name__}.build_model must return a torch.nn.Module; it returned"
+        f" {_describe(returned)}\n"
+        "hint: end it with `return model`, where model = MyModel(...) is called"
+    )
+
+
+def model_failed(workload: Workload, error: Exception) -> ConfigError:
+    """Return what is said where `build_model` raised, with the user's line."""
+    return ConfigError(_failed(workload, "build_model", error))
+
+
+def data_failed(workload: Workload, split: str, error: Exception) -> DataError:
+    """Return what is said where `build_data` raised, with the user's line."""
+    return DataError(_failed(workload, f"build_data(config, {split!r})", error))
+
+
+def no_training_data(workload: Workload) -> DataError:
+    """Return what is said where `build_data` has nothing to train on."""
+    return DataError(
+        f"{type(workload).__name__}.build_data(config, 'train') returned None: there is nothing to"
+        " train on\n"
+        'hint: return a data set, with __len__ and __getitem__, where split is "train"; None is for'
+        ' "val"'
+    )
+
+
+def _failed(workload: Workload, call: str, error: Exception) -> str:
+    place = users_line(error)
+    at = f" at {place}" if place else ""
+    return f"{type(workload).__name__}.{call} failed{at}: {type(error).__name__}: {error}"
 
 
 def read_loss(workload: Workload, returned: object) -> tuple[Tensor, int | Tensor, dict[str, Pair]]:
@@ -163,4 +202,6 @@ def _describe(value: Any) -> str:
         return f"a tuple of ({', '.join(_describe(item) for item in value)})"
     if isinstance(value, int | float):
         return repr(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself"
     return "None" if value is None else f"a {type(value).__name__}"

@@ -56,11 +56,11 @@ NEEDS = {  # a word of a command, and the program that it needs
     "strategy.name=deepspeed": "deepspeed",
 }  # fmt: skip
 FIRST_OF_TWO = {"train", "launch.launcher=torchrun", "launch.nnodes=2"}
-# Files and methods that are called like keys, and a key that is misspelt on purpose.
+# Files and methods that are called like keys, a key misspelt on purpose, keys of a page's own job.
 NO_KEYS = {
     "audit.json", "launch.json", "train.log", "data.json", "launch.nprocs", "model.safetensors",
     "model.onnx", "model.parameters", "model.named_parameters", "loss.backward", "observe.rules",
-    "train.out",
+    "train.out", "model.width", "data.size",
 }  # fmt: skip
 OPEN_MAPS = ("launch.env", "strategy.deepspeed_config", "model.hf_config", "model.speech_config")
 

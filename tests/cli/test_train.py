@@ -181,6 +181,15 @@ def test_too_little_data_is_exit_4(tmp_path: Path) -> None:
     assert ran.code == 4 and "64 samples, and one step takes 800" in ran.err
 
 
+def test_data_that_is_not_there_is_exit_4(tmp_path: Path) -> None:
+    name = write_line_job(tmp_path, "pass")
+    text = (tmp_path / "job.py").read_text()
+    (tmp_path / "job.py").write_text(text.replace("return Data() if", "open('gone') if"))
+    ran = paceline("train", name, "launch.device=cpu", "train.steps=2", cwd=tmp_path)
+    assert ran.code == 4 and "FileNotFoundError" in ran.err and "job.py:13 in build_data" in ran.err
+    assert "Traceback" not in ran.err
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

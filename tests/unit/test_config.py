@@ -1,5 +1,6 @@
 """Config: strict, all problems at once, and nothing in a file runs code (F46b)."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,48 @@ def test_yaml_that_would_run_code_is_refused(
     file.write_text(text)
     assert says in "\n".join(problems(source=str(file)))
     assert not (tmp_path / "hacked").exists()
+
+
+def test_a_key_that_stands_twice_is_named_with_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("workload: lm\ntrain:\n  steps: 3\n  seed: 1\n  steps: 4\nworkload: mae\n")
+    with pytest.raises(ConfigError) as refused:
+        load_job(str(path), [])
+    said = "\n".join(refused.value.problems)
+    assert f"{path}:5: steps is a key for the second time, after line 3" in said
+    assert f"{path}:6: workload is a key for the second time, after line 1" in said
+
+
+def test_two_keys_that_contradict_are_named_where_they_were_typed() -> None:
+    words = ["train.epochs=1", "train.seed=2", "train.steps=5"]
+    with pytest.raises(ConfigError) as refused:
+        load_job("mae_tiny", words)
+    assert "train in overrides 'train.epochs=1' and 'train.steps=5': steps 5" in str(refused.value)
+
+
+def test_one_run_trains_one_workload() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_job("digits.py:Digits", ["workload=lm"])
+    assert "digits.py:Digits is what shall be trained, and so is workload=lm" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("digits:Digits", "digits.py:Digits"),
+        ("digits.Digits", "digits.py:Digits"),
+        ("jobs.words.Words", "jobs/words.py:Words"),
+    ],
+)
+def test_a_class_named_as_python_does_is_understood(
+    name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jobs").mkdir()
+    for file in ("digits.py", "jobs/words.py"):
+        (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"hint: did you mean {re.escape(meant)}\?"):
+        load_job(name, [])
 
 
 def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:

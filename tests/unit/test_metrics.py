@@ -232,7 +232,7 @@ def test_epochs_need_data_with_a_length(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match=r"train.epochs=1: the training data has no length"):
         count_steps(job, plan)
     monkeypatch.setattr(type(job.workload), "build_data", lambda *_: 1 / 0)
-    with pytest.raises(DataError, match=r"build_data failed: ZeroDivisionError"):
+    with pytest.raises(DataError, match=r"failed at .* ZeroDivisionError"):
         count_steps(job, plan)
 
 

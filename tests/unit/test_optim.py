@@ -343,7 +343,7 @@ def test_the_workload_may_say_the_rate() -> None:
 
 def test_a_number_of_that_name_is_told(own: str) -> None:
     file = Path(own.rpartition(":")[0])
-    file.write_text(f"{OWN}    learning_rate = 0.1\n")
+    file.write_text(f"{OWN}    def __init__(self): self.learning_rate = 0.1\n")
     assert "Own.learning_rate" in [f.where for f in plan(job=own).problems()]
 
 

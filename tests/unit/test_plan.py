@@ -6,7 +6,10 @@ import pytest
 
 from paceline.config.load import recipe_names
 from paceline.errors import ClusterError, ConfigError
-from paceline.records import Env
+from paceline.job import load_job
+from paceline.machine.topology import Topology
+from paceline.plan.crew import check_crew, choose_crew
+from paceline.records import Env, Finding
 from paceline.run.flow import require_feasible
 from tests.machines import GIB, plan
 from tests.machines import machine as env
@@ -153,6 +156,44 @@ def test_ranks_on_cpus_share_their_machine() -> None:
     assert "strategy.name=zero3 would hold" in str(refused.value)
     require_feasible(plan("launch.nproc=4", "strategy.name=zero3", source="lm_1b"))
     require_feasible(plan("launch.nproc=4", "strategy.name=pipeline", source="lm_1b"))
+
+
+@pytest.mark.parametrize("num_gpus", [0, 4])
+def test_more_processes_than_memory_holds_are_refused(num_gpus: int) -> None:
+    """36 MiB each: 5000 hold 176 GiB, whatever they train and wherever; 64 GiB hold 1820."""
+    shared = [f"launch.devices=[{','.join(['0'] * 5000)}]"] if num_gpus else []
+    asked = ["launch.nproc=5000", *shared]
+    with pytest.raises(ClusterError) as refused:
+        require_feasible(plan(*asked, machine=env(num_gpus=num_gpus)))
+    assert "5,000 ranks on one machine would hold 176 GiB" in str(refused.value)
+    assert "launch.nproc to 1820 or fewer" in str(refused.value)
+    assert not plan(*asked, "launch.overcommit=true", machine=env(num_gpus=num_gpus)).problems()
+
+
+def test_processes_of_machines_that_are_not_here_are_no_reason_to_refuse() -> None:
+    unknown = env().model_copy(update={"memory_bytes": 0})
+    crowd = [finding for finding in check_crew_of(unknown) if "would hold" in finding.what]
+    assert not crowd
+    made = plan("launch.nproc=5000", "launch.launcher=slurm")
+    assert "176 GiB" in next(f.what for f in made.findings if f.severity == "warning")
+    small = env().model_copy(update={"memory_bytes": GIB})
+    assert not plan("launch.nproc=16", machine=small).problems(), "16 x 36 MiB fit into 1 GiB"
+
+
+def test_state_must_fit_beside_the_processes() -> None:
+    """lm_1b shared by 8 ranks: 20 GiB fit into 20.3 GiB, but not beside 8 x 36 MiB."""
+    made = plan("launch.nproc=8", "strategy.name=zero3", source="lm_1b")
+    held = 8 * made.state_bytes.peak
+    tight = env().model_copy(update={"memory_bytes": held + 7 * 36 * 2**20})
+    with pytest.raises(ClusterError, match="288 MiB of processes"):
+        require_feasible(
+            plan("launch.nproc=8", "strategy.name=zero3", source="lm_1b", machine=tight)
+        )
+
+
+def check_crew_of(machine: Env) -> list[Finding]:
+    launch, alone = load_job("lm_tiny", ["launch.nproc=5000"]).config.launch, Topology()
+    return list(check_crew(launch, machine, choose_crew(launch, machine, alone), alone))
 
 
 def test_nccl_needs_gpus() -> None:
