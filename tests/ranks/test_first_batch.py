@@ -177,6 +177,7 @@ class Data:
 
 class Model(Section):
     reduction: str = Field("sum", description="how losses are put together")
+    detach: bool = Field(False, description="cut the loss off")
 
 class Net(nn.Module):
     def __init__(self):
@@ -192,12 +193,12 @@ class Net(nn.Module):
 class Job(Workload):
     Model = Model
     def build_model(self, config):
-        self.reduction = config.model.reduction
+        self.reduction, self.detach = config.model.reduction, config.model.detach
         return Net()
     def build_data(self, config, split): return Data() if split == "train" else None
     def loss(self, model, batch):
         loss = nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction=self.reduction)
-        return loss, len(batch["y"])
+        return loss.detach() if self.detach else loss, len(batch["y"])
 """
 SHORT = ["train.steps=4", "data.num_workers=0", "launch.device=cpu"]
 
@@ -234,3 +235,17 @@ def test_a_pipeline_says_that_it_did_not_ask(job: str, tmp_path: Path) -> None:
     two = [*SHORT, "launch.nproc=2", "strategy.name=pipeline", "strategy.microbatches=2"]
     ends = run_ranks(tmp_path / "run", job, two)
     assert any("whether the loss is a sum" in note for note in ends.verdicts[0].notes)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["launch.nproc=2"],
+        ["launch.nproc=2", "strategy.name=pipeline", "strategy.microbatches=2"],
+    ],
+)
+def test_a_loss_that_is_cut_off_is_refused(job: str, more: list[str], tmp_path: Path) -> None:
+    cut = [*SHORT, "model.detach=true", *more]
+    with pytest.raises(AssertionError, match="Job.loss returned a loss without a gradient"):
+        run_ranks(tmp_path / "run", job, cut)
