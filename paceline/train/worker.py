@@ -45,7 +45,7 @@ from paceline.train.feed import (
     open_data,
     open_source,
 )
-from paceline.train.first_batch import FirstBatch, count_flops, is_worth_asking
+from paceline.train.first_batch import FirstBatch, is_worth_asking, tell_unreached, trace_first
 from paceline.train.heartbeat import ActionMark, StepMark, build_tickers
 from paceline.train.history import History, load_attempt, settle_rng
 from paceline.train.hooks import find_hooks
@@ -117,7 +117,8 @@ class RankRun:
             with suppress(Exception):  # the error is what counts
                 self._save_passes()
             save_collectives(self.run, self.place.rank, error)
-            told = explain(error, is_built=self.engine is not None)
+            module = self.engine.module if self.engine is not None else None
+            told = explain(error, is_built=module is not None, module=module)
             if self.observers is not None and runs_out_of_memory(error):
                 told = self.observers.explain_memory(error, told)
             self._save(self._verdict(outcome_of(error), self.clock.step, error=told))
@@ -285,12 +286,11 @@ class RankRun:
         return Keeper(parts, Best(self.job.config.train, history.best, history.num_worse))
 
     def _use_first_batch(self, parts: LoopParts) -> None:
-        """Count FLOPs on the first batch, and require that the loss is a sum."""
+        """Count FLOPs on the first batch, look for what it does not train, and require that the
+        loss is a sum."""
         job, plan, device, first_step = self.job, self.plan, self.device, parts.start.first_step
         if first_step <= plan.steps:
-            self.flops, self.flops_source = count_flops(job, plan, parts.feed, device)
-            if self.place.rank == 0 and self.flops:
-                self.run.lost.keep(self.run.flops, f"{self.flops}\n")
+            self._trace(parts.feed)
         # A run that resumes was asked when it began.
         if first_step > 1 or not is_worth_asking(job.workload, plan):
             return
@@ -301,6 +301,14 @@ class RankRun:
         batch = to_device(first.batch, device)
         size = len(first.sample_ids)
         FirstBatch(parts.engine, job.workload, plan, device, batch, size).require_summed_loss()
+
+    def _trace(self, feed: Feed) -> None:
+        traced = trace_first(self.job, self.plan, feed, self.device)
+        self.flops, self.flops_source = traced.flops, traced.source
+        if self.place.rank == 0 and self.flops:
+            self.run.lost.keep(self.run.flops, f"{self.flops}\n")
+        if traced.unreached:
+            self.notes.append(tell_unreached(traced.unreached))
 
     def _verdict(self, outcome: Outcome, step: int, **more: Any) -> RankVerdict:
         active, reserved = peak_memory(self.device)
