@@ -30,7 +30,9 @@ from paceline.records.words import few
 from paceline.strategies.base import Engine
 from paceline.strategies.gather import locals_of
 from paceline.strategies.optim import freeze, trained_parameters
+from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
+from paceline.train.keeper import Best
 from paceline.workloads.base import Workload
 from paceline.workloads.meta import on_meta
 
@@ -78,7 +80,7 @@ class FirstBatch:
         num_others = self._sum(torch.tensor([0.0 if can_cut(self.batch, size) else 1.0]))
         if any(num_others):
             return
-        with _traceless(self.engine, self.device) as rewind:
+        with traceless(self.engine, self.device) as rewind:
             # A quarter and the rest, then halves: a chance likeness would not come twice.
             for first in (max(1, size // 4), size // 2):
                 compared = self._compare(first, rewind)
@@ -156,7 +158,11 @@ def is_worth_asking(workload: Workload, plan: Plan) -> bool:
     """Say whether to check the loss: not for one sample, which is its own mean, nor for a workload
     that we ship and test."""
     many = plan.batch.micro > 1 or plan.batch.counts == "batches"
-    return many and not type(workload).__module__.startswith(OURS)
+    return many and not is_ours(workload)
+
+
+def is_ours(workload: Workload) -> bool:
+    return type(workload).__module__.startswith(OURS)
 
 
 def can_cut(batch: Any, size: int) -> bool:
@@ -175,7 +181,7 @@ def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
 
 
 @contextmanager
-def _traceless(engine: Engine, device: torch.device) -> Iterator[Callable[[], None]]:
+def traceless(engine: Engine, device: torch.device) -> Iterator[Callable[[], None]]:
     """While inside, nothing is compiled; on leaving, generators and buffers are put back. Yields
     what puts the generators back in between, so that all passes draw alike."""
     drawn = capture_rng(device)
@@ -188,6 +194,20 @@ def _traceless(engine: Engine, device: torch.device) -> Iterator[Callable[[], No
         with torch.no_grad():
             for buffer, value in kept:
                 buffer.copy_(value)
+
+
+def try_evaluation(job: Job, engine: Engine, evaluation: Evaluation, best: Best) -> list[str]:
+    """Find a job's mistakes in its evaluation on the first batch of it; of what we ship and test
+    only the name in `train.best` may be one. Return what could not be tried. A collective."""
+    has_name = job.config.train.best != "auto"
+    if evaluation.data is None or (is_ours(job.workload) and not has_name):
+        return []
+    with traceless(engine, evaluation.device):
+        tried = evaluation.try_out(engine)
+    if tried.names is None:
+        return [tried.why_not]
+    best.require_known(tried.names)
+    return []
 
 
 class Traced(NamedTuple):

@@ -45,7 +45,13 @@ from paceline.train.feed import (
     open_data,
     open_source,
 )
-from paceline.train.first_batch import FirstBatch, is_worth_asking, tell_unreached, trace_first
+from paceline.train.first_batch import (
+    FirstBatch,
+    is_worth_asking,
+    tell_unreached,
+    trace_first,
+    try_evaluation,
+)
 from paceline.train.heartbeat import ActionMark, StepMark, build_tickers
 from paceline.train.history import History, load_attempt, settle_rng
 from paceline.train.hooks import find_hooks
@@ -291,8 +297,10 @@ class RankRun:
         job, plan, device, first_step = self.job, self.plan, self.device, parts.start.first_step
         if first_step <= plan.steps:
             self._trace(parts.feed)
-        # A run that resumes was asked when it began.
-        if first_step > 1 or not is_worth_asking(job.workload, plan):
+        if first_step > 1:  # a run that resumes was asked when it began
+            return
+        self.notes += try_evaluation(job, parts.engine, parts.evaluation, parts.keeper.best)
+        if not is_worth_asking(job.workload, plan):
             return
         if plan.pipeline is not None:
             self.notes.append("whether the loss is a sum is not checked in a pipeline")
