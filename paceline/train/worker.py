@@ -31,7 +31,8 @@ from paceline.schedules.passes import render_passes
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts, Recorded
 from paceline.strategies.clock import Clock, HostClock, build_clock
-from paceline.strategies.optim import rate_of
+from paceline.strategies.engine import ModuleEngine
+from paceline.strategies.optim import rate_of, tell_own_rates
 from paceline.train.audit import Auditor
 from paceline.train.control import ControlFiles, Requests
 from paceline.train.drills import plant_asked
@@ -172,6 +173,8 @@ class RankRun:
         self.data_fingerprint = data.fingerprint
         self.notes += idle_stream_keys(self.job, self.plan, data)
         self.engine = engine = self.build_engine()
+        if isinstance(engine, ModuleEngine):
+            self.notes += tell_own_rates(engine.optimizer, self.job.workload, self.job.config)
         history = History(self.job, self.plan, self.attempt, data)
         found = self._restore(engine, history, data)
         return self._wire(engine, history, data), found
