@@ -85,6 +85,14 @@ class Twice(Own):
         model(batch["x"])
         return super().evaluate(model, batch)
 
+class Misnamed(Own):
+    def metrics(self, found): return {"f1": found["f1_sum"]}
+
+class Needy(Own):
+    def metrics(self, found):
+        if len(found["ids"]) < 11: raise ValueError("only one class present")
+        return super().metrics(found)
+
 class Everywhere(Own):
     hook_ranks = "all"
     def tell(self, what, step, more):
@@ -107,6 +115,6 @@ SETTINGS = [
 
 
 def write_metric_job(folder: Path) -> str:
-    """Return the file's name; its classes are Plain, Late, Own, Twice, Everywhere and Raising."""
+    """Return the file's name; its classes are Plain, Late, Own and so on."""
     (folder / "metric_job.py").write_text(JOB)
     return str(folder / "metric_job.py")

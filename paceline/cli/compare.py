@@ -83,7 +83,10 @@ def _basis(found: "Comparison") -> list[str]:
 
     if not is_speed(found.metric):
         best = "the best evaluation" if found.metric.startswith(VAL) else "the last fifth"
-        return [f"{found.metric}: {best} of each run; a ratio above 1 is better"]
+        return [
+            f"{found.metric}: {best} of each run, in brackets the least and the most; a ratio"
+            " above 1 is better"
+        ]
     windows = [(s.name, "; ".join(dict.fromkeys(s.windows)) or "no run") for s in found.sides]
     return [f"{name}: {found.metric} from {window}" for name, window in windows]
 

@@ -13,6 +13,7 @@ named.
 import math
 import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from paceline.health.work import Work
 from paceline.records.findings import Finding, finite
 from paceline.records.phases import Phase
 from paceline.records.recorded import last_to_arrive
-from paceline.records.words import count, duration, number, size
+from paceline.records.words import count, duration, number, size, typed
 
 MIN_STEPS = 10
 HANDED_SHARE = 0.5  # loaders that make batches for less of a step have time to spare
@@ -136,9 +137,15 @@ def _exchange(evidence: Evidence, work: Work) -> Iterator[Finding]:
                 "link": evidence.link_gb_per_s,
             }
         ),
-        to_try="train.grad_accum exchanges less often:"
-        f" {_sweep(evidence, 'train.grad_accum=1,2,4')}; or paceline bench run ddp_compression",
+        to_try=_exchange_less(evidence),
     )
+
+
+def _exchange_less(evidence: Evidence) -> str:
+    """Say what exchanges less often, and what sends fewer bits, which is for one strategy alone."""
+    sweep = _sweep(evidence, "train.grad_accum=1,2,4")
+    often = f"train.grad_accum exchanges less often{': ' * bool(sweep)}{sweep}"
+    return f"{often}; strategy.name=ddp can send fewer bits: paceline bench run ddp_compression"
 
 
 def _rate(evidence: Evidence, num_ranks: int) -> tuple[str, float | None]:
@@ -334,6 +341,6 @@ def _sweep(evidence: Evidence, axis: str) -> str:
     typed: run.yaml may not choose code to run. A run of another trainer has no such command."""
     if evidence.plan is None:
         return ""
-    workload = evidence.plan.workload
-    typed = shlex.quote(f"workload={workload}") + " " if ":" in workload else ""
-    return f"paceline sweep {evidence.path}/run.yaml {typed}--axis {axis}"
+    workload = typed(Path(evidence.workload or evidence.plan.workload))
+    chosen = shlex.quote(f"workload={workload}") + " " if ":" in workload else ""
+    return f"paceline sweep {evidence.path}/run.yaml {chosen}--axis {axis}"

@@ -12,7 +12,7 @@ from paceline.config.health import RulesConfig
 from paceline.config.plain import read_plain
 from paceline.errors import PacelineError
 from paceline.machine.measures import load_link
-from paceline.records import Env, Overlap, Plan, Result
+from paceline.records import Env, LaunchPlan, Overlap, Plan, Result
 from paceline.records.base import Body, load_map
 from paceline.records.columns import Table, empty_table
 from paceline.records.decided import MAX_RANKS
@@ -74,6 +74,7 @@ class Evidence:
     now: float | None = None
     idle_s: float | None = None  # for how long no rank has begun a step, where it lives
     path: str = "RUN_DIR"  # for commands that are printed
+    workload: str = ""  # for them too, with a full path where it is a file; empty: as in the plan
     damaged: Sequence[str] = ()  # what is there and cannot be read, each with its reason
 
     @property
@@ -101,11 +102,13 @@ def read_evidence(run: RunDir, now: float | None = None, known: Evidence | None 
     plan = read(run.plan, Plan.load) if known is None else known.plan
     ranks = range(plan.world_size) if plan is not None else _find_ranks(run)
     tables = known if known is not None else _read_tables(run, ranks, read)
+    started = read(run.launch, LaunchPlan.load)
     collectives = {rank: read(run.collectives(rank), load_map) for rank in ranks}
     found = Evidence(
         ranks[-1] + 1,
         rules=known.rules if known is not None else read_rules(run),
         path=shlex.quote(typed(run.root)),
+        workload=started.workload if started is not None else "",
         steps=tables.steps,
         hearts={r: heart for r in ranks if (heart := read_heart(run.heartbeat(r))) is not None},
         plan=plan,

@@ -308,11 +308,13 @@ def _accumulation(config: RunConfig, asked: int, dp: int) -> tuple[int, Finding 
         )
     if asked % (micro * dp):
         nearest = max(1, round(asked / (micro * dp))) * micro * dp
+        fitting = next((n for n in range(micro, 0, -1) if asked % (n * dp) == 0), None)
+        keeps = f"set train.micro_batch_size to {fitting}, which keeps it, or " if fitting else ""
         return 1, Finding(
             severity="error",
             where=where,
             what=f"{asked} is not a multiple of micro_batch_size {micro} x {dp} ranks",
-            hint=f"set it to {nearest}, or change train.micro_batch_size",
+            hint=f"{keeps}set it to {nearest}",
         )
     accum = asked // (micro * dp)
     if wanted not in ("auto", accum):

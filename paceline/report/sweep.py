@@ -45,6 +45,7 @@ def render_sweep_page(story: SweepStory) -> str:
             figures=_figures(story),
             pareto=Markup(pareto(story)),
             intervals=Markup(intervals(story)),
+            ends=story.ends,
             grids=grids(story),
             reference=reference(story),
             remarks=remarks(story),
@@ -138,7 +139,8 @@ def _standings(story: SweepStory) -> str:
     if not story.measured:
         return "No cell has a figure."
     rows = [_row(place, line) for place, line in enumerate(story.measured, 1)]
-    said = story.say(f"{SIGNS}. Intervals are 95%. A speedup is against ") + plain(reference(story))
+    ends = f"{SIGNS}. In brackets: {story.ends}, 95% interval of a speedup, which is against "
+    said = story.say(ends) + plain(reference(story))
     columns = ("", "cell", story.unit, *map(story.say, COLUMNS))
     return f"{table(columns, rows)}\n\n{said}."
 

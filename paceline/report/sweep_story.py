@@ -141,6 +141,12 @@ class SweepStory:
     def unit(self) -> str:
         return unit_of(self.record.metric)
 
+    @property
+    def ends(self) -> str:
+        """Say what stands beside the value of a cell."""
+        is_speed = self.record.metric in UNITS
+        return "95% interval of each cell" if is_speed else "least and most of each cell's runs"
+
     def say(self, text: str) -> str:
         """Return a text about speed in words for what is compared here."""
         return say_of(self.record.metric, text)
@@ -247,7 +253,8 @@ def rate_text(standing: Standing, unit: str) -> str:
         runs = count(len(standing.group.values), "run")
         return f"{number(standing.value)} {unit} (no interval from {runs})"
     low, high = number(standing.rate.low), number(standing.rate.high)
-    return f"{number(standing.rate.value)} {unit} (95% interval {low} to {high})"
+    what = "95% interval" if standing.verdict.is_speed else "its runs:"
+    return f"{number(standing.rate.value)} {unit} ({what} {low} to {high})"
 
 
 def reference(story: SweepStory) -> str:

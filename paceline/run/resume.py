@@ -63,7 +63,11 @@ REASONS = {
     "attention.": "another kernel rounds differently",
     "model.": "the model would compute something else with the same weights",
     "strategy.": "gradients would be computed or sent differently",
-    **dict.fromkeys(BATCH, "a step would take another number of samples at the same learning rate"),
+    "train.micro_batch_size": "a step would take another number of samples, unless as many more"
+    " ranks or passes make up for it",
+    **dict.fromkeys(
+        BATCH[1:], "a step would take another number of samples at the same learning rate"
+    ),
 }
 
 

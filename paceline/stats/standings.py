@@ -85,7 +85,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Standing:
-    """`speedup` and `verdict` are against the reference; above 1 is better for every metric.
+    """`rate` is the group's typical value with its interval; of what is not a speed, and may have
+    bounds that an interval on a log scale would leave, with the least and the most of its runs.
+    `speedup` and `verdict` are against the reference; above 1 is better for every metric.
     The reference itself has speedup 1. As a baseline its verdict is "no difference seen"; as the
     best group it is the verdict against its nearest rival, "faster" only if it beats them all."""
 
@@ -149,7 +151,9 @@ def compare_groups(
     standings = [
         Standing(
             group=group,
-            rate=samples[group.name].interval(confidence) if group.values else None,
+            rate=_interval(group, samples[group.name], is_speed, confidence)
+            if group.values
+            else None,
             speedup=table.speedup(group.name, reference, baseline is not None),
             verdict=replace(
                 table.verdict(group.name, reference, baseline is not None), is_speed=is_speed
@@ -166,6 +170,13 @@ def compare_groups(
         noise=math.sqrt(noise.variance) if noise else None,
         best_name=table.best,
     )
+
+
+def _interval(group: Group, sample: Sample, is_speed: bool, confidence: float) -> Interval | None:
+    if is_speed:
+        return sample.interval(confidence)
+    ends = Interval(math.exp(sample.mean), min(group.values), max(group.values))
+    return ends if len(group.values) > 1 else None
 
 
 class _Table:

@@ -23,7 +23,7 @@ from paceline.strategies.batchnorm import SharedBuffers, count_exchange
 from paceline.strategies.clock import Clock
 from paceline.strategies.fp8 import fp8_proofs
 from paceline.strategies.gather import global_norm, locals_of, storage_bytes, whole
-from paceline.strategies.objective import compute_loss, compute_metrics
+from paceline.strategies.objective import compute_loss, compute_metrics, require_graph
 from paceline.strategies.offload import is_offloading, offload_proofs
 from paceline.strategies.optim import set_rate, trained_parameters
 from paceline.strategies.optimizers import builds_own, state_shapes
@@ -111,6 +111,7 @@ class ModuleEngine:
             with self.wrapping.unsynced() if number < len(batches) else nullcontext():
                 clock.enter(Phase.FORWARD)
                 loss, units, more = compute_loss(self.parts, self.wrapping.model, batch)
+                require_graph(self.parts.workload, loss)
                 objective = normalise(loss, scale)
                 clock.enter(Phase.BACKWARD)
                 waits.until_returned(objective)

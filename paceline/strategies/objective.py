@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from paceline.errors import ConfigError
 from paceline.metrics import Items
 from paceline.strategies.base import EngineParts
 from paceline.strategies.precision import compute_context
@@ -47,6 +48,17 @@ def compute_loss(
     with compute_context(parts.plan.precision.value, parts.device):
         result = objective(batch)
     return read_loss(parts.workload, result)
+
+
+def require_graph(workload: Workload, loss: Tensor) -> None:
+    """Refuse a loss to train by that nothing leads back from to a weight."""
+    if not loss.requires_grad:
+        raise ConfigError(
+            f"{type(workload).__name__}.loss returned a loss without a gradient: nothing leads back"
+            " from it to a weight that is trained\n"
+            "hint: compute it from what the model returns, without .detach(), .item(), numpy or"
+            " torch.no_grad() on the way"
+        )
 
 
 def compute_metrics(

@@ -136,6 +136,23 @@ def _build_own(workload: Workload, module: nn.Module, config: RunConfig) -> Opti
     return optimizer
 
 
+def tell_own_rates(optimizer: Optimizer, workload: Workload, config: RunConfig) -> list[str]:
+    """Say so where no group of a workload's own optimizer takes the rate that training.csv shows:
+    that is the step's, and each group takes its own multiple of it."""
+    if not builds_own(workload):
+        return []
+    scales = sorted({float(group["lr_scale"]) for group in optimizer.param_groups})
+    if any(math.isclose(scale, 1.0) for scale in scales):
+        return []
+    lr = config.optim.lr
+    return [
+        f"{type(workload).__name__}.build_optimizer built its groups with lr"
+        f" {few(f'{scale * lr:.4g}' for scale in scales)}, and optim.lr is {lr:.4g}: weights are"
+        f" updated by {few(f'{scale:.4g}' for scale in scales)} times the lr in training.csv; build"
+        " them with config.optim.lr"
+    ]
+
+
 def rate_of(step: int, num_steps: int, config: RunConfig, workload: Workload) -> float:
     """Return the learning rate of a step: the workload's own, or that of `optim.schedule`."""
     own = workload.learning_rate(step, config)

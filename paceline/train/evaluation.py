@@ -33,6 +33,15 @@ from paceline.workloads.returns import Pair, join_rows, read_numbers
 
 LOG = logging.getLogger("paceline")
 MAX_NAMED = 8
+# What a job's code raises whatever the samples are.
+MISTAKES = (NameError, AttributeError, ImportError, TypeError, KeyError)
+
+
+class Tried(NamedTuple):
+    """The whole names of what an evaluation finds; None where `metrics` tells nothing, and why."""
+
+    names: Sequence[str] | None
+    why_not: str = ""
 
 
 class Evaluation:
@@ -64,44 +73,70 @@ class Evaluation:
     ) -> dict[str, float] | None:
         """Return what was measured on the validation samples, over all ranks, by whole name; None
         where `is_cut`, which all ranks ask together after each batch, said to leave it."""
-        assert self.data is not None, "asked to evaluate without data"
         tally = Tally(self.workload)
         for ids in self.batches:
             clock.enter(Phase.EVAL)  # for each batch: a long evaluation is not a stall
-            # A rank without samples still runs a forward pass: others may wait for it inside one.
-            some = ids if len(ids) else np.zeros(1, dtype=np.int64)
-            batch = collate(self.data, some, self.collate)
-            found = engine.measure(to_device(batch, self.device))
-            if len(ids):
-                tally.add(ids, found)
+            self._measure(engine, ids, tally)
             if is_cut():
                 return None
-        return self._conclude(tally.close())
+        found: dict[str, float] = self._conclude(tally.close(), self._judge)
+        return found
 
-    def _conclude(self, own: "Share") -> dict[str, float]:
+    def try_out(self, engine: Engine) -> Tried:
+        """Evaluate the first batch of each rank, for a job's mistakes to show before step 1 and not
+        hours later. A collective."""
+        tally = Tally(self.workload)
+        self._measure(engine, self.batches[0], tally)
+        tried: Tried = self._conclude(tally.close(), self._try_metrics)
+        return tried
+
+    def _measure(self, engine: Engine, ids: Indices, tally: "Tally") -> None:
+        assert self.data is not None, "asked to evaluate without data"
+        # A rank without samples still runs a forward pass: others may wait for it inside one.
+        some = ids if len(ids) else np.zeros(1, dtype=np.int64)
+        batch = collate(self.data, some, self.collate)
+        found = engine.measure(to_device(batch, self.device))
+        if len(ids):
+            tally.add(ids, found)
+
+    def _conclude(self, own: "Share", judge: Callable[[list["Share"]], Any]) -> Any:
         """Let rank 0 hear all ranks, and all ranks hear what it makes of it. Shares are pickled on
         their way: ranks of one run are one program, and trust each other."""
         rank, world = dist.get_rank(), dist.get_world_size()
         heard: list[Any] | None = [own] * world if rank == 0 else None
         if world > 1:
             dist.gather_object(own, heard, dst=0)
-        told: list[Any] = [self._judge(heard) if heard is not None else None]
+        told: list[Any] = [_told(judge, heard) if heard is not None else None]
         if world > 1:
             dist.broadcast_object_list(told, src=0)
         if isinstance(told[0], PacelineError):
             raise told[0]
-        found: dict[str, float] = told[0]
-        return found
+        return told[0]
 
-    def _judge(self, shares: "list[Share]") -> dict[str, float] | PacelineError:
-        """Return the numbers, or what all ranks must end with: nobody may wait for rank 0."""
+    def _judge(self, shares: "list[Share]") -> dict[str, float]:
+        return conclude(self.workload, shares, self.deciding, self._show)
+
+    def _try_metrics(self, shares: "list[Share]") -> Tried:
+        found, name = _put_together(shares), f"{type(self.workload).__name__}.metrics"
         try:
-            return conclude(self.workload, shares, self.deciding, self._show)
-        except PacelineError as error:
-            return error
+            made = read_numbers(self.workload, self.workload.metrics(found))
+        except (PacelineError, *MISTAKES):
+            raise
+        except Exception as error:  # a few samples may all be of one class, or have no variance
+            return Tried(None, f"{name} raised {type(error).__name__} on the first batch: {error}")
+        names = [k for k, v in found.items() if isinstance(v, float)]
+        return Tried([f"{VAL}{k}" for k in (*names, *made)])
 
     def _show(self, found: Mapping[str, Any]) -> None:
         self.shown = self.workload.shown(found, self.config)
+
+
+def _told(judge: Callable[[list["Share"]], Any], shares: "list[Share]") -> Any:
+    """Return what is found, or what all ranks must end with: nobody may wait for rank 0."""
+    try:
+        return judge(shares)
+    except PacelineError as error:
+        return error
 
 
 def _cut(job: Job, data: Dataset, num_samples: int) -> list[Indices]:
@@ -160,12 +195,9 @@ def conclude(
     """Return all numbers of an evaluation by whole name, from what every rank found. The one that
     is `deciding` which checkpoint is best must be a number wherever anything was counted. `show` is
     given what was found."""
-    found: dict[str, Any] = {}
-    for name in sorted({name for share in shares for name in share.sums}):
-        rows = [row for share in shares for row in share.sums.get(name, ())]
-        found[name] = _mean(rows)
-        if math.isfinite(found[name]):
-            continue
+    found = _put_together(shares)
+    numbers = {name: value for name, value in found.items() if isinstance(value, float)}
+    for name in [name for name, value in numbers.items() if not math.isfinite(value)]:
         told = f"{VAL}{name} is not finite: {_blame(name, shares)}"
         LOG.warning("%s", told)
         if f"{VAL}{name}" == deciding and _bad_rows(name, shares):
@@ -173,9 +205,6 @@ def conclude(
                 f"{told}; it decides which checkpoint is the best\n"
                 "hint: look at these samples, or let train.best name another metric"
             )
-    for name in sorted({name for share in shares for name in share.items}):
-        found[name] = _in_order([part for share in shares for part in share.items.get(name, ())])
-    numbers = {name: value for name, value in found.items() if isinstance(value, float)}
     made = read_numbers(workload, workload.metrics(found))
     for name in [name for name, value in made.items() if not math.isfinite(value)]:
         LOG.warning(
@@ -184,6 +213,16 @@ def conclude(
     numbers |= made
     show(found)
     return {f"{VAL}{name}": value for name, value in numbers.items()}
+
+
+def _put_together(shares: list[Share]) -> dict[str, Any]:
+    """Return what `evaluate` found over all ranks, by name: means, and Items in order."""
+    found: dict[str, Any] = {}
+    for name in sorted({name for share in shares for name in share.sums}):
+        found[name] = _mean([row for share in shares for row in share.sums.get(name, ())])
+    for name in sorted({name for share in shares for name in share.items}):
+        found[name] = _in_order([part for share in shares for part in share.items.get(name, ())])
+    return found
 
 
 def _mean(rows: list[tuple[int, int, float, float]]) -> float:

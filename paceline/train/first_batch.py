@@ -1,4 +1,5 @@
-"""What the first batch tells before step 1: FLOPs per sample, and whether the loss is a sum.
+"""What the first batch tells before step 1: FLOPs per sample, parameters that get no gradient, and
+whether the loss is a sum.
 
 The seam asks for a sum. A mean would train without a word: its loss and its gradients are too small
 by the size of the microbatch, and change with it. A batch tells the two apart: its loss is the sum
@@ -25,10 +26,13 @@ from paceline.data.rng import capture_rng, restore_rng
 from paceline.errors import ConfigError, PacelineError
 from paceline.job import Job
 from paceline.records import Plan
+from paceline.records.words import few
 from paceline.strategies.base import Engine
 from paceline.strategies.gather import locals_of
-from paceline.strategies.optim import freeze
+from paceline.strategies.optim import freeze, trained_parameters
+from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
+from paceline.train.keeper import Best
 from paceline.workloads.base import Workload
 from paceline.workloads.meta import on_meta
 
@@ -76,7 +80,7 @@ class FirstBatch:
         num_others = self._sum(torch.tensor([0.0 if can_cut(self.batch, size) else 1.0]))
         if any(num_others):
             return
-        with _traceless(self.engine, self.device) as rewind:
+        with traceless(self.engine, self.device) as rewind:
             # A quarter and the rest, then halves: a chance likeness would not come twice.
             for first in (max(1, size // 4), size // 2):
                 compared = self._compare(first, rewind)
@@ -154,7 +158,11 @@ def is_worth_asking(workload: Workload, plan: Plan) -> bool:
     """Say whether to check the loss: not for one sample, which is its own mean, nor for a workload
     that we ship and test."""
     many = plan.batch.micro > 1 or plan.batch.counts == "batches"
-    return many and not type(workload).__module__.startswith(OURS)
+    return many and not is_ours(workload)
+
+
+def is_ours(workload: Workload) -> bool:
+    return type(workload).__module__.startswith(OURS)
 
 
 def can_cut(batch: Any, size: int) -> bool:
@@ -173,7 +181,7 @@ def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
 
 
 @contextmanager
-def _traceless(engine: Engine, device: torch.device) -> Iterator[Callable[[], None]]:
+def traceless(engine: Engine, device: torch.device) -> Iterator[Callable[[], None]]:
     """While inside, nothing is compiled; on leaving, generators and buffers are put back. Yields
     what puts the generators back in between, so that all passes draw alike."""
     drawn = capture_rng(device)
@@ -188,27 +196,52 @@ def _traceless(engine: Engine, device: torch.device) -> Iterator[Callable[[], No
                 buffer.copy_(value)
 
 
-def count_flops(job: Job, plan: Plan, feed: Feed, device: torch.device) -> tuple[float | None, str]:
-    """Return the FLOPs of one sample, forward and backward, and where the figure comes from: the
-    plan, or a count on the first batch, which comes through the loader's time limit."""
+def try_evaluation(job: Job, engine: Engine, evaluation: Evaluation, best: Best) -> list[str]:
+    """Find a job's mistakes in its evaluation on the first batch of it; of what we ship and test
+    only the name in `train.best` may be one. Return what could not be tried. A collective."""
+    has_name = job.config.train.best != "auto"
+    if evaluation.data is None or (is_ours(job.workload) and not has_name):
+        return []
+    with traceless(engine, evaluation.device):
+        tried = evaluation.try_out(engine)
+    if tried.names is None:
+        return [tried.why_not]
+    best.require_known(tried.names)
+    return []
+
+
+class Traced(NamedTuple):
+    """FLOPs of one sample, forward and backward, and where the figure comes from; and parameters
+    that are to be trained and got no gradient from the first batch."""
+
+    flops: float | None
+    source: str
+    unreached: Sequence[str] = ()
+
+
+def trace_first(job: Job, plan: Plan, feed: Feed, device: torch.device) -> Traced:
+    """Count FLOPs on the first batch, unless the plan knows them, and see meanwhile what gets a
+    gradient. The batch comes through the loader's time limit."""
     if plan.flops_per_sample.value is not None:
-        return plan.flops_per_sample.value, plan.flops_per_sample.because
+        return Traced(plan.flops_per_sample.value, plan.flops_per_sample.because)
     if job.config.data.num_buckets is not None:
-        return None, "not counted: batches of samples of unequal length differ in it"
+        return Traced(None, "not counted: batches of samples of unequal length differ in it")
     batch = feed.peek().batch
     # To load a batch may draw random numbers, as it would in its step; to count must not.
     drawn = capture_rng(device)
     try:
-        counted = count_on_meta(job, batch) / plan.batch.micro
+        flops, unreached = run_on_meta(job, batch)
     except Exception as error:  # any operation of the user's may lack a meta kernel
-        return None, f"not counted: {type(error).__name__} on meta tensors: {error}"
+        return Traced(None, f"not counted: {type(error).__name__} on meta tensors: {error}")
     finally:
         restore_rng(drawn, device)
-    return counted, "counted on the first batch by torch.utils.flop_counter"
+    source = "counted on the first batch by torch.utils.flop_counter"
+    return Traced(flops / plan.batch.micro, source, unreached)
 
 
-def count_on_meta(job: Job, batch: Any) -> int:
-    """Count a forward and a backward pass on meta tensors: only shapes are computed."""
+def run_on_meta(job: Job, batch: Any) -> tuple[int, list[str]]:
+    """Run a forward and a backward pass on meta tensors, where only shapes are computed; return
+    their FLOPs, and the parameters to train that got no gradient."""
     with on_meta():
         model = job.workload.build_model(job.config)
     freeze(model, job.config.optim)
@@ -218,4 +251,12 @@ def count_on_meta(job: Job, batch: Any) -> int:
     with FlopCounterMode(display=False) as counter, on_meta(), spelt_out:
         loss, *_ = job.workload.loss(model, shapes)
         loss.backward()
-    return int(counter.get_total_flops())
+    unreached = [n.name for n in trained_parameters(model) if n.parameter.grad is None]
+    return int(counter.get_total_flops()), unreached
+
+
+def tell_unreached(names: Sequence[str]) -> str:
+    return (
+        f"no gradient reached {few(names)} in the first batch, and what no batch reaches is not"
+        ' trained: use it in the loss, or freeze it: optim.groups=[{match: "...", frozen: true}]'
+    )

@@ -6,7 +6,7 @@ the largest wish of any of them, at the same step.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,10 +70,9 @@ class Best:
         self.found, self.num_worse = (found, num_worse) if is_same else (None, 0)
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.require_known(metrics)
         value = metrics.get(self.goal.name)
         if value is None:
-            if not self.is_auto or self.patience != "off":
-                raise self._unknown(metrics)
             return
         # A value that is not a number is never the best, and no improvement.
         if math.isfinite(value) and (
@@ -82,6 +81,12 @@ class Best:
             self.found, self.num_worse = BestMetric(step=step, name=self.goal.name, value=value), 0
         else:
             self.num_worse += 1
+
+    def require_known(self, names: Collection[str]) -> None:
+        """Refuse evaluations without the metric that decides something."""
+        is_wanted = not self.is_auto or self.patience != "off"
+        if is_wanted and self.goal.name not in names:
+            raise self._unknown(names)
 
     @property
     def why_over(self) -> str:
@@ -92,11 +97,11 @@ class Best:
         times = f"{self.num_worse} evaluation{'s' if self.num_worse > 1 else ''}"
         return f"{self.goal.name} has not improved in {times}: {best} (train.stop_after)"
 
-    def _unknown(self, metrics: Mapping[str, float]) -> ConfigError:
+    def _unknown(self, names: Collection[str]) -> ConfigError:
         asked = "train.stop_after needs a metric to watch, and" if self.is_auto else "train.best:"
         return ConfigError(
             f"{asked} there is no {self.goal.name} in this job's evaluation\n"
-            f"hint: set train.best to one of {', '.join(sorted(metrics)) or 'none'}, with :min or"
+            f"hint: set train.best to one of {', '.join(sorted(names)) or 'none'}, with :min or"
             " :max"
         )
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.data.collate import form_of
 from paceline.errors import DataError, DiskError, MemoryFull, Outcome, PacelineError, users_line
@@ -25,6 +26,12 @@ KEPT_CALLS = 64
 # How gloo and NCCL say that a collective waited longer than the group's timeout.
 TIMED_OUT = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective operation timeout")
 
+
+# How DDP says that it waited for gradients of these parameters: a sentence, and later numbers.
+UNREDUCED = re.compile(
+    r"(Expected to have finished reduction in the prior iteration[^.]*)\.[\s\S]*"
+    r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)"
+)
 
 # How torch and the usual layers say that a tensor has not the shape, or the ids, that they take.
 MISFIT = re.compile(
@@ -67,15 +74,28 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-def explain(error: BaseException, is_built: bool = True) -> RankError:
+def explain(
+    error: BaseException, is_built: bool = True, module: nn.Module | None = None
+) -> RankError:
     """Return the error as it goes into the rank's verdict; `is_built`: its model and optimizer
-    are."""
+    are; `module`: that model, where it is known."""
+    message = _with_names(str(error), module)
     return RankError(
         kind=type(error).__name__,
-        message=str(error) + _hint(str(error), is_built),
+        message=message + _hint(message, is_built),
         place=users_line(error),
         traceback="".join(traceback.format_exception(error)),
     )
+
+
+def _with_names(message: str, module: nn.Module | None) -> str:
+    """Name the parameters that DDP waited for, where it says only their numbers."""
+    found = UNREDUCED.search(message)
+    if module is None or found is None:
+        return message
+    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    missed = few(names[int(index)] for index in found[2].split())
+    return f"no gradient reached {missed}, and DDP waits for that of each parameter: {found[1]}"
 
 
 def _hint(message: str, is_built: bool) -> str:
@@ -89,7 +109,8 @@ def _hint(message: str, is_built: bool) -> str:
         )
     hints = {
         "Expected to have finished reduction in the prior iteration": "some parameters got no"
-        " gradient; set strategy.find_unused_parameters=true, or take them out of the model",
+        " gradient; use them in the loss, or take them out of the model; where only some batches"
+        " reach them, set strategy.find_unused_parameters=true",
         "got mixed torch.Tensor and DTensor": "a block's weights are used without calling it; call"
         " the items of the model's ModuleLists, or use strategy.name=zero1",
         "does not have a deterministic implementation": "train.deterministic=true allows only"

@@ -31,7 +31,8 @@ from paceline.schedules.passes import render_passes
 from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts, Recorded
 from paceline.strategies.clock import Clock, HostClock, build_clock
-from paceline.strategies.optim import rate_of
+from paceline.strategies.engine import ModuleEngine
+from paceline.strategies.optim import rate_of, tell_own_rates
 from paceline.train.audit import Auditor
 from paceline.train.control import ControlFiles, Requests
 from paceline.train.drills import plant_asked
@@ -46,7 +47,13 @@ from paceline.train.feed import (
     open_data,
     open_source,
 )
-from paceline.train.first_batch import FirstBatch, count_flops, is_worth_asking
+from paceline.train.first_batch import (
+    FirstBatch,
+    is_worth_asking,
+    tell_unreached,
+    trace_first,
+    try_evaluation,
+)
 from paceline.train.heartbeat import ActionMark, StepMark, build_tickers
 from paceline.train.history import History, load_attempt, settle_rng
 from paceline.train.hooks import find_hooks
@@ -118,7 +125,8 @@ class RankRun:
             with suppress(Exception):  # the error is what counts
                 self._save_passes()
             save_collectives(self.run, self.place.rank, error)
-            told = explain(error, is_built=self.engine is not None)
+            module = self.engine.module if self.engine is not None else None
+            told = explain(error, is_built=module is not None, module=module)
             if self.observers is not None and runs_out_of_memory(error):
                 told = self.observers.explain_memory(error, told)
             self._save(self._verdict(outcome_of(error), self.clock.step, error=told))
@@ -166,6 +174,8 @@ class RankRun:
         self.data_fingerprint = data.fingerprint
         self.notes += idle_stream_keys(self.job, self.plan, data)
         self.engine = engine = self.build_engine()
+        if isinstance(engine, ModuleEngine):
+            self.notes += tell_own_rates(engine.optimizer, self.job.workload, self.job.config)
         history = History(self.job, self.plan, self.attempt, data)
         found = self._restore(engine, history, data)
         return self._wire(engine, history, data), found
@@ -286,14 +296,15 @@ class RankRun:
         return Keeper(parts, Best(self.job.config.train, history.best, history.num_worse))
 
     def _use_first_batch(self, parts: LoopParts) -> None:
-        """Count FLOPs on the first batch, and require that the loss is a sum."""
+        """Count FLOPs on the first batch, look for what it does not train, and require that the
+        loss is a sum."""
         job, plan, device, first_step = self.job, self.plan, self.device, parts.start.first_step
         if first_step <= plan.steps:
-            self.flops, self.flops_source = count_flops(job, plan, parts.feed, device)
-            if self.place.rank == 0 and self.flops:
-                self.run.lost.keep(self.run.flops, f"{self.flops}\n")
-        # A run that resumes was asked when it began.
-        if first_step > 1 or not is_worth_asking(job.workload, plan):
+            self._trace(parts.feed)
+        if first_step > 1:  # a run that resumes was asked when it began
+            return
+        self.notes += try_evaluation(job, parts.engine, parts.evaluation, parts.keeper.best)
+        if not is_worth_asking(job.workload, plan):
             return
         if plan.pipeline is not None:
             self.notes.append("whether the loss is a sum is not checked in a pipeline")
@@ -302,6 +313,14 @@ class RankRun:
         batch = to_device(first.batch, device)
         size = len(first.sample_ids)
         FirstBatch(parts.engine, job.workload, plan, device, batch, size).require_summed_loss()
+
+    def _trace(self, feed: Feed) -> None:
+        traced = trace_first(self.job, self.plan, feed, self.device)
+        self.flops, self.flops_source = traced.flops, traced.source
+        if self.place.rank == 0 and self.flops:
+            self.run.lost.keep(self.run.flops, f"{self.flops}\n")
+        if traced.unreached:
+            self.notes.append(tell_unreached(traced.unreached))
 
     def _verdict(self, outcome: Outcome, step: int, **more: Any) -> RankVerdict:
         active, reserved = peak_memory(self.device)

@@ -292,8 +292,8 @@ FAULTS = (
     ),
     Fault(
         "stand-in-sample-is-counted", "paceline/train/evaluation.py",
-        "            if len(ids):\n",
-        "            if len(ids := ids if len(ids) else np.zeros(1, int)):\n",
+        "        if len(ids):\n",
+        "        if len(ids := ids if len(ids) else np.zeros(1, int)):\n",
         f"{METRICS}::test_three_ranks_of_which_one_runs_out",
     ),
     Fault(

@@ -15,7 +15,8 @@ from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
-from paceline.records import Plan
+from paceline.records import Plan, RankVerdict
+from paceline.records.rundir import RunDir
 from paceline.strategies.base import Totals
 from paceline.train import worker
 from paceline.train.first_batch import FirstBatch
@@ -177,13 +178,16 @@ class Data:
 
 class Model(Section):
     reduction: str = Field("sum", description="how losses are put together")
+    spare: bool = Field(False, description="have a layer that the loss does not use")
+    detach: bool = Field(False, description="cut the loss off")
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, spare):
         super().__init__()
         self.first = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3))
         self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
         self.last = nn.Linear(8, 2)
+        if spare: self.spare = nn.Linear(8, 2)
     def forward(self, x):
         x = self.first(x)
         for block in self.blocks: x = torch.relu(block(x))
@@ -192,14 +196,14 @@ class Net(nn.Module):
 class Job(Workload):
     Model = Model
     def build_model(self, config):
-        self.reduction = config.model.reduction
-        return Net()
-    def build_data(self, config, split): return Data() if split == "train" else None
+        self.reduction, self.detach = config.model.reduction, config.model.detach
+        return Net(config.model.spare)
+    def build_data(self, config, split): return Data()
     def loss(self, model, batch):
         loss = nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction=self.reduction)
-        return loss, len(batch["y"])
+        return loss.detach() if self.detach else loss, len(batch["y"])
 """
-SHORT = ["train.steps=4", "data.num_workers=0", "launch.device=cpu"]
+SHORT = ["train.steps=4", "train.eval_every=2", "data.num_workers=0", "launch.device=cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +219,7 @@ def test_no_bit_of_a_run_depends_on_it(
     """With dropout, BatchNorm and data that draws random numbers."""
     asked = run_here(tmp_path / "asked", job, SHORT)
     monkeypatch.setattr(worker, "is_worth_asking", lambda workload, plan: False)
+    monkeypatch.setattr(worker, "try_evaluation", lambda *parts: [])
     unasked = run_here(tmp_path / "unasked", job, SHORT)
     pairs = zip(asked.rows, unasked.rows, strict=True)
     assert all((a.loss, a.grad_norm) == (b.loss, b.grad_norm) for a, b in pairs)
@@ -234,3 +239,39 @@ def test_a_pipeline_says_that_it_did_not_ask(job: str, tmp_path: Path) -> None:
     two = [*SHORT, "launch.nproc=2", "strategy.name=pipeline", "strategy.microbatches=2"]
     ends = run_ranks(tmp_path / "run", job, two)
     assert any("whether the loss is a sum" in note for note in ends.verdicts[0].notes)
+
+
+SPARE = [*SHORT, "model.spare=true"]
+MISSED = "no gradient reached spare.weight, spare.bias"
+
+
+def test_parameters_without_a_gradient_are_named(job: str, tmp_path: Path) -> None:
+    [verdict] = run_here(tmp_path / "run", job, SPARE).verdicts
+    assert any(note.startswith(f"{MISSED} in the first batch") for note in verdict.notes)
+    [verdict] = run_here(tmp_path / "all_used", job, SHORT).verdicts
+    assert not any("no gradient" in note for note in verdict.notes)
+
+
+def test_ddp_names_the_parameters_that_it_waited_for(job: str, tmp_path: Path) -> None:
+    """It ends with their numbers, among much else."""
+    with pytest.raises(AssertionError, match="Expected to have finished reduction"):
+        run_ranks(tmp_path / "run", job, [*SPARE, "launch.nproc=2"])
+    error = RankVerdict.load(RunDir(tmp_path / "run").verdict(0)).error
+    assert error is not None
+    assert error.message.startswith(f"{MISSED}, and DDP waits")
+    assert "\nhint: some parameters" in error.message
+    assert len(error.message) < 500
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["launch.nproc=2"],
+        ["launch.nproc=2", "strategy.name=pipeline", "strategy.microbatches=2"],
+    ],
+)
+def test_a_loss_that_is_cut_off_is_refused(job: str, more: list[str], tmp_path: Path) -> None:
+    cut = [*SHORT, "model.detach=true", *more]
+    with pytest.raises(AssertionError, match="Job.loss returned a loss without a gradient"):
+        run_ranks(tmp_path / "run", job, cut)

@@ -30,6 +30,7 @@ CASES = {
     "zero3": ["strategy.name=zero3"],
     "pipeline": ["strategy.name=pipeline", "train.micro_batch_size=4", "strategy.microbatches=2"],
 }
+REFUSED = Outcome.REFUSED_CONFIG
 KEPT = ["checkpoint.every=1", "checkpoint.mode=sync"]
 
 
@@ -124,12 +125,38 @@ def test_all_ranks_end_where_what_decides_is_no_number_on_one(job: str, tmp_path
     assert [verdict.outcome for verdict in verdicts] == [Outcome.REFUSED_DATA] * 2
 
 
-def test_a_name_that_is_not_measured_is_refused_with_those_that_are(
-    job: str, tmp_path: Path
-) -> None:
+def test_a_name_that_is_not_measured_is_refused_before_step_1(job: str, tmp_path: Path) -> None:
+    """With those that are."""
     settings = [*SETTINGS, "train.micro_batch_size=12", "train.best=val/wer"]
     with pytest.raises(ConfigError, match=r"no val/wer.*\n.*val/accuracy, val/margin, val/right"):
         run_here(tmp_path, f"{job}:Own", settings)
+    assert RankVerdict.load(RunDir(tmp_path).verdict(0)).step == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_refuse_it(job: str, case: str, tmp_path: Path) -> None:
+    settings = [*SETTINGS, *TWO, *CASES[case], "train.best=val/wer"]
+    with pytest.raises(AssertionError, match=r"no val/wer"):
+        run_ranks(tmp_path, f"{job}:Own", settings)
+    verdicts = [RankVerdict.load(RunDir(tmp_path).verdict(rank)) for rank in (0, 1)]
+    assert [(verdict.outcome, verdict.step) for verdict in verdicts] == [(REFUSED, 0)] * 2
+
+
+def test_a_mistake_in_metrics_shows_before_step_1(job: str, tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="f1_sum"):
+        run_here(tmp_path, f"{job}:Misnamed", [*SETTINGS, "train.micro_batch_size=12"])
+    verdict = RankVerdict.load(RunDir(tmp_path).verdict(0))
+    assert verdict.step == 0 and verdict.error is not None
+    assert verdict.error.place.startswith("metric_job.py:")
+
+
+def test_metrics_that_few_samples_do_not_have_are_left_to_the_evaluation(
+    job: str, tmp_path: Path
+) -> None:
+    settings = [*SETTINGS, "train.micro_batch_size=4", "train.best=val/right:max"]
+    ends = run_here(tmp_path, f"{job}:Needy", settings)
+    assert ends.rows[-1].metrics["val/seen"] == 11
+    assert any("raised ValueError on the first batch" in n for n in ends.verdicts[0].notes)
 
 
 @pytest.mark.nightly

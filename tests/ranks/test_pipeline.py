@@ -115,6 +115,25 @@ def test_an_incomplete_batch_is_evaluated(tmp_path: Path, corpus: Path) -> None:
         assert_same(reference, ends, name)
 
 
+@pytest.mark.slow
+def test_pipelines_with_unequal_batches_evaluate_as_many_passes(
+    tmp_path: Path, corpus: Path
+) -> None:
+    """19 samples are 8, 8 and 3: the second pipeline has none left for the last turn, and must
+    gather the weights of its stages as often as the first."""
+    text = [
+        *UNTIED, f"data.source={corpus}", f"data.cache_dir={tmp_path / 'cache'}",
+        "data.val_fraction=0.3", "train.eval_every=2", "train.eval_samples=19",
+    ]  # fmt: skip
+    reference = run_here(tmp_path / "one", "lm_tiny", [*text, *ONE])
+    cases = {
+        inner: [*text, *pipeline("1f1b", ranks=4, dp=2), f"strategy.inner={inner}"]
+        for inner in ("zero2", "zero3")
+    }
+    for name, ends in run_each(tmp_path / "four", "lm_tiny", cases).items():
+        assert_same(reference, ends, name)
+
+
 @pytest.mark.nightly
 def test_half_precision_computes_nearly_the_same(untied: RankEnds, tmp_path: Path) -> None:
     cases = {

@@ -223,8 +223,30 @@ def test_verdicts_say_what_a_run_is_bound_by() -> None:
     tried = one(replace(make_evidence(), plan=compiled), "compute_bound").to_try
     assert tried.endswith("--axis train.micro_batch_size=8,16"), "it is compiled already"
     rules = RulesConfig(exchange_share=0.05)
-    exchanged = judge(replace(make_evidence(), rules=rules))
-    assert [f.kind for f in exchanged] == ["bound_by_exchange"]
+    exchanged = replace(make_evidence(), rules=rules)
+    assert [f.kind for f in judge(exchanged)] == ["bound_by_exchange"]
+    tried = one(exchanged, "bound_by_exchange").to_try
+    assert tried == (
+        "train.grad_accum exchanges less often; strategy.name=ddp can send fewer bits: paceline"
+        " bench run ddp_compression"
+    ), "for whom the benchmark is, and no command for another trainer's run"
+
+
+def test_a_command_names_the_file_of_a_workload_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan has what was typed where the run was started; launch.json has all of the path."""
+    job, here = tmp_path / "job", tmp_path / "elsewhere"
+    slow = make_evidence(
+        {r: {Phase.DATA: 0.05} for r in (0, 1)},
+        plan=plan().model_copy(update={"workload": "mine.py:Mine"}),
+        workload=f"{job}/mine.py:Mine",
+    )
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert f" workload={job}/mine.py:Mine --axis" in one(slow, "bound_by_data").to_try
+    monkeypatch.chdir(tmp_path)
+    assert " workload=job/mine.py:Mine --axis" in one(slow, "bound_by_data").to_try
     uneven = np.where(np.arange(60) % 2, 0.02, 0.0)
     turns = make_evidence({0: {Phase.FORWARD: uneven}, 1: {Phase.FORWARD: 0.02 - uneven}})
     assert [f.kind for f in judge(turns)] == ["bound_by_imbalance"]

@@ -13,13 +13,16 @@ from paceline.job import load_job
 from paceline.plan.planner import make_plan
 from paceline.records import Plan
 from paceline.strategies.average import Average
+from paceline.strategies.base import EngineParts
 from paceline.strategies.blocks import measure_shape
 from paceline.strategies.optim import (
+    build_optimizer,
     freeze,
     learning_rate,
     optimizer_kind,
     parameter_groups,
     rate_of,
+    tell_own_rates,
 )
 from paceline.strategies.optimizers import KINDS, optimizer_bytes
 from paceline.strategies.update_rules import Lion
@@ -325,6 +328,23 @@ def test_an_own_optimizer_is_refused_where_it_cannot_be_used(
     assert bool(told) == is_refused
     assert made.optimizer.value == "Own.build_optimizer" and not made.fused_optimizer.value
     assert "optim.momentum" not in [f.where for f in made.findings], "it may read any key"
+
+
+class Fixed(Workload):
+    def build_optimizer(self, model: nn.Module, config: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def test_a_rate_that_no_group_takes_is_told() -> None:
+    def told(lr: str) -> list[str]:
+        made = EngineParts(
+            load_job("lm_tiny", [f"optim.lr={lr}"]).config, plan(), Fixed(), torch.device("cpu")
+        )
+        return tell_own_rates(build_optimizer(made, Net()), made.workload, made.config)
+
+    [note] = told("1e-9")
+    assert note.startswith("Fixed.build_optimizer built its groups with lr 0.5, and optim.lr is 1e")
+    assert told("0.5") == []
 
 
 class Curve(Workload):

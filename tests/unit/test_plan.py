@@ -54,6 +54,11 @@ def test_a_global_batch_decides_the_accumulation() -> None:
         (["train.global_batch_size=2", "launch.nproc=4"], "2 samples cannot be shared", "of 4"),
         (["train.global_batch_size=20", "launch.nproc=2"], "not a multiple", "set it to 16"),
         (
+            ["train.global_batch_size=16", "train.micro_batch_size=16", "launch.nproc=2"],
+            "16 is not a multiple of micro_batch_size 16 x 2",
+            "set train.micro_batch_size to 8, which keeps it, or set it to 32",
+        ),
+        (
             ["train.global_batch_size=32", "train.grad_accum=3", "launch.nproc=2"],
             "3 contradicts train.global_batch_size=32, which needs 2",
             "auto",

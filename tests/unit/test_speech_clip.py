@@ -19,7 +19,7 @@ from paceline.errors import ConfigError, DataError
 from paceline.job import load_job
 from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
-from paceline.train.first_batch import count_on_meta
+from paceline.train.first_batch import run_on_meta
 from paceline.workloads.speech_clip.model import SpeechClip, fewest_samples, num_frames
 from paceline.workloads.speech_clip.negatives import loss_of, retrieval
 from paceline.workloads.speech_clip.wide_conv import WideConv, quicken
@@ -74,7 +74,7 @@ def test_what_is_padding_changes_nothing(model: SpeechClip) -> None:
 def test_shapes_alone_tell_the_flops() -> None:
     """No answer of the device is asked for in a pass: on meta tensors there is none."""
     job = load_job(RECIPE, tiny())
-    sizes = [count_on_meta(job, waves(*[length] * 2)) for length in (4000, 8000)]
+    sizes = [run_on_meta(job, waves(*[length] * 2))[0] for length in (4000, 8000)]
     assert 1.6 < sizes[1] / sizes[0] < 2.2, "twice as long, not quite twice: words are the same"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
+from paceline.report.sweep_story import rate_text
 from paceline.stats.figures import Course, RunFigures
 from paceline.sweep.folder import COLUMNS, Row
 from paceline.sweep.judge import SweepJudgement, judge_figures
@@ -122,6 +123,18 @@ def test_by_a_metric_of_the_job_the_better_cell_wins_and_no_loss_departs() -> No
     assert judged.target is not None and judged.target.is_met
     least = Sweep(metric="val/accuracy:min").add("a", learned(0.5)).add("b", learned(0.9))
     assert verdict(least.judge(), "a") == "no difference seen", "the least of all is 0.1"
+
+
+def test_beside_a_metric_of_the_job_stand_its_runs() -> None:
+    """An interval of two runs on a log scale ends far above 1, which no accuracy is."""
+    sweep = Sweep(metric="val/accuracy:max").add("a", learned(0.5)[::2], repeats=2)
+    judged = sweep.add("b", learned(0.9)[::2]).judge()
+    assert judged.standings is not None and verdict(judged, "a") == "worse"
+    rate = judged.standings.of("b").rate
+    assert rate is not None and (rate.low, rate.high) == (0.9 * 0.99, 0.9 * 1.01)
+    assert rate_text(judged.standings.of("b"), "val/accuracy") == (
+        "0.9 val/accuracy (its runs: 0.891 to 0.909)"
+    )
 
 
 def test_a_run_without_the_metric_is_left_out_and_the_metrics_named() -> None:

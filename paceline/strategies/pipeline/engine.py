@@ -129,10 +129,15 @@ class PipelineEngine(ModuleEngine):
 
     @torch.no_grad()
     def _relay_pieces(self, batch: Any) -> None:
-        self._clear()
         # In microbatches, as in training: a stage's results for the whole batch may not fit.
         num_samples = len(tree_flatten(batch)[0][0])
-        for piece in cut_batch(batch, min(self.num_microbatches, num_samples)):
+        pieces = cut_batch(batch, min(self.num_microbatches, num_samples))
+        # Other pipelines may have more pieces, and gather sharded weights with this one for each
+        # pass: all run equally many. Those for nothing come first, and leave nothing.
+        for _ in range(self.num_microbatches - len(pieces)):
+            self._relay(pieces[0])
+        self._clear()
+        for piece in pieces:
             self._relay(piece)
 
     def weights(self) -> dict[str, Tensor]:

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from paceline.errors import ConfigError
 from paceline.metrics import Items
 from paceline.strategies.base import EngineParts
-from paceline.strategies.objective import ask_workload, compute_loss, compute_metrics
+from paceline.strategies.objective import (
+    ask_workload,
+    compute_loss,
+    compute_metrics,
+    require_graph,
+)
 from paceline.strategies.pipeline.ghosts import Reached, Region
 from paceline.workloads.returns import Pair
 
@@ -84,6 +89,8 @@ class Stage(nn.Module):
 
     def _compute_loss(self) -> Tensor:
         loss, units, extras = compute_loss(self.parts, self._objective, self.batch)
+        if torch.is_grad_enabled():
+            require_graph(self.parts.workload, loss)
         self.done.append((loss.detach(), units, extras))
         return loss
 
