@@ -74,16 +74,15 @@ class LMModel(Section):
 class LMLoss(Section):
     chunk: Literal["auto", "off"] | Positive = Field(
         "auto",
-        description="Tokens whose logits exist at a time and are used up at once; no product is"
-        " computed twice. auto: 4096 where a microbatch's logits would take 4 GiB or more, else all"
-        " of them where train.kernels are ours. off: all, by torch.",
+        description="Tokens whose logits exist at a time; no product is computed twice. auto: all,"
+        " or 4096 where a microbatch's logits would take 4 GiB or more. off: all.",
     )
 
 
 class LanguageModel(Workload):
     Model = LMModel
     Loss = LMLoss
-    own_kernels = "RoPE, SwiGLU, the loss and weight gradients"
+    own_kernels = "RoPE, SwiGLU and weight gradients"
     Data = TextData
     unit = "tokens"
     attention = "causal"
@@ -95,8 +94,6 @@ class LanguageModel(Workload):
 
         kernels = "triton" if config.train.kernels == "triton" else "torch"
         chunk = choose_chunk(config)
-        if kernels == "triton" and not chunk and getattr(config.loss, "chunk", "off") == "auto":
-            chunk = _count_tokens(config)  # in one piece: softmax, loss, gradient by one kernel
         if config.attention.impl == "nsa":
             from paceline.workloads.lm.nsa import Sparse, SparseLM
 
@@ -312,12 +309,9 @@ def choose_chunk(config: Any) -> int:
     return int(asked)
 
 
-def _count_tokens(config: Any) -> int:
-    return int(config.train.micro_batch_size * config.data.seq_len)
-
-
 def _logits_bytes(config: Any) -> int:
-    return int(_count_tokens(config) * config.model.vocab_size * LOGIT_BYTES)
+    tokens = config.train.micro_batch_size * config.data.seq_len
+    return int(tokens * config.model.vocab_size * LOGIT_BYTES)
 
 
 def check_chunk(config: Any) -> Iterator[Finding]:
