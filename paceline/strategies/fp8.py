@@ -5,7 +5,6 @@ multiplies those; weights, optimizer state and everything between layers stay wh
 CPU the same casts are computed and the product is taken in fp32: right, and slow. Layers of the
 recipe `tensorwise` are marked: a model that has our kernels computes those by kernels/fp8.py."""
 
-import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -24,10 +23,8 @@ RECIPES = {"rowwise_gw_hp": "rowwise_with_gw_hp"}
 
 
 def load_torchao(part: str) -> Any:
-    """Import a part of torchao, without its compiled extensions: none is for training, and those
-    of another torch are announced on stderr as failures."""
+    """Import a part of torchao, without its compiled extensions: none is for training."""
     os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
-    logging.getLogger("torchao").setLevel(logging.ERROR)
     return require_extra(f"torchao.{part}", EXTRA)
 
 

@@ -170,9 +170,7 @@ def test_the_file_of_a_run_needs_trust(generate: Callable[..., Ran], tmp_path: P
     assert not file.with_suffix(".ran").exists()
     ran = generate(run.root, "a", "--trust-code", "--max-new-tokens", 1)
     assert ran.code == 0 and file.with_suffix(".ran").exists()
-    inside = run.root / "job.py"
-    inside.write_text(CODE)
-    other, tensors = make(run.root / "inner", workload=f"{run.root / 'inner' / 'job.py'}:Mine")
+    other, tensors = make(tmp_path / "other", workload=f"{tmp_path / 'other' / 'job.py'}:Mine")
     keep(other, tensors, 5)
     (other.root / "job.py").write_text(CODE)
     ran = generate(other.root, "a", "--trust-code")

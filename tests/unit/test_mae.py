@@ -1,5 +1,6 @@
 """The masked autoencoder: transformers' own numbers, first values, FLOPs as torch counts them."""
 
+import subprocess
 import sys
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.strategies.weights import fill_weights
 from paceline.workloads.mae.model import build_mae, flops_per_sample, init_mae_module, mae_config
 from paceline.workloads.mae.workload import MaskedAutoencoder
 from tests.machines import plan
+from tests.skips import needs_torchao
 
 pytest.importorskip("transformers")
 
@@ -152,3 +154,12 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[hf\]'"):
         plan(source="mae_tiny")
+
+
+@needs_torchao
+@pytest.mark.slow  # imports transformers in a process of its own
+def test_torchao_says_nothing_where_transformers_loads_it() -> None:
+    """Its compiled parts for another torch are none of a user's business."""
+    code = "from paceline.workloads.hf.model import require_extra as e; e().AutoModelForPreTraining"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == ""
