@@ -240,7 +240,7 @@ class _Judge:
         return (
             f"its loss ends at {ours:.4g}, that of {reference} with the same batch at {theirs:.4g};"
             f" they are up to {departure:.1%} apart, and {self.record.loss_tolerance:.1%} is"
-            " allowed (sweep.loss_tolerance)"
+            " allowed (sweep.loss_tolerance); --metric val/loss:min compares what is learned"
         )
 
     def _without_equals(self) -> list[str]:

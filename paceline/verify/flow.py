@@ -26,6 +26,11 @@ from paceline.verify.trials import MICRO, Trials, build_job, expected_bytes
 # What a proof may be asked under. Other keys would change what is proven.
 ALLOWED = ("launch.", "strategy.", "attention.", "train.compile", "train.activation_checkpointing")
 VERIFY_FILE = "verify.json"
+OWN_MODEL = (
+    "{}: a proof has a model and data of its own, made to show mistakes of a strategy; it takes no"
+    " job\nhint: train the job for some steps with optim.name=sgd on one rank and on several, with"
+    " one train.global_batch_size, and hold the losses in training.csv against each other"
+)
 
 Say = Callable[[str], None]
 
@@ -110,13 +115,17 @@ def _require_known(names: Sequence[str], overrides: Sequence[str]) -> None:
     known = {name: None for strategy, case in cases for name in (strategy, case.label)}
     known |= {other: None for other, name in aliases().items() if name in known}
     problems = [
-        f"there is no strategy '{name}'\nhint: {', '.join(known)}"
+        OWN_MODEL.format(name)
+        if ":" in name
+        else f"there is no strategy '{name}'\nhint: {', '.join(known)}"
         for name in names
         if name not in known
     ]
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
-        if key == "strategy.name":
+        if key == "workload":
+            problems.append(OWN_MODEL.format(text))
+        elif key == "strategy.name":
             problems.append(f"{text}: strategies are named\nhint: paceline verify {value}")
         elif not key.startswith(ALLOWED):
             problems.append(f"{text}: a proof fixes this\nhint: it takes {', '.join(ALLOWED)}")

@@ -172,5 +172,10 @@ def test_what_cannot_be_proven_here_is_said(tmp_path: Path) -> None:
         verify(["zero9"], [], tmp_path / "a")
     with pytest.raises(ConfigError, match="a proof fixes this"):
         verify(["ddp"], ["train.steps=3"], tmp_path / "b")
+    for names, asked in ((["job.py:Job"], []), (["ddp"], ["workload=job.py:Job"])):
+        with pytest.raises(
+            ConfigError, match="job.py:Job: a proof has a model and data of its own"
+        ):
+            verify(names, asked, tmp_path / "job")
     with pytest.raises(ConfigError, match="needs 4 ranks"):
         verify(["zero3_hybrid"], ["launch.nproc=2"], tmp_path / "c")
