@@ -94,7 +94,7 @@ def _with_names(message: str, module: nn.Module | None) -> str:
     if module is None or found is None:
         return message
     names = [name for name, p in module.named_parameters() if p.requires_grad]
-    missed = few(names[int(index)] for index in found[2].split())
+    missed = few(names[int(i)] for i in found[2].split() if int(i) < len(names))
     return f"no gradient reached {missed}, and DDP waits for that of each parameter: {found[1]}"
 
 
