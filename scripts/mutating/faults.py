@@ -408,5 +408,21 @@ FAULTS = (
         "report-does-not-escape", "paceline/report/html.py",
         "autoescape=True", "autoescape=False", "tests/unit/test_report.py::test_names_are_escaped",
     ),
+    # Weights gathered in fp8
+    Fault(
+        "gathered-in-fp8-unmarked", "paceline/strategies/fp8.py",
+        "layer.is_gathered = plan.fp8.gathers_fp8", "layer.is_gathered = False",
+        "tests/ranks/test_fp8.py::test_layers_know_whether_their_weights_are_gathered_and_freed",
+    ),
+    Fault(
+        "uneven-rows-gathered-in-fp8", "paceline/plan/fp8.py",
+        "if layer.shape[0] % ranks", "if False",
+        "tests/unit/test_gpu_plan.py::test_weights_that_cannot_travel_in_fp8_do_not",
+    ),
+    Fault(
+        "weight-turned-in-forward", "paceline/kernels/fp8.py",
+        "turn(weight_FD._data, g)", "turn(weight_FD._data, weight_FD._data)",
+        "tests/unit/test_kernels.py::test_a_weight_gathered_in_fp8_has_torchaos_numbers",
+    ),
 )
 # fmt: on
