@@ -187,14 +187,14 @@ def gathers(*words: str, num_gpus: int = 8) -> tuple[bool, str]:
     return made.fp8.gathers_fp8, made.fp8.gathers_because
 
 
-def test_weights_travel_in_fp8_between_enough_ranks() -> None:
-    assert gathers() == (True, "half the bytes of bf16, and 8 ranks share the casts")
+def test_weights_travel_in_fp8_where_that_is_asked() -> None:
+    """It is no default: nobody has measured it between GPUs."""
+    for num_gpus in (1, 2, 8):
+        is_low, because = gathers(num_gpus=num_gpus)
+        assert not is_low and "not measured" in because
+        assert gathers(ON, num_gpus=num_gpus) == (True, "as asked")
     assert gathers("precision.fp8_all_gather=off") == (False, "as asked")
-    assert gathers(num_gpus=2) == (False, "2 ranks cast more for it than they save")
-    assert gathers(ON, num_gpus=2)[0] and gathers(ON, num_gpus=1)[0]
-    assert gathers(num_gpus=1) == (False, "every rank has whole weights")
-    hybrid = ["strategy.name=zero3_hybrid", "strategy.shard_size=2"]
-    assert gathers(*hybrid) == (False, "2 ranks cast more for it than they save")
+    assert gathers("strategy.name=zero3_hybrid", "strategy.shard_size=2", ON)[0]
 
 
 @pytest.mark.parametrize(
