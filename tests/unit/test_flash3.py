@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from paceline.attention.flash3 import find_flash3, use_flash3, why_not_loaded
+from paceline.bench.pairs import plan_pair
+from paceline.bench.target import load_targets
 from paceline.errors import ConfigError
 from paceline.records import Attention, Choice
 from tests.machines import machine, plan
@@ -163,3 +165,10 @@ def test_torch_is_told_and_told_otherwise_again(package: None) -> None:
     assert is_flash3_used()
     use_flash3(False)
     assert not is_flash3_used()
+
+
+def test_pairs_of_bench_attend_alike_where_it_is_installed(package: None) -> None:
+    for target in load_targets().values():
+        made = plan_pair(target, machine(8))  # raises where the sides are not equal
+        if "attention.impl" not in target.differs:
+            assert len({arm.plan.attention.value for arm in made.arms}) <= 1
