@@ -4,9 +4,9 @@ job = load_job("lm_tiny", ["train.steps=50"])
 job = load_job("my_job.py:MyWorkload", [])
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,14 @@ class Job:
         used = find_strategy(config.strategy.name).name
         unread = {key for key, by in type(config.strategy).readers.items() if used not in by}
         return fingerprint(config.model_dump_json(exclude={"strategy": unread}))
+
+    def with_keys(self, **sections: Mapping[str, Any]) -> "Job":
+        """Return the job with other values of some keys, by section: `train={"steps": 1}`."""
+        config = self.config
+        for name, values in sections.items():
+            section = getattr(config, name).model_copy(update=values)
+            config = config.model_copy(update={name: section})
+        return replace(self, config=config)
 
 
 def load_job(source: str, overrides: Sequence[str]) -> Job:

@@ -98,15 +98,16 @@ def plan(job: Source, /, *words: str, **settings: Any) -> Plan:
 
 
 def verify(
-    *words: str, out: Place | None = None, quiet: bool = False, **settings: Any
+    *words: Source, out: Place | None = None, quiet: bool = False, **settings: Any
 ) -> "VerifyReport":
     """Prove strategies against one process and return the table: its answer, be it no, is data.
-    `words` are strategies, and key=value."""
+    `words` are strategies, key=value, and a job, where it is a job that is to be proven."""
     from paceline.cli.talk import ConsoleTalk
     from paceline.verify.flow import run_verify
 
-    names = [word for word in words if "=" not in word]
-    keys = as_words([word for word in words if "=" in word], settings)
+    named = [name_of(word) for word in words]
+    names = [word for word in named if "=" not in word]
+    keys = as_words([word for word in named if "=" in word], settings)
     return run_verify(names, keys, _path(out), ConsoleTalk(quiet).say)
 
 

@@ -12,22 +12,29 @@ if TYPE_CHECKING:
 TABLE_WIDTH = 100
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[STRATEGY]... [KEY=VALUE]...", help="None: all that can run here."),
+    typer.Argument(
+        metavar="[JOB] [STRATEGY]... [KEY=VALUE]...",
+        help="JOB: a recipe, FILE.yaml or FILE.py:Class; none: a model of ours, which shows most."
+        " No strategy: all that can run here, or the job's own.",
+    ),
 ]
 
 
 def verify(words: Words = None, out: OutOption = None, as_json: JsonFlag = False) -> None:
     """Prove strategies against one process: losses, norms, weights, vetoes and bytes of memory.
 
+    With a job of your own it is that job that is proven: the same samples, on ranks and on one
+    process, must give the same losses, metrics and weights.
+
     Exit code 0: all proven. 1: a check failed, or ranks did not finish.
 
-    Example: paceline verify zero2 zero3 launch.nproc=4
+    Example: paceline verify zero2 zero3 launch.nproc=4, paceline verify my_job.py:Job zero3
     """
     from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout
 
     talk = ConsoleTalk()
-    overrides = [word for word in words or [] if "=" in word]
-    names = [word for word in words or [] if "=" not in word]
+    overrides = [word for word in words or [] if is_setting(word)]
+    names = [word for word in words or [] if not is_setting(word)]
     with refusals_on_stdout(as_json):
         from paceline.verify.flow import run_verify  # imports torch
 
@@ -37,6 +44,11 @@ def verify(words: Words = None, out: OutOption = None, as_json: JsonFlag = False
     else:
         _print(report)
     raise typer.Exit(report.exit_code)
+
+
+def is_setting(word: str) -> bool:
+    """Say whether a word is KEY=VALUE, and not the name of a strategy or of a job."""
+    return "=" in word and not word.startswith("+experiment=")
 
 
 def _print(report: "VerifyReport") -> None:
@@ -66,9 +78,13 @@ def _print(report: "VerifyReport") -> None:
             console.print(f"{proof.strategy}: did not finish: {literal(proof.failure)}")
         if proof.skipped:
             console.print(f"{proof.strategy}: not tried: {literal(proof.skipped)}")
+    for note in report.notes:
+        console.print(f"note: {literal(note)}")
+    num_proven = sum(proof.ok and bool(proof.checks) for proof in report.proofs)
+    what = f" on {literal(report.job)}" if report.job else ""
+    where = f"{report.world_size} ranks ({report.device})"
     console.print(
-        f"{sum(proof.ok and bool(proof.checks) for proof in report.proofs)} of {len(report.proofs)}"
-        f" proven on {report.world_size} ranks ({report.device}) in {report.elapsed_s:.0f} s;"
+        f"{num_proven} of {len(report.proofs)} proven{what} on {where} in {report.elapsed_s:.0f} s;"
         f" record: {literal(report.run_dir)}"
     )
 

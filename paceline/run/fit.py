@@ -14,7 +14,6 @@ import multiprocessing
 import resource
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,7 @@ def is_open(job: Job) -> bool:
 
 def fit_batches(job: Job, env: Env, prepared: dict[str, Any], say: Callable[[str], None]) -> Job:
     """Return the job with the length that fits in place of auto."""
-    alone = _with(
-        job,
+    alone = job.with_keys(
         launch={"nproc": 1, "nnodes": 1, "launcher": "local"},
         strategy={"name": "ddp"},
         data=dict.fromkeys(_lengths(job), "off") | {"batch_by": "samples"},
@@ -61,20 +59,12 @@ def fit_batches(job: Job, env: Env, prepared: dict[str, Any], say: Callable[[str
         f"data.batch_length=auto: {length:g}, which are {found['num_samples']} of the longest"
         f" samples, {found['longest']:g} each; {found['because']}"
     )
-    return _with(job, data=dict.fromkeys(_lengths(job), length))
+    return job.with_keys(data=dict.fromkeys(_lengths(job), length))
 
 
 def _lengths(job: Job) -> list[str]:
     """Return the keys of `data` that say how long a microbatch may be."""
     return [key for key in KEYS if hasattr(job.config.data, key)]
-
-
-def _with(job: Job, **sections: dict[str, Any]) -> Job:
-    config = job.config
-    for name, values in sections.items():
-        section = getattr(config, name).model_copy(update=values)
-        config = config.model_copy(update={name: section})
-    return replace(job, config=config)
 
 
 def _in_own_process(run: RunDir, job: Job) -> dict[str, Any]:

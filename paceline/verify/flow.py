@@ -1,36 +1,29 @@
 """`paceline verify` from names to a report: for each strategy plan, launch, judge."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.config.load import recipe_names
 from paceline.config.schema import RunConfig
-from paceline.errors import (
-    ClusterError,
-    ConfigError,
-    LaunchError,
-    Outcome,
-    PacelineError,
-)
+from paceline.errors import ClusterError, ConfigError, LaunchError, Outcome, PacelineError
+from paceline.job import EXPERIMENT
 from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.records import Env
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
-from paceline.strategies import aliases, all_strategies, lossy_keys
+from paceline.strategies import aliases, all_strategies
 from paceline.strategies.base import Case
-from paceline.verify.judge import judge
+from paceline.verify.judge import depends_on_split, judge, judge_job
 from paceline.verify.records import StrategyProof, VerifyReport
-from paceline.verify.trials import MICRO, Trials, build_job, expected_bytes
+from paceline.verify.subject import Batch, MadeModel, OwnJob, Subject, key_of
+from paceline.verify.trial import BYTES, EQUAL, RANDOM, WHOLE
+from paceline.verify.trials import Trials, expected_bytes
+from paceline.workloads.given import is_given
 
-# What a proof may be asked under. Other keys would change what is proven.
-ALLOWED = ("launch.", "strategy.", "attention.", "train.compile", "train.activation_checkpointing")
 VERIFY_FILE = "verify.json"
-OWN_MODEL = (
-    "{}: a proof has a model and data of its own, made to show mistakes of a strategy; it takes no"
-    " job\nhint: train the job for some steps with optim.name=sgd on one rank and on several, with"
-    " one train.global_batch_size, and hold the losses in training.csv against each other"
-)
+APART = "the stages of a pipeline draw random numbers apart: a proof wants a model without dropout"
 
 Say = Callable[[str], None]
 
@@ -47,26 +40,29 @@ class Candidate:
 def run_verify(
     names: Sequence[str], overrides: Sequence[str], out: Path | None, say: Say
 ) -> VerifyReport:
+    """Prove the strategies that are named, on the job among the names where there is one."""
     started_at = wall_time()
-    _require_known(names, overrides)
+    source, names = _find_job(names)
+    subject: Subject = OwnJob(source, tuple(overrides)) if source else MadeModel()
+    _require_known(subject, names, overrides)
     env = probe()
-    overrides, world, device = _choose_ranks(env, overrides)
-    cases = _choose_cases(names, overrides, world)
+    overrides, world, device = _choose_ranks(subject, env, overrides)
+    names = names or subject.default_names(overrides)
+    cases = _choose_cases(names, subject.build(overrides).config, overrides, world)
     num_blocks = max((case.num_blocks for _, case in cases), default=0)
-    if num_blocks:  # of all models, as all are held against one reference
+    if num_blocks and not source:  # of all models, as all are held against one reference
         overrides = [*overrides, f"model.num_layers={num_blocks}"]
     candidates = [_candidate(name, case, overrides) for name, case in cases]
     run = RunDir.create("verify", out, is_run=False)
     tried = [candidate.label for candidate in candidates if not candidate.skipped]
+    subject.prepare(subject.build(overrides), say)
     say(f"on {world} ranks: {', '.join(tried)}; 10 s or so each, in {run.root}")
-    proofs: list[StrategyProof] = []
+    proof = Proof(subject, run, env, world, say)
     try:
-        reference = Trials(run.root / "one_process", env, world)
-        _require_reference(reference.run(_reference_settings(overrides), only_equal=True))
         for candidate in candidates:
-            proofs.append(_prove(candidate, run, reference))
-            say(f"{candidate.label}: {_word(proofs[-1])}")
-        passed = all(proof.ok for proof in proofs) and any(proof.checks for proof in proofs)
+            proof.prove(candidate)
+        proofs = proof.found
+        passed = all(one.ok for one in proofs) and any(one.checks for one in proofs)
         outcome = Outcome.OK if passed else Outcome.CHECK_FAILED
     except KeyboardInterrupt:
         outcome = Outcome.INTERRUPTED  # what was proven until now is kept
@@ -75,33 +71,70 @@ def run_verify(
         world_size=world,
         device=device,
         exit_code=outcome.exit_code,
-        proofs=proofs,
+        proofs=proof.found,
         elapsed_s=wall_time() - started_at,
+        job=source,
+        notes=[*subject.overruled(overrides), *dict.fromkeys(proof.notes)],
     )
     report.save(run.root / VERIFY_FILE)
     return report
 
 
-def _require_reference(failure: str) -> None:
-    """Refuse to judge without one process's numbers: there is nothing to hold a strategy
-    against."""
-    if failure:
-        raise LaunchError(f"the run on one process, the reference, did not finish: {failure}")
+@dataclass
+class Proof:
+    """Proves one candidate after the other. What one process finds is kept for those that share its
+    samples as others did."""
 
+    subject: Subject
+    run: RunDir
+    env: Env
+    world: int
+    say: Say
+    found: list[StrategyProof] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    references: dict[Batch, Trials] = field(default_factory=dict)
 
-def _prove(candidate: Candidate, run: RunDir, reference: Trials) -> StrategyProof:
-    if candidate.skipped:
-        return StrategyProof(strategy=candidate.label, skipped=candidate.skipped)
-    trials = Trials(run.root / candidate.label, reference.env, reference.world)
-    try:
-        failure = trials.run(candidate.settings)
-    except PacelineError as error:  # of the plan: nothing was started
-        return StrategyProof(strategy=candidate.label, failure=str(error))
-    if failure:
-        return StrategyProof(strategy=candidate.label, failure=failure)
-    expected = expected_bytes(candidate.settings, reference.env)
-    checks = judge(trials.run_dir, reference.run_dir, trials.world, expected)
-    return StrategyProof(strategy=candidate.label, checks=checks)
+    def prove(self, candidate: Candidate) -> None:
+        self.found.append(self._prove(candidate))
+        self.say(f"{candidate.label}: {_word(self.found[-1])}")
+
+    def _prove(self, candidate: Candidate) -> StrategyProof:
+        label, subject = candidate.label, self.subject
+        if candidate.skipped:
+            return StrategyProof(strategy=label, skipped=candidate.skipped)
+        jobs = subject.trials(candidate.settings, self.world)
+        trials = Trials(self.run.root / label, self.env, jobs)
+        try:
+            trials.plan()
+        except PacelineError as error:  # nothing was started
+            return StrategyProof(strategy=label, failure=str(error))
+        reference = self._reference(candidate, trials)
+        if failure := trials.run(subject.prepared, subject.total_s):
+            return StrategyProof(strategy=label, failure=failure)
+        check = judge_job if isinstance(subject, OwnJob) else judge
+        expected = expected_bytes(jobs[BYTES], trials.plans[BYTES])
+        self.notes += trials.notes()
+        self.notes += [str(found) for found in trials.warnings()]
+        if trials.plans[EQUAL].pipeline is not None and RANDOM in reference.notes():
+            self.notes.append(APART)
+        checks = check(trials.run_dir, reference.run_dir, self.world, expected)
+        return StrategyProof(strategy=label, checks=checks)
+
+    def _reference(self, candidate: Candidate, trials: Trials) -> Trials:
+        """Return one process's run with the same samples: there is nothing else to judge by."""
+        batch = self.subject.alone(trials.jobs[EQUAL], trials.plans[EQUAL])
+        if batch in self.references:
+            return self.references[batch]
+        number = f"_{len(self.references) + 1}" if self.references else ""
+        jobs = self.subject.reference(candidate.settings, batch, self.world)
+        reference = Trials(self.run.root / f"one_process{number}", self.env, jobs)
+        reference.plan()
+        if failure := reference.run(self.subject.prepared, self.subject.total_s):
+            raise LaunchError(f"the run on one process, the reference, did not finish: {failure}")
+        self.references[batch] = reference
+        if WHOLE in jobs and RANDOM not in reference.notes():
+            self.notes += depends_on_split(reference.run_dir, batch)
+        return reference
 
 
 def _word(proof: StrategyProof) -> str:
@@ -110,43 +143,55 @@ def _word(proof: StrategyProof) -> str:
     return "proven" if proof.ok else "FAILED"
 
 
-def _require_known(names: Sequence[str], overrides: Sequence[str]) -> None:
-    cases = _all_cases(build_job([]).config, world=2)
+def _find_job(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the job among these words, or "", and the other words."""
+    jobs = [name for name in names if _is_job(name)]
+    if len(jobs) > 1:
+        raise ConfigError(f"{' and '.join(jobs)}: a proof is of one job\nhint: name one of them")
+    return "".join(jobs), [name for name in names if name not in jobs]
+
+
+def _is_job(name: str) -> bool:
+    is_file = ".py" in name or name.endswith((".yaml", ".yml"))
+    return is_file or is_given(name) or name.startswith(EXPERIMENT) or name in recipe_names()
+
+
+def _require_known(subject: Subject, names: Sequence[str], overrides: Sequence[str]) -> None:
+    cases = _all_cases(MadeModel().build([]).config, world=2)
     known = {name: None for strategy, case in cases for name in (strategy, case.label)}
     known |= {other: None for other, name in aliases().items() if name in known}
     problems = [
-        OWN_MODEL.format(name)
-        if ":" in name
-        else f"there is no strategy '{name}'\nhint: {', '.join(known)}"
+        f"there is no strategy '{name}'\nhint: {', '.join(known)}; or a job: a recipe,"
+        " FILE.yaml or FILE.py:Class"
         for name in names
         if name not in known
     ]
     for text in overrides:
-        key, _, value = text.lstrip("+~").partition("=")
+        key, value = key_of(text), text.partition("=")[2]
         if key == "workload":
-            problems.append(OWN_MODEL.format(text))
+            problems.append(f"{text}: a job is named\nhint: paceline verify {value}")
         elif key == "strategy.name":
             problems.append(f"{text}: strategies are named\nhint: paceline verify {value}")
-        elif not key.startswith(ALLOWED):
-            problems.append(f"{text}: a proof fixes this\nhint: it takes {', '.join(ALLOWED)}")
-        elif key in lossy_keys():
-            problems.append(f"{text}: this changes the gradients\nhint: prove without it")
         elif (key, value) == ("launch.nproc", "1"):
             problems.append(f"{text}: one rank proves nothing\nhint: launch.nproc=2 or more")
+    named = [text for text in overrides if key_of(text) not in ("workload", "strategy.name")]
+    problems += subject.refusals(named)
     if problems:
         raise ConfigError(problems)
 
 
-def _choose_ranks(env: Env, overrides: Sequence[str]) -> tuple[list[str], int, str]:
+def _choose_ranks(
+    subject: Subject, env: Env, overrides: Sequence[str]
+) -> tuple[list[str], int, str]:
     """Return the ranks that were asked for; where that is one, two: alone there is nothing to
     prove."""
     chosen = list(overrides)
-    plan = make_plan(build_job(chosen), env)
+    plan = make_plan(subject.build(chosen), env)
     if plan.world_size == 1:
         shared = ["launch.devices=[0,0]"] if plan.on_gpu else ["launch.nproc=2"]
         chosen = [t for t in chosen if not t.startswith(("launch.nproc", "launch.devices"))]
         chosen += shared
-        plan = make_plan(build_job(chosen), env)
+        plan = make_plan(subject.build(chosen), env)
     # Whatever the strategy, these ranks cannot start here: one refusal, not a failure for each.
     lacking = [str(problem) for problem in plan.problems() if problem.cause == "cluster"]
     if lacking:
@@ -159,16 +204,16 @@ def _all_cases(config: RunConfig, world: int) -> list[tuple[str, Case]]:
     return [
         (name, case)
         for name, strategy in all_strategies().items()
-        for case in strategy.cases(config, world, MICRO)
+        for case in strategy.cases(config, world, config.train.micro_batch_size)
     ]
 
 
 def _choose_cases(
-    names: Sequence[str], overrides: Sequence[str], world: int
+    names: Sequence[str], config: RunConfig, overrides: Sequence[str], world: int
 ) -> list[tuple[str, Case]]:
     """Return the cases that are named, by strategy or one by one, or all. Where a strategy has
     several, an override that chooses among them leaves only those."""
-    every = _all_cases(build_job(overrides).config, world)
+    every = _all_cases(config, world)
     said = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
     found, problems = [], dict[str, None]()
     for asked in dict.fromkeys(aliases().get(name, name) for name in names or all_strategies()):
@@ -185,14 +230,8 @@ def _choose_cases(
 
 def _candidate(name: str, case: Case, overrides: Sequence[str]) -> Candidate:
     chosen = [f"{key}={value}" for key, value in case.chosen.items()]
-    settings = (*case.defaults, *overrides, *chosen, f"strategy.name={name}")
+    # What a case makes of the size of a microbatch is in place of it.
+    sized = {key_of(text) for text in case.defaults} & {"train.micro_batch_size"}
+    kept = [text for text in overrides if key_of(text) not in sized]
+    settings = (*case.defaults, *kept, *chosen, f"strategy.name={name}")
     return Candidate(case.label, settings, case.skipped)
-
-
-def _reference_settings(overrides: Sequence[str]) -> list[str]:
-    """Return what makes the reference: one rank on the same device, and nothing of a strategy."""
-    same = ("attention.", "launch.device=", "model.")
-    kept = [text for text in overrides if text.startswith(same)]
-    devices = build_job(overrides).config.launch.devices
-    place = "launch.nproc=1" if devices == "auto" else f"launch.devices=[{devices[0]}]"
-    return [*kept, place]

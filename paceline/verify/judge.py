@@ -1,5 +1,6 @@
 """What the ranks left behind, held against one process, against each other, against the plan."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from paceline.records import StateBytes
 from paceline.records.rundir import RunDir
 from paceline.records.tables import TrainingRow, read_training
 from paceline.verify.records import Check, TrialHeld
+from paceline.verify.subject import Batch
 from paceline.verify.trial import (
     AFTER,
     BEFORE,
@@ -17,6 +19,7 @@ from paceline.verify.trial import (
     BYTES,
     EQUAL,
     POISONED,
+    WHOLE,
     held_file,
     initial_file,
     state_file,
@@ -24,15 +27,25 @@ from paceline.verify.trial import (
 )
 
 TOLERANCE = 1e-5  # relative, fp32
+# Of a user's job, whose sums may be longer than our model's. A gradient that is one percent too
+# large is a hundred times that.
+OWN_TOLERANCE = 1e-4
+OWN_CHANGE = 1e-3  # of what the steps changed a tensor by; rounding comes on top
+SPLIT = (
+    "{} where one process takes {} samples at a time, and {:.6g} where it takes {} at once: it"
+    " depends on what else is in a microbatch (BatchNorm, negatives or statistics of a batch, a"
+    " mean of means, random numbers), so a run with another train.micro_batch_size is another run"
+)
+# In some steps, of a tensor's largest value, and of the largest change of any tensor: some, as the
+# bias of keys, have a gradient that is 0 but for rounding.
+ROUNDING = 2e-6
 Weights = dict[str, Tensor]
+ExpectedBytes = Callable[[int], StateBytes]
 
 
-def judge(
-    run: RunDir, reference: RunDir, num_ranks: int, expected: Callable[[int], StateBytes]
-) -> list[Check]:
+def judge(run: RunDir, reference: RunDir, num_ranks: int, expected: ExpectedBytes) -> list[Check]:
     """Run every check of one strategy; `expected` gives the bytes that the plan has for a rank."""
-    equal = trial_dir(run, EQUAL)
-    one = trial_dir(reference, EQUAL)
+    equal, one = trial_dir(run, EQUAL), trial_dir(reference, EQUAL)
     return [
         *_same_curve(read_training(one.training), read_training(equal.training)),
         _same_weights(one, equal),
@@ -45,7 +58,57 @@ def judge(
     ]
 
 
-def _same_curve(expected: Sequence[TrainingRow], found: Sequence[TrainingRow]) -> list[Check]:
+def judge_job(
+    run: RunDir, reference: RunDir, num_ranks: int, expected: ExpectedBytes
+) -> list[Check]:
+    """Run every check of one strategy on a user's job: all but what needs samples of ours."""
+    equal, one = trial_dir(run, EQUAL), trial_dir(reference, EQUAL)
+    rows, wanted = read_training(equal.training), read_training(one.training)
+    curve = _same_curve(wanted, rows, OWN_TOLERANCE)
+    has_eval = any(row.val_loss is not None for row in wanted)
+    broken = _same_curve(wanted, read_training(trial_dir(run, BROKEN).training), OWN_TOLERANCE)
+    return [
+        *(check for check in curve if has_eval or check.name != "eval"),
+        *_same_metrics(wanted, rows),
+        _same_changes(one, equal),
+        _replicas_agree(equal, num_ranks),
+        _bytes_as_planned(trial_dir(run, BYTES), num_ranks, expected),
+        _is_restored(trial_dir(run, BYTES), num_ranks),
+        _caught(not next(check for check in broken if check.name == "norm").ok),
+    ]
+
+
+def depends_on_split(reference: RunDir, batch: Batch) -> list[str]:
+    """Say what of a job is another number where one process takes its batches whole; nothing where
+    all is the same."""
+    cut, whole = (
+        _numbers(read_training(trial_dir(reference, name).training)) for name in (EQUAL, WHOLE)
+    )
+    apart = {key: _apart(value, whole.get(key)) for key, value in cut.items()}
+    worst = max(apart, key=lambda key: apart[key])
+    if apart[worst] <= OWN_TOLERANCE:
+        return []
+    step, name = worst
+    told = f"{name} of step {step} is {cut[worst]:.6g}"
+    return [SPLIT.format(told, batch.micro, whole[worst], batch.micro * batch.accum)]
+
+
+def _numbers(rows: Sequence[TrainingRow]) -> dict[tuple[int, str], float]:
+    """Return all that a job has measured, by step and name."""
+    named = [
+        (row.step, {"loss": row.loss, "the gradient norm": row.grad_norm, **_evaluated(row)})
+        for row in rows
+    ]
+    return {(step, name): value for step, found in named for name, value in found.items()}
+
+
+def _evaluated(row: TrainingRow) -> dict[str, float]:
+    return row.metrics if row.val_loss is None else {"val/loss": row.val_loss, **row.metrics}
+
+
+def _same_curve(
+    expected: Sequence[TrainingRow], found: Sequence[TrainingRow], allowed: float = TOLERANCE
+) -> list[Check]:
     complete = [row.step for row in found] == [row.step for row in expected] and bool(expected)
     checks = []
     both = list(zip(expected, found, strict=False))
@@ -53,8 +116,64 @@ def _same_curve(expected: Sequence[TrainingRow], found: Sequence[TrainingRow]) -
         pairs = [(getattr(a, field), getattr(b, field)) for a, b in both]
         known = [(a, b) for a, b in pairs if a is not None]
         worst = max((_relative(a, b) for a, b in known), default=float("inf"))
-        checks.append(_limit(name, worst if complete else float("inf"), TOLERANCE))
+        checks.append(_limit(name, worst if complete else float("inf"), allowed))
     return checks
+
+
+def _same_metrics(expected: Sequence[TrainingRow], found: Sequence[TrainingRow]) -> list[Check]:
+    """Compare what the job measures beside its loss, in training and in its evaluation."""
+    wanted, have = (
+        {(row.step, name): value for row in rows for name, value in row.metrics.items()}
+        for rows in (expected, found)
+    )
+    if not wanted:
+        return []
+    apart = {key: _apart(value, have.get(key)) for key, value in wanted.items()}
+    worst = max(apart, key=lambda key: apart[key])
+    check = _limit("metrics", apart[worst], OWN_TOLERANCE)
+    step, name = worst
+    why = f" ({name} of step {step}: {have.get(worst)}, on one process {wanted[worst]})"
+    return [check if check.ok else _with_detail(check, why)]
+
+
+def _apart(a: float, b: float | None) -> float:
+    """Return how far two metrics are apart, of the larger of the two and at least of 1e-3: what
+    has come near to 0 has few digits left."""
+    if b is None or math.isnan(a) != math.isnan(b):
+        return float("inf")
+    return 0.0 if math.isnan(a) else abs(a - b) / max(abs(a), abs(b), 1e-3)
+
+
+def _same_changes(one: RunDir, equal: RunDir) -> Check:
+    """Compare what the steps have changed each tensor by."""
+    start, expected, found = _load(initial_file(one, 0)), _final(one, 0), _final(equal, 0)
+    if expected.keys() != found.keys():
+        odd = sorted(expected.keys() ^ found.keys())
+        return _check("weights", False, f"only one of the two has {odd}", "the same tensors")
+    changed = {name: _largest(expected[name].double() - start[name].double()) for name in start}
+    largest = max(changed.values())
+    apart = {
+        name: _share_of(
+            _largest(found[name].double() - value.double()),
+            changed[name] + ROUNDING / OWN_CHANGE * (_largest(value.double()) + largest),
+        )
+        for name, value in expected.items()
+    }
+    worst = max(apart, key=lambda name: apart[name])
+    check = _limit("weights", apart[worst], OWN_CHANGE)
+    return check if check.ok else _with_detail(check, f" of {worst}")
+
+
+def _with_detail(check: Check, detail: str) -> Check:
+    return check.model_copy(update={"measured": check.measured + detail})
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _share_of(apart: float, whole: float) -> float:
+    return apart / whole if whole else (float("inf") if apart else 0.0)
 
 
 def _same_weights(one: RunDir, equal: RunDir) -> Check:
@@ -97,9 +216,7 @@ def _veto_held(run: RunDir, num_ranks: int) -> Check:
     return _check("NaN", ok, "vetoed" if ok else seen, "step 2 vetoed on every rank, 3 taken")
 
 
-def _bytes_as_planned(
-    trial: RunDir, num_ranks: int, expected: Callable[[int], StateBytes]
-) -> Check:
+def _bytes_as_planned(trial: RunDir, num_ranks: int, expected: ExpectedBytes) -> Check:
     wrong = []
     for rank in range(num_ranks):
         held, planned = TrialHeld.load(held_file(trial, rank)), expected(rank)
@@ -120,8 +237,11 @@ def _can_fail(one: RunDir, broken: RunDir) -> Check:
     """Check that a gradient one percent too large is seen by the very checks above."""
     curve = _same_curve(read_training(one.training), read_training(broken.training))
     norms = next(check for check in curve if check.name == "norm")
-    caught = not norms.ok and not _same_weights(one, broken).ok
-    return _check("broken", caught, "caught" if caught else "not seen", "caught")
+    return _caught(not norms.ok and not _same_weights(one, broken).ok)
+
+
+def _caught(is_seen: bool) -> Check:
+    return _check("broken", is_seen, "caught" if is_seen else "not seen", "caught")
 
 
 def _final(trial: RunDir, rank: int) -> Weights:

@@ -32,6 +32,8 @@ class VerifyReport(Record):
     exit_code: int
     proofs: list[StrategyProof]
     elapsed_s: float
+    job: str = Field("", description="The user's job that was proven; empty: a model of ours.")
+    notes: list[str] = Field([], description="What was noticed about the job.")
 
 
 class TrialHeld(Record):

@@ -4,19 +4,22 @@ Each trial is a run directory of its own inside the strategy's, with a config an
 says what is different about it.
 """
 
+import hashlib
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.pieces import Piece
 from paceline.checkpoint.restore import choose_checkpoint
+from paceline.data.rng import capture_rng, seed_rng
 from paceline.errors import Outcome
 from paceline.job import reload_job
 from paceline.launch.base import RankContext, Task
@@ -28,12 +31,16 @@ from paceline.strategies.clock import Clock
 from paceline.train.loop import LoopEnd, LoopParts
 from paceline.train.worker import RankRun
 from paceline.verify.records import TrialHeld
+from paceline.workloads.base import Workload
 
 # The trials, in order. `equal` is compared with one process; `before` and `poisoned` with each
-# other, and `after` continues from there; `bytes` with the plan; `broken` must not pass.
+# other, and `after` continues from there; `bytes` with the plan; `broken` must not pass. `whole` is
+# a job on one process that takes each batch in one piece.
 EQUAL, BEFORE, POISONED, AFTER = "equal", "before", "poisoned", "after"
-BYTES, BROKEN = "bytes", "broken"
+BYTES, BROKEN, WHOLE = "bytes", "broken", "whole"
 WRONG_SCALE = 1.01
+RANDOM = "the model or its loss draws random numbers: in a proof, by what is in a microbatch"
+OWN_UPDATES = ("build_optimizer", "learning_rate", "on_step", "on_eval", "on_checkpoint")
 
 
 def trial_dir(run: RunDir, name: str) -> RunDir:
@@ -52,16 +59,25 @@ def held_file(trial: RunDir, rank: int) -> Path:
     return trial.rank(rank) / "held.json"
 
 
-def try_rank(context: RankContext) -> None:
+def without_own_updates(kind: type[Workload]) -> type[Workload]:
+    """Return a workload whose weights a proof updates, and whose hooks are not told of it."""
+    usual = {name: getattr(Workload, name) for name in OWN_UPDATES}
+    return type(kind.__name__, (kind,), {**usual, "__module__": kind.__module__})
+
+
+def try_rank(context: RankContext, packed: bytes = b"") -> None:
     """Run all trials of one strategy: the task of `paceline verify`. The first joins the group, the
-    others find it."""
+    others find it. `packed` is the workload's class, where it is in no file."""
     run, place, launch = context.run, context.place, LaunchPlan.load(context.run.launch)
     torch.set_num_threads(launch.threads)
     first: StoreAddress | None = context.store
-    for name in (EQUAL, BEFORE, POISONED, AFTER, BYTES, BROKEN):
+    for name in (EQUAL, BEFORE, POISONED, AFTER, BYTES, BROKEN, WHOLE):
         trial = trial_dir(run, name)
         if trial.plan.is_file():
-            job = reload_job(trial, context.workload)
+            job = reload_job(trial, context.workload, packed)
+            proven = without_own_updates(type(job.workload))()
+            proven.prepared = job.workload.prepared
+            job = replace(job, workload=proven)
             verdict = TrialRun(job, Plan.load(trial.plan), trial, place, first).execute()
             first = None
     # The supervisor looks for a word in the strategy's own directory.
@@ -79,9 +95,9 @@ class TrialRun(RankRun):
         torch.save(_weights(parts.engine), initial_file(self.run, rank))
         if name == BYTES:
             return self._weigh(parts)
-        if name == BROKEN:
-            parts = replace(parts, engine=Broken(parts.engine))
-        end = super().take_steps(parts)
+        engine = Seeded(parts.engine, self.device, WRONG_SCALE if name == BROKEN else 1.0)
+        end = super().take_steps(replace(parts, engine=engine))
+        self.notes += [RANDOM] if engine.has_drawn else []
         torch.save(_weights(parts.engine), state_file(self.run, rank))
         return end
 
@@ -139,16 +155,47 @@ def _weights(engine: Engine) -> dict[str, Tensor]:
     return {name: weight.detach().cpu().clone() for name, weight in engine.weights().items()}
 
 
-@dataclass(frozen=True)
-class Broken:
-    """An engine whose gradients are one percent too large: what the proof must catch."""
+class Seeded:
+    """An engine that seeds all generators by the contents of each microbatch, before its forward
+    pass: dropout draws alike on whichever rank it is, and after whichever other. With `scale` its
+    gradients are that much too large: what the proof must catch."""
 
-    engine: Engine
+    def __init__(self, engine: Engine, device: torch.device, scale: float) -> None:
+        self.engine, self.device, self.scale = engine, device, scale
+        self.has_drawn = False
 
     def forward_backward(
         self, batches: Sequence[Any], scale: float | Tensor, clock: Clock
     ) -> Totals:
-        return self.engine.forward_backward(batches, scale * WRONG_SCALE, clock)
+        return self.engine.forward_backward(Seeding(batches, self), scale * self.scale, clock)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
+
+
+class Seeding(list[Any]):
+    """Microbatches: whoever comes for one finds the generators seeded by it."""
+
+    def __init__(self, batches: Sequence[Any], owner: Seeded) -> None:
+        super().__init__(batches)
+        self.owner = owner
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            seed_rng(content_sum(batch))
+            before = capture_rng(self.owner.device)
+            yield batch
+            after = capture_rng(self.owner.device)
+            self.owner.has_drawn |= any(
+                not torch.equal(before[name], after[name]) for name in before
+            )
+
+
+def content_sum(batch: Any) -> int:
+    """Return a number that is that of these values, whatever device they are on."""
+    total = hashlib.blake2b(digest_size=8)
+    for leaf in tree_leaves(batch):
+        if torch.is_tensor(leaf):
+            values = leaf.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+            total.update(values.numpy().tobytes())
+    return int.from_bytes(total.digest())

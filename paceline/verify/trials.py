@@ -1,90 +1,72 @@
 """The trials of one strategy on paper, and their run: plans in, files of every rank out."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from paceline.config.load import dump_config, read_draft, validate
-from paceline.data.cursor import Order, StepSlice
-from paceline.job import Job, job_schema
+from paceline.config.load import dump_config
+from paceline.job import Job
 from paceline.launch import find_launcher
 from paceline.launch.base import with_short_limits
 from paceline.launch.ending import Ending, load_verdicts, untold_cause
 from paceline.plan.planner import estimate_rank, make_plan, measure_model
 from paceline.plan.policy import effective_config
-from paceline.records import Env, Plan, StateBytes
+from paceline.records import Env, Finding, Plan, StateBytes
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
 from paceline.run.flow import order_for, require_feasible, run_short_task
-from paceline.verify.trial import AFTER, BEFORE, BROKEN, BYTES, EQUAL, POISONED, VERIFY, trial_dir
-from paceline.workloads.base import find_workload
-
-WORKLOAD = "uneven"
-MICRO, ACCUM, STEPS = 2, 2, 8
-TOTAL_S = 300.0  # trials of one strategy that take longer have hung
-COMMON = (
-    "name=verify", f"workload={WORKLOAD}", "precision.mode=fp32", "precision.matmul=highest",
-    "train.seed=7", "train.log_every=1", "train.max_skips=1", "data.num_workers=0",
-    "checkpoint.at_end=false",
-)  # fmt: skip
-# The norms of these steps lie around the limit: some steps are clipped, some are not.
-SGD = ("optim.name=sgd", "optim.lr=0.3", "optim.weight_decay=0.01", "optim.clip=0.9")
-CHANGING = ("optim.schedule.name=cosine", "optim.schedule.warmup_steps=2")
-CONSTANT = ("optim.schedule.name=constant",)
-EVALUATED = ("train.eval_every=4", "train.eval_samples=9")
-RECOMPUTED = ("train.activation_checkpointing=full",)
+from paceline.verify.trial import EQUAL, VERIFY, trial_dir, try_rank
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trials:
-    """`world` is the number of ranks of the strategy on trial, also for its reference."""
+    """What one strategy, or one process, runs: a job for each trial, and the plans of them."""
 
     root: Path
     env: Env
-    world: int
+    jobs: Mapping[str, Job]
+    plans: dict[str, Plan] = field(default_factory=dict)
 
     @property
     def run_dir(self) -> RunDir:
         return RunDir(self.root)
 
-    def run(self, settings: Sequence[str], only_equal: bool = False) -> str:
-        """Plan all trials, launch once; return what went wrong, or ""."""
-        batch = self._batch(is_reference=only_equal)
-        plans = {}
-        for name, more in self._differences().items():
-            if name == EQUAL or not only_equal:
-                plans[name] = self._prepare(name, [*COMMON, *RECOMPUTED, *batch, *more, *settings])
-        job, plan = plans[EQUAL]
+    def plan(self) -> None:
+        """Plan them all; raise what is wrong with any."""
+        for name, job in self.jobs.items():
+            self.plans[name] = make_plan(job, self.env)
+            require_feasible(self.plans[name])
+
+    def run(self, prepared: Mapping[str, Any], total_s: float) -> str:
+        """Launch once for all trials; return what went wrong, or ""."""
+        job, plan = self.jobs[EQUAL], self.plans[EQUAL]
+        for name in self.jobs:
+            self._save(trial_dir(self.run_dir, name), self.jobs[name], self.plans[name], prepared)
         launcher = find_launcher(plan.crew.launcher.value)
-        order = order_for(job, self.env, plan, str(self.root))
+        task = replace(VERIFY, work=partial(try_rank, packed=job.packed)) if job.packed else VERIFY
+        order = replace(order_for(job, self.env, plan, str(self.root)), task=task)
         launcher.require_ready(order)
-        launch = with_short_limits(launcher.plan(replace(order, task=VERIFY)), TOTAL_S)
-        _save_plans(self.run_dir, job, plan)
-        return self._failure(run_short_task(launcher, launch, self.run_dir, VERIFY))
+        launch = with_short_limits(launcher.plan(order), total_s)
+        self._save(self.run_dir, job, plan, prepared)
+        return self._failure(run_short_task(launcher, launch, self.run_dir, task))
 
-    def _batch(self, is_reference: bool) -> list[str]:
-        """Set the batch: one process takes in one pass what the ranks take in several."""
-        micro, accum = (MICRO * ACCUM * self.world, 1) if is_reference else (MICRO, ACCUM)
-        return [f"train.micro_batch_size={micro}", f"train.grad_accum={accum}"]
+    def notes(self) -> list[str]:
+        """Return what the first rank noticed about the job while it ran."""
+        found = load_verdicts(trial_dir(self.run_dir, EQUAL), 1)
+        return [note for verdict in found.values() for note in verdict.notes]
 
-    def _differences(self) -> dict[str, list[str]]:
-        sample = _sample_of(rank=self.world - 1, step=2, world=self.world)
-        return {
-            EQUAL: [*SGD, *CHANGING, f"train.steps={STEPS}", *EVALUATED],
-            BEFORE: [*SGD, *CONSTANT, "train.steps=1"],
-            POISONED: [*SGD, *CONSTANT, "train.steps=2", f"data.poison={sample}"],
-            AFTER: [*SGD, *CONSTANT, "train.steps=3", f"data.poison={sample}"],
-            BYTES: ["optim.name=adamw", "train.steps=1"],
-            BROKEN: [*SGD, *CHANGING, f"train.steps={STEPS}"],
-        }
+    def warnings(self) -> list[Finding]:
+        """Return what the plan warns of."""
+        return [found for found in self.plans[EQUAL].findings if found.severity == "warning"]
 
-    def _prepare(self, name: str, settings: list[str]) -> tuple[Job, Plan]:
-        job = build_job(settings)
-        plan = make_plan(job, self.env)
-        require_feasible(plan)
-        _save_plans(trial_dir(self.run_dir, name), job, plan)
-        return job, plan
+    def _save(self, run: RunDir, job: Job, plan: Plan, prepared: Mapping[str, Any]) -> None:
+        run.root.mkdir(parents=True, exist_ok=True)
+        write_atomic(run.config, dump_config(job.config))
+        write_atomic(run.data, json.dumps(dict(prepared)))
+        plan.save(run.plan)
 
     def _failure(self, ending: Ending) -> str:
         """Return what went wrong, or "". A trial's verdicts say more than those of the strategy."""
@@ -100,31 +82,8 @@ class Trials:
         return f"rank {failed[0]} left no verdict; its log: {log}" if failed else ""
 
 
-def build_job(settings: Sequence[str]) -> Job:
-    kind = find_workload(WORKLOAD, typed=True)
-    draft = read_draft(None, [f"workload={WORKLOAD}", *settings])
-    return Job(validate(draft, job_schema(kind)), kind(), tuple(settings))
-
-
-def expected_bytes(settings: Sequence[str], env: Env) -> Callable[[int], StateBytes]:
-    """Return what the plan has for each rank after one AdamW step."""
-    job = build_job([*COMMON, "optim.name=adamw", f"train.micro_batch_size={MICRO}", *settings])
-    plan = make_plan(job, env)
+def expected_bytes(job: Job, plan: Plan) -> Callable[[int], StateBytes]:
+    """Return what the plan has for each rank after one step."""
     config = effective_config(job.config, plan.attention.value, plan.kernels.value)
     model = measure_model(job.workload, config)
     return lambda rank: estimate_rank(plan, config, model, rank)
-
-
-def _sample_of(rank: int, step: int, world: int) -> int:
-    """Return a sample that `rank` meets in `step`."""
-    job = build_job(COMMON)
-    order = Order(job.config.data.num_samples, job.config.train.seed)  # type: ignore[attr-defined]
-    positions = StepSlice(MICRO, ACCUM, world, rank).positions((step - 1) * ACCUM)
-    return int(order.at(positions)[0])
-
-
-def _save_plans(run: RunDir, job: Job, plan: Plan) -> None:
-    run.root.mkdir(parents=True, exist_ok=True)
-    write_atomic(run.config, dump_config(job.config))
-    write_atomic(run.data, json.dumps({}))
-    plan.save(run.plan)

@@ -41,6 +41,9 @@ result = paceline.train(Job, out="run", quiet=True, **small, **{"checkpoint.ever
 print(result.outcome, result.steps, result.world_size)
 result = paceline.resume("run", Job, "train.steps=6", quiet=True)
 print(result.outcome, result.steps, paceline.load_run("run").training.step.tolist())
+two = {"launch.nproc": 2, "launch.device": "cpu"}
+proof = paceline.verify(Job, "zero2", out="proof", quiet=True, **two)
+print(proof.job, proof.exit_code, proof.proofs[0].ok)
 BAD = True
 exec(CELL, globals())
 try:
@@ -62,6 +65,7 @@ def test_a_class_of_a_notebook_trains_and_resumes(tmp_path: Path) -> None:
         "once",
         "ok 4 2",
         "ok 6 [1, 2, 3, 4, 5, 6]",
+        "python:Job 0 True",
         "crashed True",
     ], err
     assert err == ""
