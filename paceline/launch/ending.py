@@ -224,12 +224,18 @@ def _with_action(run: RunDir, rank: int, how: str, message: str) -> str:
     return f"rank {rank} {how} in {place}: {message}" if place else message
 
 
+def said_by(verdict: RankVerdict) -> str:
+    """Return the error of a rank, with the user's line that led to it; "" where it has none."""
+    if (error := verdict.error) is None:
+        return ""
+    # A refusal of ours is a sentence for people; its class says nothing more.
+    said = error.message if verdict.outcome.is_refusal else f"{error.kind}: {error.message}"
+    return f"{said} ({error.place})" if error.place else said
+
+
 def _message(verdict: RankVerdict | None, end: RankEnd | None) -> str:
-    if verdict is not None and verdict.error is not None:
-        error = verdict.error
-        # A refusal of ours is a sentence for people; its class says nothing more.
-        said = error.message if verdict.outcome.is_refusal else f"{error.kind}: {error.message}"
-        return f"{said} ({error.place})" if error.place else said
+    if verdict is not None and (said := said_by(verdict)):
+        return said
     if end is None:
         return "vanished without a word: its supervisor was killed, or its machine is gone"
     if end.ran_out_of_memory:

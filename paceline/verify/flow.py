@@ -13,6 +13,7 @@ from paceline.plan.planner import make_plan
 from paceline.records import Env
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
+from paceline.records.words import did_you_mean
 from paceline.strategies import aliases, all_strategies
 from paceline.strategies.base import Case
 from paceline.verify.judge import depends_on_split, judge, judge_job
@@ -161,8 +162,8 @@ def _require_known(subject: Subject, names: Sequence[str], overrides: Sequence[s
     known = {name: None for strategy, case in cases for name in (strategy, case.label)}
     known |= {other: None for other, name in aliases().items() if name in known}
     problems = [
-        f"there is no strategy '{name}'\nhint: {', '.join(known)}; or a job: a recipe,"
-        " FILE.yaml or FILE.py:Class"
+        f"there is no strategy '{name}'\nhint: {did_you_mean(name, [*known, *recipe_names()])}"
+        f"strategies are {', '.join(known)}; a job is a recipe, FILE.yaml or FILE.py:Class"
         for name in names
         if name not in known
     ]

@@ -11,7 +11,7 @@ from paceline.config.load import dump_config
 from paceline.job import Job
 from paceline.launch import find_launcher
 from paceline.launch.base import with_short_limits
-from paceline.launch.ending import Ending, load_verdicts, untold_cause
+from paceline.launch.ending import Ending, load_verdicts, said_by, untold_cause
 from paceline.plan.planner import estimate_rank, make_plan, measure_model
 from paceline.plan.policy import effective_config
 from paceline.records import Env, Finding, Plan, StateBytes
@@ -75,8 +75,8 @@ class Trials:
             return why if rank is None else f"rank {rank}: {why}"
         for trial in sorted((self.root / "trials").iterdir()):
             for rank, verdict in load_verdicts(RunDir(trial), ending.num_ranks).items():
-                if verdict.error is not None:
-                    return f"{trial.name}, rank {rank}: {verdict.error.message}"
+                if said := said_by(verdict):
+                    return f"{trial.name}, rank {rank}: {said}"
         failed = [rank for rank, ended in ending.seen.ends.items() if ended.failed]
         log = self.run_dir.rank_log(failed[0]) if failed else ""
         return f"rank {failed[0]} left no verdict; its log: {log}" if failed else ""

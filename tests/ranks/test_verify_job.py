@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, LaunchError
 from paceline.job import reload_job
 from paceline.records import Plan
 from paceline.records.rundir import RunDir
@@ -90,6 +90,11 @@ class ByRank(Plain):
 class Normed(Plain):
     def build_model(self, config):
         return nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+
+
+class Raises(Plain):
+    def loss(self, model, batch):
+        raise ValueError("planted")
 
 
 class MeanOfMeans(Plain):
@@ -253,6 +258,12 @@ def test_what_a_proof_of_a_job_takes(jobs: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not look for what fits"):
         keys = ("data.batch_by=length", "data.batch_length=auto")
         prove(jobs, "ByLength", tmp_path / "open", *keys)
+
+
+def test_what_a_job_raises_is_named_with_its_line(jobs: Path, tmp_path: Path) -> None:
+    line = JOBS.splitlines().index('        raise ValueError("planted")') + 1
+    with pytest.raises(LaunchError, match=rf"rank 0: ValueError: planted \(.*jobs.py:{line}"):
+        prove(jobs, "Raises", tmp_path / "v")
 
 
 def test_the_users_own_checkpoint_folder_is_left_alone(jobs: Path, tmp_path: Path) -> None:
