@@ -14,9 +14,10 @@ from paceline.errors import ConfigError
 from paceline.job import Job
 from paceline.machine.datasheets import choose_arithmetic
 from paceline.machine.topology import Topology
+from paceline.plan.batch import split_batch
 from paceline.plan.costs import CountedBlock, Speed, choose_link, choose_rate, count_blocks
 from paceline.plan.crew import choose_crew, choose_threads
-from paceline.plan.planner import measure_model, split_batch
+from paceline.plan.planner import measure_model
 from paceline.plan.policy import choose_attention, choose_precision, effective_config
 from paceline.records import (
     Crew,

@@ -44,7 +44,8 @@ from paceline.launch.signals import SignalLog, logged_signals
 from paceline.machine.facts import probe
 from paceline.machine.process import STOP_SIGNALS, signal_handlers
 from paceline.machine.topology import Topology
-from paceline.plan.planner import count_steps, make_plan, wanted_workers
+from paceline.plan.batch import count_steps
+from paceline.plan.planner import make_plan, wanted_workers
 from paceline.records import Crew, Env, LaunchPlan, Plan, Result
 from paceline.records.disk import release, reserve, save_last
 from paceline.records.drills import Drill
