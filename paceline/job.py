@@ -21,8 +21,9 @@ from paceline.records.base import load_map
 from paceline.records.files import fingerprint
 from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy, strategy_section
-from paceline.workloads.base import REGISTRY, Workload, find_workload, load_trusted, remember_typed
+from paceline.workloads.base import REGISTRY, Workload, find_workload, load_trusted
 from paceline.workloads.given import is_given, pack, unpack
+from paceline.workloads.job_file import remember_typed
 
 EXPERIMENT = "+experiment="
 

@@ -33,8 +33,9 @@ from paceline.records.rundir import RunDir
 from paceline.records.words import count
 from paceline.run.trained import Say, Trained, Which, load_trained, open_job
 from paceline.train.feed import build_split
-from paceline.workloads.base import Approve, Split, Workload, own_collate
+from paceline.workloads.base import Split, Workload, own_collate
 from paceline.workloads.exporting import Exported, ExportRequest, no_export
+from paceline.workloads.job_file import Approve
 
 NUM_SAMPLES = 2  # enough that they differ in length
 LIBRARIES = ("paceline", "torch", "transformers", "peft", "onnx", "onnxruntime", "safetensors")

@@ -16,7 +16,7 @@ from paceline.records import Crew, Env, Finding, LaunchPlan, Limits, RankPlace
 from paceline.records.rundir import RunDir
 from paceline.train.control import Requests
 from paceline.train.verdict import Tell
-from paceline.workloads.base import absolute_name
+from paceline.workloads.job_file import absolute_name
 
 RUN_DIR = "RUN_DIR"  # in the place of a directory, in a plan that nobody runs
 

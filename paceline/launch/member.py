@@ -33,7 +33,7 @@ from paceline.machine.topology import Topology, resolve_topology
 from paceline.records import LaunchPlan, RankEnd, RankPlace
 from paceline.records.disk import discard, save_last
 from paceline.records.rundir import RunDir
-from paceline.workloads.base import require_trusted
+from paceline.workloads.job_file import require_trusted
 
 STARTER, TRUSTED = "PACELINE_STARTER", "PACELINE_TRUSTED"
 POLL_S = 1.0

@@ -61,7 +61,7 @@ from paceline.run.resume import Resumption, explain_schedule, require_steps_ahea
 from paceline.run.watching import Watcher
 from paceline.track.flow import Trackers
 from paceline.trust import remember
-from paceline.workloads.base import code_fingerprint
+from paceline.workloads.job_file import code_fingerprint
 
 NEWLINE = "\n"
 RESULT_BYTES, RANK_BYTES = 64 << 10, 1 << 10  # of room that is reserved for result.json

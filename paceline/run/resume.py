@@ -29,14 +29,9 @@ from paceline.records.words import count
 from paceline.strategies import lossy_keys
 from paceline.strategies.optim import learning_rate
 from paceline.trust import strangers
-from paceline.workloads.base import (
-    Approve,
-    Workload,
-    absolute_name,
-    load_trusted,
-    require_trusted,
-)
+from paceline.workloads.base import Workload, load_trusted
 from paceline.workloads.given import pack
+from paceline.workloads.job_file import Approve, absolute_name, require_trusted
 
 # Where ranks run, what is watched, how the work is shared: the same thing is computed.
 FREE = ("name", "launch.", "observe.", "audit.", "checkpoint.", "strategy.")

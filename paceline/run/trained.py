@@ -28,7 +28,7 @@ from paceline.records.rundir import RunDir
 from paceline.strategies.optim import freeze
 from paceline.strategies.stored import load_module
 from paceline.strategies.weights import fill_weights
-from paceline.workloads.base import Approve, require_trusted
+from paceline.workloads.job_file import Approve, require_trusted
 from paceline.workloads.meta import on_meta
 
 Say = Callable[[str], None]

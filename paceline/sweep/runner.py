@@ -40,7 +40,7 @@ from paceline.sweep.folder import (
 )
 from paceline.sweep.matrix import Ground, decide_cell, needs_evaluation
 from paceline.train.feed import build_split
-from paceline.workloads.base import code_fingerprint
+from paceline.workloads.job_file import code_fingerprint
 
 
 class SweepTalk(Talk, Protocol):

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -34,9 +32,8 @@ from paceline.data.base import Dataset, Stream
 from paceline.errors import ConfigError, DataError
 from paceline.metrics import LOSS
 from paceline.records import Finding
-from paceline.records.files import fingerprint
-from paceline.trust import Code, own_files, remember, strangers
 from paceline.workloads.given import find_given, is_given
+from paceline.workloads.job_file import remember_typed
 from paceline.workloads.required import class_problems, explain_import
 from paceline.workloads.returns import read_loss
 
@@ -49,8 +46,6 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "val"]
 Waiting = Callable[[], AbstractContextManager[None]]
-# Asked about files that a run directory names and nobody has typed here: True where they may run.
-Approve = Callable[[Sequence[Code]], bool]
 # Ours; other packages register theirs as entry points of GROUP.
 REGISTRY = {
     "lm": "paceline.workloads.lm.workload:LanguageModel",
@@ -269,80 +264,9 @@ def find_workload(name: str, typed: bool) -> type[Workload]:
     return _require_workload(installed[name].load(), name)
 
 
-def absolute_name(name: str) -> str:
-    """Return FILE.py:Class with a full path: it is found whatever the working directory."""
-    return f"{_file_of(name)}:{name.rpartition(':')[2]}" if ".py:" in name else name
-
-
-def remember_typed(name: str) -> None:
-    """Keep that a person has typed FILE.py:Class here: the file, and what it imports from its own
-    folder, may run again. Names of installed workloads need no trust."""
-    if ".py:" in name and _file_of(name).is_file():
-        remember(own_files(_file_of(name)))
-
-
-def require_trusted(name: str, run_dir: Path, approve: Approve | None = None) -> None:
-    """Refuse a file that a run directory names: one inside it always, any other unless it was typed
-    on this machine as it is now, or `approve` says yes."""
-    if ".py:" not in name:
-        return
-    file = _file_of(name)
-    if file.is_relative_to(run_dir.resolve()):
-        raise ConfigError(
-            f"{file} lies inside the run directory; code that comes with a run is not run\n"
-            "hint: move it elsewhere and start a new run with it"
-        )
-    if not file.is_file():
-        raise ConfigError(f"{file}, which {run_dir} was trained with, is gone\nhint: put it back")
-    unknown = strangers(own_files(file))
-    if not unknown:
-        return
-    if approve is None or not approve(unknown):
-        raise ConfigError(
-            [
-                f"{run_dir} would run {code}, and nobody has typed that file on this machine as it"
-                " is now\nhint: read it, then say --trust-code"
-                for code in unknown
-            ]
-        )
-    remember_typed(name)
-
-
 def load_trusted(name: str) -> type[Workload]:
     """Return the class that a name stands for which has been typed, or found trusted, already."""
     return _from_file(name) if ".py:" in name else find_workload(name, typed=False)
-
-
-def code_fingerprint(workload: str) -> str:
-    """Return a sum that changes when Paceline's sources, the user's workload file, what that file
-    imported from its own folder, or torch's version change. Of a class that was given: its source,
-    where python has it."""
-    if is_given(workload):
-        return fingerprint(_own_fingerprint(), _source_of(find_given(workload)))
-    try:
-        files = own_files(_file_of(workload)) if ".py:" in workload else []
-        return fingerprint(_own_fingerprint(), *(path.read_bytes() for path in files))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{error.filename} is gone\nhint: put it back, and resume") from error
-
-
-def _file_of(name: str) -> Path:
-    return Path(name.rpartition(":")[0]).resolve()
-
-
-def _source_of(kind: type[Workload]) -> str:
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):  # typed at a prompt
-        return kind.__qualname__
-
-
-@cache
-def _own_fingerprint() -> str:
-    """Sum our sources once: what was loaded runs, whatever becomes of the files."""
-    package = Path(__file__).parents[1]
-    sources = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
-    return fingerprint(*sources, version("torch"))
 
 
 def _from_file(name: str) -> type[Workload]:
