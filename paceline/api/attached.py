@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.api.foreign import OTHERS_S, Asked, Watchdog, conclude_run, open_run, say, wait_for
+from paceline.api.script_run import OTHERS_S, Asked, Watchdog, conclude_run, open_run, say, wait_for
 from paceline.api.waiting import find_waits, tell_backward
 from paceline.config.load import load_config
 from paceline.errors import ConfigError, Outcome, StopAsked
@@ -43,8 +43,8 @@ from paceline.track.flow import Trackers
 from paceline.track.sinks import SINKS
 from paceline.train.feed import StepBatch
 from paceline.train.heartbeat import StepMark, Ticker, build_tickers
+from paceline.train.ledger import Ledger, LedgerFiles
 from paceline.train.loop import LATENESS
-from paceline.train.metrics import Ledger, LedgerFiles
 from paceline.train.readback import on_device
 from paceline.train.verdict import explain, outcome_of, peak_memory, save_verdict
 from paceline.workloads.base import Workload

@@ -1,7 +1,7 @@
-"""Where a loop that is not ours waits for other ranks, as far as its model shows: in DDP, in FSDP2.
+"""Where a script's own loop waits for other ranks, as far as its model shows: in DDP, in FSDP2.
 
-Everything else that the script exchanges by itself counts as its work: a rank that waits there is
-not told from one that works, so who is slow before it may stay unnamed, and nobody else is named.
+Whatever else the script exchanges counts as its work. A rank that waits there looks like one that
+works, so a rank that is slow just before may go unnoticed; no other rank is blamed for it.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from paceline.strategies.waits import Waits
 
 
 def find_waits(model: nn.Module, optimizer: Optimizer, device: torch.device) -> Waits | None:
-    """Return what tells a clock where this model waits, from now on; None: nobody knows."""
+    """Count this model's waiting from now on; None for a model of which it is not known."""
     waits = Waits()
     if isinstance(model, DistributedDataParallel):
         waits.around(model, "_sync_buffers")
@@ -32,7 +32,7 @@ def find_waits(model: nn.Module, optimizer: Optimizer, device: torch.device) -> 
 
 
 def tell_backward(waits: Waits, output: Any) -> None:
-    """Tell of the waiting at the end of the backward pass that will begin at a model's output."""
+    """Count the waiting at the end of the backward pass that will begin at a model's output."""
     for value in tree_leaves(output):
         if isinstance(value, torch.Tensor):
             waits.until_done(value)

@@ -58,8 +58,8 @@ from paceline.train.heartbeat import ActionMark, StepMark, build_tickers
 from paceline.train.history import History, load_attempt, settle_rng
 from paceline.train.hooks import find_hooks
 from paceline.train.keeper import Best, Keeper, KeeperParts
+from paceline.train.ledger import Ledger, LedgerFiles
 from paceline.train.loop import LoopEnd, LoopParts, train
-from paceline.train.metrics import Ledger, LedgerFiles
 from paceline.train.observers import Observers
 from paceline.train.samples import build_samples
 from paceline.train.torch_settings import apply_policy

@@ -25,7 +25,7 @@ from paceline.train.evaluation import Share, Tally, conclude
 from paceline.train.feed import StepBatch
 from paceline.train.hooks import Hooks, find_hooks
 from paceline.train.keeper import Best
-from paceline.train.metrics import Ledger, LedgerFiles
+from paceline.train.ledger import Ledger, LedgerFiles
 from paceline.train.verdict import explain
 from paceline.workloads.base import Workload
 from tests.harness import make_kept

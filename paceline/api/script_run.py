@@ -1,5 +1,5 @@
-"""The record of a loop that is not ours: what `attach` writes before the first step and after the
-last, by the same stages as a run of ours. Ranks find each other by the script's process group.
+"""The run record of a script's own loop: what `attach` writes before the first step and after the
+last one, by the same stages as `paceline train`. Ranks meet through the script's process group.
 """
 
 import os
@@ -55,7 +55,7 @@ OTHERS_S, POLL_S, DUMP_S = 10.0, 0.1, 2.0
 
 @dataclass(frozen=True)
 class Asked:
-    """What a script says of its loop when it attaches."""
+    """What a script says about its loop when it attaches."""
 
     name: str
     out: Path | None
@@ -69,7 +69,7 @@ class Asked:
     trackers: tuple[str, ...] = ()
 
 
-class ForeignLoop(Workload):
+class ScriptLoop(Workload):
     """Stands for the script in a plan: its model is built already."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -123,7 +123,7 @@ def _write_decisions(
         raise ConfigError(missing)
     run = RunDir.create(asked.name, asked.out)
     env = probe()
-    job = Job(_config(asked, model, optimizer), ForeignLoop(model))
+    job = Job(_config(asked, model, optimizer), ScriptLoop(model))
     # What a plan finds wrong is about a loop of ours.
     plan = _as_it_is(make_plan(job, env, topology), asked, model, optimizer)
     write_atomic(run.config, f"# asked: paceline.attach in {asked.name}\n{dump_config(job.config)}")
@@ -143,7 +143,7 @@ def _config(asked: Asked, model: nn.Module, optimizer: Optimizer) -> Any:
     known = {"name": name} if name in KINDS else {}
     rate = optimizer.param_groups[0].get("lr")
     on_gpu = next(model.parameters()).device.type == "cuda"
-    return job_schema(ForeignLoop)(
+    return job_schema(ScriptLoop)(
         name=asked.name,
         workload=ATTACHED,
         train=TrainConfig(
