@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.api.script_run import OTHERS_S, Asked, Watchdog, conclude_run, open_run, say, wait_for
-from paceline.api.waiting import find_waits, tell_backward
+from paceline.api.waiting import count_backward, find_waits
 from paceline.config.load import load_config
 from paceline.errors import ConfigError, Outcome, StopAsked
 from paceline.job import job_schema
@@ -241,7 +241,7 @@ class Attached:
         def forwarded(module: nn.Module, inputs: Any, output: Any) -> None:
             if module.training and torch.is_grad_enabled():
                 if waits is not None:
-                    tell_backward(waits, output)
+                    count_backward(waits, output)
                 clock.enter(Phase.BACKWARD)
 
         def update(*_: Any) -> None:

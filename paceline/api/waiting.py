@@ -21,9 +21,9 @@ def find_waits(model: nn.Module, optimizer: Optimizer, device: torch.device) -> 
     if isinstance(model, DistributedDataParallel):
         waits.around(model, "_sync_buffers")
     elif hasattr(model, "_get_fsdp_state"):
-        from paceline.strategies.fsdp import tell_waits  # torch's FSDP takes a while to import
+        from paceline.strategies.fsdp import count_waits  # torch's FSDP takes a while to import
 
-        tell_waits(model, waits, device)
+        count_waits(model, waits, device)
     else:
         return None
     if hasattr(optimizer, "_sync_params"):  # torch's ZeroRedundancyOptimizer
@@ -31,7 +31,7 @@ def find_waits(model: nn.Module, optimizer: Optimizer, device: torch.device) -> 
     return waits
 
 
-def tell_backward(waits: Waits, output: Any) -> None:
+def count_backward(waits: Waits, output: Any) -> None:
     """Count the waiting at the end of the backward pass that will begin at a model's output."""
     for value in tree_leaves(output):
         if isinstance(value, torch.Tensor):

@@ -163,8 +163,8 @@ class Auditor:
     def is_profiling(self) -> bool:
         return self._profile is not None
 
-    def tell_overlap(self, rank: int, path: Path) -> None:
-        """Write there, too, what of this rank's communication was exposed."""
+    def keep_overlap(self, rank: int, path: Path) -> None:
+        """Also write to `path` how much of this rank's communication was exposed."""
         if self.plan.world_size > 1:
             self.overlap, self.step = (rank, path), min(AUDITED_STEP, self.plan.steps)
 

@@ -100,13 +100,13 @@ class Evaluation:
             tally.add(ids, found)
 
     def _conclude(self, own: "Share", judge: Callable[[list["Share"]], Any]) -> Any:
-        """Let rank 0 hear all ranks, and all ranks hear what it makes of it. Shares are pickled on
-        their way: ranks of one run are one program, and trust each other."""
+        """Gather the shares of all ranks on rank 0, and return on every rank what it makes of them.
+        Shares are pickled: ranks of one run are one program, and trust each other."""
         rank, world = dist.get_rank(), dist.get_world_size()
         heard: list[Any] | None = [own] * world if rank == 0 else None
         if world > 1:
             dist.gather_object(own, heard, dst=0)
-        told: list[Any] = [_told(judge, heard) if heard is not None else None]
+        told: list[Any] = [_judge_for_all(judge, heard) if heard is not None else None]
         if world > 1:
             dist.broadcast_object_list(told, src=0)
         if isinstance(told[0], PacelineError):
@@ -131,8 +131,8 @@ class Evaluation:
         self.shown = self.workload.shown(found, self.config)
 
 
-def _told(judge: Callable[[list["Share"]], Any], shares: "list[Share]") -> Any:
-    """Return what is found, or what all ranks must end with: nobody may wait for rank 0."""
+def _judge_for_all(judge: Callable[[list["Share"]], Any], shares: "list[Share]") -> Any:
+    """Return what is found, or the error that must end all ranks: none may wait for rank 0."""
     try:
         return judge(shares)
     except PacelineError as error:

@@ -105,7 +105,7 @@ class Feed:
             sum(item.joined_s for item in loaded),
         )
 
-    def tell_places(self) -> StreamPlaces | None:
+    def gather_places(self) -> StreamPlaces | None:
         """Return where the readers of all ranks stand after the last step; None where the data is
         no stream. A collective, for a stream."""
         if not isinstance(self.source, StreamSource):

@@ -255,7 +255,7 @@ def run_on_meta(job: Job, batch: Any) -> tuple[int, list[str]]:
     return int(counter.get_total_flops()), unreached
 
 
-def tell_unreached(names: Sequence[str]) -> str:
+def describe_unreached(names: Sequence[str]) -> str:
     return (
         f"no gradient reached {few(names)} in the first batch, and what no batch reaches is not"
         ' trained: use it in the loss, or freeze it: optim.groups=[{match: "...", frozen: true}]'

@@ -42,7 +42,7 @@ class History:
         self.start, self.start_position = Start(), 0
         self.stream: StreamPlaces | None = None
         # Where the readers of a stream stand: the feed will say, once there is one.
-        self.tell_places: Callable[[], StreamPlaces | None] = lambda: None
+        self.gather_places: Callable[[], StreamPlaces | None] = lambda: None
         self.best: BestMetric | None = None
         self.num_worse = 0
 
@@ -154,7 +154,7 @@ class History:
     def _position_after(self, step: int) -> DataPosition:
         size = self.plan.batch.global_size
         position = self.start_position + (step - self.start.first_step + 1) * size
-        stream = self.tell_places()
+        stream = self.gather_places()
         epoch, index = divmod(position, self.epoch_size) if self.epoch_size else (0, position)
         if stream is not None:
             epoch = min(place[0] for place in stream.places)
