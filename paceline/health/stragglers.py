@@ -24,7 +24,6 @@ FAR_BEHIND_SHARE = 0.5
 STAGE_SLACK, START_SLACK, START_STEPS = 0.25, 0.1, 6
 MIN_EXTRA_S = 0.0005  # below that the clocks of ranks and their bookkeeping differ, too
 MIN_SPIKES, SPIKE_SHARE = 3, 0.01  # of the steps; fewer are told where they have a rhythm
-PART_SHARE = 0.3  # of the extra time, from which a part is named
 WORDS = {
     Phase.DATA: "loading data",
     Phase.FORWARD: "forward",

@@ -180,7 +180,7 @@ class Strategy(ABC):
     # Its keys, in a section of their own. On the command line all sections are one: strategy.KEY.
     Settings: ClassVar[type[StrategyConfig]] = StrategyConfig
     # Keys of Settings that change the gradients, not only how they are summed.
-    lossy: ClassVar[tuple[str, ...]] = ()  # keys of its own that change the gradients
+    lossy: ClassVar[tuple[str, ...]] = ()
     alone: ClassVar[str] = ""  # the strategy that takes its place on one rank
     # True: one graph may hold the whole model, for nothing is exchanged inside it.
     compiles_whole: ClassVar[bool] = False
