@@ -23,7 +23,10 @@ Output = Annotated[Path, typer.Option("--output-root", help="The folder to make 
 Rate = Annotated[int, typer.Option("--target-sr", min=2000, max=384_000, help="Hz of the output.")]
 Trim = Annotated[bool, typer.Option("--trim", help="Cut silence off at both ends.")]
 TopDb = Annotated[
-    float, typer.Option("--trim-top-db", min=0.1, help="dB below the loudest that are silence.")
+    float,
+    typer.Option(
+        "--trim-top-db", min=0.1, help="What is this many dB below the loudest part is silence."
+    ),
 ]
 ManifestPath = Annotated[
     Path | None, typer.Option("--manifest-path", help="manifest.tsv in the output if not given.")
@@ -33,7 +36,8 @@ Workers = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Make every file again.")]
 MaxRejects = Annotated[
-    int, typer.Option("--max-rejects", min=0, help="Exit 4, without a manifest, beyond so many.")
+    int,
+    typer.Option("--max-rejects", min=0, help="With more rejected files: exit 4, and no manifest."),
 ]
 MaxSeconds = Annotated[float, typer.Option("--max-seconds", min=0.1, help="Reject longer files.")]
 ColumnNames = Annotated[
