@@ -107,7 +107,7 @@ def _batch_size(loader: Any) -> int:
     size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
     if not size:
         raise ConfigError(
-            "paceline.attach cannot see how many samples a batch has\nhint: batch_size=N"
+            "paceline.attach cannot tell how many samples a batch has\nhint: batch_size=N"
         )
     return int(size)
 

@@ -72,7 +72,7 @@ def which_faults(names: Sequence[str]) -> list[Fault]:
     if wrong := [name for name in names if name not in known]:
         raise ConfigError(
             [
-                f"{name!r} is no fault that can be planted\n"
+                f"there is no fault {name!r}\n"
                 f"hint: {did_you_mean(name, known)}one of {', '.join(known)}"
                 for name in wrong
             ]

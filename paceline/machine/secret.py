@@ -54,8 +54,8 @@ def read_secret(path: Path) -> bytes:
         raise ClusterError(f"the secret of this run cannot be read: {path}: {why}") from error
     if facts.st_uid != os.geteuid() or facts.st_mode & 0o077 or len(secret) < MIN_LETTERS:
         raise ClusterError(
-            f"{path} is no secret of yours: others could have read or written it\n"
-            "hint: remove it; it is made anew"
+            f"{path} is not a secret: others could have read or written it\n"
+            "hint: remove it; a new one is made"
         )
     return secret
 

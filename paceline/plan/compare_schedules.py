@@ -131,7 +131,7 @@ def _compiled(config: RunConfig, names: Sequence[str]) -> Iterator[Finding]:
         yield Finding(
             severity="warning",
             where="train.compile",
-            what=f"{', '.join(split)} cannot run compiled blocks: theirs are times without it",
+            what=f"{', '.join(split)} cannot run compiled blocks: their times are without it",
             hint="set train.compile=off for them",
         )
 

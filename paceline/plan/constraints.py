@@ -36,7 +36,7 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
         yield Finding(
             severity="warning",
             where="optim.fused",
-            what=f"on was asked, off is used: {plan.fused_optimizer.because}",
+            what=f"on was asked for, but off is used: {plan.fused_optimizer.because}",
         )
     if config.optim.schedule.total_steps != "auto":
         yield from _schedule_problems(config, plan)
@@ -51,8 +51,8 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
         yield Finding(
             severity="warning",
             where="strategy.exchange",
-            what=f"{plan.exchange_by.requested} was asked, {plan.exchange_by.value} it is:"
-            f" {plan.exchange_by.because}",
+            what=f"{plan.exchange_by.requested} was asked for, but {plan.exchange_by.value} is"
+            f" used: {plan.exchange_by.because}",
         )
     if config.data.num_buckets is not None:
         yield from _length_problems(config, plan)
@@ -63,8 +63,8 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             severity="error",
             where="launch.launcher",
             what=f"{config.workload} is a class of this program, and {plan.crew.launcher.value}"
-            " starts ranks that cannot have it",
-            hint="put the class into a file and name that: FILE.py:Class",
+            " cannot pass it to the ranks that it starts",
+            hint="put the class into a file: FILE.py:Class",
         )
     yield from check_idle_settings(config, plan)
 
@@ -76,21 +76,21 @@ def _observe_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield Finding(
             severity="error",
             where="observe.profile",
-            what=f"step {AUDITED_STEP} is profiled for the audit, and {observe.profile} begins"
-            " before it is over",
+            what=f"{observe.profile} begins before step {AUDITED_STEP} is over, which is profiled"
+            " for the audit",
             hint=f"begin at step {AUDITED_STEP + 1}, or later: the first steps are slow anyway",
         )
     if steps is not None and steps[-1] > plan.steps > 0:
         yield Finding(
             severity="warning",
             where="observe.profile",
-            what=f"{observe.profile} is asked of a run of {plan.steps} steps",
+            what=f"{observe.profile} goes beyond the {plan.steps} steps of the run",
         )
     if observe.memory == "snapshot" and not plan.on_gpu:
         yield Finding(
             severity="warning",
             where="observe.memory",
-            what="only CUDA's allocator has a history: on a CPU snapshot is as dumps",
+            what="only CUDA's allocator records a history: on a CPU, snapshot is the same as dumps",
         )
 
 
@@ -103,7 +103,7 @@ def _length_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             severity="error",
             where=where,
             what=f"a pipeline cuts each batch into {plan.pipeline.num_microbatches} equal parts,"
-            " and these batches differ in how many samples they have",
+            " but these batches differ in their number of samples",
             hint="use data.batch_by=samples with data.buckets=off, or another strategy",
         )
     graphs = plan.compile.value in ("reduce-overhead", "max-autotune")
@@ -113,7 +113,7 @@ def _length_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield Finding(
             severity="error",
             where="train.compile" if graphs else "train.compile_dynamic",
-            what=f"{each} for each shape of a batch, and with {where} they differ from step to"
+            what=f"{each} for each shape of a batch, and with {where} shapes differ from step to"
             " step",
             hint=f"train.compile=default with {hint}" if graphs else hint,
         )
@@ -337,14 +337,14 @@ def check_samples(config: RunConfig, workload: Workload, is_pipeline: bool) -> I
             severity="error",
             where=where,
             what=f"{type(workload).__name__} generates no text",
-            hint="take it out; lm and causal_lm do, and a workload with a method generate",
+            hint="remove it; lm, causal_lm and workloads with a method generate can write text",
         )
     elif is_pipeline:
         yield Finding(
             severity="error",
             where=where,
-            what="a pipeline runs a batch through the model once, and text takes many passes",
-            hint="take it out, and use paceline generate on the run's checkpoints",
+            what="a pipeline runs each batch through the model once, but text takes many passes",
+            hint="remove it, and use paceline generate on the run's checkpoints",
         )
     elif train.eval_every == "off":
         what = "is set but has no effect: train.eval_every is off"

@@ -178,7 +178,7 @@ def check_memory(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield Finding(
             severity="error",
             where=where,
-            what=f"is set beside {other}, which says itself what is recomputed",
+            what=f"is set together with {other}, which also decides what is recomputed",
             hint="set one of the two",
         )
     memory = plan.memory

@@ -55,7 +55,7 @@ def read_text(path: Path, max_bytes: int, follow: bool = False) -> str:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise DataError(
             f"{path}:{line}: it is not text in UTF-8\n"
-            "hint: save it as UTF-8, or bring back the file that was there"
+            "hint: save it as UTF-8, or restore the file that was there"
         ) from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error

@@ -105,7 +105,7 @@ def _load(place: str) -> Strategy:
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"the strategy at {place} cannot be loaded: {error}\n"
-            "hint: mend or uninstall the package that brings it"
+            "hint: fix or uninstall the package that provides it"
         ) from error
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"{place} is not a Strategy: it is {type(strategy).__name__}")

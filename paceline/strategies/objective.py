@@ -54,8 +54,8 @@ def require_graph(workload: Workload, loss: Tensor) -> None:
     """Refuse a loss to train by that nothing leads back from to a weight."""
     if not loss.requires_grad:
         raise ConfigError(
-            f"{type(workload).__name__}.loss returned a loss without a gradient: nothing leads back"
-            " from it to a weight that is trained\n"
+            f"{type(workload).__name__}.loss returned a loss without a gradient: it does not depend"
+            " on any weight that is trained\n"
             "hint: compute it from what the model returns, without .detach(), .item(), numpy or"
             " torch.no_grad() on the way"
         )

@@ -263,7 +263,7 @@ class Ledger:
                 self._training.widen([f"{TRAIN}{name}" for name in self._names])
         if new := set(own) - set(self._names):
             raise ConfigError(
-                f"the loss returned {', '.join(sorted(new))} beside it, which it did not in the"
+                f"the loss also returned {', '.join(sorted(new))}, which it did not in the"
                 f" first {self.log_every} steps\n"
                 "hint: return the same names from the first step on; (0, 0) where there is nothing"
             )

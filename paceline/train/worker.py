@@ -246,13 +246,13 @@ class RankRun:
         elif is_stream(val):
             raise ConfigError(
                 f"the validation data is a stream ({type(val).__name__}): its samples must be known"
-                " by index, so that each is counted once whatever the ranks\n"
+                " by index, so that each is counted once on any number of ranks\n"
                 "hint: return a list of samples: list(itertools.islice(stream, 1000))"
             )
         elif not len(val):
             raise DataError(
-                "train.eval_every is set, and build_data returned validation data without a sample"
-                '\nhint: return some, or None where split is "val" and there are none'
+                "train.eval_every is set, but build_data returned validation data without samples"
+                '\nhint: return some, or None for the split "val" if there are none'
             )
         return val
 

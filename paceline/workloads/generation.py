@@ -78,7 +78,7 @@ class Request:
         if largest >= num_rows:
             raise ConfigError(
                 f"a prompt has the token {largest} of {self.codec.name}, and the model has"
-                f" {num_rows} kinds of tokens: it was trained on others"
+                f" {num_rows} tokens: it was trained with another tokenizer"
             )
 
     def room(self, longest: int | None) -> int:

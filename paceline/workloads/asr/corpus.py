@@ -37,7 +37,7 @@ def locate_corpus(data: AsrData, say: Callable[[str], None]) -> dict[str, str]:
     if data.root_dir or data.manifest_path != "auto":
         raise ConfigError(
             "data.source and data.root_dir both say where speech is\n"
-            "hint: root_dir is for what paceline prepare speech has made; take one of them out"
+            "hint: set only one of them; root_dir is for what paceline prepare speech has made"
         )
     source = Path(data.source).expanduser().resolve()
     if not source.exists():
@@ -62,7 +62,7 @@ def require_columns(columns: Mapping[str, str]) -> None:
     wrong = [meaning for meaning in columns if meaning not in MEANINGS]
     if wrong:
         raise ConfigError(
-            f"data.columns: {wrong[0]} is not what a column can mean\n"
+            f"data.columns: {wrong[0]} is not a meaning of a column\n"
             f"hint: {did_you_mean(wrong[0], MEANINGS)}a meaning is one of {', '.join(MEANINGS)}"
         )
 
@@ -112,7 +112,7 @@ def choose_utterances(
         named = few([f"{row.rel_path} {row.transcript!r}" for row in mute])
         raise DataError(
             f"{count(len(mute), 'transcript')} without a letter: {named}\n"
-            "hint: correct them, or take these utterances out of the corpus"
+            "hint: correct them, or remove these utterances from the corpus"
         )
     long = [row for row in spoken if row.duration_s >= data.min_duration_s]
     short = [row for row in long if row.duration_s <= limits.max_s]

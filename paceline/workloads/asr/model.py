@@ -43,8 +43,8 @@ def load_asr_config(
     kind = config_class(name, base)
     if kind.model_type not in (WHISPER, *CTC):
         raise ConfigError(
-            f"model.hf={name} is a {kind.model_type}, which cannot be trained to write down speech"
-            f" here\nhint: take {WHISPER}, or one of {', '.join(CTC)}"
+            f"model.hf={name} is a {kind.model_type}, which cannot be trained to recognise speech"
+            f" here\nhint: use {WHISPER}, or one of {', '.join(CTC)}"
         )
     ours = {} if kind.model_type == WHISPER else dict(SPEECH_DEFAULTS)
     if folder is None:
