@@ -1,5 +1,5 @@
-"""The targets of `paceline bench`, pairs of configs in targets/*.yaml; and the words of
-`paceline bench run` as targets and overrides, before anything is planned.
+"""The targets of `paceline bench`, pairs of configs in targets/*.yaml; and the arguments of
+`paceline bench run`, split into targets and overrides before anything is planned.
 
 zero3 labs/train_distributed:fsdp train.seed=1 zero3:model.dim=256
 """

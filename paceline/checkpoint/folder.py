@@ -1,4 +1,4 @@
-"""The checkpoints of a run as folders: how one comes to be, which can be trusted, which may go.
+"""The checkpoint folders of a run: how one is created, which can be trusted, which may be deleted.
 
     .tmp-step_30-2   ranks write and fsync here      step_30    after one rename, with its manifest
     latest, best     name a step, moved after that   prune      only then, and never the last good

@@ -1,4 +1,4 @@
-"""All ranks choose one checkpoint together: the newest whose every byte is what was written."""
+"""All ranks agree on one checkpoint: the newest whose every byte is as it was written."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`paceline diagnose` and `paceline import`: why a run was as it was, from files alone."""
+"""`paceline diagnose` and `paceline import`: what went wrong in a run, from its files alone."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`paceline watch`: runs while they run, on the terminal or as a page; or a watchdog for one."""
+"""`paceline watch`: live runs, on the terminal or as a page; or a watchdog for one of them."""
 
 import re
 from pathlib import Path

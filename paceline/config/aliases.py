@@ -1,4 +1,4 @@
-"""Keys as the commands of other trainers write them, in ours: `dataset.root_dir=X` is
+"""Keys of other trainers' commands and the keys they stand for: `dataset.root_dir=X` is
 `data.root_dir=X`.
 
 Those of the speech trainer whose runbook docs/speech.md follows: its overrides are Hydra's, and

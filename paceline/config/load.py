@@ -1,4 +1,4 @@
-"""From what was typed to a frozen `RunConfig`, or to one error that lists every problem.
+"""Turns the command line into a frozen `RunConfig`, or into one error with every problem.
 
 draft = read_draft("lm_tiny", ["train.steps=50"])     YAML and overrides, nothing trusted yet
 config = validate(draft, schema)                      all problems at once, or a config

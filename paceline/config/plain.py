@@ -1,4 +1,4 @@
-"""YAML from anybody into plain values: a file as text, and the same refusals for every reader.
+"""Reads YAML from any source into plain values, with the same refusals for every caller.
 
 text = read_config_text(path)       a plain file, or a link to one, in UTF-8
 require_plain(text, place)          no tags, no aliases, no endless numbers, keys that are keys

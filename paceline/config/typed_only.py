@@ -1,4 +1,4 @@
-"""Settings that only a person may type: they choose code, programs, or a peer that is obeyed.
+"""Settings that only the command line may make: they choose code, programs, or a trusted peer.
 
 A config file comes from anywhere, and reading one must not run anything. What is refused in a file
 may still be typed; a run.yaml that this machine wrote has what was typed then (`Draft.is_ours`).

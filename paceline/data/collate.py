@@ -1,4 +1,5 @@
-"""From samples to a batch: by the job's rule or torch's, and who is to blame where that fails."""
+"""Turns samples into a batch, by the job's rule or torch's; names the sample at fault if that
+fails."""
 
 import time
 from collections.abc import Callable, Mapping

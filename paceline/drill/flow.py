@@ -1,4 +1,4 @@
-"""`paceline drill` from a fault to an answer: train with it planted, judge, compare.
+"""`paceline drill` from a fault to its answer: train with the fault planted, judge, compare.
 
     paceline drill lm_tiny --fault slow_forward launch.nproc=2
 

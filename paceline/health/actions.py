@@ -1,4 +1,4 @@
-"""What a broken rule leads to: all through files that a live run looks at anyway."""
+"""Carries out the action of a broken rule, by files that a live run polls anyway."""
 
 from contextlib import suppress
 

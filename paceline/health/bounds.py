@@ -1,4 +1,4 @@
-"""Why a step takes as long as it does: the verdicts, each with its numbers and what to try first.
+"""Explains why a step takes as long as it does: verdicts with numbers, and what to try first.
 
 shares of a step    data        the least that any rank waits for its loader
                     exchange    the least that any rank is in collectives: nobody waits there

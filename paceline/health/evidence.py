@@ -1,4 +1,4 @@
-"""What a judgement is made from: the tables and records of a run, as far as they are there."""
+"""Collects what a judgement is based on: the tables and records of a run, as far as they exist."""
 
 import os
 import shlex

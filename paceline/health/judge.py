@@ -1,4 +1,4 @@
-"""From what a run has recorded to what is found: the one entry for all who judge."""
+"""Judges a run from its records: the single entry for every caller."""
 
 from collections.abc import Iterable, Iterator
 

@@ -1,5 +1,5 @@
-"""What telemetry and heartbeats say of machines: memory that grows, GPUs that throttle or err,
-clocks that are apart."""
+"""Rules about machines, from telemetry and heartbeats: memory that grows, GPUs that throttle or
+report errors, clocks that disagree."""
 
 from collections.abc import Iterator
 

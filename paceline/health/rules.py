@@ -1,5 +1,5 @@
-"""Is it healthy: the rules about loss, gradient, speed, equal shares and stalls; those about what
-machines do are in machines.py."""
+"""Rules about a run's health: loss, gradient, speed, equal shares and stalls. Rules about
+machines are in machines.py."""
 
 from collections.abc import Iterator
 

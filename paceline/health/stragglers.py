@@ -1,4 +1,5 @@
-"""Who is slow, by its own work; and who only stalls now and then, which is another thing."""
+"""Finds slow ranks by their own work, and ranks that only stall now and then, which is
+different."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What each rank did itself in each step, told from where it waited for others.
+"""Separates what each rank did itself in each step from the time it waited for others.
 
 Ranks of a synchronous job take equally long for a step: the slow one works, the others wait for it
 inside collectives. A rank knows by its own clock alone how long it was inside them

@@ -1,4 +1,4 @@
-"""Attempts on disk: attempt.json is the live one's, attempts/<n>/ has those that have ended.
+"""Attempts on disk: attempt.json is the current one, attempts/<n>/ keeps the files of earlier ones.
 
 What the next attempt writes anew is moved there, and decisions are copied, so that the evidence of
 every failure is kept. Logs and tables are appended to and stay where they are.

@@ -1,4 +1,5 @@
-"""Attempts: after a failure all ranks start again from the last checkpoint, so often and no more.
+"""Attempts: after a failure all ranks start again from the last checkpoint, a limited number of
+times.
 
 Here is the policy, the same for ranks that we fork (local.py) and for those that each have a
 supervisor of their own (member.py): which failures are worth another attempt, and when two of them

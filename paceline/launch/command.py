@@ -1,4 +1,4 @@
-"""What torchrun, srun, mpirun and deepspeed have in common: a command that starts the ranks.
+"""What torchrun, srun, mpirun and deepspeed share: a command that starts the ranks.
 
 Each rank has a supervisor of its own on its machine (member.py); this process watches the command,
 passes requests on, and makes sure that nothing of it is left.

@@ -1,5 +1,5 @@
-"""How an attempt of ranks ended: judged once, here, from what the launcher saw and from the files
-that ranks left. Everybody else reads the `Ending`.
+"""Judges how an attempt ended, in one place, from what the launcher saw and the files that ranks
+left. Everything else reads the `Ending`.
 
     a rank raises       train/verdict.py   error -> outcome and hint, in its verdict.json
     a process ends      supervisor.py      exit code, signal, missed deadline -> end.json

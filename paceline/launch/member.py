@@ -1,4 +1,4 @@
-"""One rank under a launcher: torchrun, srun, mpirun, deepspeed.
+"""One rank under a launcher: torchrun, srun, mpirun or deepspeed.
 
 The process that the launcher starts is a member of the run: the supervisor of one rank, its child.
 So a rank that hangs, crashes or is killed is seen and reported, whatever the launcher does.

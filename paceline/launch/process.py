@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: started, signalled, ended with all that they started."""
+"""Ranks as processes of this machine: started, signalled, and ended with all their children."""
 
 import multiprocessing
 import os

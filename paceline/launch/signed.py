@@ -1,4 +1,4 @@
-"""What ranks say to each other at a store that anybody may write to: signed, or not heard.
+"""Messages between ranks at a store that anybody may write to: signed, or ignored.
 
 A store has no passwords. So every word is signed (HMAC-SHA256) with a key that never touches the
 store, over its name, the session that it belongs to, whom it is for, and what it says: a word that

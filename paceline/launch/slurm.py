@@ -1,4 +1,4 @@
-"""SLURM: srun inside an allocation, and a batch script for those who have none yet."""
+"""SLURM: srun inside an allocation, and a batch script for getting one."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Secrets that only the processes of one user know, by which ranks tell each other from strangers.
+"""Secrets shared only by the processes of one user, by which ranks recognise each other.
 
 They never travel over the network: through the launcher's environment (PACELINE_SECRET), in a file
 of the run directory (launch/command.py), or as a key in the user's state folder, which nodes share.

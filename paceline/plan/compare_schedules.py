@@ -1,4 +1,4 @@
-"""`paceline plan --schedule`: a job's pipeline schedules, simulated and held against each other.
+"""`paceline plan --schedule`: compares pipeline schedules for a job, by simulation.
 
 job, env -> the record `ScheduleComparison`. Needs no GPU, and no process group: any number of ranks
 and microbatches. Where each number comes from is part of the record.

@@ -1,5 +1,5 @@
-"""How much a step keeps for its backward pass, and which blocks compute theirs again so that it
-fits.
+"""Estimates what a step keeps for its backward pass, and chooses the blocks that recompute so
+that it fits.
 
 The model runs forward once on fake tensors, which have shapes and no memory, and autograd tells
 what it saves, block by block. A block may keep all of it; its products only (`selective`); or its

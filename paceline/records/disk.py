@@ -1,4 +1,4 @@
-"""Writes to a disk that may be full, read-only or gone: training does not end for a file.
+"""Writes to a disk that may be full, read-only or gone, without ending the training.
 
     Losses                what this process could not write, by file: counted, told at the end
     Appender              appends lines; what the disk does not take is held back for later, and

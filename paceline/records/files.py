@@ -1,5 +1,5 @@
-"""Files that are whole or absent (temp file, fsync, rename), files that one process holds, and how
-a file is read that somebody else may have put there."""
+"""Writes files whole or not at all (temp file, fsync, rename), locks files, and safely reads
+files that others may have placed."""
 
 import fcntl
 import hashlib

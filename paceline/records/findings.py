@@ -1,4 +1,5 @@
-"""findings.json: what stands at the end of a run, or so far: who is slow, why it waits, is it well.
+"""findings.json: what a run is found to suffer from, now or at its end: slow ranks, what ranks
+wait for, broken rules.
 
 `paceline.health.judge` makes findings of what a run has recorded; the watcher, the report and
 `paceline diagnose` show the same ones. (`records.Finding` is about a plan, before anything ran.)

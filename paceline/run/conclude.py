@@ -1,4 +1,4 @@
-"""From how the run ended and the files that ranks left to result.json."""
+"""Writes result.json from how the run ended and the files that ranks left."""
 
 import math
 from dataclasses import dataclass, field

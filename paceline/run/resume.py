@@ -1,4 +1,4 @@
-"""From a run directory and new overrides to the job that is resumed in it.
+"""Turns a run directory and new overrides into the job that is resumed in it.
 
 What has changed is shown. What changes the shape of the model is refused, what changes what is
 computed must be allowed, and how the same thing is computed may differ freely. So may the number of

@@ -1,4 +1,4 @@
-"""From a run directory to the model that it trained, in memory.
+"""Loads the trained model of a run directory into memory.
 
     job = open_job(run, approve)                        its config, and the workload that may run
     trained = load_trained(run, job, Which(), device, say)

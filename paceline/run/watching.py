@@ -1,6 +1,6 @@
 """Judges a run while it goes on: a thread of the process that started it, beside the one that
-follows its logs. It reads what ranks write anyway, and no rank waits for it: also not for a core,
-since it runs at the lowest priority.
+follows its logs. It reads only what ranks write anyway, and runs at the lowest priority, so that
+no rank waits for it or for a core.
 
     often       new rows of ranks/*/steps.csv: who is slow, who has left a collective out
     now and then all the rules (paceline/health/)

@@ -1,4 +1,4 @@
-"""The workload's loss as a module: what a strategy wraps, and what is called for every batch.
+"""The workload's loss as a module: what a strategy wraps, and what each batch calls.
 
 A wrapper must see one forward pass from its beginning to its end, and the workload must see its own
 model: its methods, its items, its attributes. So the wrapper is around the loss, not around the

@@ -1,4 +1,4 @@
-"""The optimizers on paper: what each reads, what it keeps, and where it cannot be used.
+"""The optimizers as data: what each reads, what it keeps, and where it cannot be used.
 
 `KINDS` is the list; `optim.build_optimizer` builds what stands here. Nothing here loads torch.
 """

@@ -1,4 +1,4 @@
-"""What is asked of a live run: by signals, by files in its directory, by its own clock.
+"""Requests to a live run: by signals, by files in its directory, by its own clock.
 
 Handlers and threads only raise a number here; the loop looks at it, and all ranks act on the
 largest number of any of them, at the same step.

@@ -1,4 +1,4 @@
-"""What the first batch tells before step 1: FLOPs per sample, parameters that get no gradient, and
+"""What the first batch shows before step 1: FLOPs per sample, parameters without a gradient, and
 whether the loss is a sum.
 
 The seam asks for a sum. A mean would train without a word: its loss and its gradients are too small

@@ -1,4 +1,4 @@
-"""Where a run stands in its steps and its data: read from a checkpoint, and written into one."""
+"""The position of a run in its steps and data: read from a checkpoint, and written into one."""
 
 import logging
 from collections.abc import Callable

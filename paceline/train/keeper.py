@@ -1,4 +1,4 @@
-"""After each step, together with all other ranks: is a checkpoint due, is it time to stop?
+"""Decides after each step, on all ranks together: is a checkpoint due, is it time to stop?
 
 Any rank may be asked to stop by a signal, rank 0 also by files and by its clock. All ranks act on
 the largest wish of any of them, at the same step.

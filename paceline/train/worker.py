@@ -1,4 +1,4 @@
-"""What one rank does from its first line to its verdict: build, loop, say how it ended.
+"""What one rank does from start to verdict: build, loop, say how it ended.
 
 Run by `paceline.run.rank` in a process of its own; tests call `RankRun(...).execute()`.
 """

@@ -1,4 +1,4 @@
-"""From a folder to a listener: what `paceline export` wrote, or any Whisper or CTC of transformers.
+"""Opens a folder as a listener: an export of Paceline's, or any Whisper or CTC of transformers.
 
     listener, says = open_listener(path, Wanted(language="spanish"))
 

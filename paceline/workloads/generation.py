@@ -1,4 +1,4 @@
-"""Text from a language model: what is asked for, how a token is chosen, and who says when to stop.
+"""Generates text from a language model: the request, how a token is chosen, and when to stop.
 
     request = Request(prompts, sampling, codec)       prompts as ids
     rows = workload.generate(model, request)          new ids of each, without the end mark

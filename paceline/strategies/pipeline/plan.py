@@ -1,5 +1,5 @@
-"""A pipeline on paper: its keys, which rank holds which blocks, in how many parts a batch goes
-through them."""
+"""The plan of a pipeline: its keys, which rank holds which blocks, and how a batch is cut into
+microbatches."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""From what `data` names to the utterances of a split: prepared once, limited, and all of it words.
+"""The utterances of a split, from what `data` names: prepared once, filtered, with their words.
 
 prepared = locate_corpus(config.data, say)       before ranks start: where the manifest is
 found, told = choose_utterances(...)             on every rank: those that can be used

@@ -1,4 +1,4 @@
-"""Models that write down speech: built from a config, loaded, given adapters and a teacher.
+"""Speech recognition models: built from a config or loaded, with adapters and a teacher.
 
     known = load_asr_config("whisper", {}, None, speller)     transformers' config
     model = build_asr(known, config.model, "sdpa")            random weights, adapters, frozen base
