@@ -30,8 +30,8 @@ EXPERIMENT = "+experiment="
 
 @dataclass(frozen=True)
 class Job:
-    """A job to run. `asked` is the command line in words, for the record. `packed` is the class of
-    the workload for ranks, where it is in no file."""
+    """A job to run. `asked` is the command line as typed, for the record. `packed` is the pickled
+    class of the workload, if it is in no file."""
 
     config: RunConfig
     workload: Workload
@@ -84,8 +84,8 @@ def job_schema(workload: type[Workload]) -> type[RunConfig]:
 
 
 def remember_asked(source: str, overrides: Sequence[str]) -> None:
-    """Keep that a workload's file was typed, in a process that reads no config: a rank above 0,
-    whose machine need not share rank 0's state folder."""
+    """Remember that a workload's file was typed, in a process that reads no config: a rank above 0,
+    whose machine may not share rank 0's state folder."""
     named = [word.lstrip("+").removeprefix("workload=") for word in overrides]
     for word in (source.removeprefix(EXPERIMENT), *named):
         remember_typed(word)
@@ -101,9 +101,9 @@ def preloads_of(root: Path) -> tuple[str, ...]:
 
 
 def reload_job(run: RunDir, workload: str, packed: bytes = b"") -> Job:
-    """Load the job of a run directory. `workload` was typed, or found trusted, by whoever started
-    this rank; what the directory's files name now is not asked. `packed` is a class that it was
-    given instead."""
+    """Load the job of a run directory. `workload` was typed, or found trusted, by the process that
+    started this rank, so the names in the directory's files do not count. `packed` is a class that
+    it was given instead."""
     unpack(packed)
     kind = load_trusted(workload)
     job = Job(load_config(run.config, job_schema(kind)), kind())

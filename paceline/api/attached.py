@@ -140,8 +140,8 @@ class Attached:
         self._tickers = self._start()
 
     def batches(self) -> Iterator[Any]:
-        """Yield what the loader yields, once through it; each `accumulate` batches are a step. What
-        the script does between two epochs belongs to no step."""
+        """Yield the batches of the loader, for one pass over it; `accumulate` batches are a step.
+        What the script does between epochs belongs to no step."""
         source = iter(self._loader)
         while True:
             is_first = self._num_batches % self._accumulate == 0
@@ -169,22 +169,22 @@ class Attached:
         *,
         grad_norm: Tensor | float | None = None,
     ) -> None:
-        """Take in a batch: its mean loss, over how many samples (or tokens) that is, and further
-        sums as (sum, count) by name. Nothing here waits for the device."""
+        """Record a batch: its mean loss, the number of samples (or tokens) that it is the mean of,
+        and further sums as (sum, count) by name. Nothing here waits for the device."""
         mean = on_device(loss, self._device)[0]
         self._sums.append((mean * count, count, metrics))
         if grad_norm is not None:
             self._grad_norm = grad_norm
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Take in the numbers of an evaluation after the last step; rank 0's count."""
+        """Record the results of an evaluation after the last step; those of rank 0 count."""
         named = {k if k.startswith(VAL) else f"{VAL}{k}": float(v) for k, v in metrics.items()}
         self._evaluation |= named
         self._note_evaluation()
 
     def close(self) -> Result | None:
-        """End the run well: write what is left, and on rank 0 result and report. All ranks call it,
-        while their process group is there."""
+        """End the run: write what is left, and on rank 0 the result and the report. All ranks call
+        it, while their process group still exists."""
         return None if self._is_closed else self._close_well()
 
     def __enter__(self) -> Self:
@@ -299,7 +299,7 @@ class Attached:
         self._excepthook(kind, error, trace)
 
     def _left(self) -> None:
-        """The script ends without `close`. Other ranks may not answer a collective any more."""
+        """The script ends without `close`. Other ranks may no longer answer a collective."""
         if self._is_closed:
             return
         if self._stop is not None:
@@ -330,7 +330,7 @@ class Attached:
         return self._conclude()
 
     def _fail(self, error: BaseException) -> None:
-        """Leave what is known when the loop ends by an error, and conclude: the other ranks may
+        """Save what is known when the loop ends by an error, and conclude: the other ranks may
         never get to."""
         if self._is_closed:
             return

@@ -81,7 +81,7 @@ class ScriptLoop(Workload):
 
 
 def find_place() -> tuple[RankId, Topology]:
-    """Return which rank this process is: as its process group says, else alone."""
+    """Return which rank this process is, by its process group; without one it is alone."""
     topology = resolve_topology()
     if not dist.is_initialized():
         if not topology.is_alone:
@@ -138,7 +138,7 @@ def _write_decisions(
 
 
 def _config(asked: Asked, model: nn.Module, optimizer: Optimizer) -> Any:
-    """Return run.yaml: what the script has told, and defaults of which its loop reads nothing."""
+    """Return run.yaml: what the script has said, and defaults that its loop does not read."""
     name = type(optimizer).__name__.lower()
     known = {"name": name} if name in KINDS else {}
     rate = optimizer.param_groups[0].get("lr")
@@ -161,7 +161,7 @@ def _config(asked: Asked, model: nn.Module, optimizer: Optimizer) -> Any:
 
 
 def _as_it_is(plan: Plan, asked: Asked, model: nn.Module, optimizer: Optimizer) -> Plan:
-    """Return the plan with what the script has decided itself, as far as it can be seen."""
+    """Return the plan with what the script itself has decided, as far as that can be seen."""
     weights = next(model.parameters())
     seen = "seen in the script that attached"
     own = {
@@ -184,8 +184,8 @@ def _is_wrapped(model: nn.Module) -> bool:
 
 
 def conclude_run(run: RunDir, notes: list[str]) -> Result:
-    """Write result.json and the report from what ranks have left: by rank 0 when all have ended,
-    by the rank that fails where one does. Who knows more writes it again."""
+    """Write result.json and the report from what ranks have left: rank 0 does when all have ended,
+    or the rank that fails. A rank that knows more writes them again."""
     plan, env = Plan.load(run.plan), Env.load(run.env)
     ending = judge_end(run, plan.world_size, LaunchEnd(load_ends(run, plan.world_size)))
     if ending.failure is not None:  # what the script prints is kept by whoever started it
@@ -209,12 +209,12 @@ def conclude_run(run: RunDir, notes: list[str]) -> Result:
 
 
 def say(text: str) -> None:
-    """Tell the user of a script what is not its own affair."""
+    """Print a message of ours on the stderr of the user's script."""
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until it holds, for so long; return whether it does."""
+    """Wait until the condition holds, at most for `seconds`; return whether it does."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -224,8 +224,8 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 class Watchdog(Ticker):
-    """Ends this rank when it gets nowhere, by the rules of our own supervisor. It is a thread: one
-    that is stuck in a collective lets it run, and the stacks of the main thread say where."""
+    """Ends this rank when it makes no progress, by the rules of our supervisor. It is a thread: a
+    rank that is stuck in a collective lets it run, and the stack of the main thread says where."""
 
     def __init__(self, run: RunDir, place: RankId) -> None:
         limits = LaunchPlan.load(run.launch).limits

@@ -119,7 +119,7 @@ def take_part(task: Task, arguments: Sequence[str]) -> int:
 
 
 def exit_code_of(end: RankEnd) -> int:
-    """Return a member's exit code: what a shell would say of its rank."""
+    """Return a member's exit code, as a shell would report that of its rank."""
     if not end.failed:
         return 0
     return end.exit_code if end.exit_code >= 0 else 128 - end.exit_code
@@ -218,7 +218,8 @@ def starter_variables(launch: LaunchPlan, secret: str) -> dict[str, str]:
 
 
 def _starter() -> list[int]:
-    """Return that process, where it is on this host: some launchers die and leave their own."""
+    """Return the process that started the ranks, if it is on this host: some launchers die and
+    leave their children behind."""
     host, _, pid = os.environ.get(STARTER, "").rpartition(":")
     return [int(pid)] if host == socket.gethostname() and pid.isdigit() else []
 

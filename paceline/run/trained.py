@@ -67,7 +67,7 @@ def choose_device(asked: str) -> torch.device:
 
 
 def open_job(run: RunDir, approve: Approve | None = None) -> Job:
-    """Load the job of a run; a file that nobody here has typed is not run."""
+    """Load the job of a run; a file that was never typed here is not run."""
     launch = LaunchPlan.load(run.launch)
     require_trusted(launch.workload, run.root, approve)
     return reload_job(run, launch.workload)

@@ -14,7 +14,7 @@ POLL_S = 0.25
 
 
 class Ask(IntEnum):
-    """The larger one wins where ranks were asked different things."""
+    """What ranks may be asked; the largest wins if they were asked different things."""
 
     NOTHING = 0
     CHECKPOINT = 1
@@ -44,7 +44,8 @@ class Requests:
 
 
 class ControlFiles(Ticker):
-    """Rank 0 looks for .HALT and control/checkpoint; one that was there before is not a request."""
+    """Rank 0 looks for .HALT and control/checkpoint; files that were there before are no
+    requests."""
 
     def __init__(self, run: RunDir, requests: Requests, halt_seen: int | None) -> None:
         super().__init__(POLL_S, "control")
