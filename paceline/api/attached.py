@@ -27,7 +27,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.api.script_run import OTHERS_S, Asked, Watchdog, conclude_run, open_run, say, wait_for
+from paceline.api.script_run import (
+    OTHERS_S,
+    LoopFacts,
+    Watchdog,
+    conclude_run,
+    open_run,
+    say,
+    wait_for,
+)
 from paceline.api.waiting import count_backward, find_waits
 from paceline.config.load import load_config
 from paceline.errors import ConfigError, Outcome, StopAsked
@@ -87,7 +95,7 @@ def attach(
         raise ConfigError(f"{odd[0]!r} is not a tracker\nhint: {', '.join(SINKS)}")
     if not steps and epochs and hasattr(loader, "__len__"):
         steps = epochs * len(loader) // accumulate
-    asked = Asked(
+    asked = LoopFacts(
         name=name or Path(sys.argv[0]).stem or "script",
         out=None if out is None else Path(out),
         batch_size=batch_size or _batch_size(loader),
@@ -115,7 +123,9 @@ def _batch_size(loader: Any) -> int:
 class Attached:
     """A rank of a run whose loop is a script's. `path` is the run directory, on all ranks."""
 
-    def __init__(self, asked: Asked, model: nn.Module, optimizer: Optimizer, loader: Any) -> None:
+    def __init__(
+        self, asked: LoopFacts, model: nn.Module, optimizer: Optimizer, loader: Any
+    ) -> None:
         self._run, self._place = open_run(asked, model, optimizer)
         self.path = self._run.root
         self._loader, self._optimizer, self._accumulate = loader, optimizer, asked.accumulate

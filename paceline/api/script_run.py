@@ -54,7 +54,7 @@ OTHERS_S, POLL_S, DUMP_S = 10.0, 0.1, 2.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoopFacts:
     """What a script says about its loop when it attaches."""
 
     name: str
@@ -97,7 +97,7 @@ def find_place() -> tuple[RankId, Topology]:
     return RankId(rank, topology.local_rank, world), topology
 
 
-def open_run(asked: Asked, model: nn.Module, optimizer: Optimizer) -> tuple[RunDir, RankId]:
+def open_run(asked: LoopFacts, model: nn.Module, optimizer: Optimizer) -> tuple[RunDir, RankId]:
     """Return the run directory, made and filled by rank 0. All ranks call it; a refusal of rank 0
     is raised on all of them."""
     place, topology = find_place()
@@ -117,7 +117,7 @@ def open_run(asked: Asked, model: nn.Module, optimizer: Optimizer) -> tuple[RunD
 
 
 def _write_decisions(
-    asked: Asked, model: nn.Module, optimizer: Optimizer, topology: Topology
+    asked: LoopFacts, model: nn.Module, optimizer: Optimizer, topology: Topology
 ) -> RunDir:
     if missing := [str(each) for each in check_installed(asked.trackers)]:
         raise ConfigError(missing)
@@ -137,7 +137,7 @@ def _write_decisions(
     return run
 
 
-def _config(asked: Asked, model: nn.Module, optimizer: Optimizer) -> Any:
+def _config(asked: LoopFacts, model: nn.Module, optimizer: Optimizer) -> Any:
     """Return run.yaml: what the script has said, and defaults that its loop does not read."""
     name = type(optimizer).__name__.lower()
     known = {"name": name} if name in KINDS else {}
@@ -160,7 +160,7 @@ def _config(asked: Asked, model: nn.Module, optimizer: Optimizer) -> Any:
     )
 
 
-def _as_it_is(plan: Plan, asked: Asked, model: nn.Module, optimizer: Optimizer) -> Plan:
+def _as_it_is(plan: Plan, asked: LoopFacts, model: nn.Module, optimizer: Optimizer) -> Plan:
     """Return the plan with what the script itself has decided, as far as that can be seen."""
     weights = next(model.parameters())
     seen = "seen in the script that attached"

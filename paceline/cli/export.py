@@ -50,11 +50,11 @@ def export(
         return  # under a launcher: one process writes
     with refusals_on_stdout(as_json):
         run = RunDir.open(run_dir)
-        from paceline.export.flow import Asked  # imports torch
+        from paceline.export.flow import ExportOptions  # imports torch
         from paceline.export.flow import export as write
         from paceline.run.trained import Which
 
-        asked = Asked(format, merge, Which(step, not own_weights), dtype, output, overwrite)
+        asked = ExportOptions(format, merge, Which(step, not own_weights), dtype, output, overwrite)
         # Libraries that transformers imports print what they think; stdout is for data.
         with redirect_stdout(sys.stderr):
             report = write(run, asked, talk.say, partial(approve_code, talk, trust_code))

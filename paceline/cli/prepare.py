@@ -51,7 +51,7 @@ def text(
     talk = ConsoleTalk()
     with refusals_on_stdout(as_json):
         from paceline.data.base import TextData
-        from paceline.prepare.text import Asked, prepare_text
+        from paceline.prepare.text import TextRequest, prepare_text
         from paceline.records.words import count
 
         settings = TextData(
@@ -61,7 +61,7 @@ def text(
             val_fraction=val_fraction,
             max_files="all" if max_files is None else max_files,
         )
-        manifest = prepare_text(Asked(settings, train_bpe, workers), out, talk.say)
+        manifest = prepare_text(TextRequest(settings, train_bpe, workers), out, talk.say)
     if as_json:
         print_json(manifest.to_json())
         return

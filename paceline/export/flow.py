@@ -1,6 +1,6 @@
 """From a run directory to a folder that other programs load.
 
-    report = export(run, Asked("onnx"), say, approve)
+    report = export(run, ExportOptions("onnx"), say, approve)
 
     trained     run/trained.py      the best checkpoint, or the one that is named, of any strategy
     asked       this file           real samples of the run's own data
@@ -43,7 +43,7 @@ BLOCK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExportOptions:
     """What is to be written, and where; `out` None: exported/FORMAT in the run directory."""
 
     format: str = "safetensors"
@@ -54,7 +54,9 @@ class Asked:
     overwrite: bool = False
 
 
-def export(run: RunDir, asked: Asked, say: Say, approve: Approve | None = None) -> ExportReport:
+def export(
+    run: RunDir, asked: ExportOptions, say: Say, approve: Approve | None = None
+) -> ExportReport:
     """Write the model of a run for other programs, and prove that they compute the same."""
     _require_known(asked)
     target = (asked.out or run.root / "exported" / asked.format).expanduser().resolve()
@@ -90,7 +92,7 @@ def export(run: RunDir, asked: Asked, say: Say, approve: Approve | None = None) 
     )
 
 
-def _require_known(asked: Asked) -> None:
+def _require_known(asked: ExportOptions) -> None:
     problems = []
     for flag, value, known in (
         ("--format", asked.format, FORMATS),
@@ -139,7 +141,7 @@ def real_batch(job: Job) -> tuple[Any, str]:
 def _manifest(
     run: RunDir,
     job: Job,
-    asked: Asked,
+    asked: ExportOptions,
     trained: Trained,
     exported: Exported,
     proven: tuple[Proof, str],

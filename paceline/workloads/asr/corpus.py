@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.data.manifest import Utterance, find_manifest, read_manifest
 from paceline.errors import ConfigError, DataError
-from paceline.prepare.speech import Asked, prepare
+from paceline.prepare.speech import SpeechRequest, prepare
 from paceline.prepare.speech_audio import Sound
 from paceline.prepare.speech_tables import MEANINGS
 from paceline.records.files import fingerprint
@@ -46,7 +46,7 @@ def locate_corpus(data: AsrData, say: Callable[[str], None]) -> dict[str, str]:
     parts = (str(source), repr(sorted(data.columns.items())), str(data.max_files))
     root = Path(data.cache_dir).expanduser().resolve() / "speech" / fingerprint(*parts)
     say(f"the speech of {source} is prepared in {root}")
-    asked = Asked(
+    asked = SpeechRequest(
         input_root=source,
         output_root=root,
         sound=Sound(data.sample_rate),
