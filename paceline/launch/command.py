@@ -27,9 +27,8 @@ from paceline.machine.process import die_with_parent
 from paceline.machine.secret import make_secret
 from paceline.records import LaunchPlan, Limits
 from paceline.records.disk import discard
-from paceline.records.files import write_atomic
+from paceline.records.files import modified_at, write_atomic
 from paceline.records.rundir import RunDir
-from paceline.train.control import modified_at
 
 EXTRA_S = 15.0  # members need their own grace before the command may be killed
 HASTE_S = 3.0  # the same after a second Ctrl-C, when they kill at once

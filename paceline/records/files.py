@@ -148,3 +148,11 @@ def fingerprint(*parts: bytes | str) -> str:
         digest.update(len(raw).to_bytes(8, "little"))
         digest.update(raw)
     return digest.hexdigest()[:16]
+
+
+def modified_at(path: Path) -> int | None:
+    """Return when a file was modified, in nanoseconds; None if there is no such file."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None

@@ -5,8 +5,8 @@ largest number of any of them, at the same step.
 """
 
 from enum import IntEnum
-from pathlib import Path
 
+from paceline.records.files import modified_at
 from paceline.records.rundir import RunDir
 from paceline.train.heartbeat import Ticker
 
@@ -60,11 +60,3 @@ class ControlFiles(Ticker):
             if found is not None and found != self._seen[path]:
                 self._requests.raise_to(ask)
             self._seen[path] = found
-
-
-def modified_at(path: Path) -> int | None:
-    """Return when a file was modified, in nanoseconds; None where there is no such file."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return None
