@@ -25,21 +25,24 @@ from paceline.workloads.given import is_given
 def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
     """Yield everything that is wrong with, or idle in, what was asked for here."""
     yield from _memory_problems(config, plan, env)
-    if config.optim.schedule.warmup_steps > plan.steps > 0:
-        yield Finding(
-            severity="warning",
-            where="optim.schedule.warmup_steps",
-            what=f"{config.optim.schedule.warmup_steps} steps of warm-up in a run of"
-            f" {plan.steps}: the learning rate never reaches {config.optim.lr:g}",
-        )
+    yield from _schedule_problems(config, plan)
+    yield from _fused_problems(config, plan)
+    yield from _exchange_problems(plan)
+    yield from _length_problems(config, plan)
+    yield from check_installed(config.observe.trackers)
+    yield from _observe_problems(config, plan)
+    yield from _class_problems(config, plan)
+    yield from check_idle_settings(config, plan)
+
+
+def _fused_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Say why the update is not by one kernel, and what that costs on a GPU."""
     if config.optim.fused == "on" and not plan.fused_optimizer.value:
         yield Finding(
             severity="warning",
             where="optim.fused",
             what=f"on was asked for, but off is used: {plan.fused_optimizer.because}",
         )
-    if config.optim.schedule.total_steps != "auto":
-        yield from _schedule_problems(config, plan)
     if plan.on_gpu and not plan.fused_optimizer.value:
         yield Finding(
             severity="note",
@@ -47,17 +50,17 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             what="without the fused kernel the host waits for the device before each update, to"
             " know whether the gradient is finite",
         )
-    if plan.exchange_by.requested != plan.exchange_by.value:
-        yield Finding(
-            severity="warning",
-            where="strategy.exchange",
-            what=f"{plan.exchange_by.requested} was asked for, but {plan.exchange_by.value} is"
-            f" used: {plan.exchange_by.because}",
-        )
-    if config.data.num_buckets is not None:
-        yield from _length_problems(config, plan)
-    yield from check_installed(config.observe.trackers)
-    yield from _observe_problems(config, plan)
+
+
+def _exchange_problems(plan: Plan) -> Iterator[Finding]:
+    by = plan.exchange_by
+    if by.requested != by.value:
+        what = f"{by.requested} was asked for, but {by.value} is used: {by.because}"
+        yield Finding(severity="warning", where="strategy.exchange", what=what)
+
+
+def _class_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Refuse a workload that is a class of this program under a launcher that cannot pass it on."""
     if is_given(config.workload) and not is_local(plan.crew.launcher.value):
         yield Finding(
             severity="error",
@@ -66,7 +69,6 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             " cannot pass it to the ranks that it starts",
             hint="put the class into a file: FILE.py:Class",
         )
-    yield from check_idle_settings(config, plan)
 
 
 def _observe_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
@@ -96,6 +98,8 @@ def _observe_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 def _length_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Yield what cannot work where batches differ in shape from step to step."""
+    if config.data.num_buckets is None:
+        return
     by_length = config.data.batch_by == "length"
     where = "data.batch_by" if by_length else "data.buckets"
     if plan.pipeline is not None:
@@ -121,12 +125,19 @@ def _length_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 def _schedule_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     schedule, steps = config.optim.schedule, plan.steps  # 0: the data's length will decide
-    total = schedule.total_steps
-    if total != "auto" and total <= schedule.warmup_steps:
+    warmup, total = schedule.warmup_steps, schedule.total_steps
+    if warmup > steps > 0:
+        yield Finding(
+            severity="warning",
+            where="optim.schedule.warmup_steps",
+            what=f"{warmup} steps of warm-up in a run of {steps}: the learning rate never reaches"
+            f" {config.optim.lr:g}",
+        )
+    if total != "auto" and total <= warmup:
         yield Finding(
             severity="error",
             where="optim.schedule.total_steps",
-            what=f"the schedule ends at step {total}, and its warm-up at {schedule.warmup_steps}",
+            what=f"the schedule ends at step {total}, and its warm-up at {warmup}",
             hint="set it to more than optim.schedule.warmup_steps",
         )
     elif total != "auto" and total > steps > 0 and schedule.name != "constant":
