@@ -78,8 +78,8 @@ def _observe_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield Finding(
             severity="error",
             where="observe.profile",
-            what=f"{observe.profile} begins before step {AUDITED_STEP} is over, which is profiled"
-            " for the audit",
+            what=f"step {AUDITED_STEP} is profiled for the audit, and {observe.profile} begins"
+            " before it is over",
             hint=f"begin at step {AUDITED_STEP + 1}, or later: the first steps are slow anyway",
         )
     if steps is not None and steps[-1] > plan.steps > 0:
@@ -354,7 +354,7 @@ def check_samples(config: RunConfig, workload: Workload, is_pipeline: bool) -> I
         yield Finding(
             severity="error",
             where=where,
-            what="a pipeline runs each batch through the model once, but text takes many passes",
+            what="a pipeline runs a batch through the model once, but text takes many passes",
             hint="remove it, and use paceline generate on the run's checkpoints",
         )
     elif train.eval_every == "off":

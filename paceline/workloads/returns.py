@@ -66,7 +66,7 @@ def read_loss(workload: Workload, returned: object) -> tuple[Tensor, int | Tenso
     name = type(workload).__name__
     if not _is_loss(returned):
         raise ConfigError(
-            f"{name}.loss must return two values: the loss summed over the batch, a tensor without"
+            f"{name}.loss must return two things: the loss summed over the batch, a tensor without"
             " dimensions, and how many were summed; a third may be a dict of further sums; it"
             f" returned {_describe(returned)}\n"
             'hint: return cross_entropy(..., reduction="sum"), len(targets)'

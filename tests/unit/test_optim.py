@@ -231,8 +231,8 @@ def test_what_needs_whole_matrices_is_refused_where_they_are_cut(
 @pytest.mark.parametrize(
     ("groups", "where", "what", "hint"),
     [
-        ('[{match: "blocksX.*"}]', "optim.groups[0]", "fits none of the", "near: blocks."),
-        ('[{match: "*"}, {match: "tail*"}]', "optim.groups[1]", "groups before it", "first"),
+        ('[{match: "blocksX.*"}]', "optim.groups[0]", "matches none of the", "names: blocks."),
+        ('[{match: "*"}, {match: "tail*"}]', "optim.groups[1]", "earlier groups", "first"),
         ('[{match: "tail*", frozen: true, lr_scale: 2.0}]', "optim.groups[0]", "no effect", ""),
     ],
 )
