@@ -77,7 +77,7 @@ def allows_word(field: FieldInfo, word: str) -> bool:
 
 
 def wants(field: FieldInfo) -> str:
-    """Say what a value must be: `auto, or whole number >= 1`."""
+    """Describe what a value must be: `auto, or whole number >= 1`."""
     bounds = "".join(_bound(item) for item in field.metadata)
     return _words(field.annotation) + bounds
 

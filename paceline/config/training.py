@@ -144,7 +144,7 @@ class ScheduleConfig(Section):
 
 
 class GroupConfig(Section):
-    """Parameters that are treated alike, by a pattern for their names."""
+    """Settings for the parameters whose names match a pattern."""
 
     match: str = Field(
         min_length=1, description="Pattern for names of parameters: * is any letters, dots too."

@@ -61,7 +61,7 @@ def make_batch(
 
 
 def rule_of(data: Any) -> Collate | None:
-    """Return the data set's own rule to make a batch of samples, if it has one."""
+    """Return the data set's own function that makes a batch of samples, if it has one."""
     rule: Collate | None = getattr(data, "collate_fn", None) or getattr(data, "collate", None)
     return rule
 

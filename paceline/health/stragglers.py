@@ -217,7 +217,7 @@ def find_spikes(evidence: Evidence, work: Work) -> Iterator[Finding]:
 
 
 def _is_often(work: Work, at: NDArray[np.bool_]) -> bool:
-    """Tell whether stalls are worth a word: some in a hundred steps, or at a rhythm."""
+    """Say whether stalls are worth reporting: one in a hundred steps or more, or regular ones."""
     num_steps = int(at.sum())
     is_some = num_steps >= SPIKE_SHARE * len(work.steps)
     return num_steps >= MIN_SPIKES and (is_some or _is_regular(work.steps[at]))

@@ -90,7 +90,7 @@ def measure_work(evidence: Evidence) -> Work | None:
 
 
 def _steady(table: Table[StepRow]) -> Table[StepRow]:
-    """Leave out the first steps, which are another thing: memory is touched, kernels are chosen."""
+    """Leave out the first steps, which are different: memory is touched, kernels are chosen."""
     return table.pick(~table.column("warmup"))
 
 

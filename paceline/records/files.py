@@ -19,8 +19,8 @@ TORN_S = 60.0
 
 
 def open_regular(path: Path, follow: bool = False) -> BinaryIO:
-    """Open a plain file. A link, which may lead anywhere, and what is not a file at all, such as a
-    FIFO that nobody writes to, are a `DataError`; an absent one is an `OSError`. `follow`: a person
+    """Open a plain file. A link, which may lead anywhere, or something that is not a file, such as
+    a FIFO without a writer, is a `DataError`; a missing one is an `OSError`. `follow`: a person
     named it, so it may be a link."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -47,8 +47,8 @@ def read_regular(path: Path, max_bytes: int, follow: bool = False) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int, follow: bool = False) -> str:
-    """Return the text of a plain file, without a byte order mark. All that can be wrong with it is
-    a `DataError` that names it."""
+    """Return the text of a plain file, without a byte order mark. Anything wrong with it is a
+    `DataError` that names it."""
     try:
         return read_regular(path, max_bytes, follow).decode("utf-8-sig")
     except UnicodeDecodeError as error:
