@@ -89,10 +89,10 @@ def raw(root: Path, out: Path) -> None:
 
 def ours(workers: int, trim: bool = False) -> Callable[[Path, Path], None]:
     def run(root: Path, out: Path) -> None:
-        from paceline.prepare.speech import Asked, prepare
+        from paceline.prepare.speech import SpeechRequest, prepare
         from paceline.prepare.speech_audio import Sound
 
-        asked = Asked(root, out, Sound(RATE, trim), workers=workers)
+        asked = SpeechRequest(root, out, Sound(RATE, trim), workers=workers)
         prepare(asked, lambda text: None, lambda progress: None)
 
     return run

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-import paceline.train.metrics as metrics
+import paceline.train.ledger as ledger
 from paceline.records.table_file import TableFile
 from paceline.strategies import clock as clocks
 from paceline.strategies import waits
@@ -81,7 +81,7 @@ class Switch:
             return
         self.calls, rows = self.turns.calls(step), self.turns.rows(step)
         ModuleEngine.knows_blocked = rows
-        metrics.TIMES_EVERY = 5 if rows else NEVER
+        ledger.TIMES_EVERY = 5 if rows else NEVER
         if step % 500 == 0 and FOLDER:
             self.save()
 
@@ -134,31 +134,31 @@ def install(switch: Switch) -> None:
         for name, off in (("blocked", nullcontext()), ("block", None), ("unblock", None)):
             around(kind, name, switch, off)
     around(waits.Waits, "until_returned", switch, None)
-    around(metrics, "count_collectives", switch, None)
-    counted(metrics.Ledger, "settle", switch)
+    around(ledger, "count_collectives", switch, None)
+    counted(ledger.Ledger, "settle", switch)
     counted(TableFile, "flush", switch, lambda file: file.path.name == "steps.csv")
-    close = metrics.Ledger.close
+    close = ledger.Ledger.close
 
-    def close_and_save(self: metrics.Ledger) -> Any:
+    def close_and_save(self: ledger.Ledger) -> Any:
         switch.save()
         return close(self)
 
-    metrics.Ledger.close = close_and_save  # type: ignore[method-assign]
+    ledger.Ledger.close = close_and_save  # type: ignore[method-assign]
 
 
 def pretend_peers() -> None:
     """Have one rank alone record all that it would with others, which it then does not wait for."""
-    build, record = clocks._BaseClock.__init__, metrics.Ledger.record
+    build, record = clocks._BaseClock.__init__, ledger.Ledger.record
 
     def build_as_if(self: Any, is_alone: bool = False) -> None:
         build(self, False)
 
-    def record_as_if(self: metrics.Ledger, *args: Any) -> None:
-        metrics.count_collectives()
+    def record_as_if(self: ledger.Ledger, *args: Any) -> None:
+        ledger.count_collectives()
         record(self, *args)
 
     clocks._BaseClock.__init__ = build_as_if  # type: ignore[method-assign]
-    metrics.Ledger.record = record_as_if  # type: ignore[method-assign]
+    ledger.Ledger.record = record_as_if  # type: ignore[method-assign]
 
 
 if FOLDER:  # set in ranks alone

@@ -117,7 +117,8 @@ class DataError(PacelineError):
 
 
 class LoaderError(DataError):
-    """May not be the fault of the data: another attempt may succeed."""
+    """A failure of a loader process, for which the data may not be to blame: a retry may
+    succeed."""
 
     is_retryable = True
 
@@ -171,8 +172,7 @@ class RunFailed(PacelineError):
 
 
 def is_retryable_kind(kind: str) -> bool:
-    """Tell whether an error is retryable that is known by the name of its class only, as in a
-    verdict."""
+    """Say whether an error is retryable, given only the name of its class, as in a verdict."""
     known = {PacelineError}
     while more := {sub for cls in known for sub in cls.__subclasses__()} - known:
         known |= more
@@ -180,8 +180,8 @@ def is_retryable_kind(kind: str) -> bool:
 
 
 def users_line(error: BaseException) -> str:
-    """Return `job.py:14 in loss`: the last line on the way to the error that is in no library;
-    empty where all are."""
+    """Return `job.py:14 in loss`, the last line of the traceback outside of libraries; empty if
+    there is none."""
     ours, installed = str(Path(__file__).parent), ("site-packages", "dist-packages")
     stdlib = sysconfig.get_paths()["stdlib"]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -21,16 +21,17 @@ from paceline.records.base import load_map
 from paceline.records.files import fingerprint
 from paceline.records.rundir import RunDir
 from paceline.strategies import find_strategy, strategy_section
-from paceline.workloads.base import REGISTRY, Workload, find_workload, load_trusted, remember_typed
+from paceline.workloads.base import REGISTRY, Workload, find_workload, load_trusted
 from paceline.workloads.given import is_given, pack, unpack
+from paceline.workloads.job_file import remember_typed
 
 EXPERIMENT = "+experiment="
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job to run. `asked` is the command line in words, for the record. `packed` is the class of
-    the workload for ranks, where it is in no file."""
+    """A job to run. `asked` is the command line as typed, for the record. `packed` is the pickled
+    class of the workload, if it is in no file."""
 
     config: RunConfig
     workload: Workload
@@ -91,8 +92,8 @@ def job_schema(workload: type[Workload]) -> type[RunConfig]:
 
 
 def remember_asked(source: str, overrides: Sequence[str]) -> None:
-    """Keep that a workload's file was typed, in a process that reads no config: a rank above 0,
-    whose machine need not share rank 0's state folder."""
+    """Remember that a workload's file was typed, in a process that reads no config: a rank above 0,
+    whose machine may not share rank 0's state folder."""
     named = [word.lstrip("+").removeprefix("workload=") for word in overrides]
     for word in (source.removeprefix(EXPERIMENT), *named):
         remember_typed(word)
@@ -108,9 +109,9 @@ def preloads_of(root: Path) -> tuple[str, ...]:
 
 
 def reload_job(run: RunDir, workload: str, packed: bytes = b"") -> Job:
-    """Load the job of a run directory. `workload` was typed, or found trusted, by whoever started
-    this rank; what the directory's files name now is not asked. `packed` is a class that it was
-    given instead."""
+    """Load the job of a run directory. `workload` was typed, or found trusted, by the process that
+    started this rank, so the names in the directory's files do not count. `packed` is a class that
+    it was given instead."""
     unpack(packed)
     kind = load_trusted(workload)
     job = Job(load_config(run.config, job_schema(kind)), kind())

@@ -6,7 +6,7 @@ from paceline.records import PipelinePlan, StagePlan
 from paceline.records.rundir import RunDir
 from paceline.schedules.actions import Schedule
 from paceline.schedules.orders import draw_schedule
-from paceline.schedules.passes import Pass, Timed, write_passes
+from paceline.schedules.passes import Pass, Timed, render_passes
 from paceline.schedules.simulate import pairing_of, simulate
 from paceline.schedules.timeline import Timeline, Times
 
@@ -69,4 +69,4 @@ def write_run(run: RunDir, plan: PipelinePlan, times: Times, num_passes: int = 6
     )
     for rank, passes in enumerate(jittered(schedule, times, num_passes)):
         run.rank(rank).mkdir(parents=True, exist_ok=True)
-        write_passes(run.passes(rank), passes)
+        run.passes(rank).write_text(render_passes(passes))

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
-from paceline.prepare.speech import Asked, prepare
+from paceline.prepare.speech import SpeechRequest, prepare
 from paceline.prepare.speech_audio import Sound
 from tests.speech_signals import CORPUS
 
@@ -30,7 +30,7 @@ def corpus() -> Path:
     """The fixture, prepared once per process."""
     root = Path(mkdtemp(prefix="speech_clip-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
-    prepare(Asked(CORPUS, root, Sound(trim=True)), lambda text: None, lambda progress: None)
+    prepare(SpeechRequest(CORPUS, root, Sound(trim=True)), lambda text: None, lambda progress: None)
     return root
 
 

@@ -27,8 +27,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.api.foreign import OTHERS_S, Asked, Watchdog, conclude_run, open_run, say, wait_for
-from paceline.api.waiting import find_waits, tell_backward
+from paceline.api.script_run import (
+    OTHERS_S,
+    LoopFacts,
+    Watchdog,
+    conclude_run,
+    open_run,
+    say,
+    wait_for,
+)
+from paceline.api.waiting import count_backward, find_waits
 from paceline.config.load import load_config
 from paceline.errors import ConfigError, Outcome, StopAsked
 from paceline.job import job_schema
@@ -43,8 +51,8 @@ from paceline.track.flow import Trackers
 from paceline.track.sinks import SINKS
 from paceline.train.feed import StepBatch
 from paceline.train.heartbeat import StepMark, Ticker, build_tickers
+from paceline.train.ledger import Ledger, LedgerFiles
 from paceline.train.loop import LATENESS
-from paceline.train.metrics import Ledger, LedgerFiles
 from paceline.train.readback import on_device
 from paceline.train.verdict import explain, outcome_of, peak_memory, save_verdict
 from paceline.workloads.base import Workload
@@ -87,7 +95,7 @@ def attach(
         raise ConfigError(f"{odd[0]!r} is not a tracker\nhint: {', '.join(SINKS)}")
     if not steps and epochs and hasattr(loader, "__len__"):
         steps = epochs * len(loader) // accumulate
-    asked = Asked(
+    asked = LoopFacts(
         name=name or Path(sys.argv[0]).stem or "script",
         out=None if out is None else Path(out),
         batch_size=batch_size or _batch_size(loader),
@@ -107,7 +115,7 @@ def _batch_size(loader: Any) -> int:
     size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
     if not size:
         raise ConfigError(
-            "paceline.attach cannot see how many samples a batch has\nhint: batch_size=N"
+            "paceline.attach cannot tell how many samples a batch has\nhint: batch_size=N"
         )
     return int(size)
 
@@ -115,7 +123,9 @@ def _batch_size(loader: Any) -> int:
 class Attached:
     """A rank of a run whose loop is a script's. `path` is the run directory, on all ranks."""
 
-    def __init__(self, asked: Asked, model: nn.Module, optimizer: Optimizer, loader: Any) -> None:
+    def __init__(
+        self, asked: LoopFacts, model: nn.Module, optimizer: Optimizer, loader: Any
+    ) -> None:
         self._run, self._place = open_run(asked, model, optimizer)
         self.path = self._run.root
         self._loader, self._optimizer, self._accumulate = loader, optimizer, asked.accumulate
@@ -140,8 +150,8 @@ class Attached:
         self._tickers = self._start()
 
     def batches(self) -> Iterator[Any]:
-        """Yield what the loader yields, once through it; each `accumulate` batches are a step. What
-        the script does between two epochs belongs to no step."""
+        """Yield the batches of the loader, for one pass over it; `accumulate` batches are a step.
+        What the script does between epochs belongs to no step."""
         source = iter(self._loader)
         while True:
             is_first = self._num_batches % self._accumulate == 0
@@ -169,22 +179,22 @@ class Attached:
         *,
         grad_norm: Tensor | float | None = None,
     ) -> None:
-        """Take in a batch: its mean loss, over how many samples (or tokens) that is, and further
-        sums as (sum, count) by name. Nothing here waits for the device."""
+        """Record a batch: its mean loss, the number of samples (or tokens) that it is the mean of,
+        and further sums as (sum, count) by name. Nothing here waits for the device."""
         mean = on_device(loss, self._device)[0]
         self._sums.append((mean * count, count, metrics))
         if grad_norm is not None:
             self._grad_norm = grad_norm
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Take in the numbers of an evaluation after the last step; rank 0's count."""
+        """Record the results of an evaluation after the last step; those of rank 0 count."""
         named = {k if k.startswith(VAL) else f"{VAL}{k}": float(v) for k, v in metrics.items()}
         self._evaluation |= named
         self._note_evaluation()
 
     def close(self) -> Result | None:
-        """End the run well: write what is left, and on rank 0 result and report. All ranks call it,
-        while their process group is there."""
+        """End the run: write what is left, and on rank 0 the result and the report. All ranks call
+        it, while their process group still exists."""
         return None if self._is_closed else self._close_well()
 
     def __enter__(self) -> Self:
@@ -241,7 +251,7 @@ class Attached:
         def forwarded(module: nn.Module, inputs: Any, output: Any) -> None:
             if module.training and torch.is_grad_enabled():
                 if waits is not None:
-                    tell_backward(waits, output)
+                    count_backward(waits, output)
                 clock.enter(Phase.BACKWARD)
 
         def update(*_: Any) -> None:
@@ -299,7 +309,7 @@ class Attached:
         self._excepthook(kind, error, trace)
 
     def _left(self) -> None:
-        """The script ends without `close`. Other ranks may not answer a collective any more."""
+        """The script ends without `close`. Other ranks may no longer answer a collective."""
         if self._is_closed:
             return
         if self._stop is not None:
@@ -330,7 +340,7 @@ class Attached:
         return self._conclude()
 
     def _fail(self, error: BaseException) -> None:
-        """Leave what is known when the loop ends by an error, and conclude: the other ranks may
+        """Save what is known when the loop ends by an error, and conclude: the other ranks may
         never get to."""
         if self._is_closed:
             return

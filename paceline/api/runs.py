@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 
 def load_run(path: str | Path) -> "Run":
-    """Open the directory of a run that has ended, has failed, or goes on."""
+    """Open the directory of a run, whether it has ended, has failed or is still going on."""
     return Run(RunDir.open(Path(path)).root)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory. Records are read once; tables each time, for a live run's grow."""
+    """A run directory. Records are read once; tables on each access, because those of a live run
+    grow."""
 
     path: Path
 

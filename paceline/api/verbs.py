@@ -89,7 +89,7 @@ def resume(
 
 
 def plan(job: Source, /, *words: str, **settings: Any) -> Plan:
-    """Return what would run, and what is wrong with it: `.problems()` are what would refuse it."""
+    """Return the plan; `.problems()` lists what would make `train` refuse it."""
     from paceline.job import load_job
     from paceline.machine import resolve_topology
     from paceline.run.flow import decide
@@ -100,8 +100,8 @@ def plan(job: Source, /, *words: str, **settings: Any) -> Plan:
 def verify(
     *words: Source, out: Place | None = None, quiet: bool = False, **settings: Any
 ) -> "VerifyReport":
-    """Prove strategies against one process and return the table: its answer, be it no, is data.
-    `words` are strategies, key=value, and a job, where it is a job that is to be proven."""
+    """Prove strategies against one process and return the table; a failed proof is part of it, not
+    an exception. `words` are strategies, key=value and, to prove a job, that job."""
     from paceline.cli.talk import ConsoleTalk
     from paceline.verify.flow import run_verify
 
@@ -197,8 +197,8 @@ def name_of(job: Source) -> str:
 
 
 def as_words(words: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
-    """Return key=value words as the command line has them. A text is read as it is there: "off" is
-    a word and "1e-3" a number."""
+    """Return key=value words as on the command line. Strings are read as there: "off" is a word and
+    "1e-3" a number."""
     odd = [word for word in words if "=" not in word and not word.startswith("~")]
     if odd:
         raise ConfigError(f"{odd[0]!r} is not KEY=VALUE\nhint: such as 'train.steps=6'")
@@ -219,8 +219,8 @@ def _path(out: Place | None) -> Path | None:
 
 
 def _ended(result: Result, talk: "ConsoleTalk", check: bool) -> Result:
-    """Return the result of a run that ended well, or was not to be checked; else raise. Ctrl-C was
-    meant for the program: it goes on to it, once the run has stopped in order."""
+    """Return the result of a run that ended well, or was not to be checked; else raise. Ctrl-C is
+    raised again for the program, once the run has stopped in order."""
     from paceline.cli.talk import failure_lines, say_result
 
     if check and result.outcome is Outcome.INTERRUPTED:

@@ -1,7 +1,7 @@
-"""Where a loop that is not ours waits for other ranks, as far as its model shows: in DDP, in FSDP2.
+"""Where a script's own loop waits for other ranks, as far as its model shows: in DDP, in FSDP2.
 
-Everything else that the script exchanges by itself counts as its work: a rank that waits there is
-not told from one that works, so who is slow before it may stay unnamed, and nobody else is named.
+Whatever else the script exchanges counts as its work. A rank that waits there looks like one that
+works, so a rank that is slow just before may go unnoticed; no other rank is blamed for it.
 """
 
 from typing import Any
@@ -16,14 +16,14 @@ from paceline.strategies.waits import Waits
 
 
 def find_waits(model: nn.Module, optimizer: Optimizer, device: torch.device) -> Waits | None:
-    """Return what tells a clock where this model waits, from now on; None: nobody knows."""
+    """Count this model's waiting from now on; None for a model of which it is not known."""
     waits = Waits()
     if isinstance(model, DistributedDataParallel):
         waits.around(model, "_sync_buffers")
     elif hasattr(model, "_get_fsdp_state"):
-        from paceline.strategies.fsdp import tell_waits  # torch's FSDP takes a while to import
+        from paceline.strategies.fsdp import count_waits  # torch's FSDP takes a while to import
 
-        tell_waits(model, waits, device)
+        count_waits(model, waits, device)
     else:
         return None
     if hasattr(optimizer, "_sync_params"):  # torch's ZeroRedundancyOptimizer
@@ -31,8 +31,8 @@ def find_waits(model: nn.Module, optimizer: Optimizer, device: torch.device) -> 
     return waits
 
 
-def tell_backward(waits: Waits, output: Any) -> None:
-    """Tell of the waiting at the end of the backward pass that will begin at a model's output."""
+def count_backward(waits: Waits, output: Any) -> None:
+    """Count the waiting at the end of the backward pass that will begin at a model's output."""
     for value in tree_leaves(output):
         if isinstance(value, torch.Tensor):
             waits.until_done(value)

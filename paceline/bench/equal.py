@@ -1,5 +1,5 @@
-"""Proof of equal work, from both sides' configs and plans, before anything runs: what is not
-declared as the difference is the same, and what is declared takes effect."""
+"""Proves equal work from the configs and plans of both sides, before anything runs: whatever is
+not declared as the difference is the same, and whatever is declared takes effect."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a machine measured before, and whether it is shown to be worse now: a gate for CI.
+"""Stored results of a machine, and whether new ones are shown to be worse: a gate for CI.
 
 There is one file per hardware, `expectations_<key>.json`, with the values of every run, so that
 the new runs are held against them by an interval and not by a threshold on two means. Other

@@ -1,4 +1,4 @@
-"""From the runs of a pair to its result: figures of both sides, intervals of the ratios, whether
+"""Judges a pair from its runs: the figures of both sides, intervals of the ratios, and whether
 the losses agree. Nothing is clamped, and a crash is a failure."""
 
 import math

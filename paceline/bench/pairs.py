@@ -1,4 +1,4 @@
-"""From a target to the arms that run here: planned, proven equal, or skipped with the reason."""
+"""Turns a target into arms that can run here: planned, proven equal, or skipped with the reason."""
 
 import shutil
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""`paceline bench run --profile minimal|full`: one run more of each arm, whose steps are profiled.
-It counts for nothing else: a profile slows what it looks at."""
+"""`paceline bench run --profile minimal|full`: runs each arm once more with the profiler. That
+run counts for nothing else, because profiling slows it down."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -13,7 +13,7 @@ from paceline.bench.judge import collect_runs, judge_pair, skipped_pair
 from paceline.bench.pairs import Pair, plan_pair
 from paceline.bench.profiles import ProfileKind, take_profiles
 from paceline.bench.records import BenchReport, GateRow, PairResult
-from paceline.bench.target import Asked, load_targets
+from paceline.bench.target import AskedTargets, load_targets
 from paceline.bench.words import summarise
 from paceline.config.overrides import parse_override
 from paceline.errors import ConfigError, Outcome, PacelineError
@@ -122,7 +122,9 @@ class _Bench:
         return made
 
 
-def run_bench(asked: Asked, settings: BenchSettings, run_pair: PairRunner, say: Say) -> BenchReport:
+def run_bench(
+    asked: AskedTargets, settings: BenchSettings, run_pair: PairRunner, say: Say
+) -> BenchReport:
     """Run all pairs. What can be refused is refused before the first run; a failed pair does not
     stop the others."""
     started_at, env = wall_time(), probe()
@@ -144,7 +146,7 @@ def run_bench(asked: Asked, settings: BenchSettings, run_pair: PairRunner, say: 
     return bench.write(Outcome.CHECK_FAILED if is_bad else Outcome.OK)
 
 
-def plan_pairs(asked: Asked, env: Env, steps: int) -> list[Pair]:
+def plan_pairs(asked: AskedTargets, env: Env, steps: int) -> list[Pair]:
     """Plan every pair, and raise all their problems at once."""
     pairs: list[Pair] = []
     problems: list[str] = []

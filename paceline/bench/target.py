@@ -1,5 +1,5 @@
-"""The targets of `paceline bench`, pairs of configs in targets/*.yaml; and the words of
-`paceline bench run` as targets and overrides, before anything is planned.
+"""The targets of `paceline bench`, pairs of configs in targets/*.yaml; and the arguments of
+`paceline bench run`, split into targets and overrides before anything is planned.
 
 zero3 labs/train_distributed:fsdp train.seed=1 zero3:model.dim=256
 """
@@ -131,7 +131,7 @@ def find_names(word: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedTargets:
     """Hold each target once, in the order it was named, with the overrides of both its sides."""
 
     overrides: dict[str, list[str]]
@@ -141,7 +141,7 @@ class Asked:
         return [load_targets()[name] for name in self.overrides]
 
 
-def parse_words(words: Sequence[str]) -> Asked:
+def parse_words(words: Sequence[str]) -> AskedTargets:
     """Read the words of the command line. `ConfigError` lists every word that means nothing, or
     that would make the sides of a pair alike."""
     problems: list[str] = []
@@ -163,7 +163,7 @@ def parse_words(words: Sequence[str]) -> Asked:
     problems += _compared(own)
     if problems:
         raise ConfigError(problems)
-    return Asked(own)
+    return AskedTargets(own)
 
 
 def _is_override(word: str) -> bool:

@@ -1,4 +1,4 @@
-"""A bench in words: the table of a pair for the screen, and summary.md."""
+"""Renders a bench as text: the table of a pair on the terminal, and summary.md."""
 
 from statistics import fmean, geometric_mean
 

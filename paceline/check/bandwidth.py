@@ -1,4 +1,4 @@
-"""How fast are collectives? Latency of small ones, algorithm and bus bandwidth of large ones.
+"""Measures collectives: the latency of small ones, algorithm and bus bandwidth of large ones.
 
 `measure_collectives(device)` needs an initialised default process group; every rank calls it.
 Sizes and factors are those of nccl-tests, so that figures compare:

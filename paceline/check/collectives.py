@@ -1,4 +1,4 @@
-"""Are collectives right? Each one against its exact answer, over dtypes and sizes, on every rank.
+"""Compares each collective with its exact answer, over dtypes and sizes, on every rank.
 
 `verify_collectives(device)` needs an initialised default process group; every rank calls it.
 """

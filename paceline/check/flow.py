@@ -1,5 +1,5 @@
-"""`paceline check` from settings to report: the same stages as a run (flow.py), with a task that
-measures in place of one that trains."""
+"""`paceline check` from settings to report: the same stages as a run (run/flow.py), with a task
+that measures instead of training."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

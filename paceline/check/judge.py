@@ -1,4 +1,4 @@
-"""From what the ranks found to what a person should do, and what figures are held against.
+"""Turns what the ranks measured into findings with advice, and says what figures are compared with.
 
 Pure: no torch, no machine.
 """

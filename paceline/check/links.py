@@ -1,4 +1,4 @@
-"""Ranks two by two: the bandwidth of each link, and how far each rank's clock is off.
+"""Measures ranks pair by pair: the bandwidth of each link, and how far each rank's clock is off.
 
 Both need an initialised default process group; every rank calls them.
 """

@@ -1,5 +1,5 @@
-"""What can one device do? Matrix products by precision and memory copies, as measured here; and how
-work that may run behind the host's back is timed: in batches between two synchronisations.
+"""Measures one device: matrix products by precision and memory copies. Work that may run
+asynchronously is timed in batches between two synchronisations.
 
 `measure_rates(device)` needs no process group. Ranks that share a CPU share its memory: called by
 all of them at once, it says what each gets while the others work too.

@@ -1,4 +1,4 @@
-"""Which link, rank or host is slow? From the bandwidth of pairs to findings; no torch.
+"""Finds slow links, ranks or hosts from the bandwidth of pairs; no torch.
 
 A link is slow under half of what its kind usually reaches: links inside a host are compared with
 each other, and links between hosts with each other.

@@ -44,8 +44,8 @@ class Converted(Part):
 
 
 def convert(run: RunDir, which: str, out: Path | None, say: Say, ema: bool = False) -> Converted:
-    """Write one checkpoint as `out`; `which` is latest, best or a step. `ema`: the average of the
-    weights in their place."""
+    """Write one checkpoint as `out`; `which` is latest, best or a step. `ema`: write the average of
+    the weights instead."""
     tree = read_plain(run.config)
     folder = checkpoints_of(run, tree)
     step = choose_step(folder, which)
@@ -98,8 +98,7 @@ def _require_averages(manifest: Manifest) -> Manifest:
 
 
 def choose_step(folder: CheckpointFolder, which: str) -> int:
-    """Return the newest step, the best, or the one that was named; whether it is sound is seen
-    later."""
+    """Return the newest step, the best, or the named one; whether it is sound is checked later."""
     steps = list_steps(folder)
     if not steps:
         raise RestoreError(no_checkpoints(folder))

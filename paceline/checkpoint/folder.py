@@ -1,4 +1,4 @@
-"""The checkpoints of a run as folders: how one comes to be, which can be trusted, which may go.
+"""The checkpoint folders of a run: how one is created, which can be trusted, which may be deleted.
 
     .tmp-step_30-2   ranks write and fsync here      step_30    after one rename, with its manifest
     latest, best     name a step, moved after that   prune      only then, and never the last good
@@ -145,11 +145,11 @@ class CheckpointFolder:
         return Kept.load(self.path(step) / STATE)
 
     def damages(self, step: int, manifest: Manifest, names: Iterable[str]) -> list[str]:
-        """Return what is wrong with these files: each is read to its end."""
+        """Return what is wrong with these files; each is read to its end."""
         return [text for name in names if (text := self._damage(step, name, manifest))]
 
     def misfits(self, step: int, manifest: Manifest, names: Iterable[str]) -> list[str]:
-        """Return what is wrong at a glance: files that are missing, have another size or head."""
+        """Return what is visibly wrong: files that are missing, or have another size or head."""
         return [text for name in names if (text := self._misfit(step, name, manifest))]
 
     def _misfit(self, step: int, name: str, manifest: Manifest) -> str:
@@ -198,7 +198,7 @@ class CheckpointFolder:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def set_aside(self, step: int) -> None:
-        """Rename a checkpoint that is not used, so that later ones are not mistaken for its
+        """Rename a checkpoint that is not used, so that later ones are not taken for its
         successors."""
         for number in range(1000):
             aside = self.root / (f"{DAMAGED}{step_name(step)}" + (f"-{number}" if number else ""))
@@ -211,14 +211,14 @@ class CheckpointFolder:
         write_atomic(self.root / BEST, f"{step_name(step)}\n")
 
     def leftovers(self) -> list[str]:
-        """Return what saves that were killed have left, and what a live one is writing."""
+        """Return the remains of saves that were killed, and what a live one is writing."""
         with suppress(FileNotFoundError):
             names = (entry.name for entry in os.scandir(self.root))
             return sorted(name for name in names if name.startswith((TEMPORARY, REPLACED)))
         return []
 
     def sweep(self) -> list[str]:
-        """Remove what a save that was killed has left, as far as the disk allows; no rank may be
+        """Remove the remains of a save that was killed, as far as the disk allows; no rank may be
         writing."""
         swept = []
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""All ranks choose one checkpoint together: the newest whose every byte is what was written."""
+"""All ranks agree on one checkpoint: the newest whose every byte is as it was written."""
 
 import logging
 from collections.abc import Callable
@@ -109,7 +109,7 @@ def _all_agree(is_good: bool, device: torch.device) -> bool:
 
 
 def require_never_saved(log: Path, folder: CheckpointFolder) -> None:
-    """Refuse to begin anew where checkpoints were written and are gone."""
+    """Refuse to start from the beginning if checkpoints were written and are gone."""
     written = [row.step for row in read_checkpoints(log) if row.is_written]
     if written:
         raise RestoreError(

@@ -58,7 +58,7 @@ class Writer:
 
 @dataclass
 class Save:
-    """One checkpoint on its way."""
+    """One checkpoint that is being written."""
 
     kept: Kept
     pieces: list[Piece]
@@ -138,7 +138,7 @@ class Saver:
         )
 
     def take_news(self) -> int | None:
-        """Return the step of a checkpoint that has become whole since this was last asked."""
+        """Return the step of a checkpoint that has been completed since the last call."""
         save = self._save
         if save is None or save.is_told or not save.is_written.is_set():
             return None
@@ -290,7 +290,7 @@ class Saver:
         return parts
 
     def _hear(self, key: str) -> Any:
-        """Return what another rank says. It polls: a store that waits for a key answers no other
+        """Return another rank's message. It polls: a store that waits for a key answers no other
         call."""
         pause_s = POLL_S
         while not self.writer.store.check([key]):

@@ -1,4 +1,4 @@
-"""What checkpoints a run has, and which of them can be trusted: for `paceline checkpoints`.
+"""Lists the checkpoints of a run and says which can be trusted, for `paceline checkpoints`.
 
     survey(folder)        a glance at each: manifest and sizes; nothing else is read
     verify_all(folder)    every byte of each

@@ -31,6 +31,24 @@ TailLinesOption = Annotated[
     typer.Option("--tail-lines", help="Lines of a failed rank's log to show; default 12."),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the record as JSON on stdout.")]
+# Which weights of a run, on which device, and whether its code may run.
+StepOption = Annotated[
+    str,
+    typer.Option("--step", help="best, latest or a number. auto: the best, else the latest."),
+]
+OwnWeightsFlag = Annotated[
+    bool,
+    typer.Option(
+        "--own-weights", help="Use the weights themselves, even if the run kept an average."
+    ),
+]
+DeviceOption = Annotated[
+    str, typer.Option("--device", help="cpu or cuda. auto: cuda if there is a GPU.")
+]
+TrustCodeFlag = Annotated[
+    bool,
+    typer.Option("--trust-code", help="Run the job's file even if it was never typed here."),
+]
 
 WORDS = "paceline.words"  # all that was typed, kept for a hint
 

@@ -1,4 +1,4 @@
-"""The bar of a run on a terminal: how far, and below it loss, metrics, speed, MFU, memory.
+"""The progress bar of a run: steps, and below them loss, metrics, speed, MFU, memory.
 
 It is drawn a few times a second from the last row of training.csv, by a thread of this process:
 ranks know nothing of it.

@@ -26,7 +26,7 @@ Words = Annotated[
     list[str],
     typer.Argument(
         metavar="all|TARGET... [KEY=VALUE]... [TARGET:KEY=VALUE]...",
-        help="Overrides are for both sides of every pair, or of the one that is named.",
+        help="Overrides apply to both sides of every pair, or of the named one.",
     ),
 ]
 
@@ -66,7 +66,7 @@ def run_targets(
         None,
         "--check-expectations",
         metavar="PATH",
-        help="Exit 1 if shown worse than what is stored.",
+        help="Exit 1 if shown to be worse than the stored runs.",
     ),
     save: Path | None = typer.Option(
         None, "--save-expectations", metavar="PATH", help="Store these runs for this hardware."

@@ -1,4 +1,4 @@
-"""`paceline checkpoints`: what a run has kept, whether it is still whole, and for other tools."""
+"""`paceline checkpoints`: list, verify and convert the checkpoints of a run."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ AverageFlag = Annotated[
     bool, typer.Option("--ema", help="Write the average of the weights that optim.ema has kept.")
 ]
 app = typer.Typer(
-    help="List, verify and convert what a run has kept.\n\n"
+    help="List, verify and convert the checkpoints of a run.\n\n"
     "Example: paceline checkpoints list runs/latest",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -38,7 +38,7 @@ app = typer.Typer(
 
 @app.command("list")
 def list_checkpoints(run_dir: RunArgument, as_json: JsonFlag = False) -> None:
-    """List the checkpoints of a run, the newest first. Sizes are looked at, contents are not.
+    """List the checkpoints of a run, the newest first. Checks sizes, not contents.
 
     Example: paceline checkpoints list runs/latest
     """

@@ -1,4 +1,4 @@
-"""`paceline data smoke`: does the data of a recipe come, and how fast, before it is trained on."""
+"""`paceline data smoke`: can a recipe's data be read, and how fast? Before training on it."""
 
 import typer
 

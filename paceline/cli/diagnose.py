@@ -1,4 +1,4 @@
-"""`paceline diagnose` and `paceline import`: why a run was as it was, from files alone."""
+"""`paceline diagnose` and `paceline import`: what went wrong in a run, from its files alone."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,9 @@ def diagnose(
 
 def import_files(
     paths: list[Path] = typer.Argument(..., metavar="FILE|FOLDER...", help="Logs, metrics, dumps."),
-    out: Path | None = typer.Option(None, "--out", help="The directory; else runs/imported-UTC."),
+    out: Path | None = typer.Option(
+        None, "--out", help="The run directory; runs/imported-UTC if not given."
+    ),
     as_json: JsonFlag = False,
 ) -> None:
     """Make a run directory of files that another trainer has left.

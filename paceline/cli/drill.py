@@ -1,4 +1,4 @@
-"""`paceline drill`: faults planted in one's own job, and what is said of them."""
+"""`paceline drill`: plant faults in a job of yours, and see whether they are found."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ def drill(
     source: Annotated[str, SOURCE],
     overrides: Overrides = None,
     fault: Annotated[
-        list[str] | None, typer.Option("--fault", help="Which one; all of them if not given.")
+        list[str] | None, typer.Option("--fault", help="Which fault; all of them if not given.")
     ] = None,
-    rank: int = typer.Option(1, "--rank", min=0, help="Who has it; of slow_disk all have."),
-    step: int = typer.Option(12, "--step", min=1, help="When it begins."),
-    share: float = typer.Option(0.5, "--share", min=0.01, help="A slow rank's further time."),
+    rank: int = typer.Option(1, "--rank", min=0, help="The rank that has it; slow_disk is on all."),
+    step: int = typer.Option(12, "--step", min=1, help="The step at which it begins."),
+    share: float = typer.Option(
+        0.5, "--share", min=0.01, help="How much slower a slow rank becomes."
+    ),
     out: OutOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Plant a fault in a job, train it, and show whether and how it is named. Exit 1: it was not.
+    """Plant a fault in a job, train it, and show whether the fault is named. Exit 1: it was not.
 
     Example: paceline drill lm_tiny --fault slow_forward launch.nproc=2
 

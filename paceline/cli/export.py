@@ -1,4 +1,4 @@
-"""`paceline export`: a run's model for other programs, loaded again and compared."""
+"""`paceline export`: write a run's model for other programs, load it again and compare."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.arguments import JsonFlag
+from paceline.cli.arguments import JsonFlag, OwnWeightsFlag, StepOption, TrustCodeFlag
 
 if TYPE_CHECKING:
     from paceline.export.records import ExportReport
@@ -21,12 +21,8 @@ def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")],
     format: str = typer.Option("safetensors", "--format", help="safetensors, pytorch or onnx."),
     merge: bool = typer.Option(False, "--merge", help="Make adapters (LoRA) part of the weights."),
-    step: str = typer.Option(
-        "auto", "--step", help="best, latest or a number. auto: the best, else the latest."
-    ),
-    own_weights: bool = typer.Option(
-        False, "--own-weights", help="The weights themselves, though their average is kept."
-    ),
+    step: StepOption = "auto",
+    own_weights: OwnWeightsFlag = False,
     dtype: str = typer.Option(
         "float32", "--dtype", help="float32, bfloat16 or float16; onnx is float32."
     ),
@@ -34,15 +30,13 @@ def export(
         None, "--output", help="The folder to make; RUN_DIR/exported/FORMAT if not given."
     ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier export."),
-    trust_code: bool = typer.Option(
-        False, "--trust-code", help="Run the job's file though never typed here."
-    ),
+    trust_code: TrustCodeFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Write a run's model for other programs: weights, config, tokenizer, card and hashes.
 
-    It is loaded again by the library it is for, and compared with the trained model on real
-    samples; only then does the folder get its name.
+    The files are loaded again by the library that they are for, and compared with the trained
+    model on real samples; only then does the folder get its name.
 
     Example: paceline export runs/latest --format onnx --merge
     """
@@ -56,11 +50,11 @@ def export(
         return  # under a launcher: one process writes
     with refusals_on_stdout(as_json):
         run = RunDir.open(run_dir)
-        from paceline.export.flow import Asked  # imports torch
+        from paceline.export.flow import ExportOptions  # imports torch
         from paceline.export.flow import export as write
         from paceline.run.trained import Which
 
-        asked = Asked(format, merge, Which(step, not own_weights), dtype, output, overwrite)
+        asked = ExportOptions(format, merge, Which(step, not own_weights), dtype, output, overwrite)
         # Libraries that transformers imports print what they think; stdout is for data.
         with redirect_stdout(sys.stderr):
             report = write(run, asked, talk.say, partial(approve_code, talk, trust_code))

@@ -10,7 +10,13 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.arguments import JsonFlag
+from paceline.cli.arguments import (
+    DeviceOption,
+    JsonFlag,
+    OwnWeightsFlag,
+    StepOption,
+    TrustCodeFlag,
+)
 from paceline.errors import ConfigError
 
 STDIN = "-"
@@ -22,29 +28,37 @@ def generate(
     ],
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PROMPT...", help="Texts to continue; - is stdin; none: empty."),
+        typer.Argument(
+            metavar="PROMPT...", help="Texts to continue; - reads stdin. Default: an empty one."
+        ),
     ] = None,
-    step: str = typer.Option(
-        "auto", "--step", help="best, latest or a number. auto: the best, else the latest."
+    step: StepOption = "auto",
+    max_new_tokens: int = typer.Option(
+        128, "--max-new-tokens", min=1, help="Most tokens to write."
     ),
-    max_new_tokens: int = typer.Option(128, "--max-new-tokens", min=1, help="At most so many."),
-    temperature: float = typer.Option(0.8, "--temperature", min=0, help="0: always the likeliest."),
-    top_k: int | None = typer.Option(None, "--top-k", min=1, help="Choose from so many tokens."),
-    top_p: float = typer.Option(1.0, "--top-p", min=0, max=1, help="Choose from this share."),
+    temperature: float = typer.Option(
+        0.8, "--temperature", min=0, help="0: always the likeliest token."
+    ),
+    top_k: int | None = typer.Option(
+        None, "--top-k", min=1, help="Choose among this many likeliest tokens."
+    ),
+    top_p: float = typer.Option(
+        1.0,
+        "--top-p",
+        min=0,
+        max=1,
+        help="Choose among the likeliest tokens with this total probability.",
+    ),
     seed: int = typer.Option(0, "--seed", min=0, help="The same seed gives the same text."),
-    own_weights: bool = typer.Option(
-        False, "--own-weights", help="The weights themselves, though their average is kept."
-    ),
-    device: str = typer.Option("auto", "--device", help="cpu or cuda. auto: cuda where there is."),
-    trust_code: bool = typer.Option(
-        False, "--trust-code", help="Run the job's file though never typed here."
-    ),
+    own_weights: OwnWeightsFlag = False,
+    device: DeviceOption = "auto",
+    trust_code: TrustCodeFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Continue texts by what a run has trained, or by a Hugging Face model (safetensors only).
+    """Continue texts with the model of a run, or with a Hugging Face model (safetensors only).
 
-    One prompt is written to stdout as it comes. Several are continued together, each from its own
-    random numbers, and written one after the other.
+    The text of a single prompt is written to stdout as it is generated. Several prompts are
+    continued together, each with its own random numbers, and written one after the other.
 
     Example: paceline generate runs/latest "def main(" --temperature 0.6
     """

@@ -33,10 +33,10 @@ def plan(
         None,
         "--times",
         metavar="FILE|RUN_DIR",
-        help="With --schedule: times of blocks from a file, or measured in a run; else counted.",
+        help="With --schedule: block times from a file or a run; else estimated by counting.",
     ),
     bubble: float = typer.Option(
-        0.1, "--bubble", help="With --schedule: idle share to find a number of microbatches for."
+        0.1, "--bubble", help="With --schedule: find the microbatches for this idle share."
     ),
 ) -> None:
     """Show what a run would do: each choice with its reason, batch, memory, FLOPs, problems.

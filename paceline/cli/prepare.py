@@ -22,7 +22,7 @@ def text(
         show_default="bytes",
     ),
     train_bpe: int | None = typer.Option(
-        None, "--train-bpe", metavar="SIZE", help="Learn a tokenizer of so many tokens first."
+        None, "--train-bpe", metavar="SIZE", help="First train a tokenizer with this many tokens."
     ),
     text_field: str = typer.Option(
         "text", "--text-field", help="The field or column that holds the text."
@@ -35,14 +35,14 @@ def text(
         help="Share of the documents kept apart for validation.",
     ),
     max_files: int | None = typer.Option(
-        None, "--max-files", min=1, help="Read only so many files."
+        None, "--max-files", min=1, help="Read only this many files."
     ),
     workers: int | None = typer.Option(
         None, "--workers", min=1, help="Processes that tokenise; one per core if not given."
     ),
     as_json: JsonFlag = False,
 ) -> None:
-    """Tokenise text into shards, once; a run reads them as data.source=DIR.
+    """Tokenise text into shards, which runs then read with data.source=DIR.
 
     Example: paceline prepare text stories.jsonl --out shards --train-bpe 8192
     """
@@ -51,7 +51,7 @@ def text(
     talk = ConsoleTalk()
     with refusals_on_stdout(as_json):
         from paceline.data.base import TextData
-        from paceline.prepare.text import Asked, prepare_text
+        from paceline.prepare.text import TextRequest, prepare_text
         from paceline.records.words import count
 
         settings = TextData(
@@ -61,7 +61,7 @@ def text(
             val_fraction=val_fraction,
             max_files="all" if max_files is None else max_files,
         )
-        manifest = prepare_text(Asked(settings, train_bpe, workers), out, talk.say)
+        manifest = prepare_text(TextRequest(settings, train_bpe, workers), out, talk.say)
     if as_json:
         print_json(manifest.to_json())
         return

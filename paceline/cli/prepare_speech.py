@@ -12,7 +12,7 @@ from paceline.cli.arguments import JsonFlag
 from paceline.cli.prepare import app
 
 if TYPE_CHECKING:
-    from paceline.prepare.speech import Asked, Prepared, Progress
+    from paceline.prepare.speech import Prepared, Progress, SpeechRequest
 
 LINE_EVERY_S = 5.0
 Input = Annotated[Path, typer.Option("--input-root", help="A folder of audio files.")]
@@ -23,7 +23,10 @@ Output = Annotated[Path, typer.Option("--output-root", help="The folder to make 
 Rate = Annotated[int, typer.Option("--target-sr", min=2000, max=384_000, help="Hz of the output.")]
 Trim = Annotated[bool, typer.Option("--trim", help="Cut silence off at both ends.")]
 TopDb = Annotated[
-    float, typer.Option("--trim-top-db", min=0.1, help="dB below the loudest that are silence.")
+    float,
+    typer.Option(
+        "--trim-top-db", min=0.1, help="What is this many dB below the loudest part is silence."
+    ),
 ]
 ManifestPath = Annotated[
     Path | None, typer.Option("--manifest-path", help="manifest.tsv in the output if not given.")
@@ -33,7 +36,8 @@ Workers = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Make every file again.")]
 MaxRejects = Annotated[
-    int, typer.Option("--max-rejects", min=0, help="Exit 4, without a manifest, beyond so many.")
+    int,
+    typer.Option("--max-rejects", min=0, help="With more rejected files: exit 4, and no manifest."),
 ]
 MaxSeconds = Annotated[float, typer.Option("--max-seconds", min=0.1, help="Reject longer files.")]
 ColumnNames = Annotated[
@@ -61,11 +65,11 @@ def speech(
 
     Example: paceline prepare speech --input-root LibriSpeech --output-root speech_16k --trim
     """
-    from paceline.prepare.speech import Asked
+    from paceline.prepare.speech import SpeechRequest
     from paceline.prepare.speech_audio import Sound
 
     sound = Sound(target_sr, trim, trim_top_db, max_seconds)
-    asked = Asked(
+    asked = SpeechRequest(
         input_root, output_root, sound, manifest_path, workers or _cores(), overwrite, max_rejects
     )
     _run(asked, as_json)
@@ -90,12 +94,12 @@ def parquet_audio(
 
     Example: paceline prepare parquet-audio --input-root shards --output-root speech_16k --trim
     """
-    from paceline.prepare.speech import Asked
+    from paceline.prepare.speech import SpeechRequest
     from paceline.prepare.speech_audio import Sound
     from paceline.prepare.speech_tables import parse_columns
 
     sound = Sound(target_sr, trim, trim_top_db, max_seconds)
-    asked = Asked(
+    asked = SpeechRequest(
         input_root, output_root, sound, manifest_path, workers or _cores(), overwrite, max_rejects,
         parse_columns(columns),
     )  # fmt: skip
@@ -106,7 +110,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _run(asked: "Asked", as_json: bool) -> None:
+def _run(asked: "SpeechRequest", as_json: bool) -> None:
     from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout
     from paceline.prepare.speech import prepare
 

@@ -64,7 +64,7 @@ def sweep(
         False, "--stop-on-error", help="End at the first run that fails."
     ),
     from_env: bool = typer.Option(
-        False, "--from-env", help="What is asked stands in variables: docs/sweeping.md lists them."
+        False, "--from-env", help="Read the settings from variables: docs/sweeping.md lists them."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Show the cells and the cost; stop."),
     as_json: JsonFlag = False,
@@ -73,7 +73,7 @@ def sweep(
 
     Example: paceline sweep lm_tiny --axis train.micro_batch_size=4,8 --axis data.num_workers=0,2
 
-    More words: sweep.margin=0.05 sweep.seed=1 sweep.loss_tolerance=0.02 (docs/sweeping.md)
+    More settings: sweep.margin=0.05 sweep.seed=1 sweep.loss_tolerance=0.02 (docs/sweeping.md)
     """
     from paceline.cli.talk import refusals_on_stdout
     from paceline.cli.together import require_alone

@@ -30,7 +30,7 @@ def train(
     overrides: Overrides = None,
     out: OutOption = None,
     as_json: JsonFlag = False,
-    dry_run: bool = typer.Option(False, "--dry-run", help="Plan, say what would run, and stop."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Show what would run, and stop."),
     resume: Path | None = typer.Option(
         None, "--resume", help="Resume this run directory, from its newest sound checkpoint."
     ),
@@ -38,10 +38,12 @@ def train(
         False, "--allow-change", help="With --resume: accept settings that change the training."
     ),
     trust_code: bool = typer.Option(
-        False, "--trust-code", help="With --resume: run the job's file though never typed here."
+        False,
+        "--trust-code",
+        help="With --resume: run the job's file even if it was never typed here.",
     ),
     from_env: bool = typer.Option(
-        False, "--from-env", help="Take NSA_* variables as overrides: docs/nsa.md lists them."
+        False, "--from-env", help="Read NSA_* variables as overrides: docs/nsa.md lists them."
     ),
 ) -> None:
     """Train a recipe, a YAML file, or a job of your own; write the run record and its report.

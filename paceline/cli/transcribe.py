@@ -1,4 +1,4 @@
-"""`paceline transcribe`: speech into text, and how well a model does that on a corpus."""
+"""`paceline transcribe`: turn speech into text, or score a model on a corpus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.arguments import JsonFlag
+from paceline.cli.arguments import DeviceOption, JsonFlag
 from paceline.errors import ConfigError, Outcome
 
 if TYPE_CHECKING:
@@ -26,26 +26,30 @@ def transcribe(
         list[Path] | None, typer.Argument(metavar="AUDIO...", help="WAV, FLAC, OGG or MP3 files.")
     ] = None,
     wer: Path | None = typer.Option(
-        None, "--wer", help="A manifest: transcribe its files and score the model by its words."
+        None, "--wer", help="A manifest: transcribe its files and score the model by its texts."
     ),
     root: Path | None = typer.Option(
         None, "--root", help="Where its paths begin; the folder of the manifest if not given."
     ),
-    split: str = typer.Option("*", "--split", help="Score this split only; * stands for anything."),
-    language: str = typer.Option("auto", "--language", help="Whisper: a name or a code, as es."),
+    split: str = typer.Option("*", "--split", help="Score only this split; * matches anything."),
+    language: str = typer.Option(
+        "auto", "--language", help="Whisper: a name or a code, such as es."
+    ),
     task: str = typer.Option("auto", "--task", help="Whisper: transcribe or translate."),
     times: str = typer.Option(
-        "auto", "--times", help="Whisper's own times: on, off; auto: if it was trained to."
+        "auto",
+        "--times",
+        help="Whisper's own times: on or off. auto: on if it was trained for them.",
     ),
-    batch_size: int = typer.Option(8, "--batch-size", min=1, help="Pieces heard together."),
-    device: str = typer.Option("auto", "--device", help="cpu or cuda. auto: cuda where there is."),
+    batch_size: int = typer.Option(8, "--batch-size", min=1, help="Pieces of audio per batch."),
+    device: DeviceOption = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """Write down what is said in audio files, or score a model on a corpus.
+    """Transcribe audio files, or score a model on a corpus.
 
-    Files may have any rate and any length: what is longer than the model hears at once is cut
-    where it is quiet, or goes by the times that Whisper writes. A file that cannot be read is
-    named, the others go on, and the exit code is 4.
+    Files may have any sample rate and length: a long one is cut where it is quiet, or at the times
+    that Whisper writes. A file that cannot be read is named, the others are transcribed, and the
+    exit code is 4.
 
     Example: paceline transcribe runs/latest/exported/safetensors interview.mp3
     """

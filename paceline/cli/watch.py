@@ -1,4 +1,4 @@
-"""`paceline watch`: runs while they run, on the terminal or as a page; or a watchdog for one."""
+"""`paceline watch`: live runs, on the terminal or as a page; or a watchdog for one of them."""
 
 import re
 from pathlib import Path
@@ -21,12 +21,12 @@ def watch(
     address: str = typer.Argument("", metavar="[HOST:PORT]", help=f"With --serve; {ADDRESS}."),
     serve: bool = typer.Option(False, "--serve", help="Serve a live page instead."),
     halt: bool = typer.Option(
-        False, "--halt", help="Be a watchdog: write .anomaly_type and .HALT where a rule is broken."
+        False, "--halt", help="Be a watchdog: stop the run (.HALT) when a rule is broken."
     ),
     interval: float | None = typer.Option(
-        None, "--interval", min=0.1, help="Seconds between two looks: 1; of a watchdog 30."
+        None, "--interval", min=0.1, help="Seconds between updates; default 1, for a watchdog 30."
     ),
-    once: bool = typer.Option(False, "--once", help="Print how it is now, and leave."),
+    once: bool = typer.Option(False, "--once", help="Print the current state, and exit."),
     as_json: JsonFlag = False,
 ) -> None:
     """Watch one run or many: loss, speed, phases and memory by rank, GPUs, events, the log.

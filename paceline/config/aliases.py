@@ -1,4 +1,4 @@
-"""Keys as the commands of other trainers write them, in ours: `dataset.root_dir=X` is
+"""Keys of other trainers' commands and the keys they stand for: `dataset.root_dir=X` is
 `data.root_dir=X`.
 
 Those of the speech trainer whose runbook docs/speech.md follows: its overrides are Hydra's, and
@@ -28,8 +28,8 @@ IMPLIED = {
 
 
 def in_our_words(text: str) -> list[str]:
-    """Return an override under our keys: itself, or what stands for it; none where it asks for
-    what happens anyway. `ValueError` says what cannot be asked."""
+    """Return an override under our keys: itself, or its equivalent; nothing if it asks for what
+    happens anyway. `ValueError` says what is not possible."""
     key, equals, value = text.lstrip("+").partition("=")
     if not equals or text.startswith("~"):
         return [text]

@@ -1,5 +1,5 @@
-"""The schema in words: every key with its type, default and meaning, and the nearest known key;
-and two configs key by key, as trees of plain values such as a run.yaml holds."""
+"""Describes the schema: every key with its type, default and meaning, and the nearest known key.
+Also compares two configs key by key, as trees of plain values such as run.yaml holds."""
 
 import types
 from collections.abc import Iterator, Mapping
@@ -77,7 +77,7 @@ def allows_word(field: FieldInfo, word: str) -> bool:
 
 
 def wants(field: FieldInfo) -> str:
-    """Say what a value must be: `auto, or whole number >= 1`."""
+    """Describe what a value must be: `auto, or whole number >= 1`."""
     bounds = "".join(_bound(item) for item in field.metadata)
     return _words(field.annotation) + bounds
 

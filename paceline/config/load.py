@@ -1,4 +1,4 @@
-"""From what was typed to a frozen `RunConfig`, or to one error that lists every problem.
+"""Turns the command line into a frozen `RunConfig`, or into one error with every problem.
 
 draft = read_draft("lm_tiny", ["train.steps=50"])     YAML and overrides, nothing trusted yet
 config = validate(draft, schema)                      all problems at once, or a config
@@ -217,7 +217,7 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _too_large(tree: Any, draft: Draft) -> Iterator[str]:
-    """Yield numbers that no computer counts with; keys without an upper bound would take them."""
+    """Yield absurdly large numbers, which keys without an upper bound would accept."""
     for path, value in _leaves(tree):
         if isinstance(value, int) and value.bit_length() > INT_BITS:
             yield (
@@ -238,7 +238,7 @@ def _resolve(draft: Draft, problems: list[str]) -> Any:
 
 
 def _with_words(tree: Any, schema: type[BaseModel]) -> Any:
-    """Give switches that are words their word back: YAML reads a bare `off` as false."""
+    """Restore switches that are words: YAML reads a bare `off` as false."""
     if not isinstance(tree, dict):
         return tree
     words, changed = {True: "on", False: "off"}, {}
@@ -254,7 +254,7 @@ def _with_words(tree: Any, schema: type[BaseModel]) -> Any:
 
 
 def _explain(error: ValidationError, draft: Draft, schema: type[BaseModel]) -> Iterator[str]:
-    """Say pydantic's errors in our words, one for each key however many types its value missed."""
+    """Rephrase pydantic's errors, one for each key, however many types its value did not match."""
     seen: set[tuple[str, ...]] = set()
     for item in error.errors():
         path = _real_path(item["loc"], schema)

@@ -126,16 +126,16 @@ VARIABLES: dict[str, Variable] = {
 
 
 @dataclass
-class Asked:
+class EnvOverrides:
     """Overrides, and what is said of variables that change nothing."""
 
     words: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def read_variables(environ: Mapping[str, str]) -> Asked:
+def read_variables(environ: Mapping[str, str]) -> EnvOverrides:
     """Return what the variables ask; ConfigError names all that are wrong."""
-    asked, problems = Asked(), []
+    asked, problems = EnvOverrides(), []
     for name, value in environ.items():
         if not name.startswith("NSA_"):
             continue
@@ -156,7 +156,7 @@ def read_variables(environ: Mapping[str, str]) -> Asked:
     return asked
 
 
-def _add(asked: Asked, name: str, value: str) -> None:
+def _add(asked: EnvOverrides, name: str, value: str) -> None:
     becomes, values, times = VARIABLES[name]
     key = re.split("[;,] ", becomes)[0]
     if values is None:

@@ -1,4 +1,4 @@
-"""YAML from anybody into plain values: a file as text, and the same refusals for every reader.
+"""Reads YAML from any source into plain values, with the same refusals for every caller.
 
 text = read_config_text(path)       a plain file, or a link to one, in UTF-8
 require_plain(text, place)          no tags, no aliases, no endless numbers, keys that are keys
@@ -27,8 +27,8 @@ Config = TypeVar("Config", bound=Section)
 
 
 class Loader(SafeLoader):  # type: ignore[misc]
-    """Safe, and in C where PyYAML was built so: reading every run of a sweep costs ten times less.
-    A date is text, as it is in overrides: no key takes one."""
+    """A safe loader, in C if PyYAML was built with it: reading every run of a sweep costs ten times
+    less. A date stays text, as in overrides: no key takes one."""
 
     yaml_implicit_resolvers = {
         letter: [(tag, pattern) for tag, pattern in found if not tag.endswith(":timestamp")]
@@ -45,7 +45,7 @@ def read_config_text(path: Path) -> str:
 
 
 def read_plain(path: Path) -> dict[str, Any]:
-    """Read a run.yaml as it is, for those who need a part of it: nothing in it is imported, and
+    """Read a run.yaml as it is, for callers that need a part of it: nothing in it is imported, and
     no reference in it is followed."""
     return parse_plain(read_config_text(path), str(path))
 

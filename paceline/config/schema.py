@@ -145,7 +145,7 @@ class LaunchConfig(Section):
     fabric: Literal["auto", "off", "nvlink", "pcie", "frontier"] = Field(
         "auto", description="Preset of NCCL's variables. auto: the one that the probed links match."
     )
-    start_s: Seconds = Field(300.0, description="Longest wait until every rank takes its step 1.")
+    start_s: Seconds = Field(300.0, description="Longest wait until every rank has begun step 1.")
     progress_s: Seconds = Field(600.0, description="Longest silence of a rank after that.")
     total_s: Literal["off"] | Seconds = Field("off", description="Longest run.")
     grace_s: Annotated[float, Field(ge=0)] = Field(
@@ -242,8 +242,8 @@ class DataConfig(Section):
 class CheckpointConfig(Section):
     every: Literal["off"] | Positive = Field("off", description="Steps between checkpoints.")
     every_s: Literal["off"] | Seconds = Field("off", description="Seconds between checkpoints.")
-    at_end: bool = Field(True, description="One after the last step too.")
-    at_stop: bool = Field(True, description="One when the run is asked to stop, to resume from.")
+    at_end: bool = Field(True, description="Write one after the last step.")
+    at_stop: bool = Field(True, description="Write one when the run is asked to stop.")
     mode: Literal["async", "sync"] = Field(
         "async",
         description="async: the state is copied at its step and written while training continues.",
@@ -253,8 +253,8 @@ class CheckpointConfig(Section):
     )
     weights: Literal["all", "trained"] = Field(
         "all",
-        description="trained: without weights that are not, as those below adapters; they are"
-        " loaded from where they came from, and must be the same.",
+        description="trained: only the weights that are trained, such as adapters; the others are"
+        " loaded from their source again, and must be unchanged.",
     )
     keep: Annotated[int, Field(ge=2)] = Field(
         2, description="Newest checkpoints that stay, once verified; the best one stays too."
@@ -289,13 +289,13 @@ class ObserveConfig(Section):
     )
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio", "aim"]] = Field(
         [],
-        description="Where the numbers of training.csv go too, each by a process of its own;"
-        " paceline[trackers] has them.",
+        description="Trackers to which the numbers of training.csv are also sent, each by its own"
+        " process; paceline[trackers] installs them.",
     )
     timing_ranks: Literal["rank0", "all"] = Field(
         "rank0",
         description="all: every rank writes the phases of each logged step into train.log, as a"
-        " TimingRank line; their spread stands below.",
+        " TimingRank line; followed by their spread.",
     )
     sample_ids: bool = Field(
         False, description="Record which samples each step took, in ranks/rank<r>/samples.csv."
@@ -303,7 +303,7 @@ class ObserveConfig(Section):
     profile: str = Field(
         "off",
         description="steps:20-24: torch's profiler traces these steps on every rank, into"
-        " profiles/. A live run is asked by its file control/profile.",
+        " profiles/. For a live run, write its file control/profile.",
     )
     profile_detail: Literal["minimal", "full"] = Field(
         "minimal", description="What a trace holds; full: shapes, stacks and memory too. Slower."
@@ -332,7 +332,7 @@ class ObserveConfig(Section):
 
 class AuditConfig(Section):
     strict: bool = Field(
-        False, description="End the run with exit 1 where what ran is not what was decided."
+        False, description="End the run with exit 1 if what ran differs from the plan."
     )
 
 

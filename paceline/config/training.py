@@ -48,11 +48,11 @@ class TrainConfig(Section):
         description="Texts that a language model continues at every evaluation; what it writes is"
         " in samples.jsonl and in the report.",
     )
-    sample_tokens: Positive = Field(64, description="Tokens that it adds to each of them.")
+    sample_tokens: Positive = Field(64, description="Tokens to add to each prompt.")
     deterministic: bool = Field(
         False,
-        description="Only kernels whose results are the same bits every time; an operation that has"
-        " none ends the run.",
+        description="Use only kernels that give the same bits every time; an operation without such"
+        " a kernel ends the run.",
     )
     best: str = Field(
         "auto",
@@ -60,7 +60,7 @@ class TrainConfig(Section):
         " val/NAME:max. auto: val/loss, where there is one.",
     )
     stop_after: Literal["off"] | Positive = Field(
-        "off", description="End the run after so many evaluations in which that was no better."
+        "off", description="End the run after this many evaluations without an improvement."
     )
     max_skips: Count = Field(
         0, description="Updates vetoed for a non-finite loss or gradient before the run ends."
@@ -144,7 +144,7 @@ class ScheduleConfig(Section):
 
 
 class GroupConfig(Section):
-    """Parameters that are treated alike, by a pattern for their names."""
+    """Settings for the parameters whose names match a pattern."""
 
     match: str = Field(
         min_length=1, description="Pattern for names of parameters: * is any letters, dots too."
@@ -176,7 +176,7 @@ class OptimConfig(Section):
     )
     eps: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
         "auto",
-        description="What the update's divisor is at least, or is increased by. auto: 1e-8; the"
+        description="Added to the divisor of an update, or its lower bound. auto: 1e-8; the"
         " number type's own for adafactor.",
     )
     momentum: Literal["auto"] | Annotated[float, Field(ge=0, lt=1)] = Field(

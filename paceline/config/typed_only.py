@@ -1,4 +1,4 @@
-"""Settings that only a person may type: they choose code, programs, or a peer that is obeyed.
+"""Settings that only the command line may make: they choose code, programs, or a trusted peer.
 
 A config file comes from anywhere, and reading one must not run anything. What is refused in a file
 may still be typed; a run.yaml that this machine wrote has what was typed then (`Draft.is_ours`).
@@ -45,7 +45,7 @@ PLAIN_VALUE = re.compile(r"[A-Za-z0-9_.,:/+][A-Za-z0-9_.,:/+-]*")
 
 
 class TypedOnly(NamedTuple):
-    """A setting that only a person may type, and why."""
+    """A setting that is only accepted on the command line, and why."""
 
     path: Path
     why: str
@@ -56,7 +56,8 @@ class TypedOnly(NamedTuple):
 
 
 def iter_typed_only(tree: Any) -> Iterator[TypedOnly]:
-    """Yield what of a run's settings chooses code, whoever has set it. `tree` need not be valid."""
+    """Yield the settings of a run that choose code, wherever they were set. `tree` need not be
+    valid."""
     launch = tree.get("launch") if isinstance(tree, dict) else None
     if not isinstance(launch, dict):
         return
@@ -76,7 +77,7 @@ def iter_typed_only(tree: Any) -> Iterator[TypedOnly]:
 
 
 def refuse_in_file(tree: Any, place: str, is_typed: Callable[[Path], bool]) -> Iterator[str]:
-    """Yield a problem for each of those that a file has set."""
+    """Yield a problem for each such setting in a file."""
     for found in iter_typed_only(tree):
         if not is_typed(found.path):
             yield (
@@ -86,7 +87,7 @@ def refuse_in_file(tree: Any, place: str, is_typed: Callable[[Path], bool]) -> I
 
 
 def refuse_words_in_file(words: list[str], place: str) -> Iterator[str]:
-    """Yield the same for overrides that stand in a file, as a sweep's do."""
+    """Yield the same for overrides in a file, such as a sweep's."""
     for word in words:
         try:
             override = parse_override(word)

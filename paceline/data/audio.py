@@ -1,4 +1,4 @@
-"""Speech by index: a prepared corpus as waveforms and what was said in them.
+"""Speech data by index: a prepared corpus as waveforms with their transcripts.
 
     utterances = read_manifest(path, 16000, config.data.train_splits)
     data = SpeechClips(root, utterances, 16000, Cut(1.0, 3.0))

@@ -1,4 +1,5 @@
-"""The data seam: samples by index or in turn, who counts what a batch holds, and the keys for text.
+"""The data seam: samples by index or as a stream, who counts the units of a batch, and the keys
+for text.
 
 No torch is imported, so that a config is read quickly.
 """

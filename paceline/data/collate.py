@@ -1,4 +1,5 @@
-"""From samples to a batch: by the job's rule or torch's, and who is to blame where that fails."""
+"""Turns samples into a batch, by the job's rule or torch's; names the sample at fault if that
+fails."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -60,7 +61,7 @@ def make_batch(
 
 
 def rule_of(data: Any) -> Collate | None:
-    """Return the data set's own rule to make a batch of samples, if it has one."""
+    """Return the data set's own function that makes a batch of samples, if it has one."""
     rule: Collate | None = getattr(data, "collate_fn", None) or getattr(data, "collate", None)
     return rule
 

@@ -1,4 +1,4 @@
-"""Which sample stands at which place of the run, as a pure function: no state to save or skip.
+"""Maps a position of the run to a sample, as a pure function: nothing to save or to skip.
 
 `Order(num_samples, seed).at(positions)` maps global positions 0, 1, 2, ... to sample indices.
 Each epoch is another permutation, computed in place by a small Feistel network, so position

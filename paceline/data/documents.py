@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders, JSONL, tables and the hub, as documents in a fixed order.
+"""Sources of text: files, folders, JSONL, tables and the hub, as documents in a fixed order.
 
     source = find_source(data)                     which files, of which split, which revision
     iter_documents(source.files, "text", False)    each a piece of text in UTF-8, with its split

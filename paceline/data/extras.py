@@ -1,4 +1,4 @@
-"""Libraries that only some jobs need: imported where they are used, else named with their extra."""
+"""Libraries that only some jobs need: imported when used; the error names the extra to install."""
 
 import importlib
 import logging

@@ -50,7 +50,7 @@ class HubSet:
         return sorted(name for name in listed if name.startswith(prefix))
 
     def download(self, name: str) -> Path:
-        """Return where a file lies here, from the local cache where it is in it."""
+        """Return the local path of a file, from the cache if it is there."""
         fetch = {"revision": self.revision, "repo_type": "dataset"}
         return Path(_ask(str(self), lambda hub: hub.hf_hub_download(self.name, name, **fetch)))
 

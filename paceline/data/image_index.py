@@ -51,7 +51,7 @@ WhyBad = Callable[[bytes], str]  # why bytes are not an image; empty where they 
 
 
 @dataclass(frozen=True)
-class Asked:
+class ImageQuery:
     """Which images: where they lie, and how many corrupt ones may be left out. "off": none is
     decoded before it is needed."""
 
@@ -127,7 +127,7 @@ def is_index(path: Path) -> bool:
     return (path / MANIFEST).is_file() and (path / SAMPLES).is_file()
 
 
-def keep_index(asked: Asked, say: Say, why_bad: WhyBad) -> Path:
+def keep_index(asked: ImageQuery, say: Say, why_bad: WhyBad) -> Path:
     """Return the folder of the list, which is made unless it is there; safe to call from any
     process. A path that is such a folder already is returned as it is."""
     path = Path(asked.path).expanduser().absolute()
@@ -150,7 +150,7 @@ def keep_index(asked: Asked, say: Say, why_bad: WhyBad) -> Path:
     return home
 
 
-def _home(asked: Asked, source: Source) -> Path:
+def _home(asked: ImageQuery, source: Source) -> Path:
     """Return where the list of this source lies: another name when a file, or how it is read,
     changes."""
     digest = hashlib.sha256(f"{Manifest.SCHEMA}:{asked.columns}:{asked.max_bad}".encode())
@@ -161,7 +161,7 @@ def _home(asked: Asked, source: Source) -> Path:
     return Path(asked.cache_dir).expanduser().absolute() / "images" / name
 
 
-def _build(asked: Asked, source: Source, home: Path, say: Say, why_bad: WhyBad) -> None:
+def _build(asked: ImageQuery, source: Source, home: Path, say: Say, why_bad: WhyBad) -> None:
     """Write the list aside, then rename: a kill leaves nothing half done."""
     say(f"listing the images of {source.path}")
     places = list(source.places(asked.columns))

@@ -1,4 +1,4 @@
-"""Where images lie: folders, lists, WebDataset tars and parquet files, as places to read from.
+"""Sources of images: folders, lists, WebDataset tars and parquet files.
 
     found = look_through(path, columns)      kind, files, and an iterator of places
     read_place(found, place)                 the bytes of one image

@@ -22,7 +22,7 @@ from pydantic import Field, field_validator
 from paceline.config.schema import DataConfig
 from paceline.config.section import Count
 from paceline.data.extras import require_extra
-from paceline.data.image_index import Asked, ImageIndex, keep_index
+from paceline.data.image_index import ImageIndex, ImageQuery, keep_index
 from paceline.data.image_sources import Columns
 from paceline.errors import ConfigError, DataError
 
@@ -102,7 +102,7 @@ def _find(data: ImageData, path: str, say: Callable[[str], None]) -> Path:
             "hint: data.path_train=FOLDER, or one of docs/images.md's other sources"
         )
     columns = Columns(data.image_column, data.label_column)
-    return keep_index(Asked(path, columns, data.cache_dir, data.max_bad), say, why_bad)
+    return keep_index(ImageQuery(path, columns, data.cache_dir, data.max_bad), say, why_bad)
 
 
 class Images:

@@ -66,7 +66,7 @@ class LoaderPlan:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the workload says of batches: how samples become one, and how many units it holds."""
+    """How the workload makes a batch of samples, and counts its units."""
 
     workload: CountsUnits
     units_per_sample: int | None

@@ -1,4 +1,4 @@
-"""Samples of unequal size as one batch: `pad` is what a job's `collate` usually returns.
+"""Pads samples of unequal size into one batch: `pad` is what a job's `collate` usually returns.
 
 from paceline.data import pad
 

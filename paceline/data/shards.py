@@ -1,4 +1,4 @@
-"""Token shards on disk: files of ids, a manifest that proves what they hold, the tokenizer.
+"""Token shards on disk: files of ids, the tokenizer, and a manifest with their checksums.
 
     manifest.json  train_00000.bin ...  val_00000.bin ...  tokenizer.json (unless tokens are bytes)
 

@@ -1,4 +1,4 @@
-"""Texts as rows of token ids, for an encoder that reads a whole text from its first token.
+"""Turns texts into rows of token ids, for an encoder that reads a whole text from its first token.
 
     spelling = find_spelling("bytes")
     spelling.rows(["a gate", ""])          tokens (2, 8) and how many of them each text has

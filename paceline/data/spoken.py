@@ -1,4 +1,4 @@
-"""Utterances with their words as ids, ready to train a recogniser: features or waveforms, masked.
+"""Utterances with their words as ids, for training a recogniser: features or waveforms, masked.
 
     data = SpokenTexts(clips, spell, Hearing(extract), seed)
 

@@ -1,4 +1,4 @@
-"""What may be a stream, as shards that can be opened by number: what `streams` reads."""
+"""Recognises streams and opens them as numbered shards, for `streams` to read."""
 
 import copy
 from collections.abc import Callable, Sequence

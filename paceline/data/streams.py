@@ -1,4 +1,4 @@
-"""Streams: samples that come one after the other, from shards that are opened and read.
+"""Streams: samples that come one after another, read from shards.
 
     shards, in another order each epoch, are dealt out to R readers      (data.stream_readers)
     microbatch number b of the run, over all ranks, is the next of reader b mod R

@@ -1,4 +1,4 @@
-"""Random samples, each a function of (seed, index) alone: on any rank, machine and worker."""
+"""Random samples, each a function of (seed, index) alone: equal on any rank, machine and worker."""
 
 from collections.abc import Sequence
 from math import nan

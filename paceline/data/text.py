@@ -1,4 +1,4 @@
-"""Text to token shards, kept between runs, and to samples.
+"""Turns text into token shards, which are kept between runs, and these into samples.
 
     prepare_tokens(config.data, say, tokenizer)    once, before ranks start: shards, manifest.json
     open_tokens(folder, config.data, "train")      on every rank: memory-mapped, by index

@@ -1,4 +1,4 @@
-"""From text to token ids: bytes, or any tokenizer of `tokenizers` or `transformers`.
+"""Turns text into token ids: bytes, or any tokenizer of `tokenizers` or `transformers`.
 
     find_tokenizer("bytes")                  257 ids: the bytes, and the end of a document
     find_tokenizer("gpt2/tokenizer.json")    or the folder that holds it, or ORG/NAME

@@ -1,2 +1,2 @@
-"""`paceline diagnose`: what files alone say of a run that crashed, stalled, went well or was not
-ours. flow.py gathers, `paceline.health` judges."""
+"""`paceline diagnose`: what the files of a run show, whether it crashed, stalled, went well or
+belongs to another trainer. flow.py gathers, `paceline.health` judges."""

@@ -1,5 +1,6 @@
-"""From a run directory to findings: its own record, what its ranks left where nobody concluded it,
-an imported one's faults, flight recorders and profiles; then the judgement that a live run gets."""
+"""Gathers findings from a run directory: its own record, what its ranks left if nothing concluded
+it, the faults, flight recorders and profiles of an imported one; then the judgement of a live
+run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

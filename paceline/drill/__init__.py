@@ -1,1 +1,1 @@
-"""`paceline drill`: plants a fault in a user's own job, and shows what is said of it."""
+"""`paceline drill`: plants a fault in a user's own job, and shows whether it is named."""

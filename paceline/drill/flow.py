@@ -1,4 +1,4 @@
-"""`paceline drill` from a fault to an answer: train with it planted, judge, compare.
+"""`paceline drill` from a fault to its answer: train with the fault planted, judge, compare.
 
     paceline drill lm_tiny --fault slow_forward launch.nproc=2
 
@@ -72,7 +72,7 @@ def which_faults(names: Sequence[str]) -> list[Fault]:
     if wrong := [name for name in names if name not in known]:
         raise ConfigError(
             [
-                f"{name!r} is no fault that can be planted\n"
+                f"there is no fault {name!r}\n"
                 f"hint: {did_you_mean(name, known)}one of {', '.join(known)}"
                 for name in wrong
             ]

@@ -1,6 +1,6 @@
 """From a run directory to a folder that other programs load.
 
-    report = export(run, Asked("onnx"), say, approve)
+    report = export(run, ExportOptions("onnx"), say, approve)
 
     trained     run/trained.py      the best checkpoint, or the one that is named, of any strategy
     asked       this file           real samples of the run's own data
@@ -33,8 +33,9 @@ from paceline.records.rundir import RunDir
 from paceline.records.words import count
 from paceline.run.trained import Say, Trained, Which, load_trained, open_job
 from paceline.train.feed import build_split
-from paceline.workloads.base import Approve, Split, Workload, own_collate
+from paceline.workloads.base import Split, Workload, own_collate
 from paceline.workloads.exporting import Exported, ExportRequest, no_export
+from paceline.workloads.job_file import Approve
 
 NUM_SAMPLES = 2  # enough that they differ in length
 LIBRARIES = ("paceline", "torch", "transformers", "peft", "onnx", "onnxruntime", "safetensors")
@@ -42,7 +43,7 @@ BLOCK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExportOptions:
     """What is to be written, and where; `out` None: exported/FORMAT in the run directory."""
 
     format: str = "safetensors"
@@ -53,7 +54,9 @@ class Asked:
     overwrite: bool = False
 
 
-def export(run: RunDir, asked: Asked, say: Say, approve: Approve | None = None) -> ExportReport:
+def export(
+    run: RunDir, asked: ExportOptions, say: Say, approve: Approve | None = None
+) -> ExportReport:
     """Write the model of a run for other programs, and prove that they compute the same."""
     _require_known(asked)
     target = (asked.out or run.root / "exported" / asked.format).expanduser().resolve()
@@ -89,7 +92,7 @@ def export(run: RunDir, asked: Asked, say: Say, approve: Approve | None = None) 
     )
 
 
-def _require_known(asked: Asked) -> None:
+def _require_known(asked: ExportOptions) -> None:
     problems = []
     for flag, value, known in (
         ("--format", asked.format, FORMATS),
@@ -138,7 +141,7 @@ def real_batch(job: Job) -> tuple[Any, str]:
 def _manifest(
     run: RunDir,
     job: Job,
-    asked: Asked,
+    asked: ExportOptions,
     trained: Trained,
     exported: Exported,
     proven: tuple[Proof, str],

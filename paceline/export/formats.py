@@ -1,4 +1,4 @@
-"""The formats of an export: each writes a model, loads it again and compares what it says.
+"""The formats of an export: each writes a model, loads it again and compares its outputs.
 
     FORMATS["onnx"].write(exported, folder, dtype)  ->  comparisons, and how many tensors are equal
 

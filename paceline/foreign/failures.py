@@ -1,4 +1,4 @@
-"""How launchers, NCCL and Python say in a log that something went wrong: lines into faults."""
+"""Recognises failures in the logs of launchers, NCCL and Python: lines into faults."""
 
 import re
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""Dumps of NCCL's flight recorder, one per rank: who never came to the collective that the others
-wait in. (Whether ranks called different things, `health/desync.py` tells from the same dumps.)"""
+"""Reads dumps of NCCL's flight recorder, one per rank: which rank never came to the collective
+that the others wait in. (`health/desync.py` finds mismatched collectives in the same dumps.)"""
 
 import re
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""`paceline import`: files of a run that was not started by us, into a run directory.
+"""`paceline import`: turns the files of another trainer's run into a run directory.
 
 DIR/imported.json            what was found where, and what went wrong
 DIR/training.csv             loss, learning rate, speed by step, as far as logs have them

@@ -1,4 +1,4 @@
-"""How other trainers write a step into a log: one pattern for each, into the columns of ours.
+"""How other trainers log a step: one pattern for each, mapped to our columns.
 
 HF Trainer   {'loss': 2.31, 'grad_norm': 1.2, 'learning_rate': 5e-05, 'epoch': 0.1}
 Lightning    Epoch 1:  50%|##   | 50/100 [00:05<00:05, 9.80it/s, v_num=0, train_loss=0.123]

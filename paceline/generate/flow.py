@@ -23,7 +23,7 @@ from paceline.records.rundir import RunDir
 from paceline.run.trained import Say, Which, choose_device, load_trained, open_job
 from paceline.strategies.precision import compute_context
 from paceline.strategies.weights import fill_weights
-from paceline.workloads.base import Approve, Workload, no_text
+from paceline.workloads.base import Workload, no_text
 from paceline.workloads.generation import (
     Codec,
     Request,
@@ -32,6 +32,7 @@ from paceline.workloads.generation import (
     codec_of,
     open_codec,
 )
+from paceline.workloads.job_file import Approve
 from paceline.workloads.meta import on_meta
 
 Told = Callable[[int, str], None]  # a prompt's number, and the next piece of its text

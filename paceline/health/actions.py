@@ -1,4 +1,4 @@
-"""What a broken rule leads to: all through files that a live run looks at anyway."""
+"""Carries out the action of a broken rule, by files that a live run polls anyway."""
 
 from contextlib import suppress
 
@@ -9,13 +9,13 @@ from paceline.records.rundir import RunDir
 
 
 def action_for(rules: RulesConfig, kind: str) -> Action:
-    """Return what is done about findings of a kind; a verdict, which has no rule, is only told."""
+    """Return the action for findings of a kind; a verdict, which has no rule, is only reported."""
     return rules.actions().get(kind, "warn")
 
 
 def act_on(run: RunDir, finding: Finding, action: Action) -> str:
-    """Do what the rule asks for beside the word; return what was done, empty for nothing. It never
-    waits, and a disk that takes no file ends nothing."""
+    """Carry out a rule's action, apart from reporting it; return what was done, empty for nothing.
+    It never waits, and a full disk does not end the run."""
     if action in ("off", "warn"):
         return ""
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Why a step takes as long as it does: the verdicts, each with its numbers and what to try first.
+"""Explains why a step takes as long as it does: verdicts with numbers, and what to try first.
 
 shares of a step    data        the least that any rank waits for its loader
                     exchange    the least that any rank is in collectives: nobody waits there
@@ -44,8 +44,8 @@ PARTS = {
 def find_bounds(
     evidence: Evidence, work: Work, slow: Sequence[Finding], throttled: Sequence[Finding] = ()
 ) -> Iterator[Finding]:
-    """Yield what the run is bound by; where nothing holds it up, that it computes, or what its
-    largest part is. `throttled`: GPUs that have lowered their clocks."""
+    """Yield what the run is bound by; if nothing holds it up, that it is compute-bound, or its
+    largest part. `throttled`: GPUs that have lowered their clocks."""
     if len(work.steps) < MIN_STEPS:
         return
     found = [
@@ -142,7 +142,8 @@ def _exchange(evidence: Evidence, work: Work) -> Iterator[Finding]:
 
 
 def _exchange_less(evidence: Evidence) -> str:
-    """Say what exchanges less often, and what sends fewer bits, which is for one strategy alone."""
+    """Suggest how to exchange less often, and how to send fewer bits, which is for one strategy
+    only."""
     sweep = _sweep(evidence, "train.grad_accum=1,2,4")
     often = f"train.grad_accum exchanges less often{': ' * bool(sweep)}{sweep}"
     return f"{often}; strategy.name=ddp can send fewer bits: paceline bench run ddp_compression"
@@ -213,7 +214,7 @@ def _stages(evidence: Evidence, work: Work) -> Iterator[Finding]:
 
 
 def _host(evidence: Evidence, work: Work) -> Iterator[Finding]:
-    """A GPU that is idle while nobody waits for data or others lacks work from its host."""
+    """A GPU that is idle while no rank waits for data or other ranks lacks work from its host."""
     name = "utilisation_percent"
     parts = [rows[5:].known(name).column(name) for rows in gpu_samples(evidence).values()]
     used = np.concatenate(parts) if parts else np.empty(0)
@@ -284,7 +285,7 @@ def _shares(work: Work) -> dict[str, float]:
 
 
 def _largest(evidence: Evidence, work: Work, shares: dict[str, float]) -> Finding:
-    """Name the largest part of a step that is not for the most part forward and backward."""
+    """Name the largest part of a step if forward and backward are less than half of it."""
     part, *others = sorted(shares, key=lambda each: -shares[each])
     step = duration(work.step_s)
     if part == PASSES:
@@ -305,7 +306,7 @@ def _largest(evidence: Evidence, work: Work, shares: dict[str, float]) -> Findin
 
 
 def _for_part(evidence: Evidence, part: str) -> str:
-    """Say what makes a part of a step smaller; where that is not known, what shows it."""
+    """Suggest how to make a part of a step smaller, or else how to look into it."""
     pipeline = evidence.plan.pipeline if evidence.plan is not None else None
     if part == WAITING and pipeline is not None:
         num = pipeline.num_microbatches
@@ -329,7 +330,8 @@ def _knows_passes(work: Work) -> bool:
 
 
 def _more_at_once(evidence: Evidence) -> str:
-    """Say what makes fewer and larger kernels of the same work: to compile, or larger batches."""
+    """Suggest how to get fewer and larger kernels for the same work: compilation, or larger
+    batches."""
     if evidence.plan is None or evidence.plan.compile.value == "off":
         return _sweep(evidence, "train.compile=off,default")
     micro = evidence.plan.batch.micro

@@ -1,4 +1,5 @@
-"""How a run ended, as findings: the failure that the launcher has judged, and what a disk lost."""
+"""Findings about how a run ended: the failure that the launcher has judged, and what a disk
+lost."""
 
 from collections.abc import Iterator
 

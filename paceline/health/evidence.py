@@ -1,4 +1,4 @@
-"""What a judgement is made from: the tables and records of a run, as far as they are there."""
+"""Collects what a judgement is based on: the tables and records of a run, as far as they exist."""
 
 import os
 import shlex
@@ -55,8 +55,9 @@ class Heart:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a run. All of it may be missing but the number of ranks: a run that has just
-    begun, one that died, one of another trainer. `now` is the time of who looks, where it lives."""
+    """What is known about a run. Everything but the number of ranks may be missing: the run may
+    have just begun, have died, or belong to another trainer. `now` is the reader's time if the run
+    is live."""
 
     num_ranks: int
     rules: RulesConfig = RulesConfig()
@@ -165,7 +166,7 @@ class _Reading:
 
 
 def read_rules(run: RunDir) -> RulesConfig:
-    """Return the rules of a run; the defaults where it has none, or some of another version."""
+    """Return the rules of a run; the defaults if it has none, or has those of another version."""
     try:
         asked = read_plain(run.config)["observe"]["rules"]
         known = {key: asked[key] for key in RulesConfig.model_fields if key in asked}

@@ -1,4 +1,4 @@
-"""From what a run has recorded to what is found: the one entry for all who judge."""
+"""Judges a run from its records: the single entry for every caller."""
 
 from collections.abc import Iterable, Iterator
 
@@ -13,19 +13,20 @@ from paceline.records.findings import Finding, sort_findings
 
 
 def judge(evidence: Evidence) -> list[Finding]:
-    """Return what there is to say of a run, the gravest first. Pure: nothing is read or written."""
+    """Return all findings about a run, the most serious first. Pure: nothing is read or written."""
     found = {finding.key: finding for finding in _judge(evidence)}
     return sort_findings(_wanted(evidence, found.values()))
 
 
 def _wanted(evidence: Evidence, found: Iterable[Finding]) -> list[Finding]:
-    """Leave out what the rules are off about."""
+    """Leave out findings whose rules are off."""
     actions = evidence.rules.actions()
     return [f for f in found if actions.get(f.kind) != "off"]
 
 
 def judge_ranks(evidence: Evidence) -> list[Finding]:
-    """Return who is slow and who has left a collective out: what a live run is asked often."""
+    """Return which ranks are slow and which have skipped a collective: the checks that a live run
+    makes often."""
     work = measure_work(evidence)
     slow = find_stragglers(evidence, work) if work is not None else ()
     return _wanted(evidence, [*find_desync(evidence), *slow])

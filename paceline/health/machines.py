@@ -1,5 +1,5 @@
-"""What telemetry and heartbeats say of machines: memory that grows, GPUs that throttle or err,
-clocks that are apart."""
+"""Rules about machines, from telemetry and heartbeats: memory that grows, GPUs that throttle or
+report errors, clocks that disagree."""
 
 from collections.abc import Iterator
 
@@ -119,8 +119,8 @@ def _busy(rows: Table[TelemetryRow], name: str) -> Values:
 
 
 def _skew(evidence: Evidence) -> Iterator[Finding]:
-    """Compare each rank's clock with that of who keeps the files; a machine whose clock is off
-    writes moments of the past or the future."""
+    """Compare each rank's clock with that of the machine that keeps the files; a machine whose
+    clock is off writes moments of the past or the future."""
     off = {rank: heart.beat.time - heart.written_at for rank, heart in evidence.hearts.items()}
     # The middle one, not between two of them: of two each would be off by half.
     usual = float(np.quantile(list(off.values()), 0.5, method="lower")) if off else 0.0

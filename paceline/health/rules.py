@@ -1,5 +1,5 @@
-"""Is it healthy: the rules about loss, gradient, speed, equal shares and stalls; those about what
-machines do are in machines.py."""
+"""Rules about a run's health: loss, gradient, speed, equal shares and stalls. Rules about
+machines are in machines.py."""
 
 from collections.abc import Iterator
 
@@ -177,7 +177,7 @@ def _drift(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _units(evidence: Evidence) -> Iterator[Finding]:
-    """Compare ranks' shares of a step: the largest holds all others up."""
+    """Compare ranks' shares of a step: the largest share delays all ranks."""
     tables = {r: t for r, t in evidence.steps.items() if len(t) and not t.is_empty["units"].all()}
     if len(tables) < 2 or (evidence.plan is not None and evidence.plan.pipeline is not None):
         return
@@ -207,7 +207,7 @@ def _units(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _starvation(evidence: Evidence, work: Work) -> Iterator[Finding]:
-    """Judge by the rank that waits least: where one alone does, it is a straggler."""
+    """Judge by the rank that waits least: if only one rank waits, it is a straggler."""
     if Phase.DATA not in work.own:
         return
     shares = np.median(work.own[Phase.DATA] / work.wall, axis=1)
@@ -234,7 +234,7 @@ def _loader_hint(evidence: Evidence) -> str:
 
 
 def _stalls(evidence: Evidence) -> Iterator[Finding]:
-    """Judge a live run by the time of who looks."""
+    """Judge a live run by the time of the reader."""
     now, rules = evidence.now, evidence.rules
     assert now is not None, "asked of a live run only"
     for rank, heart in evidence.hearts.items():

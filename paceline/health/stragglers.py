@@ -1,4 +1,5 @@
-"""Who is slow, by its own work; and who only stalls now and then, which is another thing."""
+"""Finds slow ranks by their own work, and ranks that only stall now and then, which is
+different."""
 
 from collections.abc import Iterator
 
@@ -24,7 +25,6 @@ FAR_BEHIND_SHARE = 0.5
 STAGE_SLACK, START_SLACK, START_STEPS = 0.25, 0.1, 6
 MIN_EXTRA_S = 0.0005  # below that the clocks of ranks and their bookkeeping differ, too
 MIN_SPIKES, SPIKE_SHARE = 3, 0.01  # of the steps; fewer are told where they have a rhythm
-PART_SHARE = 0.3  # of the extra time, from which a part is named
 WORDS = {
     Phase.DATA: "loading data",
     Phase.FORWARD: "forward",
@@ -217,7 +217,7 @@ def find_spikes(evidence: Evidence, work: Work) -> Iterator[Finding]:
 
 
 def _is_often(work: Work, at: NDArray[np.bool_]) -> bool:
-    """Tell whether stalls are worth a word: some in a hundred steps, or at a rhythm."""
+    """Say whether stalls are worth reporting: one in a hundred steps or more, or regular ones."""
     num_steps = int(at.sum())
     is_some = num_steps >= SPIKE_SHARE * len(work.steps)
     return num_steps >= MIN_SPIKES and (is_some or _is_regular(work.steps[at]))

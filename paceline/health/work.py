@@ -1,4 +1,4 @@
-"""What each rank did itself in each step, told from where it waited for others.
+"""Separates what each rank did itself in each step from the time it waited for others.
 
 Ranks of a synchronous job take equally long for a step: the slow one works, the others wait for it
 inside collectives. A rank knows by its own clock alone how long it was inside them
@@ -90,7 +90,7 @@ def measure_work(evidence: Evidence) -> Work | None:
 
 
 def _steady(table: Table[StepRow]) -> Table[StepRow]:
-    """Leave out the first steps, which are another thing: memory is touched, kernels are chosen."""
+    """Leave out the first steps, which are different: memory is touched, kernels are chosen."""
     return table.pick(~table.column("warmup"))
 
 

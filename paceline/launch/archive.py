@@ -1,4 +1,4 @@
-"""Attempts on disk: attempt.json is the live one's, attempts/<n>/ has those that have ended.
+"""Attempts on disk: attempt.json is the current one, attempts/<n>/ keeps the files of earlier ones.
 
 What the next attempt writes anew is moved there, and decisions are copied, so that the evidence of
 every failure is kept. Logs and tables are appended to and stay where they are.
@@ -45,7 +45,8 @@ def begin_attempt(
 
 
 def find_halt(run: RunDir, say: Callable[[str], None]) -> int | None:
-    """Return when a .HALT of before was modified, in nanoseconds: it is not meant for this run."""
+    """Return when an old .HALT was modified, in nanoseconds, so that it is not taken for a request
+    to this run."""
     if not run.halt.exists():
         return None
     say(HALT_NOTE)
@@ -53,7 +54,7 @@ def find_halt(run: RunDir, say: Callable[[str], None]) -> int | None:
 
 
 def finish_attempt(run: RunDir, ending: Ending, cause: str = "", stopped: str = "") -> Attempt:
-    """Complete attempt.json, in the room that was reserved for it. `cause` is a failure's message,
+    """Complete attempt.json, in space that was reserved for it. `cause` is the failure's message,
     of which the first line is kept; `stopped` says why no other attempt followed."""
     first, last = _span(run, ending.num_ranks, ending.verdicts)
     ended = Attempt.load(run.attempt).model_copy(
@@ -165,6 +166,6 @@ def _span(run: RunDir, num_ranks: int, verdicts: Verdicts) -> tuple[int, int]:
 
 
 def _last_sign(run: RunDir) -> float:
-    """Return when an attempt that nobody saw the end of last wrote a heartbeat."""
+    """Return the time of the last heartbeat of an attempt whose end was not recorded."""
     beats = [path.stat().st_mtime for path in run.root.glob("heartbeat_rank*.jsonl")]
     return max([*beats, run.attempt.stat().st_mtime])

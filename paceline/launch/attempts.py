@@ -1,4 +1,5 @@
-"""Attempts: after a failure all ranks start again from the last checkpoint, so often and no more.
+"""Attempts: after a failure all ranks start again from the last checkpoint, a limited number of
+times.
 
 Here is the policy, the same for ranks that we fork (local.py) and for those that each have a
 supervisor of their own (member.py): which failures are worth another attempt, and when two of them
@@ -80,8 +81,8 @@ def run_attempts(
 
 
 def decide(launch: LaunchPlan, before: Ending | None, now: Ending, restarts: int) -> Decision:
-    """Decide whether another attempt is worth it. A reason is given where one was allowed, and
-    would have followed but for something that the user should know."""
+    """Decide whether to start another attempt. If one was allowed but does not follow, the reason
+    is given."""
     if launch.max_restarts == 0 or now.seen.signal is not None or not is_worth_another(now):
         return Decision(False)
     missing = [rank for rank in range(now.num_ranks) if rank not in now.seen.ends]
@@ -101,15 +102,15 @@ def decide(launch: LaunchPlan, before: Ending | None, now: Ending, restarts: int
 
 
 def is_worth_another(ending: Ending) -> bool:
-    """True for a failure that may not come again. A refusal would, and so would a bad loss; and
-    the time of launch.total_s is up whoever uses it."""
+    """Return True for a failure that may not happen again. A refusal and a bad loss would; and
+    launch.total_s is over for any attempt."""
     if ending.seen.refusal or missed_deadline(ending.seen.ends) == "total":
         return False
     return ending.outcome.is_retryable or is_retryable_kind(ending.kind)
 
 
 def are_alike(one: Ending, other: Ending) -> bool:
-    """True for the same rank, step and words: a third attempt would end the same."""
+    """Return True for the same rank, step and message: a third attempt would end the same way."""
     a, b = one.failure, other.failure
     if a is None or b is None or a.rank != b.rank:
         return False

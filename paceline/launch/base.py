@@ -16,7 +16,7 @@ from paceline.records import Crew, Env, Finding, LaunchPlan, Limits, RankPlace
 from paceline.records.rundir import RunDir
 from paceline.train.control import Requests
 from paceline.train.verdict import Tell
-from paceline.workloads.base import absolute_name
+from paceline.workloads.job_file import absolute_name
 
 RUN_DIR = "RUN_DIR"  # in the place of a directory, in a plan that nobody runs
 
@@ -80,7 +80,7 @@ class Launcher(Protocol):
 
 
 def draw_plan(order: LaunchOrder, argv: Sequence[str], hosts: Sequence[str]) -> LaunchPlan:
-    """Return the plan of any launcher: they differ in the command and in the host of each node."""
+    """Return the launch plan: launchers differ only in the command and in the host of each node."""
     crew, settings = order.crew, order.settings
     fabric = choose_fabric(settings.fabric, order.env, crew, Path(order.run_dir).name)
     env, reasons = _environment(order, fabric.variables)
@@ -155,7 +155,8 @@ def _places(crew: Crew, settings: LaunchConfig, hosts: Sequence[str]) -> list[Ra
 def _environment(
     order: LaunchOrder, fabric: dict[str, tuple[str, str]]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what ranks get beside our own environment, and why. What the user set stays."""
+    """Return the variables that ranks get in addition to our own environment, with reasons. What
+    the user has set is left alone."""
     asked = order.settings.env
     chosen = {"OMP_NUM_THREADS": (str(order.threads), "the plan's threads a rank")}
     wanted = fabric | dict(order.variables)

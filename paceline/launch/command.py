@@ -1,4 +1,4 @@
-"""What torchrun, srun, mpirun and deepspeed have in common: a command that starts the ranks.
+"""What torchrun, srun, mpirun and deepspeed share: a command that starts the ranks.
 
 Each rank has a supervisor of its own on its machine (member.py); this process watches the command,
 passes requests on, and makes sure that nothing of it is left.
@@ -27,9 +27,8 @@ from paceline.machine.process import die_with_parent
 from paceline.machine.secret import make_secret
 from paceline.records import LaunchPlan, Limits
 from paceline.records.disk import discard
-from paceline.records.files import write_atomic
+from paceline.records.files import modified_at, write_atomic
 from paceline.records.rundir import RunDir
-from paceline.train.control import modified_at
 
 EXTRA_S = 15.0  # members need their own grace before the command may be killed
 HASTE_S = 3.0  # the same after a second Ctrl-C, when they kill at once

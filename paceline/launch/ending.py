@@ -1,5 +1,5 @@
-"""How an attempt of ranks ended: judged once, here, from what the launcher saw and from the files
-that ranks left. Everybody else reads the `Ending`.
+"""Judges how an attempt ended, in one place, from what the launcher saw and the files that ranks
+left. Everything else reads the `Ending`.
 
     a rank raises       train/verdict.py   error -> outcome and hint, in its verdict.json
     a process ends      supervisor.py      exit code, signal, missed deadline -> end.json
@@ -65,7 +65,7 @@ class Ending:
 
 
 def judge_end(run: RunDir, num_ranks: int, seen: LaunchEnd) -> Ending:
-    """Decide the one outcome of an attempt, and whom to blame where it is a failure."""
+    """Decide the outcome of an attempt, and which rank is to blame if it failed."""
     verdicts = seen.told | load_verdicts(run, num_ranks)
     outcome = _outcome(verdicts, num_ranks, seen)
     if outcome is Outcome.OK or outcome.is_stop:
@@ -92,7 +92,7 @@ def completed_steps(run: RunDir, num_ranks: int, verdicts: Verdicts, recorded: i
 
 
 def stop_notes(ending: Ending) -> list[str]:
-    """Return what did not go in order when a signal stopped the run."""
+    """Return what went wrong while a signal stopped the run."""
     if ending.seen.signal is None or not ending.seen.ends:
         return []
     notes = [
@@ -110,8 +110,8 @@ def stop_notes(ending: Ending) -> list[str]:
 
 
 def untold_cause(run: RunDir, seen: LaunchEnd) -> tuple[int | None, str] | None:
-    """Return what ended ranks that no verdict of theirs tells, with the rank to look at: the
-    launcher refused to start any (then it is no rank's), or a deadline passed."""
+    """Return a cause that no verdict names, with the rank to look at: the launcher refused to start
+    (then no rank is), or a deadline passed."""
     if seen.refusal:
         return None, seen.refusal
     if deadline := missed_deadline(seen.ends):
@@ -143,7 +143,7 @@ def _outcome(verdicts: Verdicts, num_ranks: int, seen: LaunchEnd) -> Outcome:
 
 
 def _agreed(verdicts: Verdicts, num_ranks: int) -> Outcome | None:
-    """Return what all ranks say together, each without an error."""
+    """Return the outcome on which all ranks agree without an error; None if they do not."""
     if len(verdicts) < num_ranks or any(v.error is not None for v in verdicts.values()):
         return None
     return verdicts[0].outcome

@@ -1,4 +1,4 @@
-"""One rank under a launcher: torchrun, srun, mpirun, deepspeed.
+"""One rank under a launcher: torchrun, srun, mpirun or deepspeed.
 
 The process that the launcher starts is a member of the run: the supervisor of one rank, its child.
 So a rank that hangs, crashes or is killed is seen and reported, whatever the launcher does.
@@ -33,7 +33,7 @@ from paceline.machine.topology import Topology, resolve_topology
 from paceline.records import LaunchPlan, RankEnd, RankPlace
 from paceline.records.disk import discard, save_last
 from paceline.records.rundir import RunDir
-from paceline.workloads.base import require_trusted
+from paceline.workloads.job_file import require_trusted
 
 STARTER, TRUSTED = "PACELINE_STARTER", "PACELINE_TRUSTED"
 POLL_S = 1.0
@@ -119,7 +119,7 @@ def take_part(task: Task, arguments: Sequence[str]) -> int:
 
 
 def exit_code_of(end: RankEnd) -> int:
-    """Return a member's exit code: what a shell would say of its rank."""
+    """Return a member's exit code, as a shell would report that of its rank."""
     if not end.failed:
         return 0
     return end.exit_code if end.exit_code >= 0 else 128 - end.exit_code
@@ -218,7 +218,8 @@ def starter_variables(launch: LaunchPlan, secret: str) -> dict[str, str]:
 
 
 def _starter() -> list[int]:
-    """Return that process, where it is on this host: some launchers die and leave their own."""
+    """Return the process that started the ranks, if it is on this host: some launchers die and
+    leave their children behind."""
     host, _, pid = os.environ.get(STARTER, "").rpartition(":")
     return [int(pid)] if host == socket.gethostname() and pid.isdigit() else []
 

@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: started, signalled, ended with all that they started."""
+"""Ranks as processes of this machine: started, signalled, and ended with all their children."""
 
 import multiprocessing
 import os
@@ -55,7 +55,7 @@ class RankProcess:
         return cls(spec.place.rank, process, pidfd, told)
 
     def listen(self) -> None:
-        """Take in what it has told since the last time."""
+        """Read what the rank has sent since the last time."""
         with suppress(EOFError, OSError):
             while self.told.poll():
                 word = hear(self.told.recv_bytes())
@@ -70,12 +70,13 @@ class RankProcess:
 
     @property
     def has_gone(self) -> bool:
-        """True by the kernel, a moment before the fork server has told us the exit code."""
+        """Return True once the kernel has ended it, a moment before the fork server reports its
+        exit code."""
         return self.pidfd < 0 or wait_for_any([self.pidfd], 0)
 
     @property
     def is_stopped(self) -> bool:
-        """True for a process that a signal has frozen: it hears no other but KILL."""
+        """Return True for a process that a signal has frozen: it reacts to nothing but KILL."""
         try:
             return psutil.Process(self.process.pid).status() in (
                 psutil.STATUS_STOPPED,
@@ -90,7 +91,7 @@ class RankProcess:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> bool:
-        """Kill it; False for one that has ended by itself: then nobody asked it to."""
+        """Kill it; return False if it had already ended by itself."""
         if self.has_gone:
             return False
         self.asked_to_end = True

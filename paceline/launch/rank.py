@@ -106,8 +106,8 @@ def _take_signals(requests: Requests | None) -> None:
 
 
 def _tell(supervisor: Connection | None, word: RankVerdict | Beat) -> None:
-    """Pass a rank's verdict or heartbeat on through a pipe, which needs no disk. The pipe takes so
-    much at once that the supervisor never waits for the rest of it."""
+    """Send a rank's verdict or heartbeat to its supervisor through a pipe, which needs no disk. The
+    pipe's buffer holds all of it, so nobody waits for the rest."""
     if supervisor is None:
         return
     text = word.to_line() if isinstance(word, Beat) else word.to_json()
@@ -120,7 +120,7 @@ def _tell(supervisor: Connection | None, word: RankVerdict | Beat) -> None:
 
 
 def hear(word: bytes) -> RankVerdict | Beat:
-    """Return what a rank has told its supervisor."""
+    """Parse what a rank has sent to its supervisor."""
     body = json.loads(word)
     if body.pop("schema", None) is None:
         return Beat.from_line(word)
@@ -151,13 +151,14 @@ def _require_verdict(context: RankContext, error: BaseException) -> None:
 
 
 def _end_children() -> None:
-    """Kill loaders: they ignore TERM; one that hangs in a user's code would outlive the rank."""
+    """Kill loader processes: they ignore TERM, and one that hangs in a user's code would outlive
+    the rank."""
     for child in multiprocessing.active_children():
         child.kill()
 
 
 def _release_semaphores() -> None:
-    """Release those of a library's worker pools, as torch's compiler has them: `os._exit` runs no
+    """Release the semaphores of libraries' worker pools, such as the compiler's: `os._exit` runs no
     clean-up, and the tracker that we share with the supervisor would complain on its screen."""
     registry: dict[Any, Any] = util._finalizer_registry  # type: ignore[attr-defined]
     clean_up = synchronize.SemLock._cleanup  # type: ignore[attr-defined]
@@ -174,8 +175,8 @@ def _apply_environment(spec: RankSpec) -> None:
 
 
 def _redirect(run: RunDir, rank: int) -> None:
-    """Send stdout and stderr of this process, C++ included, to its own file, line by line. What is
-    printed there by Python never fails for a full disk, nor waits for a slow one."""
+    """Send stdout and stderr of this process, C++ included, to its own log, line by line. Printing
+    from Python never fails on a full disk, and never waits for a slow one."""
     file = Appender(run.rank_log(rank), run.lost, LOG_BYTES)
     try:
         run.make_rank(rank)

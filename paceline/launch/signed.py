@@ -1,4 +1,4 @@
-"""What ranks say to each other at a store that anybody may write to: signed, or not heard.
+"""Messages between ranks at a store that anybody may write to: signed, or ignored.
 
 A store has no passwords. So every word is signed (HMAC-SHA256) with a key that never touches the
 store, over its name, the session that it belongs to, whom it is for, and what it says: a word that
@@ -25,7 +25,7 @@ Body = dict[str, Any]
 
 @dataclass
 class SignedStore:
-    """The words of one rank's process. `session` is rank 0's, new for each process."""
+    """Signed messages of one rank's process. `session` is rank 0's, new for each process."""
 
     store: Store
     key: bytes
@@ -37,12 +37,13 @@ class SignedStore:
         self.store.set_timeout(timedelta(seconds=GET_S))
 
     def say(self, name: str, body: Body, to: str = "") -> None:
-        """Publish a word. `to` is what only its reader has chosen, where it is for one alone."""
+        """Publish a message. `to` is a value that only its reader has chosen, if it is for a single
+        reader."""
         text = json.dumps(body, sort_keys=True)
         self.store.set(name, json.dumps({"says": text, "mac": self._sign(name, text, to)}))
 
     def hear(self, name: str, to: str = "") -> Body | None:
-        """Return what was said; None where nothing was, or nothing that is to be believed."""
+        """Return a message; None if there is none, or none that is validly signed."""
         if not self.store.check([name]):
             return None
         try:

@@ -1,4 +1,4 @@
-"""SLURM: srun inside an allocation, and a batch script for those who have none yet."""
+"""SLURM: srun inside an allocation, and a batch script for getting one."""
 
 import os
 import re
@@ -101,8 +101,9 @@ def _asked(order: LaunchOrder) -> list[str]:
 
 
 def _cpus(order: LaunchOrder, allocated: int | None) -> list[str]:
-    """srun gives a task one core unless told. A rank on CPU computes on its threads; one on a GPU
-    needs a thread to launch kernels and one for the backward pass. Its loaders come on top."""
+    """Return the cores for a task, to which srun gives only one by default. A rank on CPU computes
+    on its threads; one on a GPU needs a thread to launch kernels and one for the backward pass.
+    Loaders come on top."""
     if any(option_of(argument) in CPU_OPTIONS for argument in _asked(order)):
         return []
     asked = "OMP_NUM_THREADS" in order.env.variables | order.settings.env

@@ -1,4 +1,4 @@
-"""Other machines by ssh: are they fit to start ranks, and how is a command run there?
+"""Other machines over ssh: checks that they can start ranks, and runs commands there.
 
 ssh is called as it is, so user names, ports, keys and jump hosts are those of ~/.ssh/config. It
 never asks: what would need a password or a new host key is refused, for all machines at once,

@@ -26,9 +26,9 @@ from paceline.launch.signals import SignalLog, kill_time, request_for
 from paceline.machine.fork_server import set_preloads
 from paceline.records import Limits, RankEnd, RankVerdict
 from paceline.records.disk import Appender, release, reserve, save_last
+from paceline.records.files import modified_at
 from paceline.records.rundir import RunDir
 from paceline.records.words import visible
-from paceline.train.control import modified_at
 
 POLL_S = 0.05
 DUMP_S = 2.0  # how long a stack dump may take before ranks are ended

@@ -1,5 +1,6 @@
-"""What the vendors' data sheets say of a GPU by the name that its driver gives: dense peaks, memory
-and links. For plans, `paceline check` and MFU. A GPU that is not here has no figure, and no guess.
+"""What vendors' data sheets say about a GPU, by its driver's name for it: dense peaks, memory and
+links. For plans, `paceline check` and MFU. A GPU that is not listed has no figures; nothing is
+guessed.
 
 A matrix product has one of four arithmetics: bf16, fp16, tf32 (fp32 matrices on tensor cores) and
 fp32. Peaks are without sparsity and with fp32 sums, as torch multiplies: GeForce cards reach only

@@ -1,5 +1,5 @@
-"""The GPUs of this machine without creating a context on any: NVIDIA's through NVML (names, memory,
-links, live samples), AMD's through the kernel's own description of them."""
+"""The GPUs of this machine, without creating a context on any: NVIDIA's through NVML (names,
+memory, links, live samples), AMD's through what the kernel reports."""
 
 import os
 from dataclasses import dataclass

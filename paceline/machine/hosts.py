@@ -39,7 +39,7 @@ def first_hosts(path: str, count: int) -> list[str]:
     own = [name for name in names[:count] if LOOPBACK.match(name)]
     if own and count > 1:
         raise ConfigError(
-            f"{path} names {own[0]} beside other machines, and to each of them that is itself\n"
+            f"{path} names {own[0]} beside other machines, which each take it for themselves\n"
             "hint: give it the name by which the others reach it"
         )
     return names[:count]

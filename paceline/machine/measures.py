@@ -1,5 +1,5 @@
-"""What `paceline check` measures of ranks, links and devices, and what is kept of it for plans
-and reports. No torch, so reports can read it.
+"""The measurements of `paceline check` for ranks, links and devices, and those kept for plans and
+reports. No torch, so that reports can read it.
 
 GB is 10**9 bytes. Sizes follow nccl-tests: the larger of what one rank sends and what it receives.
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md

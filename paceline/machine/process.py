@@ -1,4 +1,4 @@
-"""What this process asks of the kernel: to die with its parent, to have signals taken otherwise."""
+"""What this process asks of the kernel: to die with its parent, and other signal handlers."""
 
 import atexit
 import ctypes

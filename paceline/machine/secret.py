@@ -1,4 +1,4 @@
-"""Secrets that only the processes of one user know, by which ranks tell each other from strangers.
+"""Secrets shared only by the processes of one user, by which ranks recognise each other.
 
 They never travel over the network: through the launcher's environment (PACELINE_SECRET), in a file
 of the run directory (launch/command.py), or as a key in the user's state folder, which nodes share.
@@ -54,8 +54,8 @@ def read_secret(path: Path) -> bytes:
         raise ClusterError(f"the secret of this run cannot be read: {path}: {why}") from error
     if facts.st_uid != os.geteuid() or facts.st_mode & 0o077 or len(secret) < MIN_LETTERS:
         raise ClusterError(
-            f"{path} is no secret of yours: others could have read or written it\n"
-            "hint: remove it; it is made anew"
+            f"{path} is not a secret: others could have read or written it\n"
+            "hint: remove it; a new one is made"
         )
     return secret
 

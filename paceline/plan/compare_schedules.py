@@ -1,4 +1,4 @@
-"""`paceline plan --schedule`: a job's pipeline schedules, simulated and held against each other.
+"""`paceline plan --schedule`: compares pipeline schedules for a job, by simulation.
 
 job, env -> the record `ScheduleComparison`. Needs no GPU, and no process group: any number of ranks
 and microbatches. Where each number comes from is part of the record.
@@ -14,9 +14,10 @@ from paceline.errors import ConfigError
 from paceline.job import Job
 from paceline.machine.datasheets import choose_arithmetic
 from paceline.machine.topology import Topology
+from paceline.plan.batch import split_batch
 from paceline.plan.costs import CountedBlock, Speed, choose_link, choose_rate, count_blocks
 from paceline.plan.crew import choose_crew, choose_threads
-from paceline.plan.planner import measure_model, split_batch
+from paceline.plan.planner import measure_model
 from paceline.plan.policy import choose_attention, choose_precision, effective_config
 from paceline.records import (
     Crew,
@@ -130,7 +131,7 @@ def _compiled(config: RunConfig, names: Sequence[str]) -> Iterator[Finding]:
         yield Finding(
             severity="warning",
             where="train.compile",
-            what=f"{', '.join(split)} cannot run compiled blocks: theirs are times without it",
+            what=f"{', '.join(split)} cannot run compiled blocks: their times are without it",
             hint="set train.compile=off for them",
         )
 

@@ -25,21 +25,24 @@ from paceline.workloads.given import is_given
 def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
     """Yield everything that is wrong with, or idle in, what was asked for here."""
     yield from _memory_problems(config, plan, env)
-    if config.optim.schedule.warmup_steps > plan.steps > 0:
-        yield Finding(
-            severity="warning",
-            where="optim.schedule.warmup_steps",
-            what=f"{config.optim.schedule.warmup_steps} steps of warm-up in a run of"
-            f" {plan.steps}: the learning rate never reaches {config.optim.lr:g}",
-        )
+    yield from _schedule_problems(config, plan)
+    yield from _fused_problems(config, plan)
+    yield from _exchange_problems(plan)
+    yield from _length_problems(config, plan)
+    yield from check_installed(config.observe.trackers)
+    yield from _observe_problems(config, plan)
+    yield from _class_problems(config, plan)
+    yield from check_idle_settings(config, plan)
+
+
+def _fused_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Say why the update is not by one kernel, and what that costs on a GPU."""
     if config.optim.fused == "on" and not plan.fused_optimizer.value:
         yield Finding(
             severity="warning",
             where="optim.fused",
-            what=f"on was asked, off is used: {plan.fused_optimizer.because}",
+            what=f"on was asked for, but off is used: {plan.fused_optimizer.because}",
         )
-    if config.optim.schedule.total_steps != "auto":
-        yield from _schedule_problems(config, plan)
     if plan.on_gpu and not plan.fused_optimizer.value:
         yield Finding(
             severity="note",
@@ -47,26 +50,25 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
             what="without the fused kernel the host waits for the device before each update, to"
             " know whether the gradient is finite",
         )
-    if plan.exchange_by.requested != plan.exchange_by.value:
-        yield Finding(
-            severity="warning",
-            where="strategy.exchange",
-            what=f"{plan.exchange_by.requested} was asked, {plan.exchange_by.value} it is:"
-            f" {plan.exchange_by.because}",
-        )
-    if config.data.num_buckets is not None:
-        yield from _length_problems(config, plan)
-    yield from check_installed(config.observe.trackers)
-    yield from _observe_problems(config, plan)
+
+
+def _exchange_problems(plan: Plan) -> Iterator[Finding]:
+    by = plan.exchange_by
+    if by.requested != by.value:
+        what = f"{by.requested} was asked for, but {by.value} is used: {by.because}"
+        yield Finding(severity="warning", where="strategy.exchange", what=what)
+
+
+def _class_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Refuse a workload that is a class of this program under a launcher that cannot pass it on."""
     if is_given(config.workload) and not is_local(plan.crew.launcher.value):
         yield Finding(
             severity="error",
             where="launch.launcher",
             what=f"{config.workload} is a class of this program, and {plan.crew.launcher.value}"
-            " starts ranks that cannot have it",
-            hint="put the class into a file and name that: FILE.py:Class",
+            " cannot pass it to the ranks that it starts",
+            hint="put the class into a file: FILE.py:Class",
         )
-    yield from check_idle_settings(config, plan)
 
 
 def _observe_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
@@ -84,18 +86,20 @@ def _observe_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield Finding(
             severity="warning",
             where="observe.profile",
-            what=f"{observe.profile} is asked of a run of {plan.steps} steps",
+            what=f"{observe.profile} goes beyond the {plan.steps} steps of the run",
         )
     if observe.memory == "snapshot" and not plan.on_gpu:
         yield Finding(
             severity="warning",
             where="observe.memory",
-            what="only CUDA's allocator has a history: on a CPU snapshot is as dumps",
+            what="only CUDA's allocator records a history: on a CPU, snapshot is the same as dumps",
         )
 
 
 def _length_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Yield what cannot work where batches differ in shape from step to step."""
+    if config.data.num_buckets is None:
+        return
     by_length = config.data.batch_by == "length"
     where = "data.batch_by" if by_length else "data.buckets"
     if plan.pipeline is not None:
@@ -103,7 +107,7 @@ def _length_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             severity="error",
             where=where,
             what=f"a pipeline cuts each batch into {plan.pipeline.num_microbatches} equal parts,"
-            " and these batches differ in how many samples they have",
+            " but these batches differ in their number of samples",
             hint="use data.batch_by=samples with data.buckets=off, or another strategy",
         )
     graphs = plan.compile.value in ("reduce-overhead", "max-autotune")
@@ -113,7 +117,7 @@ def _length_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield Finding(
             severity="error",
             where="train.compile" if graphs else "train.compile_dynamic",
-            what=f"{each} for each shape of a batch, and with {where} they differ from step to"
+            what=f"{each} for each shape of a batch, and with {where} shapes differ from step to"
             " step",
             hint=f"train.compile=default with {hint}" if graphs else hint,
         )
@@ -121,12 +125,19 @@ def _length_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 def _schedule_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     schedule, steps = config.optim.schedule, plan.steps  # 0: the data's length will decide
-    total = schedule.total_steps
-    if total != "auto" and total <= schedule.warmup_steps:
+    warmup, total = schedule.warmup_steps, schedule.total_steps
+    if warmup > steps > 0:
+        yield Finding(
+            severity="warning",
+            where="optim.schedule.warmup_steps",
+            what=f"{warmup} steps of warm-up in a run of {steps}: the learning rate never reaches"
+            f" {config.optim.lr:g}",
+        )
+    if total != "auto" and total <= warmup:
         yield Finding(
             severity="error",
             where="optim.schedule.total_steps",
-            what=f"the schedule ends at step {total}, and its warm-up at {schedule.warmup_steps}",
+            what=f"the schedule ends at step {total}, and its warm-up at {warmup}",
             hint="set it to more than optim.schedule.warmup_steps",
         )
     elif total != "auto" and total > steps > 0 and schedule.name != "constant":
@@ -337,14 +348,14 @@ def check_samples(config: RunConfig, workload: Workload, is_pipeline: bool) -> I
             severity="error",
             where=where,
             what=f"{type(workload).__name__} generates no text",
-            hint="take it out; lm and causal_lm do, and a workload with a method generate",
+            hint="remove it; lm, causal_lm and workloads with a method generate can write text",
         )
     elif is_pipeline:
         yield Finding(
             severity="error",
             where=where,
-            what="a pipeline runs a batch through the model once, and text takes many passes",
-            hint="take it out, and use paceline generate on the run's checkpoints",
+            what="a pipeline runs a batch through the model once, but text takes many passes",
+            hint="remove it, and use paceline generate on the run's checkpoints",
         )
     elif train.eval_every == "off":
         what = "is set but has no effect: train.eval_every is off"

@@ -142,7 +142,7 @@ def _late_variables(launch: LaunchConfig, crew: Crew) -> Iterator[Finding]:
             yield Finding(
                 severity="warning",
                 where=f"launch.env.{name}",
-                what="has no effect: it is read when python or torch starts, before a rank is one",
+                what="has no effect: python or torch reads it at start, before ranks are forked",
                 hint=f"export {name} before you start paceline, or set"
                 f" launch.launcher={wide_launchers()[0]}",
             )

@@ -1,6 +1,6 @@
-"""Who moves gradients and weights between ranks: collectives of NCCL or gloo, or the ranks
-themselves through symmetric memory, which needs NVLink between all of them; whole, or in the parts
-that products need, beside them."""
+"""Chooses who moves gradients and weights between ranks: collectives of NCCL or gloo, or the
+ranks themselves through symmetric memory, which needs NVLink between all of them; whole, or in
+the parts that matrix products need."""
 
 import os
 

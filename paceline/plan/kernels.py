@@ -1,5 +1,5 @@
-"""Whether layers and AdamW run on Triton kernels of our own, and why: only where that was measured
-to be faster and equal."""
+"""Chooses whether layers and AdamW run on our Triton kernels: only where they were measured to be
+faster and equal."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec

@@ -1,5 +1,5 @@
-"""What brings a GPU to its limit, decided once the rest of a plan stands: fp8 and the memory
-budget; and all that is to be said of it."""
+"""The last decisions of a plan, which need the others: fp8, the memory budget and prefetching;
+and the findings about them."""
 
 from collections.abc import Iterator
 

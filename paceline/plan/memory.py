@@ -1,5 +1,5 @@
-"""How much a step keeps for its backward pass, and which blocks compute theirs again so that it
-fits.
+"""Estimates what a step keeps for its backward pass, and chooses the blocks that recompute so
+that it fits.
 
 The model runs forward once on fake tensors, which have shapes and no memory, and autograd tells
 what it saves, block by block. A block may keep all of it; its products only (`selective`); or its
@@ -178,7 +178,7 @@ def check_memory(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield Finding(
             severity="error",
             where=where,
-            what=f"is set beside {other}, which says itself what is recomputed",
+            what=f"is set together with {other}, which also decides what is recomputed",
             hint="set one of the two",
         )
     memory = plan.memory

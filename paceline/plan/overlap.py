@@ -1,5 +1,5 @@
-"""How gradients are cut into buckets and how far ahead weights are gathered, from the link that
-`paceline check` has measured, so that communication hides behind computation.
+"""Chooses bucket sizes and prefetching from the link that `paceline check` has measured, so that
+communication hides behind computation.
 
 Each all-reduce costs its latency, and the last bucket is reduced when nothing is left to compute:
 with buckets of b bytes, G bytes of gradients, a latency l and a rate r the exposed time is about

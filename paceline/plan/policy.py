@@ -1,4 +1,4 @@
-"""Precision and attention: what this hardware computes in, each choice with its reason."""
+"""Chooses precision and attention for this hardware, each with its reason."""
 
 from collections.abc import Iterator
 

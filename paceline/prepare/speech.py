@@ -59,7 +59,7 @@ HOUR_S = 3600
 
 
 @dataclass(frozen=True)
-class Asked:
+class SpeechRequest:
     """What shall be prepared, and where to. `columns` is None for a tree of files. `max_files`:
     of tables, only the first of each split."""
 
@@ -114,7 +114,9 @@ class Prepared(Record):
     splits: list[SplitTotal]
 
 
-def prepare(asked: Asked, say: Callable[[str], None], tell: Callable[[Progress], None]) -> Prepared:
+def prepare(
+    asked: SpeechRequest, say: Callable[[str], None], tell: Callable[[Progress], None]
+) -> Prepared:
     """Prepare a corpus, or what is missing of it. More rejects than allowed are a `DataError` at
     the end, when all are listed; there is no manifest then."""
     require_places(asked)
@@ -132,7 +134,7 @@ def prepare(asked: Asked, say: Callable[[str], None], tell: Callable[[Progress],
         raise ConfigError(f"another process prepares {root} now") from error
 
 
-def require_places(asked: Asked) -> None:
+def require_places(asked: SpeechRequest) -> None:
     """Refuse, all at once, an input that cannot be read and an output that would destroy
     something."""
     kinds = TABLES if asked.columns is not None else frozenset()
@@ -172,7 +174,7 @@ def _is_manifest(path: Path) -> bool:
 
 
 def _prepare(
-    asked: Asked, say: Callable[[str], None], tell: Callable[[Progress], None]
+    asked: SpeechRequest, say: Callable[[str], None], tell: Callable[[Progress], None]
 ) -> Prepared:
     root, started_at = asked.output_root, time.monotonic()
     say(f"looking through {asked.input_root}")
@@ -197,7 +199,7 @@ def _prepare(
     return _conclude(asked, found, made, time.monotonic() - started_at)
 
 
-def _scan(asked: Asked) -> Found:
+def _scan(asked: SpeechRequest) -> Found:
     if asked.columns is None:
         return scan_tree(asked.input_root)
     return scan_tables(asked.input_root, asked.columns, asked.max_files)
@@ -222,7 +224,7 @@ def _make_folders(root: Path, found: Found) -> None:
 
 
 def _make_all(
-    asked: Asked,
+    asked: SpeechRequest,
     found: Found,
     kept: Kept,
     started_at: float,
@@ -283,7 +285,7 @@ def _groups(clips: Sequence[Clip]) -> list[list[int]]:
 
 
 def _conclude(
-    asked: Asked, found: Found, made: dict[str, tuple[Made, bool]], elapsed_s: float
+    asked: SpeechRequest, found: Found, made: dict[str, tuple[Made, bool]], elapsed_s: float
 ) -> Prepared:
     """Write the lists, or refuse; both are sorted, so that they are the same however it went."""
     root, rate = asked.output_root, asked.sound.target_sr
@@ -311,7 +313,7 @@ def _conclude(
     )
 
 
-def _require_enough(asked: Asked, rejects: list[Reject], num_sound: int) -> None:
+def _require_enough(asked: SpeechRequest, rejects: list[Reject], num_sound: int) -> None:
     if len(rejects) <= asked.max_rejects and num_sound:
         return
     named = [f"  {text_cell(one.origin)}: {text_cell(one.reason)}" for one in rejects[:MAX_NAMED]]

@@ -1,4 +1,4 @@
-"""The prepared files and the journal of them: which is sound already, and which is to be made.
+"""The prepared files and their journal: which are sound already, and which are still to be made.
 
 make_clips(clips, root, sound, kept)       in a process: yields what became of each
 load_journal(root / JOURNAL, sound.how)    what earlier runs have made in the same way

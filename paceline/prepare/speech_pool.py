@@ -1,4 +1,4 @@
-"""Work over many files in forked processes; one that dies costs the file it was at and no other.
+"""Runs work over many files in forked processes; if one dies, only its current file is lost.
 
     for number, found in each_in_parallel(groups, work, num_workers): ...
 

@@ -1,4 +1,4 @@
-"""What is to be prepared, from tables: parquet with audio in it, or CSV and JSON lists of files.
+"""What to prepare, from tables: parquet with audio in it, or CSV and JSON lists of files.
 
     found = scan_tables(root, columns)     the same clips that a folder of files would give
     iter_cells(clips)                      the audio inside a parquet file, a few rows at a time

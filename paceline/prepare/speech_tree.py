@@ -1,4 +1,4 @@
-"""What is to be prepared: a folder of audio files, LibriSpeech's shape or any other, as clips.
+"""What to prepare, from folders: audio files in LibriSpeech's layout or any other, as clips.
 
     found = scan_tree(root)       clips, transcripts to copy, and what is not taken, with its reason
 

@@ -24,7 +24,7 @@ TRAINED_BYTES = 1 << 29  # of text are enough to learn merges from
 
 
 @dataclass(frozen=True)
-class Asked:
+class TextRequest:
     """What `paceline prepare text` was asked for."""
 
     data: TextData
@@ -32,7 +32,7 @@ class Asked:
     workers: int | None
 
 
-def prepare_text(asked: Asked, out: Path, say: Callable[[str], None]) -> Manifest:
+def prepare_text(asked: TextRequest, out: Path, say: Callable[[str], None]) -> Manifest:
     """Tokenise a source into `out`. Shards that are there already, of the same source read in the
     same way, are checked and kept."""
     _require_possible(asked, out)
@@ -51,7 +51,7 @@ def prepare_text(asked: Asked, out: Path, say: Callable[[str], None]) -> Manifes
     return manifest
 
 
-def _require_possible(asked: Asked, out: Path) -> None:
+def _require_possible(asked: TextRequest, out: Path) -> None:
     problems = []
     if asked.data.source == "synthetic":
         problems.append("synthetic tokens are drawn while training: there is nothing to prepare")
@@ -74,7 +74,7 @@ def _require_possible(asked: Asked, out: Path) -> None:
         raise ConfigError(problems)
 
 
-def _choose_tokenizer(asked: Asked, source: Source, say: Callable[[str], None]) -> Tokenizer:
+def _choose_tokenizer(asked: TextRequest, source: Source, say: Callable[[str], None]) -> Tokenizer:
     if asked.train_bpe is None:
         return find_tokenizer(asked.data.tokenizer)
     say(f"learning {asked.train_bpe} tokens from {source.name}")

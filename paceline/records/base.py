@@ -48,7 +48,7 @@ def load_map(
 
 
 def damaged(path: Path, lacks: str, why: object) -> DataError:
-    """Return the error about a file that is there and is not what it should be."""
+    """Return the error about a file that exists and is not what it should be."""
     return DataError(
         f"{path} is damaged: {lacks} ({why})\n"
         "hint: bring back the file that the run wrote, or leave this run out"

@@ -1,4 +1,4 @@
-"""Text of a table into columns of numbers, by name; a cell that is none is damage with its place.
+"""Parses the text of a table into columns of numbers; a bad cell is reported with its place.
 
 chunk = parse_chunk(path, text, header, {"step": int, "loss": float})
 """

@@ -1,4 +1,4 @@
-"""A table in memory: rows that are kept as columns, so that a million of them take little room."""
+"""A table in memory, stored as columns, so that a million rows take little space."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

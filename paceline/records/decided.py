@@ -40,7 +40,7 @@ class Choice(Part, Generic[T]):
 
 
 class Finding(Part):
-    """Something the user should know. An `error` stops the run before any rank starts."""
+    """Something that the user should know. An `error` stops the run before any rank starts."""
 
     severity: Literal["error", "warning", "note"]
     where: str = Field(description="The config key or the part of the machine it is about.")

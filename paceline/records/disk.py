@@ -1,4 +1,4 @@
-"""Writes to a disk that may be full, read-only or gone: training does not end for a file.
+"""Writes to a disk that may be full, read-only or gone, without ending the training.
 
     Losses                what this process could not write, by file: counted, told at the end
     Appender              appends lines; what the disk does not take is held back for later, and
@@ -47,7 +47,7 @@ class Loss:
 
 @dataclass
 class Losses:
-    """What this process could not write, by file. Training goes on; a person is told."""
+    """What this process could not write, by file. Training goes on, and the user is informed."""
 
     by_file: dict[Path, Loss] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class Losses:
     def keep(
         self, path: Path, content: str, write: Callable[[Path, str], None] = write_atomic
     ) -> bool:
-        """Replace a file by `content`; False, and counted, where the disk does not take it."""
+        """Replace a file by `content`; return False, and count it, if the disk does not take it."""
         try:
             write(path, content)
         except OSError as error:
@@ -323,7 +323,7 @@ def release(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file that nobody needs any more, where that can be done."""
+    """Remove a file that is no longer needed, if that is possible."""
     with suppress(OSError):
         path.unlink()
 

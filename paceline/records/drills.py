@@ -9,7 +9,7 @@ from paceline.records.phases import Phase
 
 
 class Fault(StrEnum):
-    """What can be planted; its value is what is typed. `words` say what it does."""
+    """A fault that can be planted; its value is what is typed. `words` describe it."""
 
     words: str
     found_as: tuple[str, ...]

@@ -1,5 +1,5 @@
-"""Files that are whole or absent (temp file, fsync, rename), files that one process holds, and how
-a file is read that somebody else may have put there."""
+"""Writes files whole or not at all (temp file, fsync, rename), locks files, and safely reads
+files that others may have placed."""
 
 import fcntl
 import hashlib
@@ -19,8 +19,8 @@ TORN_S = 60.0
 
 
 def open_regular(path: Path, follow: bool = False) -> BinaryIO:
-    """Open a plain file. A link, which may lead anywhere, and what is not a file at all, such as a
-    FIFO that nobody writes to, are a `DataError`; an absent one is an `OSError`. `follow`: a person
+    """Open a plain file. A link, which may lead anywhere, or something that is not a file, such as
+    a FIFO without a writer, is a `DataError`; a missing one is an `OSError`. `follow`: a person
     named it, so it may be a link."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -47,15 +47,15 @@ def read_regular(path: Path, max_bytes: int, follow: bool = False) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int, follow: bool = False) -> str:
-    """Return the text of a plain file, without a byte order mark. All that can be wrong with it is
-    a `DataError` that names it."""
+    """Return the text of a plain file, without a byte order mark. Anything wrong with it is a
+    `DataError` that names it."""
     try:
         return read_regular(path, max_bytes, follow).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise DataError(
             f"{path}:{line}: it is not text in UTF-8\n"
-            "hint: save it as UTF-8, or bring back the file that was there"
+            "hint: save it as UTF-8, or restore the file that was there"
         ) from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
@@ -148,3 +148,11 @@ def fingerprint(*parts: bytes | str) -> str:
         digest.update(len(raw).to_bytes(8, "little"))
         digest.update(raw)
     return digest.hexdigest()[:16]
+
+
+def modified_at(path: Path) -> int | None:
+    """Return when a file was modified, in nanoseconds; None if there is no such file."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None

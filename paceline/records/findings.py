@@ -1,4 +1,5 @@
-"""findings.json: what stands at the end of a run, or so far: who is slow, why it waits, is it well.
+"""findings.json: what a run is found to suffer from, now or at its end: slow ranks, what ranks
+wait for, broken rules.
 
 `paceline.health.judge` makes findings of what a run has recorded; the watcher, the report and
 `paceline diagnose` show the same ones. (`records.Finding` is about a plan, before anything ran.)
@@ -14,7 +15,7 @@ from paceline.records.events import SEVERITIES, Evidence, Severity
 
 
 class Finding(Part):
-    """One thing that is wrong with a run, or that is worth to know of it."""
+    """One thing that is wrong with a run, or worth knowing about it."""
 
     kind: str = Field(description="Its name, which is that of the rule or verdict that found it.")
     rank: int | None = Field(None, description="The rank it is about; None: the whole run.")
@@ -37,7 +38,7 @@ class Finding(Part):
 
 
 class Findings(Record):
-    """All that stands, the gravest first."""
+    """All current findings, the most serious first."""
 
     findings: list[Finding] = []
 
@@ -47,7 +48,8 @@ class Findings(Record):
 
 
 def sort_findings(found: Iterable[Finding]) -> list[Finding]:
-    """Return findings with the gravest first, and else in the order in which they were found."""
+    """Return findings with the most serious first, and otherwise in the order in which they were
+    found."""
     return sorted(found, key=_gravity)
 
 

@@ -1,4 +1,4 @@
-"""heartbeat_rank<r>.jsonl: one list of keys for the rank that writes it and for who reads it."""
+"""heartbeat_rank<r>.jsonl: one list of keys for the rank that writes it and its readers."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Imported: what was found in the files of a run that was not started by us."""
+"""Imported: what was found in the files of another trainer's run."""
 
 from pydantic import Field
 

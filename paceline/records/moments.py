@@ -1,4 +1,4 @@
-"""The time of day for records, told so that it never jumps.
+"""The time of day for records, such that it never jumps.
 
 Deadlines are kept by `time.monotonic`. But records have moments too, and differences of those are
 shown as durations, or decide which of two ranks failed first. Somebody who sets the clock while a

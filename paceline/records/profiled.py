@@ -1,4 +1,4 @@
-"""Profiled: what the trace of some steps of one rank tells, beside the trace itself."""
+"""Profiled: what the trace of some steps of one rank shows, kept beside the trace."""
 
 import re
 

@@ -25,12 +25,85 @@ def slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[:60] or "run"
 
 
+class _File:
+    """A path inside the run directory: `RunDir(root).plan` is `root/plan.json`."""
+
+    def __init__(self, *parts: str) -> None:
+        self.parts = parts
+
+    def __get__(self, run: "RunDir", kind: type["RunDir"]) -> Path:
+        return run.root.joinpath(*self.parts)
+
+
+class _RankFile:
+    """A path inside a rank's folder: `RunDir(root).verdict(3)` is in `root/ranks/rank3/`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: "RunDir", kind: type["RunDir"]) -> Callable[[int], Path]:
+        return lambda rank: run.rank(rank) / self.name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths inside one run's directory, and what this process could not write there."""
 
     root: Path
     lost: Losses = field(default_factory=Losses, compare=False, repr=False)
+
+    # Decided before a rank starts: run/flow.py has the order.
+    config = _File("run.yaml")
+    env = _File("env.json")
+    plan = _File("plan.json")
+    data = _File("data.json")
+    launch = _File("launch.json")
+    drill = _File("drill.json")  # the fault that ranks plant in themselves, where it is a drill
+    secret = _File(".secret")  # by which ranks under a launcher of ours know each other
+
+    # Written while it runs.
+    training = _File("training.csv")
+    telemetry = _File("telemetry.csv")
+    checkpoint_log = _File("checkpoints.csv")
+    texts = _File("samples.jsonl")  # what the model wrote at evaluations
+    events = _File("events.jsonl")  # what was noticed, a line each
+    train_log = _File("train.log")
+    launcher_log = _File("launcher.log")
+    attempt = _File("attempt.json")
+    attempts = _File("attempts")
+    profiles = _File("profiles")  # traces of profiled steps, one per rank, and what is in them
+    ranks = _File("ranks")
+
+    # Requests to a live run, from any machine that shares the directory.
+    halt = _File(".HALT")  # write a checkpoint and stop
+    anomaly = _File(".anomaly_type")  # the rule for which the run was halted
+    checkpoint_request = _File("control", "checkpoint")
+    dump_request = _File("control", "dump")  # the stacks of all ranks
+    profile_request = _File("control", "profile")  # empty: the next steps; or steps:20-24
+    stop_request = _File("control", "stop")  # signals that the process of a launcher has got
+
+    # What it came to.
+    audit = _File("audit.json")
+    result = _File("result.json")
+    findings = _File("findings.json")
+    summary = _File("summary.md")
+    report = _File("report.html")
+    timeline = _File("timeline.json")  # one pass of a pipeline, for Perfetto
+    check = _File("check.json")
+    imported = _File("imported.json")  # what `paceline import` has found in another trainer's files
+
+    # Of each rank, in ranks/rank<r>/.
+    rank_log = _RankFile("log.txt")
+    steps = _RankFile("steps.csv")
+    samples = _RankFile("samples.csv")
+    verdict = _RankFile("verdict.json")
+    rank_end = _RankFile("end.json")
+    stacks = _RankFile("stacks.txt")
+    collectives = _RankFile("collectives.json")  # the last ones of a rank that failed
+    overlap = _RankFile("overlap.json")
+    passes = _RankFile("pipeline.jsonl")  # when it ran the actions of its last passes
+    step_mark = _RankFile("step")  # the step that it has begun, as eight bytes
+    action_mark = _RankFile("action")  # the action of a pipeline that it is in
 
     @classmethod
     def create(cls, name: str, out: Path | None, is_run: bool = True) -> Self:
@@ -142,185 +215,29 @@ class RunDir:
                 "hint: give --out another directory, or none for runs/NAME-UTC"
             )
 
-    @property
-    def config(self) -> Path:
-        return self.root / "run.yaml"
+    def rank(self, rank: int) -> Path:
+        return self.ranks / f"rank{rank}"
 
-    @property
-    def env(self) -> Path:
-        return self.root / "env.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.root / "plan.json"
-
-    @property
-    def data(self) -> Path:
-        return self.root / "data.json"
-
-    @property
-    def launch(self) -> Path:
-        return self.root / "launch.json"
-
-    @property
-    def launcher_log(self) -> Path:
-        return self.root / "launcher.log"
-
-    @property
-    def train_log(self) -> Path:
-        return self.root / "train.log"
-
-    def tracker_log(self, name: str) -> Path:
-        """What the process that sends numbers to a tracker prints."""
-        return self.root / f"tracker_{name}.log"
-
-    @property
-    def training(self) -> Path:
-        return self.root / "training.csv"
-
-    @property
-    def telemetry(self) -> Path:
-        return self.root / "telemetry.csv"
+    def heartbeat(self, rank: int) -> Path:
+        return self.root / f"heartbeat_rank{rank}.jsonl"
 
     def telemetry_of(self, rank: int) -> Path:
         """Each rank samples its memory, a machine's first rank the machine too. Rank 0's file is
         the one with the plain name."""
         return self.telemetry if rank == 0 else self.root / f"telemetry_rank{rank}.csv"
 
-    @property
-    def audit(self) -> Path:
-        return self.root / "audit.json"
-
-    @property
-    def result(self) -> Path:
-        return self.root / "result.json"
-
-    @property
-    def timeline(self) -> Path:
-        """One pass of a pipeline, for Perfetto."""
-        return self.root / "timeline.json"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.md"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def check(self) -> Path:
-        return self.root / "check.json"
-
-    @property
-    def attempt(self) -> Path:
-        return self.root / "attempt.json"
-
-    @property
-    def attempts(self) -> Path:
-        return self.root / "attempts"
-
-    def past_attempt(self, number: int) -> Path:
-        """Where the files that the next attempt writes anew are kept."""
-        return self.attempts / str(number)
-
-    @property
-    def halt(self) -> Path:
-        """Made by anybody to ask for a checkpoint and the end."""
-        return self.root / ".HALT"
-
-    @property
-    def anomaly(self) -> Path:
-        """The name of the rule for which the run was halted."""
-        return self.root / ".anomaly_type"
-
-    @property
-    def events(self) -> Path:
-        """What was noticed while it ran, a line each."""
-        return self.root / "events.jsonl"
-
-    @property
-    def findings(self) -> Path:
-        """What stands at its end."""
-        return self.root / "findings.json"
-
-    @property
-    def drill(self) -> Path:
-        """The fault that ranks plant in themselves, where the run is a drill."""
-        return self.root / "drill.json"
-
-    def collectives(self, rank: int) -> Path:
-        """The last collectives of a rank that failed, as torch's flight recorder has them."""
-        return self.rank(rank) / "collectives.json"
-
-    @property
-    def checkpoint_request(self) -> Path:
-        """Touched to ask a live run for a checkpoint."""
-        return self.root / "control" / "checkpoint"
-
-    @property
-    def checkpoint_log(self) -> Path:
-        return self.root / "checkpoints.csv"
-
-    @property
-    def ranks(self) -> Path:
-        return self.root / "ranks"
-
-    @property
-    def dump_request(self) -> Path:
-        """Touched to ask a live run for the stacks of all its ranks."""
-        return self.root / "control" / "dump"
-
-    @property
-    def profile_request(self) -> Path:
-        """Written to ask a live run for a profile: nothing for the next steps, or steps:20-24."""
-        return self.root / "control" / "profile"
-
-    @property
-    def profiles(self) -> Path:
-        """Traces of profiled steps, one per rank, and what is in them."""
-        return self.root / "profiles"
-
     def memory_dump(self, rank: int, moment: str) -> Path:
         """What held memory at a moment, as JSON; as text beside it. Rank 0's is in the root."""
         folder = self.root if rank == 0 else self.rank(rank)
         return folder / f"mem_{moment}.json"
 
-    @property
-    def imported(self) -> Path:
-        """What `paceline import` has found in the files of a run that was not started by us."""
-        return self.root / "imported.json"
+    def tracker_log(self, name: str) -> Path:
+        """What the process that sends numbers to a tracker prints."""
+        return self.root / f"tracker_{name}.log"
 
-    @property
-    def stop_request(self) -> Path:
-        """The numbers of the signals that came to the process which runs a launcher's command."""
-        return self.root / "control" / "stop"
-
-    @property
-    def secret(self) -> Path:
-        """The secret by which members of a launcher that we run know each other, while it runs."""
-        return self.root / ".secret"
-
-    def rank(self, rank: int) -> Path:
-        return self.ranks / f"rank{rank}"
-
-    def rank_log(self, rank: int) -> Path:
-        return self.rank(rank) / "log.txt"
-
-    def verdict(self, rank: int) -> Path:
-        return self.rank(rank) / "verdict.json"
-
-    def rank_end(self, rank: int) -> Path:
-        return self.rank(rank) / "end.json"
-
-    def stacks(self, rank: int) -> Path:
-        return self.rank(rank) / "stacks.txt"
-
-    def steps(self, rank: int) -> Path:
-        return self.rank(rank) / "steps.csv"
-
-    def overlap(self, rank: int) -> Path:
-        return self.rank(rank) / "overlap.json"
+    def past_attempt(self, number: int) -> Path:
+        """Where the files that the next attempt writes anew are kept."""
+        return self.attempts / str(number)
 
     @property
     def flops(self) -> Path:
@@ -333,29 +250,6 @@ class RunDir:
             return float(self.flops.read_text())
         except (OSError, ValueError):
             return None
-
-    def step_mark(self, rank: int) -> Path:
-        """The step that a rank has begun, as eight bytes."""
-        return self.rank(rank) / "step"
-
-    def action_mark(self, rank: int) -> Path:
-        """The action of a pipeline that a rank is in."""
-        return self.rank(rank) / "action"
-
-    def passes(self, rank: int) -> Path:
-        """When a rank of a pipeline ran the actions of its last passes."""
-        return self.rank(rank) / "pipeline.jsonl"
-
-    def samples(self, rank: int) -> Path:
-        return self.rank(rank) / "samples.csv"
-
-    @property
-    def texts(self) -> Path:
-        """What the model wrote at evaluations."""
-        return self.root / "samples.jsonl"
-
-    def heartbeat(self, rank: int) -> Path:
-        return self.root / f"heartbeat_rank{rank}.jsonl"
 
 
 def _require_outside_runs(out: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""The thread of a process that writes for its others: a slow disk holds up nobody who trains."""
+"""A thread that writes for the others of its process: a slow disk does not hold up training."""
 
 import os
 import threading

@@ -1,5 +1,4 @@
-"""The CSV files of a run: one list of columns for who writes them (table_file.py) and who reads
-them.
+"""The CSV files of a run: one list of columns for their writer (table_file.py) and their readers.
 
 Columns have names, never positions. A file of another version may have fewer columns or more:
 what is missing reads as empty, what is unknown is left alone, and nothing is dropped. Metrics of a

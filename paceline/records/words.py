@@ -1,6 +1,6 @@
-"""Numbers and names in words for people: sizes, durations, rates, counts, intervals, Markdown
-tables, and the known name that a misspelt one most likely meant. And what others wrote, made fit to
-be shown: `visible` on a screen or a page, `plain` in Markdown, `text_cell` in a spreadsheet."""
+"""Formats numbers and names for people: sizes, durations, rates, counts, intervals, Markdown
+tables, and the known name nearest to a misspelt one. Makes text of others safe to show: `visible`
+on a screen or a page, `plain` in Markdown, `text_cell` in a spreadsheet."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence

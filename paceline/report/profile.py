@@ -1,4 +1,4 @@
-"""What the pages say of profiled steps and of memory: sentences and tables from their records."""
+"""Profiled steps and memory on the pages: sentences and tables from their records."""
 
 from dataclasses import dataclass
 

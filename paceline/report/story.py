@@ -1,4 +1,5 @@
-"""Everything a report tells, read from a run directory; what is not there yet is None or empty."""
+"""Everything a report shows, read from a run directory; what does not exist yet is None or
+empty."""
 
 import shlex
 import time

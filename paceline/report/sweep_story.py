@@ -1,6 +1,6 @@
-"""What the summary and the page of a sweep tell: plain data (the cells in the order of the
-standings, their runs), the answer in words, and the remarks beside it: what did not run, what is
-not to be trusted, where the metrics disagree, what was asked."""
+"""What the summary and the page of a sweep show: plain data (the cells in the order of the
+standings, their runs), the answer as sentences, and remarks: what did not run, what cannot be
+trusted, where metrics disagree, what was asked."""
 
 import shlex
 from collections.abc import Sequence

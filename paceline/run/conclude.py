@@ -1,4 +1,4 @@
-"""From how the run ended and the files that ranks left to result.json."""
+"""Writes result.json from how the run ended and the files that ranks left."""
 
 import math
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ MFU_FORMULA = "MFU = FLOPs per sample x samples/s / (world size x peak FLOP/s)"
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What the supervisor knows and no file holds."""
+    """What the supervisor knows that is in no file."""
 
     ending: Ending
     config_fingerprint: str
@@ -97,7 +97,7 @@ def _unwritten(run: RunDir, verdicts: Verdicts) -> list[Unwritten]:
 
 
 def _without_lost_rows(result: Result, rows: Table[TrainingRow]) -> Result:
-    """Leave out what rows of training.csv that are lost would have told."""
+    """Leave out figures that would need rows of training.csv that were lost."""
     lost = next((each.missing for each in result.unwritten if each.file == "training.csv"), [])
     if not lost:
         return result
@@ -196,8 +196,8 @@ def _what_is_kept(
 
 
 def _notes_on(unwritten: list[Unwritten]) -> list[str]:
-    """Return what a person should know of files that could not be written: the worst first, and
-    only some of them if there are many."""
+    """Return notes on files that could not be written: the worst first, and only some if there are
+    many."""
     worst = sorted(unwritten, key=lambda each: -each.num_bytes)
     notes = [f"not written: {each}" for each in worst[:MAX_NOTES]]
     more = len(worst) - len(notes)
@@ -227,7 +227,7 @@ def _memory_of(verdict: RankVerdict) -> RankMemory:
 
 
 def _notes_of(run: RunDir, attempts: list[Attempt]) -> set[str]:
-    """Return what attempts noted, and what ran otherwise than was decided."""
+    """Return what attempts noted, and what ran differently from the plan."""
     notes = {f"attempt {past.number}: {note}" for past in attempts[:-1] for note in past.notes}
     notes |= {attempts[-1].stopped} - {""} if attempts else set()
     if run.audit.is_file():
@@ -262,7 +262,7 @@ def _checkpoint_facts(rows: Table[CheckpointRow]) -> CheckpointFacts | None:
 def _pipeline(
     run: RunDir, plan: Plan, verdicts: dict[int, RankVerdict]
 ) -> tuple[PipelineFacts | None, list[str]]:
-    """Return what its passes measured, or a note that none was measured."""
+    """Return what the passes of a pipeline measured, or a note that none was measured."""
     if plan.pipeline is None:
         return None, []
     measured = load_measured(run, plan)

@@ -39,7 +39,7 @@ def is_open(job: Job) -> bool:
 
 
 def fit_batches(job: Job, env: Env, prepared: dict[str, Any], say: Callable[[str], None]) -> Job:
-    """Return the job with the length that fits in place of auto."""
+    """Return the job with the length that fits instead of auto."""
     alone = job.with_keys(
         launch={"nproc": 1, "nnodes": 1, "launcher": "local"},
         strategy={"name": "ddp"},
@@ -68,7 +68,7 @@ def _lengths(job: Job) -> list[str]:
 
 
 def _in_own_process(run: RunDir, job: Job) -> dict[str, Any]:
-    """Try there, so that no memory of the device is held here afterwards."""
+    """Try in a process of its own, so that none of the device's memory stays in use here."""
     answer = run.root / "fit.json"
     process = multiprocessing.get_context("spawn").Process(
         target=_try_lengths, args=(str(run.root), job.config.workload, job.packed, _num_ranks(job))

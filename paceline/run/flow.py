@@ -44,7 +44,8 @@ from paceline.launch.signals import SignalLog, logged_signals
 from paceline.machine.facts import probe
 from paceline.machine.process import STOP_SIGNALS, signal_handlers
 from paceline.machine.topology import Topology
-from paceline.plan.planner import count_steps, make_plan, wanted_workers
+from paceline.plan.batch import count_steps
+from paceline.plan.planner import make_plan, wanted_workers
 from paceline.records import Crew, Env, LaunchPlan, Plan, Result
 from paceline.records.disk import release, reserve, save_last
 from paceline.records.drills import Drill
@@ -60,7 +61,7 @@ from paceline.run.resume import Resumption, explain_schedule, require_steps_ahea
 from paceline.run.watching import Watcher
 from paceline.track.flow import Trackers
 from paceline.trust import remember
-from paceline.workloads.base import code_fingerprint
+from paceline.workloads.job_file import code_fingerprint
 
 NEWLINE = "\n"
 RESULT_BYTES, RANK_BYTES = 64 << 10, 1 << 10  # of room that is reserved for result.json
@@ -102,8 +103,8 @@ class Decided:
 
 
 def run_job(job: Job, out: Path | None, talk: Talk, rendezvous: Rendezvous | None = None) -> Result:
-    """Train `job` in a new run directory and write its result and report. `rendezvous` is with the
-    other ranks, when a launcher has started this process as rank 0 of several."""
+    """Train `job` in a new run directory and write its result and report. `rendezvous` connects to
+    the other ranks if a launcher has started this process as rank 0 of several."""
     RunDir.require_place(out)
     env, plan = decide(job, rendezvous.topology if rendezvous else None)
     return run_decided(prepare(job, env, plan, talk, rendezvous), out, talk)
@@ -151,7 +152,7 @@ def decide(job: Job, topology: Topology | None = None) -> tuple[Env, Plan]:
 def prepare(
     job: Job, env: Env, plan: Plan, talk: Talk, rendezvous: Rendezvous | None = None
 ) -> Decided:
-    """Do all that can fail before a rank starts, and prepare the data."""
+    """Prepare the data, after everything else that can fail before a rank starts."""
     started_at = wall_time()
     require_feasible(plan)
     launcher = choose_launcher(plan.crew, rendezvous, job.config.launch.start_s)
@@ -180,8 +181,8 @@ def require_feasible(plan: Plan) -> None:
 
 
 def choose_launcher(crew: Crew, rendezvous: Rendezvous | None, start_s: float) -> Launcher:
-    """Return the launcher that starts the ranks; where one has started them already, wait until all
-    have come."""
+    """Return the launcher that starts the ranks; if one has started them already, wait until all
+    are there."""
     if rendezvous is None:
         return find_launcher(crew.launcher.value)
     return MemberLauncher(rendezvous, rendezvous.wait_for_all(start_s))
@@ -218,7 +219,8 @@ def _train_in(
 
 @contextmanager
 def reserved(path: Path, num_ranks: int) -> Iterator[None]:
-    """While inside, a record of a run has its room on the disk, whatever else fills it up."""
+    """Reserve disk space for a run's record, so that it can be written even if the disk fills
+    up."""
     reserve(path, RESULT_BYTES + num_ranks * RANK_BYTES)
     try:
         yield
@@ -227,8 +229,8 @@ def reserved(path: Path, num_ranks: int) -> Iterator[None]:
 
 
 def record(run: RunDir, result: Result, say: Callable[[str], None]) -> None:
-    """Write result.json, findings.json and the report. Where that cannot be done it is said, and
-    the run has ended as it has."""
+    """Write result.json, findings.json and the report. If that fails, say so; the outcome
+    stands."""
     if not run.lost.keep(run.result, result.to_json(), save_last):
         say(f"warning: {run.result} cannot be written: {run.lost.by_file[run.result].error}")
     found = Findings.of(judge(read_evidence(run)))
@@ -298,7 +300,7 @@ def _run_ranks(
 
 
 def _task(job: Job) -> Task:
-    """Return what ranks do; a class that is in no file goes to them with it."""
+    """Return what ranks do; a class that is in no file is sent along."""
     return replace(TRAIN, work=partial(train_rank, packed=job.packed)) if job.packed else TRAIN
 
 
@@ -318,9 +320,9 @@ def order_for(job: Job, env: Env, plan: Plan, run_dir: str = RUN_DIR) -> LaunchO
 
 
 def run_short_task(launcher: Launcher, launch: LaunchPlan, run: RunDir, task: Task) -> Ending:
-    """Run a task that trains nothing, and so has no attempts, checkpoint or result of a run. While
-    ranks live the launcher has its own handlers; before and after, an impatient signal must not
-    cost the record. A signal to the launcher is raised as Ctrl-C."""
+    """Run a task that trains nothing, and so has no attempts, checkpoints or result. While ranks
+    live the launcher has its own handlers; before and after, an impatient signal must not cost the
+    record. A signal to the launcher is raised as KeyboardInterrupt."""
     launch.save(run.launch)
     with run.lock(), run.needed(), signal_handlers(signal.SIG_IGN, STOP_SIGNALS):
         ending = launcher.run(launch, run, task)
@@ -330,7 +332,8 @@ def run_short_task(launcher: Launcher, launch: LaunchPlan, run: RunDir, task: Ta
 
 
 def _finished(resumption: Resumption) -> Result | None:
-    """Return the result of a run that has taken all its steps, or ended early and would again."""
+    """Return the result of a run that has taken all its steps, or has ended early and would do so
+    again."""
     run, changed = resumption.run, {change.key for change in resumption.changes}
     if not run.result.is_file():
         return None

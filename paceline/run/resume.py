@@ -1,4 +1,4 @@
-"""From a run directory and new overrides to the job that is resumed in it.
+"""Turns a run directory and new overrides into the job that is resumed in it.
 
 What has changed is shown. What changes the shape of the model is refused, what changes what is
 computed must be allowed, and how the same thing is computed may differ freely. So may the number of
@@ -29,14 +29,9 @@ from paceline.records.words import count
 from paceline.strategies import lossy_keys
 from paceline.strategies.optim import learning_rate
 from paceline.trust import strangers
-from paceline.workloads.base import (
-    Approve,
-    Workload,
-    absolute_name,
-    load_trusted,
-    require_trusted,
-)
+from paceline.workloads.base import Workload, load_trusted
 from paceline.workloads.given import pack
+from paceline.workloads.job_file import Approve, absolute_name, require_trusted
 
 # Where ranks run, what is watched, how the work is shared: the same thing is computed.
 FREE = ("name", "launch.", "observe.", "audit.", "checkpoint.", "strategy.")
@@ -95,7 +90,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run to be resumed: where, as what job, and what is different from before."""
+    """A run to be resumed: its directory, its job, and what has changed."""
 
     run: RunDir
     job: Job
@@ -104,8 +99,8 @@ class Resumption:
     allow_change: bool = False  # settings that change the training are accepted
 
     def with_same_batch(self) -> "Resumption":
-        """Keep the samples per step on another number of ranks, unless the user has said
-        otherwise: so it stays the same training."""
+        """Keep the samples per step on another number of ranks, unless the user has set the batch,
+        so that the training stays the same."""
         if any(change.key in BATCH for change in self.changes):
             return self
         train = self.job.config.train.model_copy(
@@ -145,8 +140,8 @@ def load_resumption(
 
 
 def explain_schedule(resumption: Resumption, last_step: int) -> str:
-    """What another number of steps does to the learning rate after `last_step`; empty where it
-    does nothing."""
+    """Say what another number of steps does to the learning rate after `last_step`; empty if
+    nothing."""
     optim, workload = resumption.job.config.optim, resumption.job.workload
     changes = {change.key: change for change in resumption.changes}
     change = changes.get(EPOCHS) or changes.get(STEPS)
@@ -175,8 +170,8 @@ def explain_schedule(resumption: Resumption, last_step: int) -> str:
 
 
 def require_steps_ahead(wanted: int, kept: Sequence[int]) -> None:
-    """Refuse a run that would end before its newest checkpoint, the first of `kept`: steps that
-    were taken are not taken back."""
+    """Refuse a run that would end before its newest checkpoint, the first of `kept`: steps are
+    never undone."""
     if kept and wanted < kept[0]:
         raise ConfigError(
             f"the run is to end after {count(wanted, 'step')}, and its newest checkpoint is of"
@@ -186,14 +181,15 @@ def require_steps_ahead(wanted: int, kept: Sequence[int]) -> None:
 
 
 def differences(before: RunConfig, after: RunConfig) -> Iterator[Change]:
-    """Yield every key whose value is another one."""
+    """Yield every key whose value has changed."""
     trees = (config.model_dump(mode="json") for config in (before, after))
     return (Change(*difference) for difference in differing(*trees))
 
 
 def _require_same_workload(run: RunDir, written: str, launched: str) -> None:
-    """Refuse a run.yaml that names another workload than launch.json. That one has the full path of
-    a file which run.yaml may name from the folder where it was typed: there only names compare."""
+    """Refuse a run.yaml that names another workload than launch.json, which has the full path of a
+    file. run.yaml may name that file relative to the folder where it was typed; then only names are
+    compared."""
     if ".py:" in written and not Path(written).is_absolute():
         is_same = Path(written).name == Path(launched).name
     else:
@@ -216,7 +212,7 @@ def _require_free(changes: Sequence[Change]) -> None:
 
 
 def _require_same_model(run: RunDir, job: Job, changes: Sequence[Change]) -> None:
-    """Compare the model with the newest checkpoint that says what it holds; ranks check again what
+    """Compare the model with the newest checkpoint that lists its tensors; ranks check again what
     they load."""
     if not any(change.key.startswith("model.") for change in changes):
         return

@@ -1,4 +1,4 @@
-"""From a run directory to the model that it trained, in memory.
+"""Loads the trained model of a run directory into memory.
 
     job = open_job(run, approve)                        its config, and the workload that may run
     trained = load_trained(run, job, Which(), device, say)
@@ -28,7 +28,7 @@ from paceline.records.rundir import RunDir
 from paceline.strategies.optim import freeze
 from paceline.strategies.stored import load_module
 from paceline.strategies.weights import fill_weights
-from paceline.workloads.base import Approve, require_trusted
+from paceline.workloads.job_file import Approve, require_trusted
 from paceline.workloads.meta import on_meta
 
 Say = Callable[[str], None]
@@ -67,7 +67,7 @@ def choose_device(asked: str) -> torch.device:
 
 
 def open_job(run: RunDir, approve: Approve | None = None) -> Job:
-    """Load the job of a run; a file that nobody here has typed is not run."""
+    """Load the job of a run; a file that was never typed here is not run."""
     launch = LaunchPlan.load(run.launch)
     require_trusted(launch.workload, run.root, approve)
     return reload_job(run, launch.workload)

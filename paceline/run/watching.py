@@ -1,6 +1,6 @@
 """Judges a run while it goes on: a thread of the process that started it, beside the one that
-follows its logs. It reads what ranks write anyway, and no rank waits for it: also not for a core,
-since it runs at the lowest priority.
+follows its logs. It reads only what ranks write anyway, and runs at the lowest priority, so that
+no rank waits for it or for a core.
 
     often       new rows of ranks/*/steps.csv: who is slow, who has left a collective out
     now and then all the rules (paceline/health/)
@@ -213,8 +213,8 @@ class Watcher(Ticker):
         return replace(found, hearts=hearts, idle_s=now - self._last_step_at(now))
 
     def _changed_at(self, what: tuple[str, int], value: object, now: float) -> float:
-        """Return when this process first saw a value: the clock of who keeps the files may be
-        minutes away from its own."""
+        """Return when this process first saw a value: the clock of the machine that keeps the files
+        may be minutes off."""
         if what not in self._seen or self._seen[what][0] != value:
             self._seen[what] = (value, now)
         return self._seen[what][1]
@@ -230,8 +230,8 @@ class Watcher(Ticker):
         return max(times)
 
     def _note(self, found: Sequence[Finding], of_ranks: bool) -> None:
-        """Tell what is new, and forget what is over. A note is only told where a rule is about it:
-        verdicts wait for the end."""
+        """Report what is new, and forget what is over. A note is reported only if a rule is about
+        it: verdicts wait for the end."""
         ruled = self._rules.actions()
         serious = {f.key: f for f in found if f.severity != "note" or f.kind in ruled}
         for key, finding in serious.items():
@@ -247,14 +247,14 @@ class Watcher(Ticker):
                     del self._standing[key]
 
     def _is_new(self, finding: Finding) -> bool:
-        """Tell whether a finding has not been told. One about single steps, such as a loss spike,
-        stands for ever, since they stay in the table: it is new where a later one is."""
+        """Say whether a finding was not reported yet. One about single steps, such as a loss spike,
+        stays in the table for ever: it is new if its last step is a later one."""
         if finding.key in self._told_to and "began_step" in finding.evidence:
             return bool(finding.evidence["began_step"] > self._told_to[finding.key])
         return finding.key not in self._standing
 
     def _go_back_to(self, last_step: int) -> None:
-        """Forget that steps were told which a new attempt takes again."""
+        """Forget reports about steps that a new attempt takes again."""
         self._told_to = {key: min(told, last_step) for key, told in self._told_to.items()}
 
     def _tell(self, finding: Finding) -> None:

@@ -1,5 +1,5 @@
-"""Measured passes -> what a report says of them: times of ranks and stages beside those of the
-schedule, and where idle time went that its formula does not know of."""
+"""What a report says about measured passes: times of ranks and stages beside those of the
+schedule, and idle time that its formula does not explain."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a schedule is made of: actions, in slots, in one order a rank.
+"""The parts of a schedule: actions in slots, in one order per rank.
 
 An action is written as torch writes it: stage, kind, microbatch. `2F0` is the forward of stage 2 on
 microbatch 0; `B` is a whole backward; `I` and `W` are its halves, the gradients of a stage's inputs

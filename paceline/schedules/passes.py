@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.errors import DataError
 from paceline.records.base import DAMAGED, MAX_BYTES
-from paceline.records.files import read_text, write_atomic
+from paceline.records.files import read_text
 from paceline.schedules.actions import Action, Kind
 
 
@@ -38,10 +38,6 @@ class Pass:
 
 def render_passes(passes: Iterable[Pass]) -> str:
     return "".join(f"{json.dumps(_packed(done))}\n" for done in passes)
-
-
-def write_passes(path: Path, passes: Iterable[Pass]) -> None:
-    write_atomic(path, render_passes(passes))
 
 
 def read_passes(path: Path) -> list[Pass]:

@@ -115,7 +115,7 @@ def load_measured_times(path: Path, costs: Sequence[float], samples: float) -> B
     plan = Plan.load(run.plan)
     if plan.pipeline is None:
         raise ConfigError(
-            f"{path} ran {plan.strategy.value}, not a pipeline: it has no times of stages\n"
+            f"{path} ran {plan.strategy.value}, not a pipeline, so it has no times of stages\n"
             "hint: give --times a run with strategy.name=pipeline, or a file"
         )
     num_blocks = plan.pipeline.stages[-1].end_block

@@ -1,4 +1,4 @@
-"""How busy each GPU of a run was, from telemetry.csv: do all of them work, or some only wait?
+"""How busy each GPU of a run was, from telemetry.csv, and whether the work was spread evenly.
 
     balance = measure_balance(run, plan)      None where no GPU was sampled
     str(balance)                              71 to 78% busy: balanced

@@ -30,7 +30,8 @@ LOWER_IS_BETTER = {"tail_mean_iter_p50_ms"}
 
 
 def is_speed(metric: str) -> bool:
-    """Say whether it is one of METRICS; else it is one of the job's own, as `val/wer:min`."""
+    """Say whether it is one of METRICS; otherwise it is a metric of the job, such as
+    `val/wer:min`."""
     return metric in METRICS
 
 
@@ -59,7 +60,7 @@ class Course(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFigures:
-    """Hold the figures of the last attempt: those before it may have had other ranks."""
+    """The figures of a run's last attempt: earlier ones may have had other ranks."""
 
     samples_per_s: float  # work over time in the steady window, compile steps apart
     tokens_per_s: float | None
@@ -92,7 +93,7 @@ class RunFigures:
 
     @property
     def unrest(self) -> list[str]:
-        """Return what makes these figures less believable, or the run unfit to go on for days."""
+        """Return why these figures deserve less trust, or the run should not go on for days."""
         found = [explain_spread(self.spread), explain_drift(self.drift)]
         found += [f"memory grows: {growth}" for growth in self.growth if growth.is_leak]
         return [why for why in found if why]
@@ -107,8 +108,9 @@ class RunFigures:
         )
 
     def value(self, metric: str) -> float | None:
-        """Return the run's one number: of an evaluation's metric the best, as the best checkpoint
-        has it; of a training metric, which is noisy, the mean over the last fifth."""
+        """Return the number that stands for the run: for a metric of evaluations its best value, as
+        the best checkpoint has it; for a training metric, which is noisy, the mean over the last
+        fifth."""
         if is_speed(metric):
             found: float | None = getattr(self, metric)
             return found

@@ -1,4 +1,4 @@
-"""Is a run steady enough that its speed can be believed, and that it may go on for days?
+"""Whether a run is steady enough for its speed to be trusted, and for it to go on for days.
 
 Three gates, for a single run as for those of a sweep: how slow the slow steps are (p90/p50),
 whether the speed changes while it is measured (drift), and whether memory grows (leak). Nothing

@@ -138,9 +138,9 @@ def compare_groups(
     groups: Sequence[Group], *, baseline: str | None = None, lower_is_better: bool = False,
     margin: float = MARGIN, confidence: float = CONFIDENCE, is_speed: bool = True,
 ) -> Standings:  # fmt: skip
-    """Hold every group against the baseline, or against the best where none is named. All verdicts
+    """Compare every group with the baseline, or with the best if none is named. All verdicts
     together are wrong in at most 1 - `confidence` of comparisons (measured: docs/statistics.md).
-    What is not a speed is told as better or worse."""
+    Verdicts about something other than speed say better or worse."""
     _require_sound(groups, baseline, margin, confidence)
     running = [group for group in groups if group.values]
     samples = dict(
@@ -216,7 +216,8 @@ class _Table:
         return Verdict("no difference seen") if is_named else self._verdict_of_best()
 
     def is_winner(self, name: str) -> bool:
-        """Tell whether a group is not told apart from the best. A baseline does not matter here."""
+        """Say whether a group cannot be distinguished from the best. A baseline does not matter
+        here."""
         if name not in self.samples:
             return False
         return name == self.best or self._judge(name, self.best, False).kind != "slower"

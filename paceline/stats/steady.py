@@ -30,7 +30,7 @@ class Spread:
 
 
 def find_compile_steps(step_s: Seconds) -> NDArray[np.bool_]:
-    """Mark the steps that held a compilation. To be asked only of runs whose plan says that they
+    """Mark the steps that contained a compilation. Call it only for runs whose plan says that they
     compile; the median is that of the second half, which has the fewest of them."""
     usual_s = np.median(step_s[len(step_s) // 2 :])
     return (step_s > COMPILE_MEDIANS * usual_s) & (step_s > usual_s + COMPILE_EXTRA_S)

@@ -59,13 +59,14 @@ def aliases() -> dict[str, str]:
 
 
 def lossy_keys() -> frozenset[str]:
-    """Return the keys that change the gradients: a run with another value is another run."""
+    """Return the keys that change the gradients, so that a run with another value is a different
+    training."""
     own = [key for known in all_strategies().values() for key in known.lossy]
     return frozenset(f"strategy.{key}" for key in ("sync_batchnorm", *own))
 
 
 def most_sharding(config: RunConfig) -> Strategy:
-    """Return the first of those that hold least per rank: they shard weights too."""
+    """Return the first of the strategies that hold least per rank: those that shard weights too."""
     return max(all_strategies().values(), key=lambda known: known.zero_stage(config) or 0)
 
 
@@ -105,7 +106,7 @@ def _load(place: str) -> Strategy:
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"the strategy at {place} cannot be loaded: {error}\n"
-            "hint: mend or uninstall the package that brings it"
+            "hint: fix or uninstall the package that provides it"
         ) from error
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"{place} is not a Strategy: it is {type(strategy).__name__}")

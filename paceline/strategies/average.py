@@ -39,7 +39,7 @@ class Average:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """While inside, the model has the average for its weights."""
+        """While inside, the average replaces the model's weights."""
         self._swap()
         self.replaced()
         try:
@@ -63,7 +63,7 @@ class Average:
 
     @torch.no_grad()
     def load(self, source: Source) -> None:
-        """Load it; where the checkpoint has none, begin with the weights as they are now."""
+        """Load the average; if the checkpoint has none, begin with the current weights."""
         known = source.shapes("optimizer")
         for name, value in self.values.items():
             if moment_name(name, EMA) in known:

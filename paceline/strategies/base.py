@@ -53,7 +53,7 @@ class StepInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is built from. `config` has the plan's attention in place of auto."""
+    """What an engine is built from. `config` has the plan's attention instead of auto."""
 
     config: RunConfig
     plan: Plan
@@ -75,7 +75,7 @@ class Share:
 @dataclass(frozen=True)
 class Layout:
     """The ranks as a grid. The last axis of `mesh` varies fastest, so it stays inside a node: its
-    ranks hold one state together. `dp` is in how many shares a batch is cut."""
+    ranks hold one state together. `dp` is the number of shares that a batch is cut into."""
 
     mesh: dict[str, int]
     dp: int
@@ -152,8 +152,8 @@ class Engine(Protocol):
         ...
 
     def rehearse(self, batch: Callable[[], Any], clock: Clock) -> None:
-        """Run one pass that leaves nothing behind, before `load`, where a library learns from its
-        first pass how to do all others. So a run that resumes sums in the order of one that never
+        """Run one pass without side effects before `load`, if a library learns from its first pass
+        how to do all others, so that a resumed run sums in the same order as one that never
         stopped."""
         ...
 
@@ -180,7 +180,7 @@ class Strategy(ABC):
     # Its keys, in a section of their own. On the command line all sections are one: strategy.KEY.
     Settings: ClassVar[type[StrategyConfig]] = StrategyConfig
     # Keys of Settings that change the gradients, not only how they are summed.
-    lossy: ClassVar[tuple[str, ...]] = ()  # keys of its own that change the gradients
+    lossy: ClassVar[tuple[str, ...]] = ()
     alone: ClassVar[str] = ""  # the strategy that takes its place on one rank
     # True: one graph may hold the whole model, for nothing is exchanged inside it.
     compiles_whole: ClassVar[bool] = False
@@ -214,7 +214,7 @@ class Strategy(ABC):
         return Layout({"dp": crew.world_size}, crew.world_size)
 
     def problems(self, config: RunConfig, crew: Crew, model: ModelShape) -> list[Finding]:
-        """Return what is wrong with asking for this strategy here; empty when nothing is."""
+        """Return the problems of using this strategy here."""
         return []
 
     def unread(self, config: RunConfig, plan: Plan) -> Iterator[Unread]:
@@ -222,15 +222,16 @@ class Strategy(ABC):
         yield from ()
 
     def shards(self, config: RunConfig) -> bool:
-        """Return True where a weight is a DTensor, of which each rank holds a piece."""
+        """Return True if weights are DTensors, of which each rank holds a piece."""
         return False
 
     def zero_stage(self, config: RunConfig) -> int | None:
-        """Return the stage of ZeRO that this corresponds to; None where it is none of them."""
+        """Return the stage of ZeRO that this corresponds to, or None."""
         return None
 
     def device_bytes(self, config: RunConfig, state: StateBytes) -> int:
-        """Return what of `state` lies on the device at its peak: less where some is offloaded."""
+        """Return how much of `state` is on the device at its peak: less if some of it is
+        offloaded."""
         return state.peak
 
     def updates_on_host(self, config: RunConfig) -> bool:
@@ -242,12 +243,12 @@ class Strategy(ABC):
         return []
 
     def engine_config(self, config: RunConfig, plan: Plan) -> dict[str, Any]:
-        """Return the whole config of the library that it drives: it stands in the plan, and is what
-        runs. Empty where there is no such library."""
+        """Return the whole config of the library that it drives, as the plan shows it and as it
+        runs. Empty if there is no such library."""
         return {}
 
     def lost_on_resume(self, config: RunConfig) -> list[str]:
-        """Return what its engine remembers and no checkpoint holds, a sentence each."""
+        """Return what its engine remembers and checkpoints do not hold, one sentence each."""
         return []
 
     def cases(self, config: RunConfig, world: int, micro: int) -> list[Case]:

@@ -28,7 +28,7 @@ KEY = "strategy.sync_batchnorm"
 def batchnorm_findings(
     config: RunConfig, strategy: Strategy, batch: BatchSplit, model: ModelShape
 ) -> Iterator[Finding]:
-    """Yield what BatchNorm computes here, where that is not what one would expect."""
+    """Yield what BatchNorm computes here, if it is not what one would expect."""
     by_number = batch.counts == "samples"  # else a microbatch is filled by length
     own, shared = (f"{n} " if by_number else "" for n in (batch.micro, batch.micro * batch.dp))
     is_synced, layers = config.strategy.sync_batchnorm, model.num_batchnorms

@@ -32,8 +32,9 @@ OnAction = Callable[[Action | None], None]
 
 @dataclass(slots=True)
 class StepTimes:
-    """One step of one rank, in seconds. `wall_s` runs from this step's start to the next one's;
-    `blocked_s` is the part of each phase in which it waited in collectives; None: nobody knows."""
+    """One step of one rank, in seconds. `wall_s` is from the start of this step to that of the
+    next; `blocked_s` is the part of each phase in which it waited in collectives, None if not
+    known."""
 
     step: int
     wall_s: float
@@ -52,7 +53,7 @@ class StepTimes:
 
 
 class _BaseClock(ABC):
-    """What both clocks tell their listeners: the step, the phase, and that something moves."""
+    """What both clocks report to their listeners: the step, the phase, and that something moves."""
 
     def __init__(self, is_alone: bool = False) -> None:
         self.is_alone = is_alone  # there are no other ranks to wait for
@@ -80,7 +81,7 @@ class _BaseClock(ABC):
         self.unblock()
 
     def block(self) -> None:
-        """Begin to wait, unless it does already."""
+        """Begin to wait, unless it is waiting already."""
         if self.is_alone:
             return
         self._depth += 1
@@ -105,7 +106,7 @@ class _BaseClock(ABC):
         self.on_step(step)
 
     def withdraw(self) -> None:
-        """Take back the step that was begun: there is no batch for it."""
+        """Undo the start of a step for which there is no batch."""
         self.step, self._is_open = self.step - 1, False
 
     @abstractmethod

@@ -98,7 +98,7 @@ class Replicated(Strategy):
     alone = "single"
 
     def problems(self, config: RunConfig, crew: Crew, model: ModelShape) -> list[Finding]:
-        return ddp_problems(config, model)
+        return list(ddp_problems(config, model))
 
     def unread(self, config: RunConfig, plan: Plan) -> Iterator[Unread]:
         if DDPSettings.of(config).comm_hook != "powersgd":
@@ -134,59 +134,55 @@ def replica_bytes(model: ModelShape, config: RunConfig) -> StateBytes:
     )
 
 
-def ddp_problems(config: RunConfig, model: ModelShape) -> list[Finding]:
-    settings, found = DDPSettings.of(config), list[Finding]()
+def ddp_problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
+    settings = DDPSettings.of(config)
     if settings.exchange == "symmetric" and settings.comm_hook != "none":
-        found.append(
-            Finding(
-                severity="error",
-                where="strategy.exchange",
-                what=f"symmetric sums gradients as they are, and strategy.comm_hook is"
-                f" {settings.comm_hook}",
-                hint="set one of the two",
-            )
+        yield Finding(
+            severity="error",
+            where="strategy.exchange",
+            what=f"symmetric sums gradients as they are, and strategy.comm_hook is"
+            f" {settings.comm_hook}",
+            hint="set one of the two",
         )
     if settings.static_graph and settings.find_unused_parameters:
-        found.append(
-            Finding(
-                severity="warning",
-                where="strategy.find_unused_parameters",
-                what="has no effect beside strategy.static_graph, which learns it at step 1",
-                hint="set one of the two",
-            )
+        yield Finding(
+            severity="warning",
+            where="strategy.find_unused_parameters",
+            what="has no effect beside strategy.static_graph, which learns it at step 1",
+            hint="set one of the two",
         )
+    if settings.comm_hook != "none":
+        yield from _hook_findings(config, model, settings)
+
+
+def _hook_findings(
+    config: RunConfig, model: ModelShape, settings: DDPSettings
+) -> Iterator[Finding]:
+    """Say what a hook saves, and from when on."""
     exchange = plan_exchange(model.trainable, settings)
-    if settings.comm_hook != "none" and exchange.sent >= exchange.plain:
-        found.append(
-            Finding(
-                severity="warning",
-                where="strategy.comm_hook",
-                what=f"{settings.comm_hook} saves nothing: {exchange.plain:,} bytes of gradients a"
-                f" step are {exchange.sent:,} with it",
-                hint="set strategy.comm_hook=none",
-            )
+    if exchange.sent >= exchange.plain:
+        yield Finding(
+            severity="warning",
+            where="strategy.comm_hook",
+            what=f"{settings.comm_hook} saves nothing: {exchange.plain:,} bytes of gradients a"
+            f" step are {exchange.sent:,} with it",
+            hint="set strategy.comm_hook=none",
         )
-    elif settings.comm_hook != "none":
-        found.append(
-            Finding(
-                severity="note",
-                where="strategy.comm_hook",
-                what=f"{exchange.plain:,} bytes of gradients a step become {exchange.sent:,}"
-                f" ({exchange.because})",
-            )
+    else:
+        yield Finding(
+            severity="note",
+            where="strategy.comm_hook",
+            what=f"{exchange.plain:,} bytes of gradients a step become {exchange.sent:,}"
+            f" ({exchange.because})",
         )
-    num_steps = config.train.num_steps
-    starts = settings.powersgd_start if settings.comm_hook == "powersgd" else 0
-    if num_steps is not None and num_steps <= starts:
-        found.append(
-            Finding(
-                severity="warning",
-                where="strategy.powersgd_start",
-                what=f"powersgd begins after step {settings.powersgd_start}, and the run ends at"
-                f" {num_steps}: every gradient is sent whole",
-            )
+    starts, num_steps = settings.powersgd_start, config.train.num_steps
+    if settings.comm_hook == "powersgd" and num_steps is not None and num_steps <= starts:
+        yield Finding(
+            severity="warning",
+            where="strategy.powersgd_start",
+            what=f"powersgd begins after step {starts}, and the run ends at {num_steps}: every"
+            " gradient is sent whole",
         )
-    return found
 
 
 def plan_exchange(parameters: Iterable[ParameterShape], settings: DDPSettings) -> Exchange:

@@ -99,7 +99,7 @@ def wrap_ddp(parts: EngineParts, objective: Objective) -> Wrapping:
 
 
 def _share_memory(parts: EngineParts, wrapped: DistributedDataParallel) -> Any:
-    """Sum gradients through symmetric memory, where the plan says so."""
+    """Sum gradients through symmetric memory, if the plan says so."""
     if parts.plan.exchange_by.value != "symmetric":
         return None
     from paceline.strategies.symmetric import Exchange, ddp_hook

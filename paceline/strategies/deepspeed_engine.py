@@ -33,7 +33,7 @@ from paceline.strategies.deepspeed_state import (
     load_moments,
     load_weights,
 )
-from paceline.strategies.deepspeed_waits import CollectiveWaits, tell_waits
+from paceline.strategies.deepspeed_waits import CollectiveWaits, count_waits
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.gather import storage_bytes
 from paceline.strategies.objective import Objective
@@ -117,7 +117,7 @@ class DeepSpeedTraining(ModuleEngine):
         )
         super().__init__(parts, engine.module.model, engine.basic_optimizer, wrapping)
         self.deepspeed, self.engine = deepspeed, engine
-        self.knows_blocked = tell_waits(deepspeed, engine, wrapping.waits, parts.device)
+        self.knows_blocked = count_waits(deepspeed, engine, wrapping.waits, parts.device)
         self.stage = int(engine.zero_optimization_stage())
         # With an accumulation of 1 in its config DeepSpeed divides by nothing; where a step ends
         # it must be told, for every microbatch.

@@ -1,4 +1,4 @@
-"""DeepSpeed's state by the names and shapes of every other strategy: out of its flat parts, and in.
+"""Converts DeepSpeed's state to and from the names and shapes of the other strategies.
 
 From stage 1 on a rank keeps the optimizer's numbers in one flat tensor per group, cut where its
 share ends and not between rows; at stage 3 the weights too, each for itself. A checkpoint has rows.

@@ -1,4 +1,4 @@
-"""Where DeepSpeed waits for other ranks, told to the clock of the step.
+"""Where DeepSpeed waits for other ranks, counted by the clock of the step.
 
 All its collectives go through one object of the process, `deepspeed.comm.comm.cdb`: those that it
 waits for at once are counted there, and those that it starts where their handle is waited for. So
@@ -14,7 +14,7 @@ where waiting holds nobody up. Counted are then the places at which the step wai
                   synchronize          for the last bucket, at the end of backward
 
 These are names inside DeepSpeed 0.19. Where one is missing nobody knows how long such a GPU waits,
-and `tell_waits` says so.
+and `count_waits` says so.
 """
 
 from typing import Any
@@ -39,8 +39,8 @@ class CollectiveWaits(Waits):
         pass
 
 
-def tell_waits(deepspeed: Any, engine: Any, waits: Waits, device: torch.device) -> bool:
-    """Tell `waits` from now on where DeepSpeed waits; return whether that is all of it."""
+def count_waits(deepspeed: Any, engine: Any, waits: Waits, device: torch.device) -> bool:
+    """Count in `waits` from now on where DeepSpeed waits; return whether that is all of it."""
     backend = deepspeed.comm.comm.cdb
     places = _beside_the_step(deepspeed, engine) if device.type == "cuda" else []
     if not all(hasattr(owner, name) for owner, name in places):

@@ -60,7 +60,7 @@ def build_sharded(parts: EngineParts, reshards: bool) -> Engine:
         replaced=find_scales,
         shards=mesh.get_group(mesh.ndim - 1),
     )
-    tell_waits(objective, wrapping.waits, parts.device)
+    count_waits(objective, wrapping.waits, parts.device)
     if fused is not None:
         wrapping.waits.around(fused.mover, "arrive")
     return ModuleEngine(parts, module, optimizer, wrapping)
@@ -115,8 +115,8 @@ def _offloads(parts: EngineParts) -> bool:
     return Gathering.of(parts.config).offload and parts.device.type != "cpu"
 
 
-def tell_waits(root: nn.Module, waits: Waits, device: torch.device) -> None:
-    """Tell where FSDP waits for other ranks: the host inside a collective of gloo, which it waits
+def count_waits(root: nn.Module, waits: Waits, device: torch.device) -> None:
+    """Count where FSDP waits for other ranks: the host inside a collective of gloo, which it waits
     for at once; the stream of a GPU where it needs what NCCL has gathered, or what an earlier block
     has scattered."""
     methods = ["unshard", "post_backward"]

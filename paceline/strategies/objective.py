@@ -1,4 +1,4 @@
-"""The workload's loss as a module: what a strategy wraps, and what is called for every batch.
+"""The workload's loss as a module: what a strategy wraps, and what each batch calls.
 
 A wrapper must see one forward pass from its beginning to its end, and the workload must see its own
 model: its methods, its items, its attributes. So the wrapper is around the loss, not around the
@@ -54,8 +54,8 @@ def require_graph(workload: Workload, loss: Tensor) -> None:
     """Refuse a loss to train by that nothing leads back from to a weight."""
     if not loss.requires_grad:
         raise ConfigError(
-            f"{type(workload).__name__}.loss returned a loss without a gradient: nothing leads back"
-            " from it to a weight that is trained\n"
+            f"{type(workload).__name__}.loss returned a loss without a gradient: it does not depend"
+            " on any weight that is trained\n"
             "hint: compute it from what the model returns, without .detach(), .item(), numpy or"
             " torch.no_grad() on the way"
         )

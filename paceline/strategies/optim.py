@@ -127,8 +127,8 @@ def _build_own(workload: Workload, module: nn.Module, config: RunConfig) -> Opti
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
-            f"{what} returned a {type(optimizer).__name__}, which computes the loss again by a"
-            " closure, and a step here has none\nhint: take an optimizer of one gradient per step"
+            f"{what} returned a {type(optimizer).__name__}, whose step needs a closure that"
+            " computes the loss again\nhint: use an optimizer with one gradient per step"
         )
     for group in optimizer.param_groups:
         # Our schedule says which share of optim.lr a step takes; each group takes that of its own.
@@ -136,9 +136,9 @@ def _build_own(workload: Workload, module: nn.Module, config: RunConfig) -> Opti
     return optimizer
 
 
-def tell_own_rates(optimizer: Optimizer, workload: Workload, config: RunConfig) -> list[str]:
-    """Say so where no group of a workload's own optimizer takes the rate that training.csv shows:
-    that is the step's, and each group takes its own multiple of it."""
+def describe_own_rates(optimizer: Optimizer, workload: Workload, config: RunConfig) -> list[str]:
+    """Return a note if no group of a workload's own optimizer has the rate that training.csv shows:
+    that is the step's rate, of which each group takes its own multiple."""
     if not builds_own(workload):
         return []
     scales = sorted({float(group["lr_scale"]) for group in optimizer.param_groups})

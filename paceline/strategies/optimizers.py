@@ -1,4 +1,4 @@
-"""The optimizers on paper: what each reads, what it keeps, and where it cannot be used.
+"""The optimizers as data: what each reads, what it keeps, and where it cannot be used.
 
 `KINDS` is the list; `optim.build_optimizer` builds what stands here. Nothing here loads torch.
 """
@@ -368,15 +368,15 @@ def _check_groups(optim: OptimConfig, model: ModelShape) -> Iterator[Finding]:
             yield Finding(
                 severity="error",
                 where=where,
-                what=f"{group.match!r} fits none of the model's {count(len(names), 'parameter')}",
-                hint=f"names that are near: {', '.join(near)}",
+                what=f"{group.match!r} matches none of the {count(len(names), 'parameter')}",
+                hint=f"similar names: {', '.join(near)}",
             )
         elif number not in rules:
             yield Finding(
                 severity="warning",
                 where=where,
-                what=f"has no effect: groups before it fit all that {group.match!r} does",
-                hint="put it before them: the first that fits a name counts",
+                what=f"has no effect: earlier groups match all that {group.match!r} does",
+                hint="put it before them: the first match counts",
             )
         if group.frozen and (group.lr_scale != 1 or group.weight_decay != "auto"):
             yield Finding(

@@ -1,4 +1,4 @@
-"""A model as sizes: what is needed to say, without its weights, how many bytes each rank holds.
+"""A model as sizes: enough to say, without weights, how many bytes each rank holds.
 
 `blocks.measure_shape` makes one of a model; this file loads no torch.
 """

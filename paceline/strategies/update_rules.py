@@ -1,4 +1,4 @@
-"""Optimizers that torch has not: Lion, Muon with AdamW for what Muon is not made for, and AdamW
+"""Optimizers that torch lacks: Lion; Muon, with AdamW for what Muon is not made for; and AdamW
 that reads each gradient once."""
 
 from collections.abc import Callable

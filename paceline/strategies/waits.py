@@ -1,4 +1,4 @@
-"""Where this rank waits for others, told to the clock of the step from inside what it is made of.
+"""Counts where this rank waits for others, from inside the modules that an engine is made of.
 
 Libraries (DDP, FSDP) exchange in hooks and callbacks of their own. `Waits` is put around what waits
 in them, or asks autograd for a callback before theirs. What exchanges inside a forward pass gets

@@ -270,8 +270,8 @@ def shard_problems(name: str, model: ModelShape) -> list[Finding]:
             Finding(
                 severity="error",
                 where="strategy.name",
-                what=f"{name} cuts every parameter along its first axis, and"
-                " the model has one without any",
+                what=f"{name} cuts every parameter along its first axis, but"
+                " the model has one without axes",
                 hint="give it the shape (1,), or use strategy.name=zero1",
             )
         )

@@ -1,4 +1,4 @@
-"""What a person wants to know while a sweep runs: done, running, failed, best so far, time left."""
+"""The live status of a sweep: done, running, failed, best so far, time left."""
 
 import time
 from collections.abc import Iterable, Sequence

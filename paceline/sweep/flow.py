@@ -119,7 +119,7 @@ def report_sweep(runner: SweepRunner) -> SweepJudgement:
     except OSError as error:
         raise ConfigError(
             f"cannot write the tables of the sweep: {error.filename}: {error.strerror}\n"
-            "hint: make room; the same command resumes, and no finished run is lost"
+            "hint: free some space; the same command resumes, and no finished run is lost"
         ) from error
     return judgement
 

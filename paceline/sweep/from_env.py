@@ -1,4 +1,4 @@
-"""A sweep that is asked by variables of the environment, as the speech runbook writes it.
+"""A sweep configured by environment variables, as in the speech runbook.
 
     REPEATS=2 MAX_STEPS=1000 SWEEP_ZERO_STAGES=0,1 SWEEP_MICRO_BATCHES=128,160 \\
         paceline sweep --from-env

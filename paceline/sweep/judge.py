@@ -1,5 +1,5 @@
-"""From the runs of a sweep to its answer: standings of the cells, the cells whose loss departs, the
-winner, and whether the target was met (target.py)."""
+"""Judges the runs of a sweep: standings of the cells, cells whose loss departs, the winner, and
+whether the target was met (target.py)."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Each cell into a plan, before anything runs."""
+"""Plans each cell before anything runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

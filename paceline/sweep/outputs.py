@@ -1,6 +1,5 @@
-"""All files that show the result of a sweep, from what the judge found. They are written after
-each phase and at the end, whole whatever the state: stopped in the middle, or with nothing that
-succeeded."""
+"""Writes all files that show the result of a sweep, after each phase and at its end, even if it
+was stopped in the middle or nothing succeeded."""
 
 import json
 import math

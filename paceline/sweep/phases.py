@@ -1,4 +1,4 @@
-"""Which cells run how often and how long: one round, or a pilot, a final and extras.
+"""Which cells run, how often and for how long: one round, or a pilot, a final and extras.
 
 A   every cell, short runs; where each runs once there is no verdict, only an order
 B   those that A could not tell from the best (at least two), or the best N, full runs

@@ -1,4 +1,4 @@
-"""Run the cells of a sweep, interleaved, each as a supervised run with its own directory.
+"""Runs the cells of a sweep, interleaved, each as a supervised run with its own directory.
 
 Repeat 1 of every cell, then repeat 2, each round in an order of its own: whatever drifts on
 the machine meanwhile affects all cells alike. A run that is in the manifest with equal fingerprints
@@ -40,7 +40,7 @@ from paceline.sweep.folder import (
 )
 from paceline.sweep.matrix import Ground, decide_cell, needs_evaluation
 from paceline.train.feed import build_split
-from paceline.workloads.base import code_fingerprint
+from paceline.workloads.job_file import code_fingerprint
 
 
 class SweepTalk(Talk, Protocol):

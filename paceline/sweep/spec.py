@@ -1,4 +1,4 @@
-"""What a sweep was asked: flags, or a YAML file with the same words.
+"""The specification of a sweep: flags, or a YAML file with the same keys.
 
     spec = read_spec("lm_tiny", ["train.grad_accum=1"], ["strategy.name=ddp,zero1"], given)
     spec = read_spec("my_sweep.yaml", ["sweep.margin=0.05"], [], given)

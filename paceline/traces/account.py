@@ -1,4 +1,4 @@
-"""From a trace to `ProfileFacts`: where the time of the profiled steps went.
+"""Turns a trace into `ProfileFacts`: where the time of the profiled steps went.
 
 window      |----------- ProfilerStep#20 ... ProfilerStep#24 -----------|
 compute     ####   ######        ####    ########

@@ -1,5 +1,5 @@
-"""The trackers of one run: started with its ranks, ended with them, and never waited for longer
-than a moment. What goes wrong with one is said once and noted in the result."""
+"""The trackers of one run, started with its ranks and ended with them. They are never waited for
+longer than a moment; a failure is reported once and noted in the result."""
 
 import subprocess
 import sys

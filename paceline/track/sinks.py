@@ -1,4 +1,4 @@
-"""What trackers are called with. A new one is a class here and a line in `SINKS`, and its name in
+"""The trackers' own APIs. A new tracker is a class here, a line in `SINKS`, and its name in
 `observe.trackers`.
 
 Each is set up by its own variables (WANDB_PROJECT, MLFLOW_TRACKING_URI, ...): secrets stay where

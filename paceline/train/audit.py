@@ -138,7 +138,7 @@ def group_timeouts_s(device: torch.device) -> list[float]:
 
 
 class Auditor:
-    """Call `begin` and `end` around every step. Every rank but 0 only tells what of its
+    """Call `begin` and `end` around every step. Ranks other than 0 only measure how much of their
     communication was exposed."""
 
     def __init__(
@@ -163,8 +163,8 @@ class Auditor:
     def is_profiling(self) -> bool:
         return self._profile is not None
 
-    def tell_overlap(self, rank: int, path: Path) -> None:
-        """Write there, too, what of this rank's communication was exposed."""
+    def keep_overlap(self, rank: int, path: Path) -> None:
+        """Also write to `path` how much of this rank's communication was exposed."""
         if self.plan.world_size > 1:
             self.overlap, self.step = (rank, path), min(AUDITED_STEP, self.plan.steps)
 
@@ -220,7 +220,8 @@ class Auditor:
         yield _timeouts(self.config.launch.collective_timeout_s, self.device)
 
     def _was_skipped(self, seen: StepProfile) -> bool:
-        """Say whether there is no update to see: fp16 looks for its scale in the first steps."""
+        """Say whether the step had no update to see: fp16 searches for its loss scale in the first
+        steps."""
         is_fused = self.plan.fused_optimizer.value
         return self.plan.precision.value == "fp16" and is_fused and not seen.find(*FUSED)
 
@@ -328,7 +329,7 @@ def _optimizer(plan: Plan, seen: StepProfile) -> Proof:
 
 
 def _determinism(plan: Plan) -> Iterator[Proof]:
-    """Compare where it was asked for, or is on all the same."""
+    """Compare determinism if it was asked for, or is on anyway."""
     real = torch.are_deterministic_algorithms_enabled()
     if plan.deterministic or real:
         told = ("off", "on")

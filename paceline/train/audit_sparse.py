@@ -1,4 +1,4 @@
-"""What of native sparse attention really ran, branch by branch, from the profile of one step.
+"""Audits native sparse attention, branch by branch, from the profile of one step.
 
 Every branch runs inside a range of its own name (paceline/attention/marks.py). On a GPU the kernels
 are found by what was launched inside the range; on CPU they are torch's operations there.

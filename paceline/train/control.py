@@ -1,12 +1,12 @@
-"""What is asked of a live run: by signals, by files in its directory, by its own clock.
+"""Requests to a live run: by signals, by files in its directory, by its own clock.
 
 Handlers and threads only raise a number here; the loop looks at it, and all ranks act on the
 largest number of any of them, at the same step.
 """
 
 from enum import IntEnum
-from pathlib import Path
 
+from paceline.records.files import modified_at
 from paceline.records.rundir import RunDir
 from paceline.train.heartbeat import Ticker
 
@@ -14,7 +14,7 @@ POLL_S = 0.25
 
 
 class Ask(IntEnum):
-    """The larger one wins where ranks were asked different things."""
+    """What ranks may be asked; the largest wins if they were asked different things."""
 
     NOTHING = 0
     CHECKPOINT = 1
@@ -44,7 +44,8 @@ class Requests:
 
 
 class ControlFiles(Ticker):
-    """Rank 0 looks for .HALT and control/checkpoint; one that was there before is not a request."""
+    """Rank 0 looks for .HALT and control/checkpoint; files that were there before are no
+    requests."""
 
     def __init__(self, run: RunDir, requests: Requests, halt_seen: int | None) -> None:
         super().__init__(POLL_S, "control")
@@ -59,11 +60,3 @@ class ControlFiles(Ticker):
             if found is not None and found != self._seen[path]:
                 self._requests.raise_to(ask)
             self._seen[path] = found
-
-
-def modified_at(path: Path) -> int | None:
-    """Return when a file was modified, in nanoseconds; None where there is no such file."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return None

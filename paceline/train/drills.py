@@ -39,8 +39,8 @@ def plant_asked(run: RunDir, parts: LoopParts, rank: int) -> None:
 
 
 def plant(drill: Drill, parts: LoopParts, rank: int) -> None:
-    """Make this rank go wrong as the drill asks; a rank that is not meant only takes part in the
-    collectives that a fault is about."""
+    """Plant the fault on the rank it is for; other ranks only take part in the collectives that it
+    needs."""
     if drill.fault is Fault.DESYNC:
         _on_phase(parts, Phase.FORWARD, _desync(drill, rank))
         return

@@ -38,7 +38,8 @@ MISTAKES = (NameError, AttributeError, ImportError, TypeError, KeyError)
 
 
 class Tried(NamedTuple):
-    """The whole names of what an evaluation finds; None where `metrics` tells nothing, and why."""
+    """The full names of what an evaluation reports; None if `metrics` failed on so few samples, and
+    why."""
 
     names: Sequence[str] | None
     why_not: str = ""
@@ -71,8 +72,8 @@ class Evaluation:
     def run(
         self, engine: Engine, clock: Clock, is_cut: Callable[[], bool]
     ) -> dict[str, float] | None:
-        """Return what was measured on the validation samples, over all ranks, by whole name; None
-        where `is_cut`, which all ranks ask together after each batch, said to leave it."""
+        """Return the results on the validation samples of all ranks, by full name; None if the
+        evaluation was cut short by `is_cut`, which all ranks ask together after each batch."""
         tally = Tally(self.workload)
         for ids in self.batches:
             clock.enter(Phase.EVAL)  # for each batch: a long evaluation is not a stall
@@ -83,8 +84,8 @@ class Evaluation:
         return found
 
     def try_out(self, engine: Engine) -> Tried:
-        """Evaluate the first batch of each rank, for a job's mistakes to show before step 1 and not
-        hours later. A collective."""
+        """Evaluate the first batch of each rank, so that mistakes in a job show before step 1 and
+        not hours later. A collective."""
         tally = Tally(self.workload)
         self._measure(engine, self.batches[0], tally)
         tried: Tried = self._conclude(tally.close(), self._try_metrics)
@@ -100,13 +101,13 @@ class Evaluation:
             tally.add(ids, found)
 
     def _conclude(self, own: "Share", judge: Callable[[list["Share"]], Any]) -> Any:
-        """Let rank 0 hear all ranks, and all ranks hear what it makes of it. Shares are pickled on
-        their way: ranks of one run are one program, and trust each other."""
+        """Gather the shares of all ranks on rank 0, and return on every rank what it makes of them.
+        Shares are pickled: ranks of one run are one program, and trust each other."""
         rank, world = dist.get_rank(), dist.get_world_size()
         heard: list[Any] | None = [own] * world if rank == 0 else None
         if world > 1:
             dist.gather_object(own, heard, dst=0)
-        told: list[Any] = [_told(judge, heard) if heard is not None else None]
+        told: list[Any] = [_judge_for_all(judge, heard) if heard is not None else None]
         if world > 1:
             dist.broadcast_object_list(told, src=0)
         if isinstance(told[0], PacelineError):
@@ -131,8 +132,8 @@ class Evaluation:
         self.shown = self.workload.shown(found, self.config)
 
 
-def _told(judge: Callable[[list["Share"]], Any], shares: "list[Share]") -> Any:
-    """Return what is found, or what all ranks must end with: nobody may wait for rank 0."""
+def _judge_for_all(judge: Callable[[list["Share"]], Any], shares: "list[Share]") -> Any:
+    """Return what is found, or the error that must end all ranks: none may wait for rank 0."""
     try:
         return judge(shares)
     except PacelineError as error:
@@ -192,9 +193,9 @@ def conclude(
     deciding: str = "",
     show: Callable[[Mapping[str, Any]], None] = lambda found: None,
 ) -> dict[str, float]:
-    """Return all numbers of an evaluation by whole name, from what every rank found. The one that
-    is `deciding` which checkpoint is best must be a number wherever anything was counted. `show` is
-    given what was found."""
+    """Return all numbers of an evaluation by full name, from the shares of all ranks. The metric
+    `deciding` which checkpoint is best must be finite if anything was counted. `show` is called
+    with what was found."""
     found = _put_together(shares)
     numbers = {name: value for name, value in found.items() if isinstance(value, float)}
     for name in [name for name, value in numbers.items() if not math.isfinite(value)]:

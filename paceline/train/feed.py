@@ -74,11 +74,11 @@ class Feed:
         self.microbatches.close()
 
     def fault(self, error: Exception) -> Exception:
-        """Return the error; where it is about a loader process, in words for people."""
+        """Return the error, explained if it is about a loader process."""
         return self.microbatches.fault(error)
 
     def peek(self) -> Microbatch:
-        """Return the next microbatch, which `next` will hand out all the same."""
+        """Return the next microbatch, which `next` will return as well."""
         self._load(1)
         return self._ahead[0]
 
@@ -105,9 +105,9 @@ class Feed:
             sum(item.joined_s for item in loaded),
         )
 
-    def tell_places(self) -> StreamPlaces | None:
-        """Return where the readers of all ranks stand after the last step; None where the data is
-        no stream. A collective, for a stream."""
+    def gather_places(self) -> StreamPlaces | None:
+        """Return the positions of the readers of all ranks after the last step; None if the data is
+        not a stream. A collective, for a stream."""
         if not isinstance(self.source, StreamSource):
             return None
         dp, rank = self.plan.batch.dp, self.plan.dp_rank(dist.get_rank())
@@ -119,8 +119,8 @@ class Feed:
         return StreamPlaces(places=[all_places[which] for which in sorted(all_places)])
 
     def notes(self, bad: Sequence[int] = ()) -> list[str]:
-        """Return what a person should know of a stream: how it was read, how it resumes, and which
-        samples were `bad`."""
+        """Return notes about a stream: how it was read, how it resumes, and which samples were
+        `bad`."""
         if not isinstance(self.source, StreamSource):
             return []
         how = StreamPlaces(places=[tuple(place) for place in self.places]).how
@@ -135,8 +135,8 @@ class Feed:
         return told
 
     def name(self, sample_ids: Iterable[int]) -> list[str]:
-        """Return what people call these samples: by index, by the data set's own name for them, or
-        by the shard of a stream. Where their lengths are known, the longest are first."""
+        """Return names for these samples: the index, the data set's own name, or the shard of a
+        stream. If lengths are known, the longest come first."""
         ids, known = np.fromiter(sample_ids, np.int64), dict(self._names)
         tell, data = getattr(self.source, "length_of", None), getattr(self.source, "data", None)
         if tell is not None:
@@ -146,8 +146,8 @@ class Feed:
         return [known.get(index) or names.get(index, f"sample {index}") for index in ids.tolist()]
 
     def why_over(self, clock: Clock) -> str:
-        """Say why there is no further step: a stream that does not repeat has come to its end on
-        some rank. Empty where there is one. A collective, for a stream that can end."""
+        """Say why there is no further step: a stream that does not repeat has ended on some rank.
+        Empty if there is one. A collective, for a stream that can end."""
         if not isinstance(self.source, StreamSource) or self.source.plan.repeats:
             return ""
         if self._num_steps == self.microbatches.total // self.plan.batch.grad_accum:
@@ -174,7 +174,7 @@ class Feed:
         return why
 
     def _load(self, wanted: int) -> None:
-        """Load microbatches ahead, until there are so many."""
+        """Load microbatches until `wanted` are ahead."""
         while len(self._ahead) < wanted:
             self._ahead.append(next(self.microbatches))
 
@@ -229,8 +229,8 @@ class TrainData:
 
 
 def build_split(job: Job, split: Split) -> Any:
-    """Return what the job's `build_data` gives. What fails in it is a fault of the data, unless it
-    says that memory, a disk or another rank is at fault."""
+    """Return what the job's `build_data` returns. An exception in it is a fault of the data, unless
+    it shows that memory, a disk or another rank is to blame."""
     try:
         return job.workload.build_data(job.config, split)
     except Exception as error:
@@ -269,8 +269,8 @@ def open_data(job: Job, plan: Plan) -> TrainData:
 
 
 def idle_stream_keys(job: Job, plan: Plan, data: TrainData) -> list[str]:
-    """Return a note for each key that was set and that only a stream reads, where the data is
-    none. A plan cannot know it."""
+    """Return a note for each changed key that only streams read, if the data is not a stream. The
+    plan cannot know that."""
     settings = job.config.data
     read_by_loaders = ("timeout_s",) if plan.loader_workers.value == 0 else ()
     keys = (*OF_STREAMS, *read_by_loaders)

@@ -1,4 +1,4 @@
-"""What the first batch tells before step 1: FLOPs per sample, parameters that get no gradient, and
+"""What the first batch shows before step 1: FLOPs per sample, parameters without a gradient, and
 whether the loss is a sum.
 
 The seam asks for a sum. A mean would train without a word: its loss and its gradients are too small
@@ -97,7 +97,7 @@ class FirstBatch:
 
     def _compare(self, first: int, rewind: Callable[[], None]) -> Compared | None:
         """Compare the batch with two parts of it, cut after the first samples; return None, on
-        every rank, where nothing can be told."""
+        every rank, if that shows nothing."""
         size = self.size
         parts, samples = self._cut(first), [first, size - first]
         units = self._units(parts, samples)
@@ -182,8 +182,8 @@ def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
 
 @contextmanager
 def traceless(engine: Engine, device: torch.device) -> Iterator[Callable[[], None]]:
-    """While inside, nothing is compiled; on leaving, generators and buffers are put back. Yields
-    what puts the generators back in between, so that all passes draw alike."""
+    """While inside, nothing is compiled; on leaving, generators and buffers are restored. Yields a
+    function that restores the generators in between, so that all passes draw the same numbers."""
     drawn = capture_rng(device)
     kept = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
     try:
@@ -197,8 +197,8 @@ def traceless(engine: Engine, device: torch.device) -> Iterator[Callable[[], Non
 
 
 def try_evaluation(job: Job, engine: Engine, evaluation: Evaluation, best: Best) -> list[str]:
-    """Find a job's mistakes in its evaluation on the first batch of it; of what we ship and test
-    only the name in `train.best` may be one. Return what could not be tried. A collective."""
+    """Find mistakes in the job's evaluation on its first batch; for built-in workloads only check
+    the name in `train.best`. Return what could not be tried. A collective."""
     has_name = job.config.train.best != "auto"
     if evaluation.data is None or (is_ours(job.workload) and not has_name):
         return []
@@ -255,7 +255,7 @@ def run_on_meta(job: Job, batch: Any) -> tuple[int, list[str]]:
     return int(counter.get_total_flops()), unreached
 
 
-def tell_unreached(names: Sequence[str]) -> str:
+def describe_unreached(names: Sequence[str]) -> str:
     return (
         f"no gradient reached {few(names)} in the first batch, and what no batch reaches is not"
         ' trained: use it in the loss, or freeze it: optim.groups=[{match: "...", frozen: true}]'

@@ -42,7 +42,7 @@ class Progress(Protocol):
 
 class Ticker:
     """Calls `tick` every `interval_s` on a daemon thread, and once more when it stops. An error in
-    one call does not end the others: the first is told, so that it is not lost."""
+    one call does not prevent the next ones; the first error is reported."""
 
     def __init__(self, interval_s: float, name: str) -> None:
         self._interval_s = interval_s
@@ -61,7 +61,7 @@ class Ticker:
         raise AssertionError("a ticker must say what it does")
 
     def tell(self, error: Exception) -> None:
-        """Tell the first error of a call: as Python does that of a thread which ends by one."""
+        """Report the first error, as Python reports an exception that ends a thread."""
         caught = (type(error), error, error.__traceback__, threading.current_thread())
         threading.excepthook(threading.ExceptHookArgs(caught))
 

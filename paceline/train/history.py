@@ -1,4 +1,4 @@
-"""Where a run stands in its steps and its data: read from a checkpoint, and written into one."""
+"""The position of a run in its steps and data: read from a checkpoint, and written into one."""
 
 import logging
 from collections.abc import Callable
@@ -26,7 +26,7 @@ LOG = logging.getLogger("paceline")
 
 
 def load_attempt(run: RunDir) -> Attempt:
-    """Return which start of the ranks this is; the first one where nothing says otherwise."""
+    """Return the record of this attempt; that of a first one if there is no file."""
     if run.attempt.is_file():
         return Attempt.load(run.attempt)
     return Attempt(number=1, resume=False, started_at=wall_time())
@@ -42,7 +42,7 @@ class History:
         self.start, self.start_position = Start(), 0
         self.stream: StreamPlaces | None = None
         # Where the readers of a stream stand: the feed will say, once there is one.
-        self.tell_places: Callable[[], StreamPlaces | None] = lambda: None
+        self.gather_places: Callable[[], StreamPlaces | None] = lambda: None
         self.best: BestMetric | None = None
         self.num_worse = 0
 
@@ -85,7 +85,7 @@ class History:
         return found
 
     def _drop_what_lies_beyond(self, run: RunDir, folder: CheckpointFolder, kept: Kept) -> None:
-        """Put away what belongs to steps after the checkpoint: they will be taken again."""
+        """Remove what belongs to steps after the checkpoint: they will be taken again."""
         _cut_absent_ranks(run, self.plan.world_size, kept.step)
         for newer in [step for step in folder.steps() if step > kept.step]:
             folder.set_aside(newer)
@@ -154,7 +154,7 @@ class History:
     def _position_after(self, step: int) -> DataPosition:
         size = self.plan.batch.global_size
         position = self.start_position + (step - self.start.first_step + 1) * size
-        stream = self.tell_places()
+        stream = self.gather_places()
         epoch, index = divmod(position, self.epoch_size) if self.epoch_size else (0, position)
         if stream is not None:
             epoch = min(place[0] for place in stream.places)
@@ -187,7 +187,7 @@ def settle_rng(found: Found | None, job: Job, plan: Plan, rank: int, device: tor
 
 
 def _cut_absent_ranks(run: RunDir, num_ranks: int, kept: int) -> None:
-    """Cut the tables of ranks that take no part any more: their steps are taken again by others."""
+    """Cut the tables of ranks that no longer take part: other ranks take their steps again."""
     for folder in run.ranks.glob("rank*"):
         number = folder.name.removeprefix("rank")
         if number.isdigit() and int(number) >= num_ranks:

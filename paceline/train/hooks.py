@@ -1,4 +1,4 @@
-"""Methods of the workload that are told of steps, evaluations and checkpoints.
+"""Hooks of the workload: called after steps, evaluations and checkpoints.
 
 The loop calls whatever is in a tuple, which is empty where the workload has no such method.
 """

@@ -1,4 +1,4 @@
-"""After each step, together with all other ranks: is a checkpoint due, is it time to stop?
+"""Decides after each step, on all ranks together: is a checkpoint due, is it time to stop?
 
 Any rank may be asked to stop by a signal, rank 0 also by files and by its clock. All ranks act on
 the largest wish of any of them, at the same step.
@@ -29,8 +29,8 @@ STOPS = {Ask.PREEMPT: Outcome.PREEMPTED, Ask.INTERRUPT: Outcome.INTERRUPTED}
 
 
 class Consensus:
-    """Tells every rank what any rank was asked. On a GPU the answer is that of the look before, so
-    that no host waits for its device."""
+    """Lets every rank know what any rank was asked. On a GPU the answer is one look late, so that
+    no host waits for its device."""
 
     def __init__(self, requests: Requests, device: torch.device) -> None:
         self.requests, self.device = requests, device
@@ -60,8 +60,8 @@ class Wish(NamedTuple):
 
 
 class Best:
-    """The best evaluation so far by `train.best`, and how many have followed that were no better.
-    Every rank has the same numbers, so all find the same."""
+    """The best evaluation so far by `train.best`, and how many have followed without improving on
+    it. It is the same on every rank."""
 
     def __init__(self, config: TrainConfig, found: BestMetric | None = None, num_worse: int = 0):
         self.is_auto, self.patience = config.best == "auto", config.stop_after
@@ -108,8 +108,8 @@ class Best:
 
 @dataclass(frozen=True)
 class KeeperParts:
-    """`describe` says of a step all that is kept of it beside tensors; `hooks` are told of each
-    checkpoint that is whole."""
+    """`describe` returns what state.json says about a step; `hooks` are called after each
+    checkpoint that is complete."""
 
     config: CheckpointConfig
     engine: Engine
@@ -143,7 +143,7 @@ class Keeper:
             self.best.note(step, metrics)
 
     def wish(self, step: int, is_over: bool = False) -> Wish:
-        """Return what all ranks do after this step; `is_over`: there is no data for another."""
+        """Return what all ranks do after this step; `is_over`: there is no data for another one."""
         self._reserve()
         self._tell()
         # Each rank raises what it was asked, `look` gives all of them the largest. All that follows
@@ -179,7 +179,7 @@ class Keeper:
             self.parts.saver.reserve(self.parts.engine.pieces())
 
     def _raise_own(self) -> None:
-        """Raise what this rank itself has to ask of the others."""
+        """Raise this rank's own requests to the others."""
         requests = self.parts.requests
         if self.must_write and self.parts.saver.failure is not None:
             requests.raise_to(Ask.FAIL)
@@ -188,15 +188,15 @@ class Keeper:
 
     @property
     def _keeps_best(self) -> bool:
-        """Who keeps some on the way keeps the best; so does who keeps the last and says which is
-        the best, or stops by it: the last is then not what was wanted."""
+        """Say whether the best evaluation gets a checkpoint: if there are checkpoints on the way,
+        or if the last one is kept and a metric was named, or stops the run, so that the last is not
+        what is wanted."""
         config = self.parts.config
         is_named = not self.best.is_auto or self.best.patience != "off"
         return config.every != "off" or config.every_s != "off" or (config.at_end and is_named)
 
     def _is_time(self) -> bool:
-        """Say whether `every_s` has passed. Only rank 0's clock decides; its word goes through
-        `look`."""
+        """Say whether `every_s` has passed. Only rank 0's clock decides, through `look`."""
         every_s = self.parts.config.every_s
         return every_s != "off" and time.monotonic() - self._saved_at >= every_s
 
@@ -240,7 +240,8 @@ class Keeper:
         self._tell()
 
     def _tell(self) -> None:
-        """Tell the job of a checkpoint that is whole: here, not in the thread that wrote it."""
+        """Call the job's hooks for a checkpoint that is complete: here, not in the thread that
+        wrote it."""
         if self.parts.hooks and (step := self.parts.saver.take_news()) is not None:
             for hook in self.parts.hooks:
                 hook(step, self.parts.saver.writer.folder.path(step))

@@ -22,7 +22,7 @@ from paceline.train.evaluation import Evaluation
 from paceline.train.feed import Feed
 from paceline.train.hooks import Hooks
 from paceline.train.keeper import Keeper
-from paceline.train.metrics import Ledger
+from paceline.train.ledger import Ledger
 from paceline.train.observers import Observers
 from paceline.train.verdict import require_fitting, require_memory
 

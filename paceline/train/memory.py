@@ -1,4 +1,4 @@
-"""What holds a rank's memory: by module at chosen moments, and always where memory runs out.
+"""What holds a rank's memory, by module: at chosen moments, and whenever memory runs out.
 
     mem_boot, mem_step1, mem_step<n>   observe.memory=dumps: JSON and text, the ten largest owners
     mem_peak, memory_snapshot.pickle   observe.memory=snapshot: the allocator's history of the first

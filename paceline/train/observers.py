@@ -1,4 +1,4 @@
-"""What looks at a rank's steps where it is asked to: its profile, its memory, ranges for nsys."""
+"""Optional observers of a rank's steps: profiles, memory dumps, ranges for nsys."""
 
 import torch
 

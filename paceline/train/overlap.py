@@ -1,4 +1,5 @@
-"""How much of a step's communication nothing was computed beside: overlap.json of each rank.
+"""How much of a step's communication was not overlapped with computation: overlap.json of each
+rank.
 
 The profile of one step has when each collective was on its way and when each kernel or operation
 ran. What of the first is not covered by the second is exposed: the step would be that much shorter

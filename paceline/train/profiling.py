@@ -19,13 +19,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.errors import DataError
 from paceline.records.disk import Losses
-from paceline.records.files import read_text, write_atomic
+from paceline.records.files import modified_at, read_text, write_atomic
 from paceline.records.profiled import AUDITED_STEP, parse_profile
 from paceline.records.rundir import RunDir
 from paceline.strategies.clock import Clock
 from paceline.traces.events import STEP
 from paceline.traces.flow import trace_name
-from paceline.train.control import modified_at
 from paceline.train.heartbeat import Progress, Ticker
 from paceline.train.ranges import PHASE, Ranges
 

@@ -1,4 +1,4 @@
-"""Texts that the model writes at evaluations, appended to samples.jsonl: what it makes of
+"""Texts that the model writes at evaluations, appended to samples.jsonl: continuations of
 `train.sample_prompts`, and what the workload shows of its validation data.
 
 All ranks take part: where weights are sharded each is needed for every token, and elsewhere it

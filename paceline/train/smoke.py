@@ -1,4 +1,5 @@
-"""The data of a job without its model: does it come, how fast, and which file is it that hangs.
+"""Reads the data of a job without its model: whether it can be read, how fast, and which file
+hangs.
 
     smoke_data(job, timeout_s)    every file is opened, then batches are read for some seconds
 

@@ -1,4 +1,4 @@
-"""What torch holds for a whole process: precision, determinism, the kernels of attention."""
+"""Settings that torch keeps for a whole process: precision, determinism, attention kernels."""
 
 import torch
 from torch.nn.attention import SDPBackend

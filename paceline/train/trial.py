@@ -1,4 +1,4 @@
-"""A training step that may fail for want of memory, and is taken for nothing else."""
+"""A training step to find out whether it fits into memory."""
 
 import gc
 from typing import Any

@@ -1,4 +1,4 @@
-"""From an exception to what a person can act on: outcome, the user's line, what to change."""
+"""Turns an exception into what a person can act on: outcome, the user's line, what to change."""
 
 import json
 import re

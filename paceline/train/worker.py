@@ -1,4 +1,4 @@
-"""What one rank does from its first line to its verdict: build, loop, say how it ended.
+"""What one rank does from start to verdict: build, loop, say how it ended.
 
 Run by `paceline.run.rank` in a process of its own; tests call `RankRun(...).execute()`.
 """
@@ -32,7 +32,7 @@ from paceline.strategies import find_strategy
 from paceline.strategies.base import Engine, EngineParts, Recorded
 from paceline.strategies.clock import Clock, HostClock, build_clock
 from paceline.strategies.engine import ModuleEngine
-from paceline.strategies.optim import rate_of, tell_own_rates
+from paceline.strategies.optim import describe_own_rates, rate_of
 from paceline.train.audit import Auditor
 from paceline.train.control import ControlFiles, Requests
 from paceline.train.drills import plant_asked
@@ -49,8 +49,8 @@ from paceline.train.feed import (
 )
 from paceline.train.first_batch import (
     FirstBatch,
+    describe_unreached,
     is_worth_asking,
-    tell_unreached,
     trace_first,
     try_evaluation,
 )
@@ -58,8 +58,8 @@ from paceline.train.heartbeat import ActionMark, StepMark, build_tickers
 from paceline.train.history import History, load_attempt, settle_rng
 from paceline.train.hooks import find_hooks
 from paceline.train.keeper import Best, Keeper, KeeperParts
+from paceline.train.ledger import Ledger, LedgerFiles
 from paceline.train.loop import LoopEnd, LoopParts, train
-from paceline.train.metrics import Ledger, LedgerFiles
 from paceline.train.observers import Observers
 from paceline.train.samples import build_samples
 from paceline.train.torch_settings import apply_policy
@@ -175,7 +175,7 @@ class RankRun:
         self.notes += idle_stream_keys(self.job, self.plan, data)
         self.engine = engine = self.build_engine()
         if isinstance(engine, ModuleEngine):
-            self.notes += tell_own_rates(engine.optimizer, self.job.workload, self.job.config)
+            self.notes += describe_own_rates(engine.optimizer, self.job.workload, self.job.config)
         history = History(self.job, self.plan, self.attempt, data)
         found = self._restore(engine, history, data)
         return self._wire(engine, history, data), found
@@ -215,7 +215,7 @@ class RankRun:
         assert self.observers is not None
         self.observers.watch(engine, history.start.first_step)
         auditor = Auditor(config, plan, device, engine.proofs, audit, self.run.lost)
-        auditor.tell_overlap(place.rank, self.run.overlap(place.rank))
+        auditor.keep_overlap(place.rank, self.run.overlap(place.rank))
         parts = LoopParts(
             config=config,
             plan=plan,
@@ -233,7 +233,7 @@ class RankRun:
             # Last: from here on loaders live, and may die.
             feed=build_feed(self.job, plan, source, history.start.first_step, device),
         )
-        history.tell_places = parts.feed.tell_places
+        history.gather_places = parts.feed.gather_places
         return parts
 
     def _build_validation(self) -> Dataset | None:
@@ -246,13 +246,13 @@ class RankRun:
         elif is_stream(val):
             raise ConfigError(
                 f"the validation data is a stream ({type(val).__name__}): its samples must be known"
-                " by index, so that each is counted once whatever the ranks\n"
+                " by index, so that each is counted once on any number of ranks\n"
                 "hint: return a list of samples: list(itertools.islice(stream, 1000))"
             )
         elif not len(val):
             raise DataError(
-                "train.eval_every is set, and build_data returned validation data without a sample"
-                '\nhint: return some, or None where split is "val" and there are none'
+                "train.eval_every is set, but build_data returned validation data without samples"
+                '\nhint: return some, or None for the split "val" if there are none'
             )
         return val
 
@@ -320,7 +320,7 @@ class RankRun:
         if self.place.rank == 0 and self.flops:
             self.run.lost.keep(self.run.flops, f"{self.flops}\n")
         if traced.unreached:
-            self.notes.append(tell_unreached(traced.unreached))
+            self.notes.append(describe_unreached(traced.unreached))
 
     def _verdict(self, outcome: Outcome, step: int, **more: Any) -> RankVerdict:
         active, reserved = peak_memory(self.device)

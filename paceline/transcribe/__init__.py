@@ -1,1 +1,1 @@
-"""Speech into text: by what `paceline export` wrote, or by any model of transformers for it."""
+"""Speech into text, with what `paceline export` wrote or a model of transformers."""

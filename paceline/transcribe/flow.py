@@ -1,4 +1,4 @@
-"""From audio files to text with times, and from a corpus to word and character error rates.
+"""Transcribes audio files with times, and scores a corpus by word and character error rates.
 
     for heard in transcribe(listener, sources, batch_size): ...      in the order of the sources
     score(listener, rows, heard)

@@ -1,4 +1,4 @@
-"""Models that write down speech, behind one seam.
+"""Speech models behind one interface.
 
     listener.cut(samples)          the pieces of a recording that it hears one by one
     listener.write(pieces)         for each piece its segments: text, with seconds in the piece

@@ -1,4 +1,4 @@
-"""From a folder to a listener: what `paceline export` wrote, or any Whisper or CTC of transformers.
+"""Opens a folder as a listener: an export of Paceline's, or any Whisper or CTC of transformers.
 
     listener, says = open_listener(path, Wanted(language="spanish"))
 
@@ -85,7 +85,7 @@ def _find(path: str) -> Path:
     place = Path(path).expanduser()
     if (place / "run.yaml").is_file():
         raise DataError(
-            f"{path} is a run, and a model's folder is needed\n"
+            f"{path} is a run, not a model's folder\n"
             f"hint: paceline export {path} --merge, then {path}/exported/safetensors"
         )
     if place.is_dir():
@@ -107,7 +107,7 @@ def _require_unchanged(folder: Path) -> bool:
     if wrong:
         raise DataError(
             f"{folder} is not what was exported: {few(wrong)} changed or gone\n"
-            "hint: bring the files back, or export again"
+            "hint: restore the files, or export again"
         )
     return True
 
@@ -116,7 +116,7 @@ def _config(folder: Path) -> Any:
     config = config_class(str(folder), read := read_config(folder)).from_dict(read)
     if config.model_type not in (WHISPER, *CTC):
         raise ConfigError(
-            f"{folder} holds a {config.model_type}, which does not write down speech\n"
+            f"{folder} holds a {config.model_type}, which does not recognise speech\n"
             f"hint: give a {WHISPER}, or one of {', '.join(CTC)} with CTC"
         )
     return config

@@ -1,4 +1,4 @@
-"""A recording as pieces that a model hears at once, cut where it is quiet.
+"""Cuts a recording, where it is quiet, into pieces that a model can hear at once.
 
 cut_quietly(samples, most=480_000, rate=16000)       [(0, 471_200), (471_200, 912_800), ...]
 """

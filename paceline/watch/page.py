@@ -1,4 +1,4 @@
-"""The live page: `paceline watch runs/ --serve`. It shows and asks nothing: every route is a GET.
+"""The live page: `paceline watch runs/ --serve`. It is read-only: every route is a GET.
 
     /                 the list of runs; the run itself where one was named
     /run/NAME         one run, by a name that the list has

@@ -24,6 +24,7 @@ from paceline.metrics import TRAIN, VAL
 from paceline.records import Attempt, LaunchPlan, Plan, Result
 from paceline.records.cells import Chunk
 from paceline.records.events import parse_event
+from paceline.records.files import modified_at
 from paceline.records.findings import Findings
 from paceline.records.growing import GrowingTable, known, num_rows
 from paceline.records.heartbeats import Beat, last_beat
@@ -180,7 +181,7 @@ class RunReader:
             self.view.attempt = Attempt.load(self.run.attempt).number
         except DataError:
             pass
-        found = _modified_at(self.run.result)
+        found = modified_at(self.run.result)
         if found == self._result_seen:
             return
         self._result_seen = found
@@ -277,10 +278,3 @@ def _last_lines(path: Path) -> Tail:
         return Tail(path, max(0, path.stat().st_size - LOG_BYTES))
     except OSError:
         return Tail(path)
-
-
-def _modified_at(path: Path) -> int | None:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return None

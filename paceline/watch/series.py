@@ -1,4 +1,4 @@
-"""A line of numbers that may grow without end, kept in a bounded room.
+"""A series of numbers of any length, kept in bounded memory.
 
 Values are kept one by one until there are too many; then neighbours are merged, two into one, and
 from there on each bin holds twice as many. A bin knows its least, mean and largest value, so that a

@@ -1,4 +1,4 @@
-"""Whether a run lives: from its result, its heartbeats and its lock, wherever it runs."""
+"""Whether a run is alive: from its result, its heartbeats and its lock, wherever it runs."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What is known of a run at a moment: what a terminal, a page and a watchdog show or judge."""
+"""What is known about a run at a moment: what a terminal or page shows and a watchdog judges."""
 
 from collections import deque
 from dataclasses import dataclass, field, replace

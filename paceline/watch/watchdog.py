@@ -1,5 +1,5 @@
-"""The external watchdog: looks at a run's files every so often, from whatever machine
-shares them, and asks it to stop where a rule is broken.
+"""The external watchdog: regularly reads a run's files, from any machine that shares them, and
+asks the run to stop when a rule is broken.
 
     paceline watch RUN_DIR --halt --interval 30
 

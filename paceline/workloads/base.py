@@ -8,8 +8,8 @@ class MyWorkload(Workload):
     def evaluate(self, model, batch): ...            if there is more to measure than the loss
     def metrics(self, found): ...                    from that to numbers, once for all samples
     def generate(self, model, request): ...          if it writes text: paceline generate
-    def export(self, request): ...                   if others shall load it: paceline export
-    def on_step(self, step, record): ...             and on_eval, on_checkpoint: to be told of them
+    def export(self, request): ...                   for other programs: paceline export
+    def on_step(self, step, record): ...             a hook; so are on_eval and on_checkpoint
 
 paceline train my_job.py:MyWorkload train.steps=50
 """
@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -34,9 +32,8 @@ from paceline.data.base import Dataset, Stream
 from paceline.errors import ConfigError, DataError
 from paceline.metrics import LOSS
 from paceline.records import Finding
-from paceline.records.files import fingerprint
-from paceline.trust import Code, own_files, remember, strangers
 from paceline.workloads.given import find_given, is_given
+from paceline.workloads.job_file import remember_typed
 from paceline.workloads.required import class_problems, explain_import
 from paceline.workloads.returns import read_loss
 
@@ -49,8 +46,6 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "val"]
 Waiting = Callable[[], AbstractContextManager[None]]
-# Asked about files that a run directory names and nobody has typed here: True where they may run.
-Approve = Callable[[Sequence[Code]], bool]
 # Ours; other packages register theirs as entry points of GROUP.
 REGISTRY = {
     "lm": "paceline.workloads.lm.workload:LanguageModel",
@@ -64,7 +59,7 @@ GROUP = "paceline.workloads"
 
 
 def prepared_path(prepared: Mapping[str, Any], name: str) -> Path:
-    """Return a path that `prepare` has found, as data.json has it."""
+    """Return a path from the result of `prepare`, as read from data.json."""
     place = prepared.get(name)
     if not isinstance(place, str):
         raise DataError(
@@ -88,25 +83,25 @@ class Workload:
     # What `attention.impl` may be beside the kernels of torch's SDPA.
     own_attention: ClassVar[frozenset[str]] = frozenset()
     own_kernels: ClassVar[str] = ""  # which of its layers `train.kernels` is for, in words
-    # How the model attends; FLOPs count half of causal attention. "unknown": nothing is said of it.
+    # How the model attends; FLOPs count half of causal attention.
     attention: ClassVar[Literal["causal", "full", "none", "unknown"]] = "unknown"
     # Why a pipeline cannot run it; empty: it may.
     no_pipeline: ClassVar[str] = ""
     # Which ranks call `on_step`, `on_eval` and `on_checkpoint`.
     hook_ranks: ClassVar[Literal["first", "all"]] = "first"
     knows_base: ClassVar[bool] = False  # `prepare` returns "base_hash", of its first weights
-    # Modules that the fork server imports for its ranks: what takes each of them long. None that
-    # asks for GPUs as it is imported: ranks forked after that could not use one.
+    # Modules that the fork server imports for its ranks because they load slowly. Never one that
+    # touches GPUs as it is imported: ranks forked after that could not use them.
     preloads: ClassVar[tuple[str, ...]] = ()
     # What `prepare` returned, on every rank.
     prepared: Mapping[str, Any] = MappingProxyType({})
-    # `with self.waiting_for_ranks():` around a collective of its own, in `loss` or in the backward
-    # pass: what is inside is not this rank's work. Set by the engine.
+    # `with self.waiting_for_ranks():` around the workload's own collectives, in `loss` or in the
+    # backward pass, so that they do not count as this rank's work. Set by the engine.
     waiting_for_ranks: Waiting = nullcontext
 
     def build_model(self, config: Any) -> nn.Module:
-        """Build the model on torch's default device. Also called with that set to meta, to
-        count."""
+        """Build the model on torch's default device. Also called with the meta device, to measure
+        its size."""
         raise ConfigError(f"{type(self).__name__} must define build_model(self, config)")
 
     def init_weights(self, model: nn.Module, name: str, module: nn.Module) -> None:
@@ -115,8 +110,7 @@ class Workload:
         raise ConfigError(f"{type(self).__name__} has meta_init: define init_weights")
 
     def head_dim(self, config: Any) -> int | None:
-        """Return the width of an attention head; None where the model has no attention, or hides
-        it."""
+        """Return the width of an attention head; None if there is none, or it is not known."""
         return None
 
     def attends_plainly(self, config: Any) -> bool:
@@ -124,30 +118,30 @@ class Workload:
         return False
 
     def build_data(self, config: Any, split: Split) -> Dataset | Stream | None:
-        """Return the samples of a split, by index; None when this workload has no such split.
-        Training data may be a stream: what can be iterated, or has `shards` and `open(shard)`."""
+        """Return the samples of a split, by index; None if this workload has no such split.
+        Training data may be a stream: an iterable, or an object with `shards` and `open(shard)`."""
         raise ConfigError(f"{type(self).__name__} must define build_data(self, config, split)")
 
     def sketch_batch(self, config: Any) -> Any:
-        """Return a microbatch of zeros, for the plan to see what a step keeps; None: not known."""
+        """Return a microbatch of zeros, to estimate activations by; None: not known."""
 
     def collate(self, samples: list[Any]) -> Any:
-        """Return a batch of these samples, as by `paceline.data.pad`. By default the data set's
-        own `batch(indices)` or `collate_fn(samples)` does, else torch's rules for stacking."""
+        """Return a batch of these samples, for instance by `paceline.data.pad`. The default is the
+        data set's own `batch(indices)` or `collate_fn(samples)`, else torch's `default_collate`."""
         from torch.utils.data import default_collate
 
         return default_collate(samples)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
-        """Return the loss *summed* over the batch's units, and how many units that is. A third
-        value may be a dict of further sums, reported as train/NAME: a number or a tensor, which is
-        divided by the same units, or a pair (sum, count)."""
+        """Return the loss *summed* over the batch's units, and the number of units. A third value
+        may be a dict of further sums, reported as train/NAME: a number or tensor, which is divided
+        by the same units, or a pair (sum, count)."""
         raise ConfigError(f"{type(self).__name__} must define loss(self, model, batch)")
 
     def build_optimizer(self, model: nn.Module, config: Any) -> Optimizer | None:
-        """Return an optimizer of all of the model's parameters that are trained, in place of
-        `optim.name`. `model` is this rank's: its weights may be pieces (DTensor), or some of the
-        layers. The schedule multiplies each group's rate."""
+        """Return an optimizer of all trained parameters, in place of `optim.name`. `model` is this
+        rank's: it may have only some layers, or pieces of weights (DTensor). The schedule
+        multiplies each group's rate."""
         return None
 
     def learning_rate(self, step: int, config: Any) -> float | None:
@@ -156,21 +150,21 @@ class Workload:
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """Return what is measured on a batch of validation data, by name: (sum, count), or
-        `paceline.Items` with one value per sample. By default all that `loss` returns. The model is
-        in eval mode, without gradients. A rank that has no samples left is asked about another
-        one's, for ranks may need each other inside a forward pass: what it says is not counted, so
-        return all that is found, and keep nothing of it in `self`."""
+        `paceline.Items` with one value per sample. By default everything that `loss` returns. The
+        model is in eval mode, without gradients. Ranks may need each other inside a forward pass,
+        so a rank that has run out of samples evaluates one of another rank's, and the result is
+        dropped: return everything, and keep nothing in `self`."""
         loss_sum, units, extras = read_loss(self, self.loss(model, batch))
         return {LOSS: (loss_sum, units), **extras}
 
     def metrics(self, found: Mapping[str, Any]) -> Mapping[str, float]:
-        """Return further numbers of an evaluation, by name. `found` has what `evaluate` returned on
-        all ranks: for a pair the mean; for Items those of all samples, each once and in order.
-        Called on rank 0 alone: no collective may be in it."""
+        """Return further results of an evaluation, by name. `found` has what `evaluate` returned on
+        all ranks: for a pair the mean; for Items the values of all samples, each once and in
+        order. Called on rank 0 only, so it must not call a collective."""
         return {}
 
     def shown(self, found: Mapping[str, Any], config: Any) -> Sequence[tuple[str, str]]:
-        """Return examples for report and log, of what `metrics` is given: (said, written)."""
+        """Return examples for report and log, from what `metrics` is given: (reference, output)."""
         return ()
 
     def generate(self, model: nn.Module, request: Request) -> list[list[int]]:
@@ -179,54 +173,52 @@ class Workload:
         raise no_text(self)
 
     def export(self, request: ExportRequest) -> Exported:
-        """Return the model as a library knows it, with what the trained one says of real samples:
-        see workloads/exporting.py."""
+        """Return the model in the form of another library, with the trained model's outputs for
+        real samples: see workloads/exporting.py."""
         from paceline.workloads.exporting import no_export
 
         raise no_export(type(self).__name__)
 
     def on_step(self, step: int, record: Mapping[str, Any]) -> None:
-        """Told of each step, with its row of training.csv: once the row is whole, which is up to
+        """Called for each step with its row of training.csv, when the row is complete: up to
         `train.log_every` steps later, so that nothing waits for the device."""
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Told of each evaluation, with its numbers by name, as val/loss."""
+        """Called after each evaluation, with its results by name, such as val/loss."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """Told of each checkpoint once it is whole and on disk."""
+        """Called for each checkpoint once it is complete and on disk."""
 
     def units_per_sample(self, config: Any) -> int | None:
-        """Return the units in each sample; None when they vary and `units` must count every
-        batch."""
+        """Return the units in each sample; None if they vary, and `units` counts every batch."""
         return 1
 
     def units(self, batch: Any) -> float:
-        """Return the units in one batch; of a weighted loss, the sum of the weights. Needed only
-        where `units_per_sample` is None."""
+        """Return the units in one batch; for a weighted loss, the sum of the weights. Needed only
+        if `units_per_sample` is None."""
         raise ConfigError(f"{type(self).__name__}.units_per_sample is None: define units(batch)")
 
     def flops(self, config: Any) -> float | None:
-        """Return the forward and backward FLOPs per sample; None: they are counted on the first
-        batch."""
+        """Return the forward and backward FLOPs per sample; None: count them on the first batch."""
         return None
 
     def positions_per_sample(self, config: Any) -> int | None:
-        """Return how many positions of a sample (tokens, padded ones too) a layer multiplies; None:
+        """Return how many positions of a sample (tokens, with padding) a layer processes; None if
         they vary, or are not known."""
         return self.units_per_sample(config) if self.unit == "tokens" else None
 
     def block_positions(self, config: Any) -> Sequence[int]:
-        """Return how many positions of a sample (tokens, patches) go through each block, where that
-        is not the same for all: pipelines are balanced by it."""
+        """Return how many positions of a sample (tokens, patches) go through each block, if that
+        differs between blocks: pipelines are balanced by it."""
         return ()
 
     def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, Any]:
-        """Do the work on data that must be done once, before ranks start. What it returns goes to
-        every rank as `self.prepared`, through data.json; its numbers are reported."""
+        """Prepare data once, before ranks start. The result reaches every rank as `self.prepared`,
+        through data.json; its numbers are reported."""
         return {}
 
     def problems(self, config: Any) -> Sequence[Finding]:
-        """Return what is wrong with this config for this workload, known before launch."""
+        """Return the problems of a config for this workload, as far as known before launch."""
         return ()
 
 
@@ -269,80 +261,9 @@ def find_workload(name: str, typed: bool) -> type[Workload]:
     return _require_workload(installed[name].load(), name)
 
 
-def absolute_name(name: str) -> str:
-    """Return FILE.py:Class with a full path: it is found whatever the working directory."""
-    return f"{_file_of(name)}:{name.rpartition(':')[2]}" if ".py:" in name else name
-
-
-def remember_typed(name: str) -> None:
-    """Keep that a person has typed FILE.py:Class here: the file, and what it imports from its own
-    folder, may run again. Names of installed workloads need no trust."""
-    if ".py:" in name and _file_of(name).is_file():
-        remember(own_files(_file_of(name)))
-
-
-def require_trusted(name: str, run_dir: Path, approve: Approve | None = None) -> None:
-    """Refuse a file that a run directory names: one inside it always, any other unless it was typed
-    on this machine as it is now, or `approve` says yes."""
-    if ".py:" not in name:
-        return
-    file = _file_of(name)
-    if file.is_relative_to(run_dir.resolve()):
-        raise ConfigError(
-            f"{file} lies inside the run directory; code that comes with a run is not run\n"
-            "hint: move it elsewhere and start a new run with it"
-        )
-    if not file.is_file():
-        raise ConfigError(f"{file}, which {run_dir} was trained with, is gone\nhint: put it back")
-    unknown = strangers(own_files(file))
-    if not unknown:
-        return
-    if approve is None or not approve(unknown):
-        raise ConfigError(
-            [
-                f"{run_dir} would run {code}, and nobody has typed that file on this machine as it"
-                " is now\nhint: read it, then say --trust-code"
-                for code in unknown
-            ]
-        )
-    remember_typed(name)
-
-
 def load_trusted(name: str) -> type[Workload]:
     """Return the class that a name stands for which has been typed, or found trusted, already."""
     return _from_file(name) if ".py:" in name else find_workload(name, typed=False)
-
-
-def code_fingerprint(workload: str) -> str:
-    """Return a sum that changes when Paceline's sources, the user's workload file, what that file
-    imported from its own folder, or torch's version change. Of a class that was given: its source,
-    where python has it."""
-    if is_given(workload):
-        return fingerprint(_own_fingerprint(), _source_of(find_given(workload)))
-    try:
-        files = own_files(_file_of(workload)) if ".py:" in workload else []
-        return fingerprint(_own_fingerprint(), *(path.read_bytes() for path in files))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{error.filename} is gone\nhint: put it back, and resume") from error
-
-
-def _file_of(name: str) -> Path:
-    return Path(name.rpartition(":")[0]).resolve()
-
-
-def _source_of(kind: type[Workload]) -> str:
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):  # typed at a prompt
-        return kind.__qualname__
-
-
-@cache
-def _own_fingerprint() -> str:
-    """Sum our sources once: what was loaded runs, whatever becomes of the files."""
-    package = Path(__file__).parents[1]
-    sources = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
-    return fingerprint(*sources, version("torch"))
 
 
 def _from_file(name: str) -> type[Workload]:

@@ -1,4 +1,4 @@
-"""What a workload hands to other programs: its model as the library knows it that will load it.
+"""What a workload returns for an export: its model in the form of the library that will load it.
 
     class MyWorkload(Workload):
         def export(self, request: ExportRequest) -> Exported: ...

@@ -1,4 +1,4 @@
-"""Text from a language model: what is asked for, how a token is chosen, and who says when to stop.
+"""Generates text from a language model: the request, how a token is chosen, and when to stop.
 
     request = Request(prompts, sampling, codec)       prompts as ids
     rows = workload.generate(model, request)          new ids of each, without the end mark
@@ -78,7 +78,7 @@ class Request:
         if largest >= num_rows:
             raise ConfigError(
                 f"a prompt has the token {largest} of {self.codec.name}, and the model has"
-                f" {num_rows} kinds of tokens: it was trained on others"
+                f" {num_rows} tokens: it was trained with another tokenizer"
             )
 
     def room(self, longest: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Methods of a workload that nothing would call: named before anything starts, with the right one.
+"""Finds methods of a workload that nothing calls, and names the right one, before anything starts.
 
 A hook of another framework would be ignored without a word, and the run would not be the one its
 author wrote: that is an error. Any other public method that neither Paceline nor the file's own

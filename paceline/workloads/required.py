@@ -1,6 +1,5 @@
-"""What a workload's class must be, told from the class alone: a mistake in it is refused before
-anything of it runs, with all that is wrong at once. Also what is said of a file that cannot be
-imported.
+"""What the class of a workload must define, checked on the class alone: mistakes are refused, all
+at once, before any of its code runs. Also explains why a file cannot be imported.
 
     sections    Model and Loss are built on paceline.Section, Data on paceline.DataConfig
     methods     the required ones are there; each can be called as Paceline calls it

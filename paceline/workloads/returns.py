@@ -1,4 +1,4 @@
-"""What a workload's methods may return, and what is said of anything else, or where they fail.
+"""What a workload's methods may return, and the errors for anything else, or where they raise.
 
 `loss` and `evaluate` give sums, which are divided once all ranks have added theirs. A sum that
 stands alone is divided by what the loss is divided by; a pair brings its own count.

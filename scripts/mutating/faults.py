@@ -276,17 +276,17 @@ FAULTS = (
     ),
     # What is recorded
     Fault(
-        "loss-is-left-a-sum", "paceline/train/metrics.py",
+        "loss-is-left-a-sum", "paceline/train/ledger.py",
         "row.loss, row.count = (loss_sum / count if count else math.nan), count",
         "row.loss, row.count = (loss_sum if count else math.nan), count", PLAIN_LOOP,
     ),
     Fault(
-        "two-columns-change-places", "paceline/train/metrics.py",
+        "two-columns-change-places", "paceline/train/ledger.py",
         '"lr": row.lr,\n            "grad_norm": row.grad_norm,',
         '"lr": row.grad_norm,\n            "grad_norm": row.lr,', PLAIN_LOOP,
     ),
     Fault(
-        "late-vetoes-are-lost", "paceline/train/metrics.py",
+        "late-vetoes-are-lost", "paceline/train/ledger.py",
         "self._late_vetoes.append((step, math.isfinite(row.own_loss or 0.0)))", "pass",
         f"{NAN}::test_a_bad_loss_whose_gradient_is_cut_off_is_noticed",
     ),

@@ -11,7 +11,7 @@ import torch
 
 from paceline.cli import main
 from paceline.errors import SaveError
-from paceline.export.flow import Asked, export
+from paceline.export.flow import ExportOptions, export
 from paceline.records import BestMetric
 from paceline.run.trained import Which
 from tests.cli.program import Ran
@@ -96,7 +96,7 @@ def test_which_checkpoint(tmp_path: Path) -> None:
     keep(run, tensors | {"embedding.weight": head + 1}, 9, best=BestMetric(step=5, value=1.0))
     for step, number in (("latest", 9), ("auto", 9), ("5", 5)):
         out = tmp_path / step
-        report = export(run, Asked(which=Which(step), out=out), quiet)
+        report = export(run, ExportOptions(which=Which(step), out=out), quiet)
         found = library.AutoModelForCausalLM.from_pretrained(out).state_dict()
         assert report.step == number
         assert torch.equal(found["model.embed_tokens.weight"], head + (1 if number == 9 else 0))
@@ -111,7 +111,7 @@ def test_what_computes_something_else_is_not_let_out(
     monkeypatch.setitem(conversion.SAME, "attention_norm.weight", "post_attention_layernorm.weight")
     monkeypatch.setitem(conversion.SAME, "ffn_norm.weight", "input_layernorm.weight")
     head = run.root / "exported"
-    export(run, Asked(out=tmp_path / "same"), quiet)  # all norms are ones at first
+    export(run, ExportOptions(out=tmp_path / "same"), quiet)  # all norms are ones at first
     real = conversion._llama_config
 
     def other(model: Any) -> Any:
@@ -121,7 +121,7 @@ def test_what_computes_something_else_is_not_let_out(
 
     monkeypatch.setattr(conversion, "_llama_config", other)
     with pytest.raises(SaveError, match="computes another logits"):
-        export(run, Asked(), quiet)
+        export(run, ExportOptions(), quiet)
     assert not any(head.iterdir()), "nothing is left of it"
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.errors import ConfigError, DataError
-from paceline.export.flow import Asked, export
+from paceline.export.flow import ExportOptions, export
 from paceline.transcribe.model import Wanted, open_listener
 from tests.cli.program import Ran
 from tests.cli.test_export import hashes_hold, paceline, quiet  # noqa: F401  (a fixture)
@@ -70,13 +70,13 @@ def test_adapters_are_merged_or_stand_on_their_base(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     whole = recogniser(tmp_path / "whole")
     base = tmp_path / "base"
-    export(whole, Asked(out=base), quiet)
+    export(whole, ExportOptions(out=base), quiet)
     run = recogniser(tmp_path / "run", f"model.hf={base}", *LORA, kind=WHISPER[1:])
-    merged = export(run, Asked(merge=True, out=tmp_path / "merged"), quiet)
+    merged = export(run, ExportOptions(merge=True, out=tmp_path / "merged"), quiet)
     assert merged.compared[0].error < 1e-5
     plain = library.AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "merged")
     assert not any("lora" in name for name, _ in plain.named_parameters())
-    export(run, Asked(out=tmp_path / "adapter"), quiet)
+    export(run, ExportOptions(out=tmp_path / "adapter"), quiet)
     names = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert "adapter_model.safetensors" in names and "model.safetensors" not in names
     first = library.AutoModelForSpeechSeq2Seq.from_pretrained(base)
@@ -88,10 +88,10 @@ def test_adapters_are_merged_or_stand_on_their_base(tmp_path: Path) -> None:
         assert torch.allclose(both(features, decoder_input_ids=ids).logits, wanted, atol=1e-5)
     assert not torch.allclose(before, wanted, atol=1e-3), "the adapters do something"
     with pytest.raises(ConfigError, match="has no adapters"):
-        export(run, Asked(format="onnx", out=tmp_path / "onnx"), quiet)
+        export(run, ExportOptions(format="onnx", out=tmp_path / "onnx"), quiet)
     open_listener(str(tmp_path / "adapter"), Wanted())
     packed = [f"model.hf={base}", *LORA, "model.base=nf4"]
-    report = export(recogniser(tmp_path / "q", *packed, kind=WHISPER[1:]), Asked(), quiet)
+    report = export(recogniser(tmp_path / "q", *packed, kind=WHISPER[1:]), ExportOptions(), quiet)
     assert report.compared[0].error < 1e-5, "on the base in 4 bits, as trained"
     # The same adapters on another base: who swapped it gets an error, not another model.
     state = first.state_dict()
@@ -101,25 +101,25 @@ def test_adapters_are_merged_or_stand_on_their_base(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="trained on another base"):
         open_listener(str(tmp_path / "adapter"), Wanted())
     with pytest.raises(DataError, match="is not the model that the adapters were trained on"):
-        export(run, Asked(out=tmp_path / "again"), quiet)
+        export(run, ExportOptions(out=tmp_path / "again"), quiet)
 
 
 def test_adapters_on_random_weights_need_them(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     run = recogniser(tmp_path / "run", *LORA)
     with pytest.raises(ConfigError, match="--merge writes both together"):
-        export(run, Asked(), quiet)
-    assert export(run, Asked(merge=True), quiet).compared[0].error < 1e-5
+        export(run, ExportOptions(), quiet)
+    assert export(run, ExportOptions(merge=True), quiet).compared[0].error < 1e-5
     # Trained weights alone: the base is drawn again by its seed, and is the same.
     part = recogniser(tmp_path / "part", *LORA, "checkpoint.weights=trained")
-    export(part, Asked(merge=True), quiet)
+    export(part, ExportOptions(merge=True), quiet)
     both = [load_file(each.root / "exported/safetensors/model.safetensors") for each in (run, part)]
     assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
 
 
 def test_letters(paceline: Callable[..., Ran], tmp_path: Path) -> None:  # noqa: F811
     run = recogniser(tmp_path / "run", kind=LETTERS)
-    export(run, Asked(out=tmp_path / "model"), quiet)
+    export(run, ExportOptions(out=tmp_path / "model"), quiet)
     library.AutoModelForCTC.from_pretrained(tmp_path / "model")
     ran = paceline("transcribe", "model", some_audio(tmp_path), "--device", "cpu")
     assert ran.code == 0 and ran.out.startswith("[00:00.00 -> "), ran.err
@@ -129,7 +129,7 @@ def test_two_encoders_and_what_joins_them(tmp_path: Path) -> None:
     from paceline.workloads.speech_clip.export import load_speech_clip
 
     run, _ = make_speech(tmp_path / "run", RECIPE, tiny("model.projection_dim=6"), "speech_clip")
-    report = export(run, Asked(out=tmp_path / "model"), quiet)
+    report = export(run, ExportOptions(out=tmp_path / "model"), quiet)
     assert [row.output for row in report.compared] == ["speech", "text"]
     model = load_speech_clip(tmp_path / "model")
     tokenizer = library.AutoTokenizer.from_pretrained(tmp_path / "model" / "text")
@@ -146,7 +146,7 @@ def test_a_pickle_and_strangers_are_refused(
     tmp_path: Path,
 ) -> None:
     run = recogniser(tmp_path / "run")
-    export(run, Asked(format="pytorch", out=tmp_path / "bin"), quiet)
+    export(run, ExportOptions(format="pytorch", out=tmp_path / "bin"), quiet)
     audio = some_audio(tmp_path)
     ran = paceline("transcribe", "bin", audio)
     assert ran.code == 4 and "only pytorch_model.bin, which is a pickle" in ran.err
@@ -161,7 +161,7 @@ def test_a_pickle_and_strangers_are_refused(
     assert ran.code == 4 and "./gone is not a folder" in ran.err
     ran = paceline("transcribe", "bin", audio, "--wer", "x.tsv")
     assert ran.code == 2
-    export(run, Asked(out=tmp_path / "model"), quiet)
+    export(run, ExportOptions(out=tmp_path / "model"), quiet)
     ran = paceline("transcribe", "model", audio, "--language", "klingon")
     assert ran.code == 2 and "--language klingon is not a language of Whisper" in ran.err
     ran = paceline("transcribe", "model", audio, "--times", "on")
@@ -175,8 +175,8 @@ def test_graphs_write_what_weights_write(tmp_path: Path, kind: list[str]) -> Non
     from paceline.transcribe.flow import transcribe
 
     run = recogniser(tmp_path / "run", kind=kind)
-    export(run, Asked(out=tmp_path / "model"), quiet)
-    report = export(run, Asked(format="onnx", out=tmp_path / "onnx"), quiet)
+    export(run, ExportOptions(out=tmp_path / "model"), quiet)
+    report = export(run, ExportOptions(format="onnx", out=tmp_path / "onnx"), quiet)
     assert any("onnxruntime" in row.by for row in report.compared)
     audio = some_audio(tmp_path)
     by_weights, by_graphs = (
@@ -190,7 +190,7 @@ def test_graphs_write_what_weights_write(tmp_path: Path, kind: list[str]) -> Non
 def test_graphs_of_two_encoders(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     run, _ = make_speech(tmp_path / "run", RECIPE, tiny(), "speech_clip")
-    report = export(run, Asked(format="onnx", out=tmp_path / "onnx"), quiet)
+    report = export(run, ExportOptions(format="onnx", out=tmp_path / "onnx"), quiet)
     by_runtime = [row.output for row in report.compared if "onnxruntime" in row.by]
     assert by_runtime == ["speech.onnx: speech_vectors", "text.onnx: text_vectors"]
     assert hashes_hold(tmp_path / "onnx")
@@ -262,4 +262,4 @@ def test_an_export_that_is_killed_leaves_nothing_that_looks_finished(tmp_path: P
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert begun and not out.exists()
-    assert export(run, Asked(out=out), quiet).num_tensors > 0 and hashes_hold(out)
+    assert export(run, ExportOptions(out=out), quiet).num_tensors > 0 and hashes_hold(out)

@@ -108,7 +108,7 @@ def test_nobody_else_finds_the_class() -> None:
 
 def test_a_class_needs_ranks_of_this_process() -> None:
     plan = paceline.plan(Job, "launch.launcher=torchrun", "launch.device=cpu")
-    assert any("ranks that cannot have it" in str(problem) for problem in plan.problems())
+    assert any("cannot pass it to the ranks" in str(problem) for problem in plan.problems())
 
 
 def test_a_rank_does_not_run_the_program_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ def test_the_context_is_the_limit() -> None:
     assert [len(row) for row in generate(model, ask())] == [4, 4, 4]
     with pytest.raises(ConfigError, match="a prompt has 11 tokens, and the model sees 10"):
         generate(model, ask([[1] * 11]))
-    with pytest.raises(ConfigError, match="the token 64 of numbers, and the model has 64 kinds"):
+    with pytest.raises(ConfigError, match="the token 64 of numbers, and the model has 64 tokens"):
         generate(model, ask([[64]]))
 
 

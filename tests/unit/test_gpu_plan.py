@@ -307,7 +307,7 @@ def test_images_are_no_rows() -> None:
         (
             ["train.memory_budget=1", "train.activation_checkpointing=full"],
             CPU,
-            "which says itself what is recomputed",
+            "which also decides what is recomputed",
         ),
         (
             ["train.memory_budget=1", "train.activation_offload=true"],

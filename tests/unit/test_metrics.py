@@ -14,7 +14,8 @@ from paceline.config.training import TrainConfig
 from paceline.errors import ConfigError, DataError, JobError
 from paceline.job import load_job
 from paceline.metrics import Goal, Items, accuracy, bits_per_byte, perplexity
-from paceline.plan.planner import count_steps, make_plan
+from paceline.plan.batch import count_steps
+from paceline.plan.planner import make_plan
 from paceline.records import BestMetric, Kept
 from paceline.records.rundir import RunDir
 from paceline.records.tables import read_steps, read_training
@@ -24,7 +25,7 @@ from paceline.train.evaluation import Share, Tally, conclude
 from paceline.train.feed import StepBatch
 from paceline.train.hooks import Hooks, find_hooks
 from paceline.train.keeper import Best
-from paceline.train.metrics import Ledger, LedgerFiles
+from paceline.train.ledger import Ledger, LedgerFiles
 from paceline.train.verdict import explain
 from paceline.workloads.base import Workload
 from tests.harness import make_kept

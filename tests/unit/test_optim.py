@@ -17,12 +17,12 @@ from paceline.strategies.base import EngineParts
 from paceline.strategies.blocks import measure_shape
 from paceline.strategies.optim import (
     build_optimizer,
+    describe_own_rates,
     freeze,
     learning_rate,
     optimizer_kind,
     parameter_groups,
     rate_of,
-    tell_own_rates,
 )
 from paceline.strategies.optimizers import KINDS, optimizer_bytes
 from paceline.strategies.update_rules import Lion
@@ -231,8 +231,8 @@ def test_what_needs_whole_matrices_is_refused_where_they_are_cut(
 @pytest.mark.parametrize(
     ("groups", "where", "what", "hint"),
     [
-        ('[{match: "blocksX.*"}]', "optim.groups[0]", "fits none of the", "near: blocks."),
-        ('[{match: "*"}, {match: "tail*"}]', "optim.groups[1]", "groups before it", "first"),
+        ('[{match: "blocksX.*"}]', "optim.groups[0]", "matches none of the", "names: blocks."),
+        ('[{match: "*"}, {match: "tail*"}]', "optim.groups[1]", "earlier groups", "first"),
         ('[{match: "tail*", frozen: true, lr_scale: 2.0}]', "optim.groups[0]", "no effect", ""),
     ],
 )
@@ -340,7 +340,7 @@ def test_a_rate_that_no_group_takes_is_told() -> None:
         made = EngineParts(
             load_job("lm_tiny", [f"optim.lr={lr}"]).config, plan(), Fixed(), torch.device("cpu")
         )
-        return tell_own_rates(build_optimizer(made, Net()), made.workload, made.config)
+        return describe_own_rates(build_optimizer(made, Net()), made.workload, made.config)
 
     [note] = told("1e-9")
     assert note.startswith("Fixed.build_optimizer built its groups with lr 0.5, and optim.lr is 1e")

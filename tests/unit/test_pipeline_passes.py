@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paceline.schedules.actions import Action, Kind
-from paceline.schedules.passes import Pass, Timed, read_passes, write_passes
+from paceline.schedules.passes import Pass, Timed, read_passes, render_passes
 
 PASSES = [
     Pass(3, 0, 1.7e9 + 0.25, (Timed(Action(Kind.FORWARD, 0, 0), 0.001, 0.002),)),
@@ -15,7 +15,7 @@ PASSES = [
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "pipeline.jsonl"
-    write_passes(path, PASSES)
+    path.write_text(render_passes(PASSES))
     assert read_passes(path) == PASSES
     first = '{"step": 3, "number": 0, "started_at": 1700000000.25, "actions": [["F", 0, 0, 0,'
     assert path.read_text().startswith(f"{first} 0.001, 0.002]]}}\n")

@@ -248,7 +248,7 @@ def test_the_users_key_is_made_once_and_kept_from_others(state: Path) -> None:
     assert (state / "key").stat().st_mode & 0o777 == 0o600
     assert [path.name for path in state.iterdir()] == ["key"], "no half of one is left"
     (state / "key").chmod(0o644)
-    with pytest.raises(ClusterError, match="no secret of yours"):
+    with pytest.raises(ClusterError, match="is not a secret"):
         secret.shared_secret()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import ConfigError, DataError
 from paceline.job import load_job
-from paceline.prepare.text import Asked, prepare_text
+from paceline.prepare.text import TextRequest, prepare_text
 from paceline.train.smoke import smoke_data
 from tests.unit.test_sources import settings, stories, tiny_stories, write_table
 from tests.unit.test_tokenizers import save, train_bpe
@@ -72,7 +72,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, gpt2: str) -> None:
 
 
 def test_prepared_shards_are_read_as_in_a_run(tmp_path: Path) -> None:
-    asked = Asked(settings(tiny_stories(tmp_path / "set"), tmp_path), 280, 1)
+    asked = TextRequest(settings(tiny_stories(tmp_path / "set"), tmp_path), 280, 1)
     prepare_text(asked, tmp_path / "shards", lambda text: None)
     words = [*SMALL, f"data.source={tmp_path / 'shards'}", "data.document_mask=true"]
     found = smoke_data(load_job("lm_tiny", words), 20)

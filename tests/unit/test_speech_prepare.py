@@ -18,7 +18,7 @@ from paceline.cli.prepare_speech import describe
 from paceline.data.manifest import read_manifest
 from paceline.errors import ConfigError, DataError
 from paceline.prepare import speech_made
-from paceline.prepare.speech import Asked, Prepared, Progress, prepare
+from paceline.prepare.speech import Prepared, Progress, SpeechRequest, prepare
 from paceline.prepare.speech_audio import Sound, render
 from paceline.prepare.speech_made import load_journal
 from paceline.prepare.speech_pool import Died, each_in_parallel
@@ -39,7 +39,7 @@ def small(tmp_path: Path) -> Path:
 
 
 def run(source: Path, out: Path, sound: Sound | None = None, **more: Any) -> Prepared:
-    asked = Asked(source, out, sound or Sound(trim=True), **more)
+    asked = SpeechRequest(source, out, sound or Sound(trim=True), **more)
     return prepare(asked, lambda text: None, lambda progress: None)
 
 
@@ -140,7 +140,7 @@ def test_a_second_kill_loses_nothing_either(small: Path, tmp_path: Path) -> None
         if progress.num_done == progress.num_files:
             seen.append(len(load_journal(journal, how)))
 
-    prepare(Asked(small, out, Sound(trim=True)), lambda text: None, look)
+    prepare(SpeechRequest(small, out, Sound(trim=True)), lambda text: None, look)
     assert seen == [10]
 
 
@@ -335,7 +335,7 @@ def test_places_that_would_destroy_something_are_refused(small: Path, tmp_path: 
 def test_archives_beside_the_audio_are_named_and_not_opened(small: Path, tmp_path: Path) -> None:
     (small / "train-clean-360.tar.gz").write_bytes(b"anything")
     said: list[str] = []
-    asked = Asked(small, tmp_path / "out", Sound())
+    asked = SpeechRequest(small, tmp_path / "out", Sound())
     prepare(asked, said.append, lambda progress: None)
     assert "note: 1 archive not read: unpack what you need of it (train-clean-360.tar.gz)" in said
 
@@ -352,7 +352,9 @@ def test_progress_says_hours_per_second_and_time_left() -> None:
 
 def test_progress_reaches_the_end(small: Path, tmp_path: Path) -> None:
     seen: list[Progress] = []
-    prepare(Asked(small, tmp_path / "out", Sound(trim=True)), lambda text: None, seen.append)
+    prepare(
+        SpeechRequest(small, tmp_path / "out", Sound(trim=True)), lambda text: None, seen.append
+    )
     assert [one.num_done for one in seen] == list(range(1, 11)) and seen[-1].share == 1
     rows = [
         json.loads(line) for line in (tmp_path / "out/prepared.jsonl").read_text().split("\n")[:-1]

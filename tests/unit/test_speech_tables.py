@@ -14,7 +14,7 @@ import soundfile
 
 from paceline.data.manifest import Utterance, read_manifest
 from paceline.errors import ConfigError, DataError
-from paceline.prepare.speech import Asked, Prepared, prepare
+from paceline.prepare.speech import Prepared, SpeechRequest, prepare
 from paceline.prepare.speech_audio import Sound
 from paceline.prepare.speech_tables import parse_columns, scan_tables
 from tests.speech_signals import CORPUS, signal
@@ -23,7 +23,7 @@ FILES = sorted(CORPUS.rglob("114-*.flac")) + sorted(CORPUS.rglob("135-*.flac"))
 
 
 def run(source: Path, out: Path, columns: str = "", **more: Any) -> Prepared:
-    asked = Asked(source, out, Sound(trim=True), columns=parse_columns(columns), **more)
+    asked = SpeechRequest(source, out, Sound(trim=True), columns=parse_columns(columns), **more)
     return prepare(asked, lambda text: None, lambda progress: None)
 
 
@@ -60,7 +60,11 @@ def test_parquet_gives_the_audio_that_files_give(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     for path in FILES:
         shutil.copy(path, tmp_path / "files")
-    prepare(Asked(tmp_path / "files", tmp_path / "same", Sound(trim=True)), print, lambda one: None)
+    prepare(
+        SpeechRequest(tmp_path / "files", tmp_path / "same", Sound(trim=True)),
+        print,
+        lambda one: None,
+    )
     sums = {row.rel_path: row.sha256 for row in rows_of(tmp_path / "same")}
     assert {f"{row.transcript}.flac": row.sha256 for row in found} == sums
     assert done.num_files == len(FILES)

@@ -13,7 +13,7 @@ from paceline.data.text import open_tokens, prepare_tokens
 from paceline.data.tokenizer import BYTES, FILE, Tokenizer, encode_documents, find_tokenizer
 from paceline.errors import ConfigError, DataError
 from paceline.job import load_job
-from paceline.prepare.text import END, Asked, prepare_text, train_bpe
+from paceline.prepare.text import END, TextRequest, prepare_text, train_bpe
 from tests.machines import plan
 
 TEXTS = [
@@ -167,14 +167,17 @@ def test_a_large_vocabulary_takes_four_bytes() -> None:
 
 def test_prepared_shards_are_a_source(tmp_path: Path) -> None:
     source, out = rows(tmp_path / "a.jsonl"), tmp_path / "shards"
-    asked = Asked(text_data(tmp_path, source), 300, None)
+    asked = TextRequest(text_data(tmp_path, source), 300, None)
     made = prepare_text(asked, out, quiet)
     assert prepare_text(asked, out, quiet) == made, "the same words find them done"
     assert not list(tmp_path.glob("shards.lock")) and not list(tmp_path.glob(".shards*"))
     home, manifest = prepare_tokens(text_data(tmp_path, out), pytest.fail)
     assert home == out and manifest == Manifest.load(out / MANIFEST)
-    for wrong in (Asked(text_data(tmp_path, source), 290, None),
-                  Asked(text_data(tmp_path, source, val_fraction=0.5), 300, None)):  # fmt: skip
+    halved = text_data(tmp_path, source, val_fraction=0.5)
+    for wrong in (
+        TextRequest(text_data(tmp_path, source), 290, None),
+        TextRequest(halved, 300, None),
+    ):
         with pytest.raises(ConfigError, match="holds shards of"):
             prepare_text(wrong, out, quiet)
 
@@ -198,7 +201,7 @@ def test_validation_is_not_learnt_from(tmp_path: Path) -> None:
 
 
 def _prepare(settings: TextData, out: Path) -> Path:
-    prepare_text(Asked(settings, 300, 1), out, quiet)
+    prepare_text(TextRequest(settings, 300, 1), out, quiet)
     return out
 
 
@@ -225,7 +228,9 @@ def test_what_cannot_be_prepared_is_said(
 ) -> None:
     source = rows(tmp_path / "a.jsonl", TEXTS[:3])
     with pytest.raises(ConfigError, match=said):
-        prepare_text(Asked(text_data(tmp_path, source, **asked), more, None), tmp_path / "o", quiet)
+        prepare_text(
+            TextRequest(text_data(tmp_path, source, **asked), more, None), tmp_path / "o", quiet
+        )
     assert not (tmp_path / "o").exists()
 
 
@@ -234,7 +239,7 @@ def test_a_folder_of_something_else_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "o" / "mine.txt").write_text("precious")
     source = rows(tmp_path / "a.jsonl")
     with pytest.raises(ConfigError, match="holds no token shards"):
-        prepare_text(Asked(text_data(tmp_path, source), None, None), tmp_path / "o", quiet)
+        prepare_text(TextRequest(text_data(tmp_path, source), None, None), tmp_path / "o", quiet)
 
 
 def lm_problems(*overrides: str, source: str = "lm_tiny") -> list[str]:

@@ -18,7 +18,7 @@ from paceline.strategies.blocks import find_blocks, place_modules
 from paceline.strategies.compose import compose
 from paceline.strategies.engine import Wrapping
 from paceline.strategies.fp8 import scale_after_updates
-from paceline.strategies.fsdp import build_mesh, reshard, shard_model, tell_waits
+from paceline.strategies.fsdp import build_mesh, count_waits, reshard, shard_model
 from paceline.strategies.objective import Objective
 from paceline.strategies.optim import build_optimizer
 from paceline.strategies.pipeline.dualpipe import LANES, Lane
@@ -61,7 +61,7 @@ def build_pipeline(parts: EngineParts, inner: Sharded | None) -> Engine:
         replaced=scale_after_updates(parts.plan, optimizer, stages),
     )
     if inner is not None:
-        tell_waits(stages, wrapping.waits, parts.device)
+        count_waits(stages, wrapping.waits, parts.device)
     return PipelineEngine(parts, optimizer, line, wrapping)
 
 

@@ -1,4 +1,4 @@
-"""What stands in a stage's model for what other stages hold.
+"""Placeholders in a stage's model for the parts that other stages hold.
 
 A stage runs the model's own forward pass from the start, so that masks, positions and whatever else
 the code around the blocks computes are there. But modules of other stages are ghosts: they have no

@@ -1,5 +1,5 @@
-"""A pipeline on paper: its keys, which rank holds which blocks, in how many parts a batch goes
-through them."""
+"""The plan of a pipeline: its keys, which rank holds which blocks, and how a batch is cut into
+microbatches."""
 
 import math
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ class PipelineSettings(Buckets, Gathering):
 
 
 @dataclass(frozen=True)
-class Asked:
+class PipelineNumbers:
     """What was asked for, in numbers."""
 
     schedule: str
@@ -125,7 +125,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _read(config: RunConfig, world: int) -> Asked:
+def _read(config: RunConfig, world: int) -> PipelineNumbers:
     strategy = PipelineSettings.of(config)
     per_rank: Any = strategy.stages_per_rank
     if per_rank == "auto":
@@ -134,10 +134,10 @@ def _read(config: RunConfig, world: int) -> Asked:
     num_stages = world * distinct if strategy.stages == "auto" else strategy.stages
     num_ranks = max(1, num_stages // distinct)
     microbatches = count_microbatches(config, num_ranks)
-    return Asked(strategy.schedule, num_ranks, per_rank, num_stages, microbatches)
+    return PipelineNumbers(strategy.schedule, num_ranks, per_rank, num_stages, microbatches)
 
 
-def _fitting(asked: Asked, world: int) -> list[int]:
+def _fitting(asked: PipelineNumbers, world: int) -> list[int]:
     """Return every number of stages that can be laid over all ranks."""
     return [
         ranks * asked.distinct
@@ -146,11 +146,11 @@ def _fitting(asked: Asked, world: int) -> list[int]:
     ]
 
 
-def _nearest(asked: Asked, fitting: list[int]) -> int:
+def _nearest(asked: PipelineNumbers, fitting: list[int]) -> int:
     return min(fitting, key=lambda n: (abs(n - asked.num_stages), -n), default=asked.num_stages)
 
 
-def _rank_problems(asked: Asked, world: int, model: ModelShape) -> Iterator[Finding]:
+def _rank_problems(asked: PipelineNumbers, world: int, model: ModelShape) -> Iterator[Finding]:
     fitting = _fitting(asked, world)
     if asked.num_ranks == 1:
         what = "a pipeline of one rank has no other rank to hand its results to"
@@ -175,7 +175,7 @@ def _rank_problems(asked: Asked, world: int, model: ModelShape) -> Iterator[Find
         yield _error("strategy.stages", what, hint)
 
 
-def _shape_problems(asked: Asked, config: RunConfig, world: int) -> Iterator[Finding]:
+def _shape_problems(asked: PipelineNumbers, config: RunConfig, world: int) -> Iterator[Finding]:
     """Yield what the schedule cannot do with these numbers, on the ranks that it would have were
     they right; the nearest number of microbatches is one that cuts the batch, too."""
     ranks = _nearest(asked, _fitting(asked, world)) // asked.distinct
@@ -202,7 +202,9 @@ def _shape_problems(asked: Asked, config: RunConfig, world: int) -> Iterator[Fin
         )
 
 
-def _split_problems(asked: Asked, config: RunConfig, model: ModelShape) -> Iterator[Finding]:
+def _split_problems(
+    asked: PipelineNumbers, config: RunConfig, model: ModelShape
+) -> Iterator[Finding]:
     split = PipelineSettings.of(config).split
     if not isinstance(split, list):
         return
@@ -216,7 +218,9 @@ def _split_problems(asked: Asked, config: RunConfig, model: ModelShape) -> Itera
         )
 
 
-def _plan_stages(asked: Asked, config: RunConfig, model: ModelShape) -> Iterator[StagePlan]:
+def _plan_stages(
+    asked: PipelineNumbers, config: RunConfig, model: ModelShape
+) -> Iterator[StagePlan]:
     costs, split = model.block_costs, PipelineSettings.of(config).split
     homes = place_stages(asked.schedule, asked.num_ranks, asked.stages_per_rank)
     if isinstance(split, list):

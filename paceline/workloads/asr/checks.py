@@ -1,4 +1,4 @@
-"""What is wrong with asking for a recogniser, known before anything starts."""
+"""Finds what is wrong with the config of a recogniser before anything starts."""
 
 from __future__ import annotations
 

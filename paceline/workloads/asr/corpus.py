@@ -1,4 +1,4 @@
-"""From what `data` names to the utterances of a split: prepared once, limited, and all of it words.
+"""The utterances of a split, from what `data` names: prepared once, filtered, with their words.
 
 prepared = locate_corpus(config.data, say)       before ranks start: where the manifest is
 found, told = choose_utterances(...)             on every rank: those that can be used
@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.data.manifest import Utterance, find_manifest, read_manifest
 from paceline.errors import ConfigError, DataError
-from paceline.prepare.speech import Asked, prepare
+from paceline.prepare.speech import SpeechRequest, prepare
 from paceline.prepare.speech_audio import Sound
 from paceline.prepare.speech_tables import MEANINGS
 from paceline.records.files import fingerprint
@@ -37,7 +37,7 @@ def locate_corpus(data: AsrData, say: Callable[[str], None]) -> dict[str, str]:
     if data.root_dir or data.manifest_path != "auto":
         raise ConfigError(
             "data.source and data.root_dir both say where speech is\n"
-            "hint: root_dir is for what paceline prepare speech has made; take one of them out"
+            "hint: set only one of them; root_dir is for what paceline prepare speech has made"
         )
     source = Path(data.source).expanduser().resolve()
     if not source.exists():
@@ -46,7 +46,7 @@ def locate_corpus(data: AsrData, say: Callable[[str], None]) -> dict[str, str]:
     parts = (str(source), repr(sorted(data.columns.items())), str(data.max_files))
     root = Path(data.cache_dir).expanduser().resolve() / "speech" / fingerprint(*parts)
     say(f"the speech of {source} is prepared in {root}")
-    asked = Asked(
+    asked = SpeechRequest(
         input_root=source,
         output_root=root,
         sound=Sound(data.sample_rate),
@@ -62,7 +62,7 @@ def require_columns(columns: Mapping[str, str]) -> None:
     wrong = [meaning for meaning in columns if meaning not in MEANINGS]
     if wrong:
         raise ConfigError(
-            f"data.columns: {wrong[0]} is not what a column can mean\n"
+            f"data.columns: {wrong[0]} is not a meaning of a column\n"
             f"hint: {did_you_mean(wrong[0], MEANINGS)}a meaning is one of {', '.join(MEANINGS)}"
         )
 
@@ -112,7 +112,7 @@ def choose_utterances(
         named = few([f"{row.rel_path} {row.transcript!r}" for row in mute])
         raise DataError(
             f"{count(len(mute), 'transcript')} without a letter: {named}\n"
-            "hint: correct them, or take these utterances out of the corpus"
+            "hint: correct them, or remove these utterances from the corpus"
         )
     long = [row for row in spoken if row.duration_s >= data.min_duration_s]
     short = [row for row in long if row.duration_s <= limits.max_s]

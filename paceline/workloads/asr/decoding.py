@@ -1,4 +1,4 @@
-"""From speech to ids: Whisper by transformers' own `generate`, CTC by the likeliest letters.
+"""Turns speech into ids: Whisper by transformers' own `generate`, CTC by the likeliest letters.
 
 All ranks decode at the same time, each its own utterances. Where weights are sharded every rank is
 needed for every token, so none stops before all have: `synced_gpus`.

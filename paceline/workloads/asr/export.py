@@ -1,4 +1,4 @@
-"""A recogniser as something to hand out: Whisper or CTC, whole or its adapters, with its processor.
+"""Exports a recogniser: Whisper or CTC, whole or its adapters, with its processor.
 
 whole      model.safetensors, config.json, generation_config.json, processor
 adapters   adapter_model.safetensors and adapter_config.json, which names the base and its hash

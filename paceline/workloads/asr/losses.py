@@ -1,4 +1,4 @@
-"""What a recogniser is trained by: cross-entropy, what a teacher says, or CTC. All are sums.
+"""The losses of a recogniser: cross-entropy, distillation from a teacher, or CTC. All are sums.
 
 Shape letters: B utterances, L tokens, V kinds of tokens, F frames, M mel bins.
 """

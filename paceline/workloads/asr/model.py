@@ -1,4 +1,4 @@
-"""Models that write down speech: built from a config, loaded, given adapters and a teacher.
+"""Speech recognition models: built from a config or loaded, with adapters and a teacher.
 
     known = load_asr_config("whisper", {}, None, speller)     transformers' config
     model = build_asr(known, config.model, "sdpa")            random weights, adapters, frozen base
@@ -43,8 +43,8 @@ def load_asr_config(
     kind = config_class(name, base)
     if kind.model_type not in (WHISPER, *CTC):
         raise ConfigError(
-            f"model.hf={name} is a {kind.model_type}, which cannot be trained to write down speech"
-            f" here\nhint: take {WHISPER}, or one of {', '.join(CTC)}"
+            f"model.hf={name} is a {kind.model_type}, which cannot be trained to recognise speech"
+            f" here\nhint: use {WHISPER}, or one of {', '.join(CTC)}"
         )
     ours = {} if kind.model_type == WHISPER else dict(SPEECH_DEFAULTS)
     if folder is None:

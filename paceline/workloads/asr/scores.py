@@ -1,4 +1,4 @@
-"""How well speech was written down: word and character error rates, by jiwer.
+"""Scores transcripts: word and character error rates, by jiwer.
 
     normalise = find_normaliser(speller)
     error_rates([(normalise(said), normalise(written)), ...])      {"wer": ..., "cer": ...}

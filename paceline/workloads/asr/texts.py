@@ -1,4 +1,5 @@
-"""Words to ids and back, as the model spells them: Whisper's tokenizer, or letters for CTC.
+"""Converts words to ids and back, as the model spells them: Whisper's tokenizer, or letters for
+CTC.
 
     speller = find_speller("whisper", folder, "english", "transcribe")
     speller.lesson("the garden gate")        what a decoder reads, and what it shall say next

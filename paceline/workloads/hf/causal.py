@@ -1,4 +1,4 @@
-"""A causal language model of transformers as something to hand out: weights, tokenizer, graph."""
+"""Exports a causal language model of transformers: weights, tokenizer, graph."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -59,7 +59,7 @@ def _download(name: str, patterns: tuple[str, ...]) -> Path:
     except Exception as error:  # of the network, the hub, or the rights to a model: many classes
         why = " ".join(str(error).split())[:300]
         raise DataError(
-            f"model.hf={name} is not a folder here and cannot be had from the hub: {why}\n"
+            f"model.hf={name} is not a folder here and cannot be fetched from the hub: {why}\n"
             "hint: check the name and the network, or copy the model and give its folder"
         ) from error
 

@@ -1,4 +1,4 @@
-"""Causal attention by name, and a cache of keys and values for text that is written.
+"""Causal attention by name, and a cache of keys and values for generation.
 
 It is spelt out, goes through SDPA, or through FlexAttention. Which kernel SDPA takes is a setting
 of the process (train/torch_settings.py:apply_policy), not of the call.

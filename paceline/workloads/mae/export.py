@@ -1,4 +1,4 @@
-"""A masked autoencoder as something to hand out: ViTMAEForPreTraining, and one graph of it."""
+"""Exports a masked autoencoder: ViTMAEForPreTraining, and one ONNX graph of it."""
 
 import json
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Speech and its words, drawn together in one space: config, models, loss, workload."""
+"""Speech and its words, embedded in one space: config, models, loss, workload."""

@@ -1,4 +1,4 @@
-"""A speech encoder and its text encoder as something to hand out.
+"""Exports a speech encoder and its text encoder.
 
     speech/, text/        models of transformers, each with what its inputs are made by
     head.safetensors      from their outputs to the common space: pooling, projections, scale

@@ -1,4 +1,4 @@
-"""A speech encoder that learns to say what a frozen text encoder says of the same words.
+"""A speech encoder that learns the vectors of a frozen text encoder for the same words.
 
 Shape letters: B batch, T samples of audio, F frames (one for about 320 samples), L tokens of text,
 H width of the speech encoder, D width of the space that both are drawn in.

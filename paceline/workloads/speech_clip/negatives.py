@@ -1,4 +1,4 @@
-"""From vectors of speech and text to a loss and to recall. Gathers over ranks where it is asked to.
+"""Turns vectors of speech and text into a loss and recall, over all ranks where that is asked for.
 
 Shape letters: B pairs of this rank, N pairs that compete, C places per rank, D width.
 

@@ -1,5 +1,5 @@
-"""The record of a loop that is not ours: what `attach` writes before the first step and after the
-last, by the same stages as a run of ours. Ranks find each other by the script's process group.
+"""The run record of a script's own loop: what `attach` writes before the first step and after the
+last one, by the same stages as `paceline train`. Ranks meet through the script's process group.
 """
 
 import os
@@ -54,8 +54,8 @@ OTHERS_S, POLL_S, DUMP_S = 10.0, 0.1, 2.0
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a script says of its loop when it attaches."""
+class LoopFacts:
+    """What a script says about its loop when it attaches."""
 
     name: str
     out: Path | None
@@ -69,7 +69,7 @@ class Asked:
     trackers: tuple[str, ...] = ()
 
 
-class ForeignLoop(Workload):
+class ScriptLoop(Workload):
     """Stands for the script in a plan: its model is built already."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -81,7 +81,7 @@ class ForeignLoop(Workload):
 
 
 def find_place() -> tuple[RankId, Topology]:
-    """Return which rank this process is: as its process group says, else alone."""
+    """Return which rank this process is, by its process group; without one it is alone."""
     topology = resolve_topology()
     if not dist.is_initialized():
         if not topology.is_alone:
@@ -97,7 +97,7 @@ def find_place() -> tuple[RankId, Topology]:
     return RankId(rank, topology.local_rank, world), topology
 
 
-def open_run(asked: Asked, model: nn.Module, optimizer: Optimizer) -> tuple[RunDir, RankId]:
+def open_run(asked: LoopFacts, model: nn.Module, optimizer: Optimizer) -> tuple[RunDir, RankId]:
     """Return the run directory, made and filled by rank 0. All ranks call it; a refusal of rank 0
     is raised on all of them."""
     place, topology = find_place()
@@ -117,13 +117,13 @@ def open_run(asked: Asked, model: nn.Module, optimizer: Optimizer) -> tuple[RunD
 
 
 def _write_decisions(
-    asked: Asked, model: nn.Module, optimizer: Optimizer, topology: Topology
+    asked: LoopFacts, model: nn.Module, optimizer: Optimizer, topology: Topology
 ) -> RunDir:
     if missing := [str(each) for each in check_installed(asked.trackers)]:
         raise ConfigError(missing)
     run = RunDir.create(asked.name, asked.out)
     env = probe()
-    job = Job(_config(asked, model, optimizer), ForeignLoop(model))
+    job = Job(_config(asked, model, optimizer), ScriptLoop(model))
     # What a plan finds wrong is about a loop of ours.
     plan = _as_it_is(make_plan(job, env, topology), asked, model, optimizer)
     write_atomic(run.config, f"# asked: paceline.attach in {asked.name}\n{dump_config(job.config)}")
@@ -137,13 +137,13 @@ def _write_decisions(
     return run
 
 
-def _config(asked: Asked, model: nn.Module, optimizer: Optimizer) -> Any:
-    """Return run.yaml: what the script has told, and defaults of which its loop reads nothing."""
+def _config(asked: LoopFacts, model: nn.Module, optimizer: Optimizer) -> Any:
+    """Return run.yaml: what the script has said, and defaults that its loop does not read."""
     name = type(optimizer).__name__.lower()
     known = {"name": name} if name in KINDS else {}
     rate = optimizer.param_groups[0].get("lr")
     on_gpu = next(model.parameters()).device.type == "cuda"
-    return job_schema(ForeignLoop)(
+    return job_schema(ScriptLoop)(
         name=asked.name,
         workload=ATTACHED,
         train=TrainConfig(
@@ -160,8 +160,8 @@ def _config(asked: Asked, model: nn.Module, optimizer: Optimizer) -> Any:
     )
 
 
-def _as_it_is(plan: Plan, asked: Asked, model: nn.Module, optimizer: Optimizer) -> Plan:
-    """Return the plan with what the script has decided itself, as far as it can be seen."""
+def _as_it_is(plan: Plan, asked: LoopFacts, model: nn.Module, optimizer: Optimizer) -> Plan:
+    """Return the plan with what the script itself has decided, as far as that can be seen."""
     weights = next(model.parameters())
     seen = "seen in the script that attached"
     own = {
@@ -184,8 +184,8 @@ def _is_wrapped(model: nn.Module) -> bool:
 
 
 def conclude_run(run: RunDir, notes: list[str]) -> Result:
-    """Write result.json and the report from what ranks have left: by rank 0 when all have ended,
-    by the rank that fails where one does. Who knows more writes it again."""
+    """Write result.json and the report from what ranks have left: rank 0 does when all have ended,
+    or the rank that fails. A rank that knows more writes them again."""
     plan, env = Plan.load(run.plan), Env.load(run.env)
     ending = judge_end(run, plan.world_size, LaunchEnd(load_ends(run, plan.world_size)))
     if ending.failure is not None:  # what the script prints is kept by whoever started it
@@ -209,12 +209,12 @@ def conclude_run(run: RunDir, notes: list[str]) -> Result:
 
 
 def say(text: str) -> None:
-    """Tell the user of a script what is not its own affair."""
+    """Print a message of ours on the stderr of the user's script."""
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until it holds, for so long; return whether it does."""
+    """Wait until the condition holds, at most for `seconds`; return whether it does."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -224,8 +224,8 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 class Watchdog(Ticker):
-    """Ends this rank when it gets nowhere, by the rules of our own supervisor. It is a thread: one
-    that is stuck in a collective lets it run, and the stacks of the main thread say where."""
+    """Ends this rank when it makes no progress, by the rules of our supervisor. It is a thread: a
+    rank that is stuck in a collective lets it run, and the stack of the main thread says where."""
 
     def __init__(self, run: RunDir, place: RankId) -> None:
         limits = LaunchPlan.load(run.launch).limits

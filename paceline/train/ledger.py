@@ -206,7 +206,7 @@ class Ledger:
 
     def abandon(self) -> None:
         """Keep what this rank knows by itself, and call no hook. After an error other ranks may not
-        answer a collective: of several, this one writes what has arrived and waits for nothing."""
+        answer a collective: with several ranks, write what has arrived and wait for nothing."""
         is_alone, last = self.plan.world_size == 1, max(self._rows, default=0)
         self.hooks = ()
         try:
@@ -252,7 +252,7 @@ class Ledger:
 
     def _agree(self, window: Sequence[Totals]) -> list[str]:
         """Return the names of what is summed beside the loss: those that any rank had in its first
-        window. Ranks ask each other once; a rank of a pipeline that computes no loss knows none."""
+        window. Ranks exchange them once; a rank of a pipeline that computes no loss has none."""
         own = sorted({name for totals in window for name in totals.extras})
         if self._names is None:
             heard = [own] * self.plan.world_size
@@ -263,7 +263,7 @@ class Ledger:
                 self._training.widen([f"{TRAIN}{name}" for name in self._names])
         if new := set(own) - set(self._names):
             raise ConfigError(
-                f"the loss returned {', '.join(sorted(new))} beside it, which it did not in the"
+                f"the loss also returned {', '.join(sorted(new))}, which it did not in the"
                 f" first {self.log_every} steps\n"
                 "hint: return the same names from the first step on; (0, 0) where there is nothing"
             )
