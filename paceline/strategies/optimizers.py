@@ -27,7 +27,8 @@ MUON_MOMENTUM = 0.95  # https://kellerjordan.github.io/posts/muon
 ADAM_EPS = 1e-8
 EIGHT_BIT_BLOCK = 256  # numbers that share a scale
 EIGHT_BIT_MIN = 4096  # as bitsandbytes and torchao: fewer numbers are not worth the error
-CODES = "_codes"
+CODES, SCALES = "_codes", "_scales"  # ends of names; scales are fp32
+SCALE_BYTES = 4
 
 
 class Shaped(Protocol):
@@ -86,8 +87,8 @@ def _moments_in_8_bits(parameter: Shaped, optim: OptimConfig) -> dict[str, Shape
     rows, width = parameter.shape[0], prod(parameter.shape[1:])
     kept: dict[str, Shape] = {"step": ()}
     for name in ("exp_avg", "exp_avg_sq"):
-        kept[f"{name}_codes"] = (*parameter.shape,)
-        kept[f"{name}_scales"] = (rows, width // EIGHT_BIT_BLOCK)
+        kept[f"{name}{CODES}"] = (*parameter.shape,)
+        kept[f"{name}{SCALES}"] = (rows, width // EIGHT_BIT_BLOCK)
     return kept
 
 
@@ -180,6 +181,8 @@ def optimizer_bytes(config: RunConfig, parameters: Iterable[ParameterShape]) -> 
 def _slot_bytes(slot: str, shape: Shape, itemsize: int) -> int:
     if slot == "step":
         return COUNT_BYTES
+    if slot.endswith(SCALES):
+        return prod(shape) * SCALE_BYTES
     return prod(shape) * (1 if slot.endswith(CODES) else itemsize)
 
 
