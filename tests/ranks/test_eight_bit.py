@@ -1,10 +1,13 @@
-"""Moments in 8 bits in checkpoints: from any ranks to any others."""
+"""Moments in 8 bits in checkpoints: from any ranks to any others, and in the audit of a run."""
 
 from pathlib import Path
 
 import pytest
 
+from paceline.records import Audit
+from tests.harness import run_here
 from tests.legs import Leg, assert_same_bits, assert_same_state, read_all, run_legs
+from tests.parity import BATCH, tiny_model
 from tests.skips import needs_torchao
 
 pytestmark = [pytest.mark.slow, needs_torchao]
@@ -51,3 +54,11 @@ def test_rows_that_a_rank_has_not_are_on_others(dtype: str, tmp_path: Path) -> N
 
 def eight_bit(strategy: str, num_ranks: int) -> Leg:
     return Leg(strategy, num_ranks, ("optim.name=adamw8bit",))
+
+
+def test_an_update_that_nobody_compiles_is_no_mismatch(tmp_path: Path) -> None:
+    """On a CPU it is plain torch."""
+    asked = [*tiny_model(), *BATCH, "train.steps=3", "train.micro_batch_size=16"]
+    ends = run_here(tmp_path, "lm_tiny", [*asked, "optim.name=adamw8bit"])
+    (found,) = [p for p in Audit.load(ends.run.audit).proofs if p.what == "torch.compile"]
+    assert found.ok and found.effective.startswith("0 graphs")
