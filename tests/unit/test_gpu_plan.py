@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.plan.memory import Kept, Saved, choose_blocks, needed_bytes
 from paceline.plan.planner import make_plan
@@ -15,6 +16,7 @@ from paceline.strategies.base import EngineParts
 from paceline.strategies.optim import by_kernel
 from paceline.workloads.base import Workload
 from paceline.workloads.given import give
+from paceline.workloads.lm.workload import LanguageModel
 from tests.machines import box, machine, plan
 
 H200, CPU = machine(1), machine()
@@ -385,6 +387,40 @@ def test_a_budget_is_told_in_bytes_and_reaches_every_block() -> None:
     assert 60 < made.memory.without_bytes / 2**30 < 110
     used = made.memory.state_bytes + made.memory.activation_bytes
     assert used <= made.memory.budget.value == 60 * 10**9
+
+
+class Weighted(LanguageModel):
+    """Batches of its own, and a loss that looks at their values."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        tokens, weights = batch["tokens"], batch.get("weights")
+        if weights is None:
+            raise KeyError("weights")
+        return super().loss(model, {"tokens": tokens[: int(weights.sum())]})
+
+
+class Sketched(Weighted):
+    def sketch_batch(self, config: Any) -> Any:
+        return super().sketch_batch(config) | {"weights": torch.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("job", "why"), [(Weighted, "KeyError: 'weights'"), (Sketched, "_local_scalar_dense")]
+)
+def test_a_loss_of_no_sketch_is_named(job: type[LanguageModel], why: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_plan(load_job(give(job), ["train.memory_budget=1"]), CPU)
+    said = str(refused.value)
+    assert f"{job.__name__}.loss failed at test_gpu_plan.py:" in said
+    assert why in said and "define sketch_batch" in said
+
+
+def test_a_budget_is_a_number_of_gb() -> None:
+    with pytest.raises(ConfigError, match="number > 0"):
+        plan("train.memory_budget=1e300")
+    little = "train.memory_budget=0.001"
+    assert "activation_offload" in told(plan(little, machine=H200))
+    assert "is not enough" in told(plan(little)) and "offload" not in told(plan(little))
 
 
 @pytest.mark.parametrize(
