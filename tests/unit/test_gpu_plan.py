@@ -364,6 +364,15 @@ def test_large_logits_are_never_whole() -> None:
     assert "loss.chunk" not in told(plan(machine=H200))
 
 
+def test_logits_are_whole_where_auto_is_fp16() -> None:
+    """A chunk's gradient cannot be scaled before it is taken, and the model computes them whole."""
+    older = machine(1, capability="7.0", name="Tesla V100")
+    large = plan("model.vocab_size=128256", "data.seq_len=8192", machine=older)
+    assert large.precision.value == "fp16" and "loss.chunk" not in told(large)
+    (problem,) = plan("loss.chunk=64", machine=older).problems()
+    assert problem.where == "loss.chunk" and "fp16's loss scale" in problem.what
+
+
 def test_a_budget_recomputes_as_few_blocks_as_it_can() -> None:
     """Blocks keep 10 whole, 1 + 4 selectively, 1 of all recomputed; 2 elsewhere."""
     saved = Saved([Kept(whole=10, products=4, inputs=1) for _ in range(4)], rest=2)
