@@ -437,14 +437,26 @@ def test_a_budget_is_a_number_of_gb() -> None:
     [
         (box(4), "symmetric", "as asked"),
         (box(4, kind="pcie"), "collectives", "no NVLink between GPUs 0 and 1: pcie"),
-        (machine(), "collectives", "the ranks are on CPU"),
         (machine(1), "collectives", "one rank"),
+        (machine(), "collectives", "one rank"),
     ],
 )
 def test_symmetric_memory_needs_nvlink(env: Env, value: str, because: str) -> None:
     made = plan("strategy.exchange=symmetric", "strategy.name=zero3", machine=env)
     assert made.exchange_by.value == value and because in made.exchange_by.because
     assert ("symmetric was asked" in told(made)) == (value == "collectives")
+
+
+def test_ranks_on_cpus_have_no_symmetric_memory() -> None:
+    asked = ["strategy.exchange=symmetric", "strategy.name=zero3", "launch.nproc=2"]
+    assert "the ranks are on CPU" in plan(*asked).exchange_by.because
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "deepspeed"])
+def test_an_exchange_that_nobody_reads_is_told_once(name: str) -> None:
+    made = plan("strategy.exchange=fused", f"strategy.name={name}", "launch.nproc=1")
+    (said,) = [f.what for f in made.findings if f.where == "strategy.exchange"]
+    assert said.startswith("is set but has no effect: ")
 
 
 def test_stages_are_gathered_by_collectives() -> None:
