@@ -142,6 +142,17 @@ def test_fp8_names_only_layers_that_torchao_can_replace() -> None:
         assert "no nn.Linear that is called" in made.kept[name]
 
 
+def test_a_model_without_a_layer_for_fp8_is_offered_what_helps() -> None:
+    class Plain(Mixed):
+        def build_model(self, config: Any) -> nn.Module:
+            return nn.Sequential(nn.ModuleList([Turned()]), nn.Linear(64, 2))
+
+    for asked, offered in (("auto", True), ("all", False)):
+        made = make_plan(load_job(give(Plain), [FP8, f"precision.fp8_layers={asked}"]), CPU)
+        (problem,) = [p for p in made.problems() if p.where == "precision.mode"]
+        assert ("fp8_layers=all" in problem.hint) == offered
+
+
 def test_frozen_layers_stay_in_bf16_with_a_reason() -> None:
     frozen = "optim.groups=[{match: 'blocks.[01].*', frozen: true}]"
     made = plan(FP8, "precision.fp8_layers=all", frozen, machine=H200).fp8
@@ -355,6 +366,18 @@ def test_torchao_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -
     made = plan(FP8, "optim.name=adamw8bit", source="lm_1b", machine=H200)
     assert [p.where for p in made.problems()] == ["precision.mode", "optim.name"]
     assert all("pip install 'paceline[fp8]'" in p.hint for p in made.problems())
+
+
+def test_matrices_that_8_bits_do_not_serve_are_named() -> None:
+    """A row is cut into blocks of 256: SwiGLU of lm_1b has rows of 5504, which is 21.5 of them."""
+    asked = "optim.name=adamw8bit"
+    large, small = plan(asked, source="lm_1b", machine=H200), plan(asked, "model.dim=64")
+    (said,) = [f for f in large.findings if f.where == "optim.name"]
+    in_down = 24 * 2048 * 5504 / large.model.num_trainable
+    assert said.severity == "note" and f"{1 - in_down:.1%} of all" in said.what
+    assert "not of blocks.0.ffn.down.weight, " in said.what
+    (said,) = [f for f in small.findings if f.where == "optim.name"]
+    assert said.severity == "warning" and "0.0% of all" in said.what
 
 
 def test_large_logits_are_never_whole() -> None:
