@@ -88,7 +88,7 @@ class TrainConfig(Section):
         " products.",
     )
 
-    memory_budget: Literal["off", "auto"] | Annotated[float, Field(gt=0)] = Field(
+    memory_budget: Literal["off", "auto"] | Annotated[float, Field(gt=0, lt=1e9)] = Field(
         "off",
         description="GB that a rank may use on its device: as few blocks as possible recompute"
         " their activations, the cheaper way first. auto: 92 % of the GPU.",

@@ -55,6 +55,8 @@ def loss_and_gradients(
     d_x = torch.empty_like(x_ND if has_gradients else x_ND[:0])
     d_head = x_ND.new_empty(head_VD.shape if has_gradients else (0,), dtype=torch.float32)
     losses_N = x_ND.new_empty(len(x_ND), dtype=torch.float32)
+    if not len(x_ND):
+        d_head.zero_()  # the first chunk writes it, and there is none
     for first in range(0, len(x_ND), chunk):
         rows = slice(first, first + chunk)
         logits_NV = x_ND[rows] @ head_VD.t()

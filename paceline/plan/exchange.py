@@ -18,7 +18,9 @@ def choose_exchange(
 ) -> Choice[ExchangeBy]:
     """Choose as asked, unless the ranks cannot reach each other's memory: then say why."""
     asked: ExchangeBy = getattr(config.strategy, "exchange", "collectives")
-    if asked == "collectives" or "exchange" not in strategy.Settings.model_fields:
+    if "exchange" not in strategy.Settings.model_fields:  # said of every key that is not read
+        asked = "collectives"
+    if asked == "collectives":
         return Choice(requested=asked, value="collectives", because="as asked", matters=False)
     if asked == "fused" and not strategy.fuses:
         because = "only zero2 and zero3 take weights in parts"
@@ -35,10 +37,10 @@ def choose_exchange(
 
 def _lacking(config: RunConfig, env: Env, crew: Crew) -> str:
     """Return why symmetric memory cannot be used; empty: it can."""
-    if not crew.on_gpu:
-        return "symmetric memory is that of GPUs, and the ranks are on CPU"
     if crew.world_size == 1:
         return "one rank has no other to reach"
+    if not crew.on_gpu:
+        return "symmetric memory is that of GPUs, and the ranks are on CPU"
     if crew.num_nodes > 1:
         return "the ranks are on several machines, and NVLink ends at one"
     used = crew.device_indices or list(range(crew.per_node))

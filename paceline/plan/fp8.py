@@ -186,11 +186,13 @@ def check_fp8(
     if plan.on_gpu and plan.fp8.layers and not takes_any_rows:
         yield from _check_rows(count_rows(config, plan, workload), workload.unit)
     if not plan.fp8.layers:
+        is_open = config.precision.fp8_layers == "auto"
+        small = "; precision.fp8_layers=all takes small ones too" if is_open else ""
         yield Finding(
             severity="error",
             where="precision.mode",
             what=f"no layer can take fp8: {_reasons(plan.fp8)}",
-            hint="set precision.mode=bf16; precision.fp8_layers=all takes small ones too",
+            hint=f"set precision.mode=bf16{small}",
         )
         return
     kept = f"; in bf16 stay: {_reasons(plan.fp8)}" if plan.fp8.kept else ""

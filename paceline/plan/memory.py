@@ -16,12 +16,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config.schema import RunConfig
+from paceline.errors import PacelineError
 from paceline.records import Choice, Env, Finding, MemoryPlan, Plan, Recompute
 from paceline.records.words import size
 from paceline.strategies import find_strategy
 from paceline.strategies.blocks import KEPT_OPS, find_blocks
 from paceline.strategies.precision import compute_context
 from paceline.workloads.base import Workload
+from paceline.workloads.returns import sketch_failed
 
 GB = 10**9
 # Of a GPU's memory: the rest is for CUDA itself, NCCL, and what the allocator cannot use.
@@ -67,7 +69,17 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def measure_saved(workload: Workload, config: RunConfig, precision: str) -> Saved | None:
-    """Return what one microbatch keeps; None where the workload has no sketch of a batch."""
+    """Return what one microbatch keeps; None where the workload has no sketch of a batch. A loss
+    that cannot be computed of one is refused by the user's line."""
+    try:
+        return _run_forward(workload, config, precision)
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise sketch_failed(workload, error) from error
+
+
+def _run_forward(workload: Workload, config: RunConfig, precision: str) -> Saved | None:
     # Autograd saves the same whatever the kernel: those for GPUs have no fake on a CPU.
     with FakeTensorMode(allow_non_fake_inputs=True):
         batch = workload.sketch_batch(config)
@@ -191,12 +203,13 @@ def check_memory(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         f" {size(memory.budget.value)} (without recomputation {size(memory.without_bytes)})"
     )
     if together > memory.budget.value:
+        offload = "train.activation_offload=true in its place, " if plan.on_gpu else ""
         yield Finding(
             severity="warning",
             where=where,
             what=f"is not enough even where every block is recomputed: {told}",
-            hint="a smaller train.micro_batch_size, train.activation_offload=true in its place,"
-            " optim.name=adamw8bit, or strategy.name=zero3 on more ranks",
+            hint=f"a smaller train.micro_batch_size, {offload}optim.name=adamw8bit, or"
+            " strategy.name=zero3 on more ranks",
         )
     else:
         yield Finding(severity="note", where=where, what=f"{plan.recompute.because}: {told}")

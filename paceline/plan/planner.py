@@ -43,6 +43,7 @@ from paceline.records import (
     Finding,
     PipelinePlan,
     Plan,
+    Precision,
     StateBytes,
 )
 from paceline.strategies import find_strategy, most_sharding
@@ -129,7 +130,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *check_pipeline(workload, layout.pipeline is not None),
         *check_samples(config, workload, layout.pipeline is not None),
         *check_frozen(config, workload, sharing, model),
-        *workload.problems(config),
+        *workload.problems(_computed_in(config, precision.value)),
         *check_policy(config, env, plan, workload),
         *check_limits(config, env, plan, workload, sharing),
         *sharing.problems(config, crew, model),
@@ -140,6 +141,12 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *check(config, env, plan),
     ]
     return plan.model_copy(update={"findings": findings})
+
+
+def _computed_in(config: RunConfig, precision: Precision) -> RunConfig:
+    """Return the config with what is computed in, in the place of auto."""
+    section = config.precision.model_copy(update={"mode": precision})
+    return config.model_copy(update={"precision": section})
 
 
 def _prepares(workload: Workload) -> bool:

@@ -3,11 +3,12 @@
 Each 256 numbers of a row share a scale, and each is the nearest of 256 values that lie densest
 around 0 (https://arxiv.org/abs/2110.02861); torchao has the map and the search. The update itself
 is in fp32. Codes and scales are plain tensors with a parameter's rows, so they are sharded, saved
-and resumed bit by bit as any others. What has rows of another width, or few numbers, keeps fp32
-moments."""
+and resumed bit by bit as any others. What has rows of another width, or few numbers, keeps moments
+of its own type."""
 
 from collections.abc import Callable
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.strategies.fp8 import load_torchao
 from paceline.strategies.gather import cut_rows_like, locals_of
-from paceline.strategies.optimizers import EIGHT_BIT_BLOCK, takes_8_bits
+from paceline.strategies.optimizers import CODES, EIGHT_BIT_BLOCK, SCALES, takes_8_bits
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
 
@@ -59,14 +60,18 @@ class AdamW8bit(Optimizer):
         update(weight, gradient, kept, rates.to(weight.device), settings, maps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load; torch makes all that is kept for an fp32 weight fp32, codes too."""
+        """Load; torch gives the weight's type to all that is kept for it, and only moments of few
+        numbers have that."""
         super().load_state_dict(state_dict)
-        for state in self.state.values():
-            for name in state:
-                if name.endswith("codes"):
-                    state[name] = state[name].to(torch.uint8)
-                elif name == "step":
-                    state[name] = state[name].cpu()
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if name == "step":
+                    self.state[parameter][name] = value.cpu()
+                elif name.endswith((CODES, SCALES)):
+                    dtype = torch.uint8 if name.endswith(CODES) else torch.float32
+                    self.state[parameter][name] = value.to(parameter.device, dtype)
 
 
 def _first_state(parameter: Tensor) -> dict[str, Tensor]:
@@ -75,13 +80,13 @@ def _first_state(parameter: Tensor) -> dict[str, Tensor]:
         zeros = {name: torch.zeros_like(parameter) for name in MOMENTS}
         return state | zeros
     (rows,) = locals_of([parameter])
-    num_blocks = rows[0:1].numel() // EIGHT_BIT_BLOCK if len(rows) else 0
+    num_blocks = prod(parameter.shape[1:]) // EIGHT_BIT_BLOCK  # of a rank without rows, too
     for name, is_signed in MOMENTS.items():
         zero = _zero_code(is_signed)
-        codes = torch.full_like(rows, zero, dtype=torch.uint8)
+        codes = torch.full(rows.shape, zero, dtype=torch.uint8, device=rows.device)
         scales = torch.zeros(len(rows), num_blocks, device=rows.device)
-        state[f"{name}_codes"] = cut_rows_like(parameter, codes)
-        state[f"{name}_scales"] = cut_rows_like(parameter, scales)
+        state[f"{name}{CODES}"] = cut_rows_like(parameter, codes)
+        state[f"{name}{SCALES}"] = cut_rows_like(parameter, scales)
     return state
 
 
@@ -134,9 +139,10 @@ def _move(
 
 def _read(name: str, kept: dict[str, Tensor], maps: dict[str, Tensor] | None) -> Tensor:
     if maps is None:
-        return kept[name]
-    codes, scales = kept[f"{name}_codes"], kept[f"{name}_scales"]
-    values = maps[name][codes.int()].view(*scales.shape, EIGHT_BIT_BLOCK) * scales[..., None]
+        return kept[name].float()
+    codes, scales = kept[f"{name}{CODES}"], kept[f"{name}{SCALES}"]
+    # By rows, however the weight lies in memory: so its codes lie too once they were loaded.
+    values = maps[name][codes.int()].reshape(*scales.shape, EIGHT_BIT_BLOCK) * scales[..., None]
     return values.view(codes.shape)
 
 
@@ -149,5 +155,5 @@ def _write(
     from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
 
     scaled, scales = scale_tensor(value.contiguous(), EIGHT_BIT_BLOCK)
-    kept[f"{name}_codes"].copy_(quantize_8bit_with_qmap(scaled, maps[name]))
-    kept[f"{name}_scales"].copy_(scales.view(kept[f"{name}_scales"].shape))
+    kept[f"{name}{CODES}"].copy_(quantize_8bit_with_qmap(scaled, maps[name]))
+    kept[f"{name}{SCALES}"].copy_(scales.view(kept[f"{name}{SCALES}"].shape))

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from paceline.config.schema import RunConfig
 from paceline.config.training import OptimConfig
 from paceline.records import Choice, Finding
-from paceline.records.words import count
+from paceline.records.words import count, few
 from paceline.strategies.base import Strategy
 from paceline.strategies.shape import ModelShape, ParameterShape, sum_bytes
 from paceline.workloads.base import Workload
@@ -27,7 +27,7 @@ MUON_MOMENTUM = 0.95  # https://kellerjordan.github.io/posts/muon
 ADAM_EPS = 1e-8
 EIGHT_BIT_BLOCK = 256  # numbers that share a scale
 EIGHT_BIT_MIN = 4096  # as bitsandbytes and torchao: fewer numbers are not worth the error
-CODES = "_codes"
+CODES, SCALES = "_codes", "_scales"  # ends of names
 
 
 class Shaped(Protocol):
@@ -86,8 +86,8 @@ def _moments_in_8_bits(parameter: Shaped, optim: OptimConfig) -> dict[str, Shape
     rows, width = parameter.shape[0], prod(parameter.shape[1:])
     kept: dict[str, Shape] = {"step": ()}
     for name in ("exp_avg", "exp_avg_sq"):
-        kept[f"{name}_codes"] = (*parameter.shape,)
-        kept[f"{name}_scales"] = (rows, width // EIGHT_BIT_BLOCK)
+        kept[f"{name}{CODES}"] = (*parameter.shape,)
+        kept[f"{name}{SCALES}"] = (rows, width // EIGHT_BIT_BLOCK)
     return kept
 
 
@@ -180,7 +180,8 @@ def optimizer_bytes(config: RunConfig, parameters: Iterable[ParameterShape]) -> 
 def _slot_bytes(slot: str, shape: Shape, itemsize: int) -> int:
     if slot == "step":
         return COUNT_BYTES
-    return prod(shape) * (1 if slot.endswith(CODES) else itemsize)
+    in_fp32 = 4 if slot.endswith(SCALES) else itemsize
+    return prod(shape) * (1 if slot.endswith(CODES) else in_fp32)
 
 
 def ema_bytes(config: RunConfig, parameters: Iterable[ParameterShape]) -> int:
@@ -325,6 +326,8 @@ def _check_kind(config: RunConfig, strategy: Strategy, model: ModelShape) -> Ite
             hint="pip install 'paceline[fp8]'",
             cause="cluster",
         )
+    if optim.name == "adamw8bit":
+        yield _tell_8_bits(model)
     if optim.name == "muon" and not any(p.is_hidden for p in model.trainable):
         yield Finding(
             severity="error",
@@ -332,6 +335,17 @@ def _check_kind(config: RunConfig, strategy: Strategy, model: ModelShape) -> Ite
             what="muon updates the matrices of a model's blocks, and this model has none to train",
             hint="put its repeated layers into an nn.ModuleList, or set optim.name=adamw",
         )
+
+
+def _tell_8_bits(model: ModelShape) -> Finding:
+    """Say of how many weights the moments are in 8 bits, and which matrices have others."""
+    low = [p for p in model.trainable if takes_8_bits(p.shape)]
+    others = [p.name for p in model.trainable if len(p.shape) > 1 and p not in low]
+    why = f"; not of {few(others)} (few numbers, or rows of no multiple of {EIGHT_BIT_BLOCK})"
+    share = sum(p.numel for p in low) / sum(p.numel for p in model.trainable)
+    what = f"adamw8bit keeps moments of {share:.1%} of all trained numbers in 8 bits"
+    what += why if others else ""
+    return Finding(severity="note" if low else "warning", where="optim.name", what=what)
 
 
 def _check_own(config: RunConfig, strategy: Strategy, workload: Workload) -> Iterator[Finding]:

@@ -230,9 +230,10 @@ class Auditor:
         asked = self.plan.compile.value
         effective = f"{graphs} graphs, {breaks} breaks, {again} recompilations"
         # FlexAttention is compiled by itself where nothing else is; so are updates of some
-        # optimizers, anew for each shape of a parameter.
-        kind = OPTIMIZERS.get(self.plan.optimizer.value)
-        by_optimizer = kind is not None and kind.compiles
+        # optimizers on a GPU, anew for each shape of a parameter.
+        kind, strategy = OPTIMIZERS.get(self.plan.optimizer.value), self.plan.strategy.value
+        on_host = not self.plan.on_gpu or find_strategy(strategy).updates_on_host(self.config)
+        by_optimizer = kind is not None and kind.compiles and not on_host
         may_have_none = asked == "off" and self.plan.attention.value != "flex" and not by_optimizer
         is_steady = breaks == 0 and (again == 0 or by_optimizer)
         ok = graphs == 0 if may_have_none else graphs > 0 and is_steady

@@ -29,7 +29,7 @@ class Trial:
         self.job, self.device, self.data, self.order = job, device, data, order
         torch.set_num_threads(plan.threads.value)
         apply_policy(plan)
-        config = effective_config(job.config, plan.attention.value)
+        config = effective_config(job.config, plan.attention.value, plan.kernels.value)
         parts = EngineParts(config, plan, job.workload, device)
         self.engine = find_strategy(plan.strategy.value).build(parts)
         self.clock = build_clock(device)

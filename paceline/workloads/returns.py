@@ -40,6 +40,17 @@ def model_failed(workload: Workload, error: Exception) -> ConfigError:
     return ConfigError(_failed(workload, "build_model", error))
 
 
+def sketch_failed(workload: Workload, error: Exception) -> ConfigError:
+    """Return what is said where the loss of `sketch_batch` raised, with the user's line."""
+    return ConfigError(
+        f"{_failed(workload, 'loss', error)}\n"
+        "train.memory_budget asks it, without data, what a step keeps: of the batch that"
+        " sketch_batch returns, whose tensors have shapes and no values\n"
+        "hint: define sketch_batch(self, config), a microbatch of zeros as your data gives it; or"
+        " set train.activation_checkpointing in the budget's place"
+    )
+
+
 def data_failed(workload: Workload, split: str, error: Exception) -> DataError:
     """Return what is said where `build_data` raised, with the user's line."""
     return DataError(_failed(workload, f"build_data(config, {split!r})", error))

@@ -10,8 +10,10 @@ import torch
 
 from paceline.errors import MemoryFull
 from paceline.job import load_job
+from paceline.plan.planner import make_plan
 from paceline.run import fit
 from paceline.strategies.clock import HostClock
+from paceline.train import trial
 from paceline.train.trial import Trial
 from tests.harness import machine
 
@@ -43,6 +45,20 @@ def test_a_step_that_does_not_fit_is_no_error() -> None:
     trial.engine, trial.clock, trial.device = Full(), HostClock(), torch.device("cpu")  # type: ignore[assignment]
     assert fit.search(trial.fits) == 5
     assert trial.name(0) == "sample 2"
+
+
+def test_what_is_tried_computes_as_the_run_will(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels of the plan, which keep other activations than torch's."""
+    built: list[Any] = []
+    strategy = SimpleNamespace(build=lambda parts: built.append(parts))
+    monkeypatch.setattr(trial, "find_strategy", lambda name: strategy)
+    monkeypatch.setattr(trial, "apply_policy", lambda plan: None)
+    job = load_job("lm_tiny", ["launch.nproc=1", "train.kernels=triton"])
+    made = make_plan(job, machine())
+    threads = made.threads.model_copy(update={"value": torch.get_num_threads()})
+    planned = made.model_copy(update={"threads": threads})
+    Trial(job, planned, torch.device("cpu"), [], np.arange(1))
+    assert built[0].config.train.kernels == planned.kernels.value == "triton"
 
 
 def test_the_number_that_was_found_is_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.errors import ConfigError
 from paceline.job import load_job
 from paceline.plan.memory import Kept, Saved, choose_blocks, needed_bytes
 from paceline.plan.planner import make_plan
@@ -15,6 +16,7 @@ from paceline.strategies.base import EngineParts
 from paceline.strategies.optim import by_kernel
 from paceline.workloads.base import Workload
 from paceline.workloads.given import give
+from paceline.workloads.lm.workload import LanguageModel
 from tests.machines import box, machine, plan
 
 H200, CPU = machine(1), machine()
@@ -138,6 +140,17 @@ def test_fp8_names_only_layers_that_torchao_can_replace() -> None:
     apart = ["0.0.self_attn.in_proj_weight", "0.0.self_attn.out_proj.weight"]
     for name in (*apart, "0.1.weight", "0.2.weight"):
         assert "no nn.Linear that is called" in made.kept[name]
+
+
+def test_a_model_without_a_layer_for_fp8_is_offered_what_helps() -> None:
+    class Plain(Mixed):
+        def build_model(self, config: Any) -> nn.Module:
+            return nn.Sequential(nn.ModuleList([Turned()]), nn.Linear(64, 2))
+
+    for asked, offered in (("auto", True), ("all", False)):
+        made = make_plan(load_job(give(Plain), [FP8, f"precision.fp8_layers={asked}"]), CPU)
+        (problem,) = [p for p in made.problems() if p.where == "precision.mode"]
+        assert ("fp8_layers=all" in problem.hint) == offered
 
 
 def test_frozen_layers_stay_in_bf16_with_a_reason() -> None:
@@ -355,11 +368,32 @@ def test_torchao_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -
     assert all("pip install 'paceline[fp8]'" in p.hint for p in made.problems())
 
 
+def test_matrices_that_8_bits_do_not_serve_are_named() -> None:
+    """A row is cut into blocks of 256: SwiGLU of lm_1b has rows of 5504, which is 21.5 of them."""
+    asked = "optim.name=adamw8bit"
+    large, small = plan(asked, source="lm_1b", machine=H200), plan(asked, "model.dim=64")
+    (said,) = [f for f in large.findings if f.where == "optim.name"]
+    in_down = 24 * 2048 * 5504 / large.model.num_trainable
+    assert said.severity == "note" and f"{1 - in_down:.1%} of all" in said.what
+    assert "not of blocks.0.ffn.down.weight, " in said.what
+    (said,) = [f for f in small.findings if f.where == "optim.name"]
+    assert said.severity == "warning" and "0.0% of all" in said.what
+
+
 def test_large_logits_are_never_whole() -> None:
     large = ["model.vocab_size=128256", "data.seq_len=8192"]
     assert "4096 tokens at a time" in told(plan(*large, machine=H200))
     assert "loss.chunk" not in told(plan(*large, "loss.chunk=off", machine=H200))
     assert "loss.chunk" not in told(plan(machine=H200))
+
+
+def test_logits_are_whole_where_auto_is_fp16() -> None:
+    """A chunk's gradient cannot be scaled before it is taken, and the model computes them whole."""
+    older = machine(1, capability="7.0", name="Tesla V100")
+    large = plan("model.vocab_size=128256", "data.seq_len=8192", machine=older)
+    assert large.precision.value == "fp16" and "loss.chunk" not in told(large)
+    (problem,) = plan("loss.chunk=64", machine=older).problems()
+    assert problem.where == "loss.chunk" and "fp16's loss scale" in problem.what
 
 
 def test_a_budget_recomputes_as_few_blocks_as_it_can() -> None:
@@ -387,19 +421,65 @@ def test_a_budget_is_told_in_bytes_and_reaches_every_block() -> None:
     assert used <= made.memory.budget.value == 60 * 10**9
 
 
+class Weighted(LanguageModel):
+    """Batches of its own, and a loss that looks at their values."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        tokens, weights = batch["tokens"], batch.get("weights")
+        if weights is None:
+            raise KeyError("weights")
+        return super().loss(model, {"tokens": tokens[: int(weights.sum())]})
+
+
+class Sketched(Weighted):
+    def sketch_batch(self, config: Any) -> Any:
+        return super().sketch_batch(config) | {"weights": torch.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("job", "why"), [(Weighted, "KeyError: 'weights'"), (Sketched, "_local_scalar_dense")]
+)
+def test_a_loss_of_no_sketch_is_named(job: type[LanguageModel], why: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_plan(load_job(give(job), ["train.memory_budget=1"]), CPU)
+    said = str(refused.value)
+    assert f"{job.__name__}.loss failed at test_gpu_plan.py:" in said
+    assert why in said and "define sketch_batch" in said
+
+
+def test_a_budget_is_a_number_of_gb() -> None:
+    with pytest.raises(ConfigError, match="number > 0"):
+        plan("train.memory_budget=1e300")
+    little = "train.memory_budget=0.001"
+    assert "activation_offload" in told(plan(little, machine=H200))
+    assert "is not enough" in told(plan(little)) and "offload" not in told(plan(little))
+
+
 @pytest.mark.parametrize(
     ("env", "value", "because"),
     [
         (box(4), "symmetric", "as asked"),
         (box(4, kind="pcie"), "collectives", "no NVLink between GPUs 0 and 1: pcie"),
-        (machine(), "collectives", "the ranks are on CPU"),
         (machine(1), "collectives", "one rank"),
+        (machine(), "collectives", "one rank"),
     ],
 )
 def test_symmetric_memory_needs_nvlink(env: Env, value: str, because: str) -> None:
     made = plan("strategy.exchange=symmetric", "strategy.name=zero3", machine=env)
     assert made.exchange_by.value == value and because in made.exchange_by.because
     assert ("symmetric was asked" in told(made)) == (value == "collectives")
+
+
+def test_ranks_on_cpus_have_no_symmetric_memory() -> None:
+    asked = ["strategy.exchange=symmetric", "strategy.name=zero3", "launch.nproc=2"]
+    assert "the ranks are on CPU" in plan(*asked).exchange_by.because
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "deepspeed"])
+def test_an_exchange_that_nobody_reads_is_told_once(name: str) -> None:
+    made = plan("strategy.exchange=fused", f"strategy.name={name}", "launch.nproc=1")
+    (said,) = [f.what for f in made.findings if f.where == "strategy.exchange"]
+    assert said.startswith("is set but has no effect: ")
 
 
 def test_stages_are_gathered_by_collectives() -> None:

@@ -138,6 +138,15 @@ def test_chunked_loss(chunk: int) -> None:
         torch.testing.assert_close(chunked_loss(x, head, targets, chunk) * 3, plain.detach())
 
 
+def test_a_chunked_loss_of_nothing_has_no_gradient() -> None:
+    from paceline.kernels.cross_entropy import chunked_loss
+
+    x, head = random(0, 6), random(37, 6)
+    loss = chunked_loss(x, head, torch.zeros(0, dtype=torch.int64, device=DEVICE), 4)
+    loss.backward()
+    assert loss == 0 and not head.grad.any()
+
+
 def test_adamw_is_torchs() -> None:
     """With the divisor of clipping, and a veto that leaves all as it is."""
     from paceline.strategies.update_rules import OneReadAdamW

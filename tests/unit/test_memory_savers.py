@@ -9,7 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.job import load_job
+from paceline.strategies.gather import storage_bytes
 from paceline.strategies.offload import Offloader, offload_proofs
+from paceline.strategies.optimizers import optimizer_bytes
+from paceline.strategies.shape import ParameterShape
 from tests.skips import needs_torchao, needs_triton
 
 
@@ -205,6 +209,47 @@ def test_a_weight_is_told_by_its_history() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         block(x + 1).sum()
     assert offloader.num_bytes == 8 * 8 * (4 + 2), "the input cast to bf16, not the weight's cast"
+
+
+@needs_torchao
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "like",
+    [
+        torch.randn(32, 64, 4, 4).to(memory_format=torch.channels_last),
+        torch.randn(512, 512).t(),
+        torch.randn(16, 512).bfloat16(),
+        torch.randn(16).bfloat16(),
+        torch.randn(16, 512).double(),
+    ],
+    ids=["channels last", "turned", "bf16", "bf16, few", "double"],
+)
+def test_moments_in_8_bits_of_other_weights_resume_bit_by_bit(like: torch.Tensor) -> None:
+    from paceline.strategies.eight_bit import AdamW8bit
+
+    def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
+        torch.manual_seed(seed)
+        (weight,) = optimizer.param_groups[0]["params"]
+        weight.grad = torch.randn_like(weight)
+        optimizer.step()
+
+    weight, exact = nn.Parameter(like.clone()), nn.Parameter(like.double())
+    mine, torchs = AdamW8bit([weight], lr=1e-2), torch.optim.AdamW([exact], lr=1e-2, weight_decay=0)
+    for seed in range(4):
+        step(mine, seed)
+        torch.manual_seed(seed)
+        exact.grad = torch.randn_like(like).double()
+        torchs.step()
+    assert (exact - weight).norm() < 0.01 * exact.norm()
+    again = nn.Parameter(weight.detach().clone())
+    resumed = AdamW8bit([again], lr=1e-2)
+    resumed.load_state_dict(deepcopy(mine.state_dict()))
+    step(mine, 9)
+    step(resumed, 9)
+    assert torch.equal(weight, again)
+    planned = ParameterShape(tuple(like.shape), like.element_size(), is_trainable=True, unit=0)
+    config = load_job("lm_tiny", ["optim.name=adamw8bit"]).config
+    assert storage_bytes(mine.state[weight].values()) == optimizer_bytes(config, [planned])
 
 
 @needs_torchao

@@ -323,7 +323,7 @@ def check_chunk(config: Any) -> Iterator[Finding]:
             where="loss.chunk",
             what="the gradient of a chunk's logits is taken before fp16's loss scale is known, and"
             " small ones would become 0",
-            hint="set loss.chunk=off, or precision.mode=bf16",
+            hint="set loss.chunk=off, or precision.mode=bf16 where the GPU has it",
         )
     elif asked == "auto" and chunk:
         yield Finding(
