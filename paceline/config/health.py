@@ -55,6 +55,14 @@ class RulesConfig(Section):
     zero_grad: Action = _rule("warn", "The gradient norm is zero.")
     gradient_explosion: Action = _rule("warn", "The gradient norm explodes.")
     gradient_explosion_factor: Factor = Field(100.0, description="Times the median of the run.")
+    gate_collapse: Action = _rule(
+        "warn", "Of sparse attention: one gate has all, and its other branches do nothing."
+    )
+    gate_collapse_share: Share = Field(0.5, description="In more tokens and heads than this share.")
+    gate_entropy_min: Amount = Field(
+        0.2, description="Or the gates' entropy is below this; where all are alike it is 1.0986."
+    )
+    gate_collapse_steps: Positive = Field(20, description="In so many steps, up to the last.")
     memory_growth: Action = _rule("warn", "A rank's memory grows all the time.")
     memory_growth_mib_per_min: Amount = Field(
         100.0, description="By so much, over a minute at least; of a GPU, a fifth of it."
