@@ -80,7 +80,7 @@ def make_all(rules: RulesConfig) -> Evidence:
     evidence = make_evidence(
         rules=rules,
         plan=plan("launch.nproc=2", machine=box(2)),
-        training=make_training(400),
+        training=make_training(400, **{"train/gate_entropy": 1.0, "train/gate_collapse": 0.0}),
         telemetry={0: telemetry},
         hearts={rank: Heart(Beat(1e9, rank, 9, "data", 9), 1e9) for rank in (0, 1)},
         now=1e9,
@@ -94,7 +94,7 @@ def make_all(rules: RulesConfig) -> Evidence:
 def make_training(num_steps: int, **columns: Any) -> Table[Any]:
     steps = np.arange(1, num_steps + 1)
     usual = {"loss": 5 - 0.001 * steps, "grad_norm": 1.0, "step_s": 0.03, "samples_per_s": 100.0}
-    return make_table(TRAINING, num_steps, step=steps, **(usual | columns))
+    return make_table(TRAINING.of_file(list(columns)), num_steps, step=steps, **(usual | columns))
 
 
 def make_telemetry(num_rows: int, source: str = "host", **columns: Any) -> Table[Any]:

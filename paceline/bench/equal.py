@@ -76,7 +76,8 @@ def _plan_problems(target: Target, before: Plan, after: Plan) -> Iterator[str]:
         was, now = getattr(before, name).value, getattr(after, name).value
         is_meant = target.per_device and name == "backend"  # one rank has nobody to talk to
         if was != now and not is_meant and not set(keys) & target.differs.keys():
-            yield f"{name}: {was} against {now}, which {target.name} does not compare"
+            hint = f"\nhint: set {keys[0]} for both sides" if keys else ""
+            yield f"{name}: {was} against {now}, which {target.name} does not compare{hint}"
 
 
 def _idle_problems(target: Target, plan: Plan) -> Iterator[str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.bench.equal import check_equal, facts_of
-from paceline.bench.target import Arm, Device, Target
+from paceline.bench.target import RECIPE, Arm, Device, Target, Work
 from paceline.config.overrides import parse_override
 from paceline.errors import ConfigError
 from paceline.job import Job, load_job
@@ -53,15 +53,19 @@ class Pair:
 
 def plan_pair(target: Target, env: Env, overrides: Sequence[str] = (), steps: int = STEPS) -> Pair:
     """Plan both sides. Raise `ConfigError` when the user's overrides make the pair impossible or
-    unfair. An override of train.steps replaces `steps`."""
-    own = [text for text in overrides if parse_override(text).key == "train.steps"]
-    overrides = [text for text in overrides if text not in own]
+    unfair. An override of train.steps replaces `steps`, one of bench.recipe what is trained."""
+    own, recipes = _named("train.steps", overrides), _named(RECIPE, overrides)
+    overrides = [text for text in overrides if text not in (*own, *recipes)]
     count = own[-1] if own else f"train.steps={steps}"
     device = choose_device(env, overrides)
     lacking = _lacking(target, device)
     if lacking:
         return Pair(target, device, skipped=lacking)
-    pair = _plan_arms(target, _Ground(device, env, overrides, count))
+    work = target.work[device]
+    if recipes:  # how ranks are started is the target's still
+        kept = [text for text in work.overrides if parse_override(text).key.startswith("launch.")]
+        work = Work(recipe=parse_override(recipes[-1]).raw, overrides=kept)
+    pair = _plan_arms(target, _Ground(device, env, overrides, count, work))
     if pair.skipped:
         return pair
     problems = [
@@ -72,6 +76,10 @@ def plan_pair(target: Target, env: Env, overrides: Sequence[str] = (), steps: in
     if problems:
         raise ConfigError(problems)
     return pair
+
+
+def _named(key: str, overrides: Sequence[str]) -> list[str]:
+    return [text for text in overrides if parse_override(text).key == key]
 
 
 def choose_device(env: Env, overrides: Sequence[str]) -> Device:
@@ -107,21 +115,22 @@ class _Ground:
     env: Env
     overrides: Sequence[str]
     steps: str
+    work: Work
 
-    def plan(self, target: Target, arm: Arm, overrides: Sequence[str]) -> tuple[Job, Plan]:
-        work, own = target.work[self.device], arm.overrides_on(self.device)
-        words = [*COMMON, *work.overrides, *overrides, *own, self.steps]
-        job = load_job(work.recipe, words)
+    def plan(self, arm: Arm, overrides: Sequence[str]) -> tuple[Job, Plan]:
+        own = arm.overrides_on(self.device)
+        words = [*COMMON, *self.work.overrides, *overrides, *own, self.steps]
+        job = load_job(self.work.recipe, words)
         return job, make_plan(job, self.env)
 
 
 def _plan_arms(target: Target, ground: _Ground) -> Pair:
-    device, work = ground.device, target.work[ground.device]
+    device, work = ground.device, ground.work
     arms: list[PlannedArm] = []
     left_out: dict[str, str] = {}
     ranks = 0
     for arm in target.arms:
-        job, plan = ground.plan(target, arm, ground.overrides)
+        job, plan = ground.plan(arm, ground.overrides)
         ranks = max(ranks, plan.world_size)
         if problems := plan.problems():
             _require_not_users(target, arm, ground, [str(problem) for problem in problems])
@@ -144,7 +153,7 @@ def _plan_arms(target: Target, ground: _Ground) -> Pair:
 def _require_not_users(target: Target, arm: Arm, ground: _Ground, problems: Sequence[str]) -> None:
     """Refuse what the user's own overrides break; what this machine lacks is skipped instead."""
     places = [text for text in ground.overrides if parse_override(text).key.startswith("launch.")]
-    if not ground.plan(target, arm, places)[1].problems():
+    if not ground.plan(arm, places)[1].problems():
         raise ConfigError([f"{target.name}, {arm.name}: {problem}" for problem in problems])
 
 

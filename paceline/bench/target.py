@@ -21,11 +21,13 @@ from paceline.records.words import did_you_mean
 Device = Literal["cpu", "cuda"]
 Goal = Literal["speed", "memory"]
 ALL = "all"
+RECIPE = "bench.recipe"  # what both sides train, in place of the target's own
 # Spellings of the lab in the repository ai-performance-engineering whose pairs these targets repeat
 # at equal work (docs/bench.md); its own targets are those of `LAB`.
 CHAPTERS = ("labs/train_distributed", "lab_train_distributed", "train_distributed")
 LAB = (
-    "ddp", "ddp_flash", "ddp_compression", "fsdp", "zero1", "zero2", "zero3",
+    "ddp", "ddp_flash", "ddp_compression", "fsdp", "fsdp_fp8", "symmem_training",
+    "zero1", "zero2", "zero3",
     "pipeline_gpipe_2stages", "1f1b_2stages", "dualpipe_2stages", "dualpipev_2stages",
 )  # fmt: skip
 

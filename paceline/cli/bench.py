@@ -26,24 +26,30 @@ Words = Annotated[
     list[str],
     typer.Argument(
         metavar="all|TARGET... [KEY=VALUE]... [TARGET:KEY=VALUE]...",
-        help="Overrides apply to both sides of every pair, or of the named one.",
+        help="Overrides apply to both sides of every pair, or of the named one;"
+        " bench.recipe=NAME|FILE trains your own job.",
     ),
+]
+
+Targets = Annotated[
+    list[str] | None, typer.Argument(metavar="[TARGET...]", help="All, if none is named.")
 ]
 
 
 @app.command("list")
-def list_targets(as_json: JsonFlag = False) -> None:
+def list_targets(targets: Targets = None, as_json: JsonFlag = False) -> None:
     """List the targets: what differs, what is equal, the goal, and whether it can run here.
 
-    Example: paceline bench list
+    Example: paceline bench list labs/train_distributed
     """
     from paceline.bench.pairs import plan_pair  # imports torch
-    from paceline.bench.target import load_targets
+    from paceline.bench.target import ALL, find_names, load_targets
     from paceline.cli.talk import print_json
     from paceline.machine.facts import probe
 
     env = probe()
-    pairs = [plan_pair(target, env) for target in load_targets().values()]
+    names = dict.fromkeys(name for word in targets or [ALL] for name in find_names(word))
+    pairs = [plan_pair(load_targets()[name], env) for name in names]
     if as_json:
         print_json(json.dumps([_describe(pair) for pair in pairs], indent=2))
         return

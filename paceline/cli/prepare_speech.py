@@ -34,6 +34,9 @@ ManifestPath = Annotated[
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Processes; one per core if not given.")
 ]
+LogEvery = Annotated[
+    int | None, typer.Option("--log-every", min=1, help="A line every so many files, too.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Make every file again.")]
 MaxRejects = Annotated[
     int,
@@ -54,6 +57,7 @@ def speech(
     trim_top_db: TopDb = 60.0,
     manifest_path: ManifestPath = None,
     workers: Workers = None,
+    log_every: LogEvery = None,
     overwrite: Overwrite = False,
     max_rejects: MaxRejects = 0,
     max_seconds: MaxSeconds = 3600.0,
@@ -72,7 +76,7 @@ def speech(
     asked = SpeechRequest(
         input_root, output_root, sound, manifest_path, workers or _cores(), overwrite, max_rejects
     )
-    _run(asked, as_json)
+    _run(asked, as_json, log_every)
 
 
 @app.command("parquet-audio")
@@ -85,6 +89,7 @@ def parquet_audio(
     trim_top_db: TopDb = 60.0,
     manifest_path: ManifestPath = None,
     workers: Workers = None,
+    log_every: LogEvery = None,
     overwrite: Overwrite = False,
     max_rejects: MaxRejects = 0,
     max_seconds: MaxSeconds = 3600.0,
@@ -103,21 +108,21 @@ def parquet_audio(
         input_root, output_root, sound, manifest_path, workers or _cores(), overwrite, max_rejects,
         parse_columns(columns),
     )  # fmt: skip
-    _run(asked, as_json)
+    _run(asked, as_json, log_every)
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _run(asked: "SpeechRequest", as_json: bool) -> None:
+def _run(asked: "SpeechRequest", as_json: bool, log_every: int | None) -> None:
     from paceline.cli.talk import ConsoleTalk, print_json, refusals_on_stdout
     from paceline.prepare.speech import prepare
 
     talk = ConsoleTalk()
     try:
         with refusals_on_stdout(as_json):
-            prepared = prepare(asked, talk.say, _Teller(talk.say).tell)
+            prepared = prepare(asked, talk.say, _Teller(talk.say, log_every).tell)
     except KeyboardInterrupt:
         talk.say("interrupted: the same command goes on from here")
         raise
@@ -128,14 +133,16 @@ def _run(asked: "SpeechRequest", as_json: bool) -> None:
 
 
 class _Teller:
-    """Says how far it is every few seconds, and at the end."""
+    """Says how far it is every few seconds, every so many files if asked, and at the end."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._said_at = say, time.monotonic()
+    def __init__(self, say: Callable[[str], None], every: int | None = None) -> None:
+        self._say, self._every, self._said_at = say, every, time.monotonic()
 
     def tell(self, progress: "Progress") -> None:
         now = time.monotonic()
-        if now - self._said_at >= LINE_EVERY_S or progress.num_done == progress.num_files:
+        is_due = self._every is not None and progress.num_done % self._every == 0
+        is_due |= now - self._said_at >= LINE_EVERY_S or progress.num_done == progress.num_files
+        if is_due:
             self._said_at = now
             self._say(describe(progress))
 

@@ -59,6 +59,16 @@ class RulesConfig(Section):
     gradient_explosion_factor: Factor = Field(
         100.0, description="In multiples of the run's median."
     )
+    gate_collapse: Action = _rule(
+        "warn", "In sparse attention one gate takes everything and the other branches do nothing."
+    )
+    gate_collapse_share: Share = Field(
+        0.5, description="For more than this share of tokens and heads."
+    )
+    gate_entropy_min: Amount = Field(
+        0.2, description="Or the entropy of the gates falls below this; equal gates have 1.0986."
+    )
+    gate_collapse_steps: Positive = Field(20, description="In this many consecutive steps.")
     memory_growth: Action = _rule("warn", "A rank's memory keeps growing.")
     memory_growth_mib_per_min: Amount = Field(
         100.0, description="How fast, over a minute or more; a fifth of it for a GPU's memory."

@@ -68,7 +68,7 @@ VARIABLES: dict[str, Variable] = {
     "NSA_DISABLE_AUX_STATS": Variable("attention.nsa.stats={}", {"1": "false", "0": "true"}),
     "NSA_HEARTBEAT_EVERY": _anyway("heartbeats come every observe.heartbeat_s"),
     "NSA_LOG_GRAD_NORM": _anyway("training.csv always has the gradient's norm"),
-    "NSA_MEM_DUMP_EVERY": _anyway("peaks are in the report"),
+    "NSA_MEM_DUMP_EVERY": Variable("observe.memory=dumps observe.memory_every={}; 0: none"),
     "NSA_NVTX": Variable("observe.nvtx={}", ON),
     "NSA_DEBUG_LOG": _anyway("train.log and audit.json have it"),
     "NSA_LOG_LIMIT": _anyway("train.log has all"),
@@ -119,9 +119,9 @@ VARIABLES: dict[str, Variable] = {
     "NSA_WATCH_INTERVAL_S": _anyway("`paceline watch` has its own words"),
     "NSA_WATCH_HEARTBEAT_STALL_S": Variable("observe.rules.heartbeat_stall_s={}"),
     "NSA_WATCH_FLATLINE_N": _anyway("observe.rules.throughput_flatline_s is in seconds, not looks"),
-    "NSA_WATCH_GATE_ENTROPY_MIN": _anyway("training.csv has gate_entropy"),
-    "NSA_WATCH_GATE_MAX_THRESHOLD": _anyway("training.csv has gate_collapse"),
-    "NSA_WATCH_GATE_COLLAPSE_N": _anyway("training.csv has gate_collapse"),
+    "NSA_WATCH_GATE_ENTROPY_MIN": Variable("observe.rules.gate_entropy_min={}"),
+    "NSA_WATCH_GATE_MAX_THRESHOLD": _anyway("one token may: gate_collapse_share counts them"),
+    "NSA_WATCH_GATE_COLLAPSE_N": _anyway("observe.rules.gate_collapse_steps is in steps"),
 }
 
 
@@ -158,12 +158,13 @@ def read_variables(environ: Mapping[str, str]) -> EnvOverrides:
 
 def _add(asked: EnvOverrides, name: str, value: str) -> None:
     becomes, values, times = VARIABLES[name]
-    key = re.split("[;,] ", becomes)[0]
+    keys = re.split("[;,] ", becomes)[0].split(" ")
     if values is None:
         if not NUMBER.fullmatch(value):
             raise ValueError("wants a number")
         if float(value) or "0:" not in becomes:
-            asked.words.append(key.format(value if times == 1 else f"{float(value) * times:g}"))
+            said = value if times == 1 else f"{float(value) * times:g}"
+            asked.words += [key.format(said) for key in keys]
         return
     if values and value not in values:
         had = ", ".join(repr(known) if not known else known for known in values)
@@ -172,4 +173,4 @@ def _add(asked: EnvOverrides, name: str, value: str) -> None:
     if "{}" not in becomes:
         asked.notes.append(f"{name} changes nothing: {becomes}")
     elif values[value]:
-        asked.words.append(key.format(values[value]))
+        asked.words += [key.format(values[value]) for key in keys]

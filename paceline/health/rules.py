@@ -11,6 +11,7 @@ from paceline.health.evidence import Evidence
 from paceline.health.machines import find_ill_machines
 from paceline.health.stragglers import STEADY_SHARE
 from paceline.health.work import Work
+from paceline.metrics import TRAIN
 from paceline.records.findings import Finding, finite
 from paceline.records.phases import Phase
 from paceline.records.words import count, duration, number
@@ -21,12 +22,14 @@ MIN_STEPS = 20  # from which a level of loss, gradient or speed is known
 MIN_DRIFT_STEPS, MIN_DRIFT_S = 200, 10.0
 NORMAL = 1.4826  # by which a median deviation is that of a normal distribution
 FLAT_STEPS = 10
+GATES = (f"{TRAIN}gate_entropy", f"{TRAIN}gate_collapse")  # as attention/stats.py measures them
 
 
 def find_unhealthy(evidence: Evidence, work: Work | None) -> Iterator[Finding]:
     """Yield what breaks a rule, whether the run lives or is over."""
     yield from _loss(evidence)
     yield from _gradient(evidence)
+    yield from _gates(evidence)
     yield from _drift(evidence)
     yield from find_ill_machines(evidence)
     yield from _units(evidence)
@@ -148,6 +151,30 @@ def _gradient(evidence: Evidence) -> Iterator[Finding]:
                 | _last(steps, large)
             ),
             to_try="optim.clip=1, a lower optim.lr, a longer warm-up",
+        )
+
+
+def _gates(evidence: Evidence) -> Iterator[Finding]:
+    """Judge the gates of sparse attention, where there are any, by all steps up to the last one:
+    a token, or a step, in which one gate has all is nothing."""
+    rows, rules = evidence.training, evidence.rules
+    if not rows.values.keys() >= set(GATES):
+        return
+    rows = rows.known(GATES[0]).known(GATES[1])
+    steps, entropy, share = (rows.column(name) for name in ("step", *GATES))
+    is_bad = (entropy < rules.gate_entropy_min) | (share > rules.gate_collapse_share)
+    first = max(np.flatnonzero(~is_bad), default=-1) + 1  # behind the last step that was sound
+    if first < len(steps) and steps[-1] - steps[first] + 1 >= rules.gate_collapse_steps:
+        yield Finding(
+            kind="gate_collapse",
+            step=int(steps[first]),
+            severity="error",
+            words=f"the gates of sparse attention have collapsed, since step {steps[first]}: in"
+            f" {share[-1]:.0%} of tokens and heads one branch has all, and their entropy is"
+            f" {number(float(entropy[-1]))} (1.0986 where all are alike)",
+            evidence=finite({"entropy": entropy[-1], "share": share[-1], "last_step": steps[-1]}),
+            to_try="a lower optim.lr, a longer warm-up (optim.schedule.warmup_steps), optim.clip=1;"
+            " train/gate_cmp, gate_sel and gate_win in training.csv say which branch is left",
         )
 
 

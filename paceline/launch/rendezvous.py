@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 
 import psutil
@@ -48,7 +47,6 @@ ALIVE_S = 4 * WAIT_S  # who waits for orders says so every WAIT_S
 POLL_S = 0.02
 NEXT_S = 0.1
 LINGER_S = 5.0
-REFUSED_S = 0.1  # until a word that was refused is looked at again
 MAX_NAMED = 16
 CRASHED = Outcome.CRASHED.exit_code
 
@@ -161,16 +159,22 @@ class Rendezvous:
                 self.words.say(f"alive/{self.topology.rank}", {"beat": beat, "of": self.number})
                 if (found := self.words.hear(here)) and found["number"] != self.number:
                     raise self._taken()  # both came at the same moment
-                self.words.store.wait([name], timedelta(seconds=WAIT_S))
-                if (orders := self.words.hear(name, to=self.number)) is not None:
+                if (orders := self._hear_orders(name, WAIT_S)) is not None:
                     self.words.say(f"received/{self.topology.rank}", {})
                     return orders
-                time.sleep(REFUSED_S)
-            except dist.DistStoreError:
-                continue
             except dist.DistNetworkError as error:
                 raise LaunchError("rank 0 left before it had planned the run") from error
         raise AssertionError("counting never ends")
+
+    def _hear_orders(self, name: str, for_s: float) -> Body | None:
+        """Return orders that come within so many seconds. The store is asked again and again: of
+        each wait that ends without a word torch writes two warnings."""
+        deadline = time.monotonic() + for_s
+        while time.monotonic() < deadline:
+            if (orders := self.words.hear(name, to=self.number)) is not None:
+                return orders
+            time.sleep(NEXT_S)
+        return None
 
     def publish_failure(self, rank: int) -> None:
         with suppress(RuntimeError):

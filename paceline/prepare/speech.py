@@ -155,7 +155,8 @@ def require_places(asked: SpeechRequest) -> None:
         )
     if asked.manifest.exists() and not _is_manifest(asked.manifest):
         problems.append(f"--manifest-path={asked.manifest} is there and is not a manifest")
-    if asked.manifest_path and not asked.manifest_path.parent.is_dir():
+    folder = asked.manifest.parent
+    if not folder.is_dir() and folder.resolve() != target:  # that one is made
         problems.append(f"--manifest-path={asked.manifest_path}: there is no such folder")
     if problems:
         raise ConfigError(problems)

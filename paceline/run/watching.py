@@ -28,6 +28,7 @@ from paceline.health import Evidence, act_on, judge, read_evidence
 from paceline.health.actions import action_for
 from paceline.health.evidence import read_heart
 from paceline.health.judge import judge_ranks
+from paceline.health.rules import GATES
 from paceline.records import Plan
 from paceline.records.cells import DTYPES
 from paceline.records.columns import Layout, Row, Table
@@ -143,7 +144,8 @@ class Watcher(Ticker):
         self._steps: dict[int, Window] = {r: Window(run.steps(r), STEPS) for r in ranks}
         self._num_new = dict.fromkeys(ranks, 0)
         rows = max(KEPT_ROWS, 2 * rules.loss_plateau_steps)
-        self._training = ThinnedTable(run.training, TRAINING, "step", rows, TRAINING_BYTES)
+        layout = TRAINING.of_file(GATES)  # other metrics are judged by no rule
+        self._training = ThinnedTable(run.training, layout, "step", rows, TRAINING_BYTES)
         self._telemetry = {r: _follow_telemetry(run, r) for r in ranks}
         # What an earlier attempt of a resumed run has left is not judged again, lest it halts this
         # one for a fault of then.

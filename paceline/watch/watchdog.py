@@ -29,7 +29,9 @@ from paceline.watch.reader import RunReader
 from paceline.watch.view import RunView
 
 # What stops a run: it is stuck, or what it does is worth nothing. All else is told.
-HALTING = frozenset({"heartbeat_stall", "throughput_flatline", "zero_grad", "nan_loss", "desync"})
+HALTING = frozenset(
+    {"heartbeat_stall", "throughput_flatline", "zero_grad", "nan_loss", "gate_collapse", "desync"}
+)
 NEEDS_STACKS = frozenset({"heartbeat_stall", "throughput_flatline", "desync"})
 # What is found in single steps: one more of them is told again, as long as it is no error.
 OF_STEPS = frozenset({"nan_loss", "zero_grad", "loss_spike", "gradient_explosion"})

@@ -21,6 +21,8 @@ def test_list_says_what_differs_and_what_can_run_here(tmp_path: Path) -> None:
     assert list(rows["ddp_bucket"]["arms"]) == ["25 MB", "50 MB", "100 MB"]
     assert "labs/train_distributed:zero3" in rows["zero3"]["aliases"]
     assert rows["zero3"]["equal"]["optimizer"] == "adamw"
+    some = paceline("bench", "list", "train_distributed", cwd=tmp_path, CUDA_VISIBLE_DEVICES="").out
+    assert "symmem_training: " in some and "fused_adamw: " not in some
     shown = paceline("bench", "list", cwd=tmp_path, CUDA_VISIBLE_DEVICES="").out
     assert "differs  strategy.bucket_mb: more gradients in one all-reduce" in shown
     assert "here     runs" in shown and list(tmp_path.iterdir()) == []

@@ -36,12 +36,14 @@ def words(source: Path | str, out: str, *more: str) -> list[str]:
 
 
 def test_the_command_of_the_seed(tmp_path: Path) -> None:
-    manifest = tmp_path / "lists.tsv"
-    more = ["--trim-top-db", "60", "--workers", "2", "--manifest-path", str(manifest)]
+    """The manifest goes into a folder that the command makes, as it stands there."""
+    manifest = tmp_path / "out/manifest_16k_trim.tsv"
+    more = ["--manifest-path", "out/manifest_16k_trim.tsv", "--workers", "2", "--log-every", "16"]
     ran = paceline(*words(CORPUS, "out", *more), cwd=tmp_path)
     assert ran.code == 0, ran.err
-    assert "| train-clean-100 | 22 | " in ran.out and f"manifest: {manifest}" in ran.out
-    assert "32/32 files" in ran.err and " h/s" in ran.err
+    assert "| train-clean-100 | 22 | " in ran.out
+    assert "manifest: out/manifest_16k_trim.tsv" in ran.out
+    assert "\n16/32 files" in ran.err and "32/32 files" in ran.err and " h/s" in ran.err
     assert len(manifest.read_text().splitlines()) == 33
     assert not (tmp_path / "out/manifest.tsv").exists()
     again = paceline(*words(CORPUS, "out", *more, "--json"), cwd=tmp_path)

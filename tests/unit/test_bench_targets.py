@@ -1,6 +1,7 @@
 """Targets of `paceline bench`: pairs that differ in what they say and in nothing else."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -106,6 +107,27 @@ def test_the_users_overrides_reach_both_sides() -> None:
     made = pair("zero3", "train.seed=7", "launch.nproc=4")
     assert {arm.job.config.train.seed for arm in made.arms} == {7}
     assert {arm.plan.world_size for arm in made.arms} == {4}
+
+
+def test_a_pair_trains_ones_own_recipe(tmp_path: Path) -> None:
+    """And not the target's data or size: only how ranks are started stays."""
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("{name: mine, workload: lm, model: {dim: 32}, data: {source: synthetic}}")
+    made = pair("zero3", f"bench.recipe={mine}", "train.seed=7")
+    assert made.recipe == str(mine) and f"bench.recipe={mine}" not in made.common
+    for arm in made.arms:
+        config = arm.job.config
+        assert (config.name, config.train.seed, config.launch.launcher) == ("mine", 7, "torchrun")
+        assert config.model.model_dump()["dim"] == 32 and arm.plan.world_size == 2
+    says = "loader_workers: 4 against 2.*\nhint: set data.num_workers"
+    with pytest.raises(ConfigError, match=says):
+        pair("single_gpu_isolation", "bench.recipe=nsa_tiny")
+    same = ("bench.recipe=nsa_tiny", "data.num_workers=2")
+    alone, group = pair("single_gpu_isolation", *same).arms
+    assert (alone.plan.world_size, group.plan.world_size) == (1, 2)
+    assert group.job.config.data.model_dump()["seq_len"] == 128
+    with pytest.raises(ConfigError, match="there is no recipe|no such"):
+        pair("zero3", "bench.recipe=nowhere")
 
 
 def test_an_override_that_breaks_the_pair_is_refused_and_not_a_skip() -> None:

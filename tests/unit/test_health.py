@@ -51,6 +51,10 @@ def with_training(**columns: Any) -> Evidence:
     return Evidence(1, training=make_training(num_steps, **columns))
 
 
+def with_gates(entropy: Any = 1.0, collapse: Any = 0.0) -> Evidence:
+    return with_training(**{"train/gate_entropy": entropy, "train/gate_collapse": collapse})
+
+
 def at(step: int, value: float, usual: Any = 1.0) -> Any:
     return np.where(STEPS_100 == step - 1, value, usual)
 
@@ -62,6 +66,8 @@ def at(step: int, value: float, usual: Any = 1.0) -> Any:
         ("loss_spike", with_training(loss=at(60, 9.0, 3 + 0.01 * np.sin(STEPS_100)))),
         ("zero_grad", with_training(grad_norm=at(50, 0.0))),
         ("gradient_explosion", with_training(grad_norm=at(50, 500.0))),
+        ("gate_collapse", with_gates(entropy=np.where(STEPS_100 < 70, 1.0, 0.1))),
+        ("gate_collapse", with_gates(collapse=np.where(STEPS_100 < 70, 0.1, 0.6))),
         ("throughput_drift", with_training(step_s=np.linspace(0.03, 0.06, 400))),
         ("memory_growth", Evidence(1, telemetry={0: make_telemetry(100, rss_bytes=RISING)})),
         ("data_starvation", make_evidence({r: {Phase.DATA: 0.05} for r in (0, 1)})),
@@ -82,6 +88,13 @@ def test_what_is_usual_is_no_finding() -> None:
         telemetry={0: make_telemetry(100, rss_bytes=large_at_once)},
     )
     assert judge(evidence) == []
+
+
+def test_gates_that_recover_or_collapse_for_a_moment_are_no_finding() -> None:
+    found = one(with_gates(entropy=np.where(STEPS_100 < 70, 1.0, 0.1)), "gate_collapse")
+    assert (found.step, found.severity) == (71, "error") and "entropy is 0.1" in found.words
+    for usual in (np.where(STEPS_100 < 90, 1.0, 0.1), at(100, 1.0, 0.1), np.nan):
+        assert judge(with_gates(entropy=usual)) == []
 
 
 def test_a_plateau_is_a_note() -> None:
@@ -402,6 +415,27 @@ def test_what_an_earlier_attempt_has_left_halts_no_later_one(tmp_path: Path) -> 
     watcher._rules_at = 0.0
     watcher.tick()
     assert len(said) == 1 and run.halt.is_file()
+
+
+def test_gates_that_collapse_halt_a_run_that_lives(tmp_path: Path) -> None:
+    """Metrics are columns of training.csv that not every run has."""
+    from paceline.records.table_file import TableFile
+    from paceline.records.tables import TRAINING
+
+    run, said = RunDir(tmp_path), list[str]()
+    run.make_rank(0)
+    rules = RulesConfig(gate_collapse="halt", gate_collapse_steps=5)
+    watcher = Watcher(run, plan("launch.device=cpu"), rules, said.append)
+    table = TableFile(run.training, TRAINING)
+    table.widen(["train/accuracy", "train/gate_collapse", "train/gate_entropy"])
+    for step in range(1, 6):
+        gates = {"train/gate_collapse": 0.9, "train/gate_entropy": 0.3}
+        table.add({"step": step, "loss": 6 - step, "grad_norm": 1.0, "step_s": 0.1} | gates)
+    table.flush()
+    watcher._rules_at = 0.0
+    watcher.tick()
+    assert len(said) == 1 and "in 90% of tokens and heads one branch has all" in said[0]
+    assert run.anomaly.read_text() == "gate_collapse\n"
 
 
 def test_a_drill_counts_what_was_noticed_on_the_way(tmp_path: Path) -> None:

@@ -240,16 +240,20 @@ def test_variables_of_the_runbook() -> None:
     asked = read_variables(
         {"NSA_PREFILL_BATCHED": "1", "NSA_SEL_RANGES_V2": "0", "NSA_DDP_COMPRESS": "bf16",
          "NSA_DDP_BUCKET_MB": "50", "NSA_OPT_FUSED": "1", "NSA_PG_TIMEOUT_MIN": "15",
-         "NSA_DDP_DISABLE_GC": "0", "NSA_WATCH_HEARTBEAT_STALL_S": "90", "PATH": "/bin"}
+         "NSA_DDP_DISABLE_GC": "0", "NSA_WATCH_HEARTBEAT_STALL_S": "90", "PATH": "/bin",
+         "NSA_WATCH_GATE_ENTROPY_MIN": "0.3", "NSA_MEM_DUMP_EVERY": "100"}
     )  # fmt: skip
     assert asked.words == [
         "attention.nsa.ranges=v1", "strategy.comm_hook=bf16", "strategy.bucket_mb=50",
         "optim.fused=on", "launch.collective_timeout_s=900",
-        "observe.rules.heartbeat_stall_s=90",
+        "observe.rules.heartbeat_stall_s=90", "observe.rules.gate_entropy_min=0.3",
+        "observe.memory=dumps", "observe.memory_every=100",
     ]  # fmt: skip
     assert len(asked.notes) == 1 and "NSA_PREFILL_BATCHED changes nothing" in asked.notes[0]
     job = load_job("nsa_m7c", asked.words)
     assert job.config.observe.rules.heartbeat_stall_s == 90
+    assert job.config.observe.memory_every == 100
+    assert read_variables({"NSA_MEM_DUMP_EVERY": "0"}).words == []
     batch = read_variables({"NSA_BATCH_SIZE": "6"}).words
     assert plan(*batch, "launch.nproc=2", source="nsa_m7c").batch.grad_accum == 3
     assert read_variables({"NSA_BATCH_SIZE": "8", "NSA_ACCUM": "4"}).words == [

@@ -108,13 +108,17 @@ def test_b2_a_strangers_orders_are_refused_and_reported(
     assert heard.result(5) == {"run_dir": "mine"}
 
 
-def test_orders_reach_those_who_have_come(pair: tuple[Rendezvous, Rendezvous]) -> None:
+def test_orders_reach_those_who_have_come(
+    pair: tuple[Rendezvous, Rendezvous], capfd: pytest.CaptureFixture[str]
+) -> None:
     zero, one = pair
     places = zero.wait_for_all(5)
     assert [(place.rank, place.local_rank) for place in places] == [(0, 0), (1, 1)]
     heard = in_thread(one.wait_for_orders)
+    time.sleep(1.5 * module.WAIT_S)
     zero.publish_orders(run_dir="r", workload="lm")
     assert heard.result(5) == {"run_dir": "r", "workload": "lm"}
+    assert capfd.readouterr().err == "", "a rank that waits says nothing"
     one.publish_failure(1)
     assert zero.has_failed() and one.has_failed()
     for rank in pair:

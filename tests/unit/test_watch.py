@@ -357,6 +357,18 @@ def test_zero_gradients_halt_too(run: RunDir) -> None:
     assert run.anomaly.read_text() == "zero_grad\n"
 
 
+def test_collapsed_gates_halt_too(run: RunDir) -> None:
+    lived(run, time.time() - 10)
+    for rank in (0, 1):
+        beat(run, rank, time.time())
+    head, *rows = run.training.read_text().splitlines()
+    more = [f"{head},train/gate_entropy,train/gate_collapse", *(f"{row},0.1,0.9" for row in rows)]
+    run.training.write_text("\n".join(more) + "\n")
+    (run.root / "run.yaml").write_text("observe: {rules: {gate_collapse_steps: 2}}\n")
+    Watchdog(run, lambda text: None).tick()
+    assert run.anomaly.read_text() == "gate_collapse\n"
+
+
 def follow(dog: Watchdog, run: RunDir, clock: Clock) -> None:
     """Let a watchdog tell silence by a clock that is set."""
     dog._reader = RunReader(run, clock)
