@@ -221,8 +221,9 @@ class Workload:
         return ()
 
     def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, Any]:
-        """Do the work on data that must be done once, before ranks start. What it returns goes to
-        every rank as `self.prepared`, through data.json; its numbers are reported."""
+        """Do the work on data that must be done once, before ranks start. What it returns, if
+        anything, goes to every rank as `self.prepared`, through data.json; its numbers are
+        reported."""
         return {}
 
     def problems(self, config: Any) -> Sequence[Finding]:

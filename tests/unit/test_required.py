@@ -7,7 +7,7 @@ import pytest
 from paceline.errors import ConfigError, DataError
 from paceline.job import Job, load_job
 from paceline.plan.planner import make_plan
-from paceline.train.feed import build_split, open_data
+from paceline.train.feed import build_split, open_data, prepare_data
 from paceline.workloads.base import REGISTRY, find_workload
 from tests.machines import MACHINE, plan
 
@@ -140,3 +140,26 @@ def test_no_data_to_train_on_is_not_too_little_of_it(tmp_path: Path) -> None:
     job = find(tmp_path, data="def build_data(self, config, split): pass")
     with pytest.raises(DataError, match="returned None: there is nothing to train on"):
         open_data(job, plan())
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return 3", "Job.prepare must return a dict, or None; it returned 3"),
+        ("return {'model': nn.Linear(1, 1)}", "Job.prepare: 'model' is a Linear, which JSON"),
+        ("return {3: 4}", "Job.prepare: 3 is 4"),
+        ("raise ValueError('no network')", "Job.prepare failed at job.py:10 in prepare: ValueE"),
+    ],
+)
+def test_what_was_prepared_is_refused_before_ranks_start(
+    body: str, says: str, tmp_path: Path
+) -> None:
+    job = find(tmp_path, more=f"def prepare(self, config, say): {body}")
+    with pytest.raises((ConfigError, DataError)) as refused:
+        prepare_data(job, print)
+    assert says in str(refused.value)
+
+
+def test_prepare_need_not_return_anything(tmp_path: Path) -> None:
+    job = find(tmp_path, more="def prepare(self, config, say): say('done')")
+    assert prepare_data(job, print) == {}
