@@ -52,7 +52,7 @@ def render_sweep_page(story: SweepStory) -> str:
             signs=story.say(SIGNS),
             losses=_losses(story),
             asked=asked(story),
-            style=Markup("".join(style.read_text() for style in styles)),
+            style=Markup("".join(style.read_text(encoding="utf-8") for style in styles)),
             version=__version__,
         )
     )
