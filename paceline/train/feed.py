@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from paceline.data.buckets import BucketPicks, open_picks
 from paceline.data.cursor import Indices, Picks, StepSlice
@@ -36,6 +37,7 @@ from paceline.workloads.base import Split, own_collate
 from paceline.workloads.returns import (
     Pair,
     data_failed,
+    no_loader,
     no_training_data,
     prepare_failed,
     read_prepared,
@@ -238,11 +240,14 @@ def build_split(job: Job, split: Split) -> Any:
     """Return what the job's `build_data` gives. What fails in it is a fault of the data, unless it
     says that memory, a disk or another rank is at fault."""
     try:
-        return job.workload.build_data(job.config, split)
+        data = job.workload.build_data(job.config, split)
     except Exception as error:
         if isinstance(error, PacelineError) or outcome_of(error) is not Outcome.CRASHED:
             raise
         raise data_failed(job.workload, split, error) from error
+    if isinstance(data, DataLoader):
+        raise no_loader(job.workload, split)
+    return data
 
 
 def prepare_data(job: Job, say: Callable[[str], None]) -> dict[str, Any]:

@@ -26,11 +26,19 @@ Pair = tuple[Number, Number]  # a sum, and how many were summed
 def read_model(workload: Workload, returned: object) -> nn.Module:
     """Return what `build_model` gave, which is a module."""
     from torch import nn
+    from torch.nn.parameter import is_lazy
 
+    name = f"{type(workload).__name__}.build_model"
     if isinstance(returned, nn.Module):
+        if lazy := [key for key, parameter in returned.named_parameters() if is_lazy(parameter)]:
+            raise ConfigError(
+                f"{name} returned a model whose {lazy[0]} has no shape yet: it is built before any"
+                " batch is there\nhint: nn.Linear(8, 16) in place of nn.LazyLinear(16), or call"
+                " the model once in build_model"
+            )
         return returned
     raise ConfigError(
-        f"{type(workload).__name__}.build_model must return a torch.nn.Module; it returned"
+        f"{name} must return a torch.nn.Module; it returned"
         f" {_describe(returned)}\n"
         "hint: end it with `return model`, where model = MyModel(...) is called"
     )
@@ -49,6 +57,15 @@ def data_failed(workload: Workload, split: str, error: Exception) -> DataError:
 def prepare_failed(workload: Workload, error: Exception) -> DataError:
     """Return what is said where `prepare` raised, with the user's line."""
     return DataError(_failed(workload, "prepare", error))
+
+
+def no_loader(workload: Workload, split: str) -> DataError:
+    """Return what is said where `build_data` gave batches in place of samples."""
+    return DataError(
+        f"{type(workload).__name__}.build_data(config, {split!r}) returned a DataLoader\n"
+        "hint: return its data set: Paceline makes the batches (train.micro_batch_size), shuffles"
+        " and loads them (data.num_workers); a collate_fn is collate(self, samples)"
+    )
 
 
 def no_training_data(workload: Workload) -> DataError:

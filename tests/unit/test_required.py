@@ -115,6 +115,7 @@ def test_a_file_that_ends_the_program_is_named(tmp_path: Path) -> None:
         ("pass", "Job.build_model must return a torch.nn.Module; it returned None"),
         ("return nn.Linear", "it returned the class Linear itself"),
         ("return lambda batch: batch", "it returned a function"),
+        ("return nn.LazyLinear(2)", "build_model returned a model whose weight has no shape yet"),
         ("return nn.Linear(2, 'two')", "Job.build_model failed at job.py:7 in build_model: "),
     ],
 )
@@ -134,6 +135,14 @@ def test_data_that_fails_is_a_fault_of_data_with_the_users_line(tmp_path: Path) 
     job = find(tmp_path, data="def build_data(self, config, split): raise MemoryError")
     with pytest.raises(MemoryError):
         build_split(job, "train")
+
+
+def test_a_loader_is_no_data_set(tmp_path: Path) -> None:
+    body = "import torch; return torch.utils.data.DataLoader([1, 2], batch_size=2)"
+    job = find(tmp_path, data=f"def build_data(self, config, split): {body}")
+    for split in ("train", "val"):
+        with pytest.raises(DataError, match=f"{split}.* returned a DataLoader\nhint: return its"):
+            build_split(job, split)  # type: ignore[arg-type]
 
 
 def test_no_data_to_train_on_is_not_too_little_of_it(tmp_path: Path) -> None:
