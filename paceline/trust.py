@@ -76,8 +76,10 @@ def own_files(file: Path) -> list[Path]:
     while left:
         for name in _imported(left.pop()):
             module, package = file.parent / f"{name}.py", file.parent / name
-            files = [module] if module.is_file() else sorted(package.rglob("*.py"))
-            new = [path for path in files if path not in found]
+            # Python takes a package, or a module that was compiled, before the file of that name.
+            compiled = [*file.parent.glob(f"{name}.*so"), *package.rglob("*.so")]
+            files = [*compiled, *package.rglob("*.py"), *([module] if module.is_file() else ())]
+            new = sorted(path for path in files if path not in found)
             found += new
             left += new
     return found

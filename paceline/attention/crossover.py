@@ -78,7 +78,7 @@ def kept_path(env: Env, shape: Shape) -> Path:
     """Return where the measure of a kind of GPU, a version of torch, these kernels and a shape is
     kept."""
     sizes = json.dumps(asdict(shape), sort_keys=True)
-    code = [path.read_text() for path in sorted(SOURCES.glob("*.py"))]
+    code = [path.read_text(encoding="utf-8") for path in sorted(SOURCES.glob("*.py"))]
     named = fingerprint(*sorted({gpu.name for gpu in env.gpus}), env.torch, sizes, *code)
     return cache_folder("nsa") / f"{named}.json"
 

@@ -103,7 +103,10 @@ class Target(Section):
 def load_targets() -> dict[str, Target]:
     """Return every target by its name."""
     folder = resources.files("paceline.bench") / "targets"
-    files = {file.name.removesuffix(".yaml"): file.read_text() for file in folder.iterdir()}
+    files = {
+        file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8")
+        for file in folder.iterdir()
+    }
     return {name: parse_target(name, text) for name, text in sorted(files.items())}
 
 

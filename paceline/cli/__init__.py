@@ -5,6 +5,7 @@ help answers at once.
 """
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -98,11 +99,19 @@ def main() -> None:
     # A request for stacks must not kill a process that has none to show yet, or no more.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     leave_at_once()
+    _show_what_can_be_shown()
     _guard_stderr()
     try:
         _run()
     finally:
         _flush_stdout()
+
+
+def _show_what_can_be_shown() -> None:
+    """Let a terminal whose locale lacks a character show another in its place."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
 
 
 def _guard_stderr() -> None:

@@ -156,7 +156,7 @@ def exit_code(end: SweepEnd) -> int:
 
 
 def _body(end: SweepEnd, folder: SweepDir) -> dict[str, Any]:
-    best = json.loads(folder.best.read_text()) if folder.best.is_file() else None
+    best = json.loads(folder.best.read_text(encoding="utf-8")) if folder.best.is_file() else None
     target = end.judgement.target
     return {
         "sweep_dir": str(folder.root),

@@ -86,7 +86,9 @@ def recipe_text(name: str) -> str:
             f"there is no recipe or file '{name}'\n"
             f"hint: {guess}the recipes are {', '.join(recipe_names())}"
         )
-    return (resources.files("paceline.config") / "recipes" / f"{name}.yaml").read_text()
+    return (resources.files("paceline.config") / "recipes" / f"{name}.yaml").read_text(
+        encoding="utf-8"
+    )
 
 
 def _meant_file(name: str) -> str:

@@ -30,6 +30,7 @@ VARIABLES: dict[str, str] = {
     r"PET_.*|TORCHELASTIC_.*|OMPI_.*|PMIX_.*|PRTE_.*|ORTE_.*|SLURM_.*|SRUN_.*|SBATCH_.*|PDSH_.*"
     r"|DLTS_.*|HYDRA_.*|I_MPI_.*|MV2_.*|PMI_.*": "what a launcher starts",
     r"MASTER_.*|RANK|WORLD_SIZE|LOCAL_RANK|GROUP_RANK": "whom a rank listens to",
+    r"TORCH_FORCE_NO_WEIGHTS_ONLY.*": "that torch.load runs what a pickle says",
     r"PACELINE_.*": "what Paceline trusts",
 }  # fmt: skip
 # Options of torchrun that a file may hold: each takes one value, and none chooses what is run. Full

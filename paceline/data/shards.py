@@ -117,7 +117,7 @@ def write_shards(
             num_repeated=seen.num_repeated,
         )
         if not tokenizer.is_bytes:
-            (aside / FILE).write_text(tokenizer.definition)
+            (aside / FILE).write_text(tokenizer.definition, encoding="utf-8")
         manifest.save(aside / MANIFEST)
         os.chmod(aside, 0o755)  # mkdtemp's is for its maker alone
         os.replace(aside, home)

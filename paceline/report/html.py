@@ -46,7 +46,9 @@ def render_html(story: Story, others: Mapping[str, Table[TrainingRow]] | None = 
     `others`: rows of other runs by name, whose losses are drawn beside this one's."""
     pipeline = _pipeline(story)
     sheets = ["report.css", "gantt.css"] if pipeline else ["report.css"]
-    style = "".join((resources.files("paceline.report") / name).read_text() for name in sheets)
+    style = "".join(
+        (resources.files("paceline.report") / name).read_text(encoding="utf-8") for name in sheets
+    )
     page = _template().render(
         story=story,
         figures=headline(story),

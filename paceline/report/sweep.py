@@ -12,7 +12,7 @@ from paceline import __version__
 from paceline.records.words import count, number, plain, size, table, visible
 from paceline.report.html import environment
 from paceline.report.story import Figure
-from paceline.report.sweep_plots import breakable, grids, intervals, loss_curves, pareto
+from paceline.report.sweep_plots import breakable, grid_unit, grids, intervals, loss_curves, pareto
 from paceline.report.sweep_story import (
     SIGNS,
     VERDICTS,
@@ -47,12 +47,13 @@ def render_sweep_page(story: SweepStory) -> str:
             intervals=Markup(intervals(story)),
             ends=story.ends,
             grids=grids(story),
+            grid_unit=grid_unit(story),
             reference=reference(story),
             remarks=remarks(story),
             signs=story.say(SIGNS),
             losses=_losses(story),
             asked=asked(story),
-            style=Markup("".join(style.read_text() for style in styles)),
+            style=Markup("".join(style.read_text(encoding="utf-8") for style in styles)),
             version=__version__,
         )
     )

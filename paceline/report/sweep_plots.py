@@ -25,7 +25,7 @@ from paceline.report.plots import (
     smooth_line,
     ticks,
 )
-from paceline.report.sweep_story import CellLine, SweepStory
+from paceline.report.sweep_story import UNITS, CellLine, SweepStory
 from paceline.stats.standings import Standings
 
 MARKS = {"refused": "R", "failed": "F", "nothing to measure": "N", "not run": "–"}
@@ -321,7 +321,7 @@ def grids(story: SweepStory) -> list[Grid]:
                 spots = [{row_key: row, column_key: column} for column in axes[column_key]]
             rows.append((row, [_grid_cell(story, fixed | spot) for spot in spots]))
         where = ", ".join(f"{key}={value}" for key, value in fixed.items())
-        columns = list(axes[column_key]) if column_key else [story.work_unit]
+        columns = list(axes[column_key]) if column_key else [grid_unit(story)]
         found.append(Grid(where, row_key, column_key, columns, rows))
     return found
 
@@ -331,28 +331,42 @@ def _combinations(axes: dict[str, list[str]]) -> Iterator[dict[str, str]]:
         yield dict(zip(axes, values, strict=True))
 
 
+def grid_unit(story: SweepStory) -> str:
+    """Return what cells stand side by side by: work done, or what they learn."""
+    return story.work_unit if story.record.metric in UNITS else story.unit
+
+
+def _value(story: SweepStory, line: CellLine) -> float | None:
+    if story.record.metric in UNITS:
+        return line.throughput
+    return line.standing.value if line.standing else None
+
+
 def _grid_cell(story: SweepStory, settings: dict[str, str]) -> GridCell:
     # Cells are in the order of the phases, the last first.
     lines = [line for line in story.cells if line.cell.settings == settings]
     if not lines:
         return GridCell("", "", "no such cell")
     line = lines[0]
-    if line.throughput is None:
+    value = _value(story, line)
+    if value is None:
         return GridCell("", MARKS.get(line.state, "?"), f"{line.name}: {line.state}")
     mark = "!" if line.flag else line.sign or ("F" if line.failed else "")
-    title = f"{line.name}: {line.throughput:.6g} {story.work_unit}; {line.verdict}"
-    return GridCell(number(line.throughput), mark, title, _level(story, line))
+    title = f"{line.name}: {value:.6g} {grid_unit(story)}; {line.verdict}"
+    return GridCell(number(value), mark, title, _level(story, line))
 
 
 def _level(story: SweepStory, line: CellLine) -> int:
     """Return the strength of the hue. Cells that cannot be told apart from the best are as strong
     as it, and where that is so of all, none stands out."""
-    known = [other for other in story.measured if other.throughput is not None]
+    known = [other for other in story.measured if _value(story, other) is not None]
     if all(other.is_winner for other in known):
         return WEAKEST
     if line.is_winner:
         return STRONGEST
-    values = [other.throughput for other in known if other.throughput is not None]
-    low, high, value = min(values), max(values), line.throughput or 0.0
-    share = (value - low) / (high - low) if high > low and math.isfinite(value) else 0.0
+    values = [_value(story, other) or 0.0 for other in known]
+    worst, best, value = min(values), max(values), _value(story, line) or 0.0
+    if story.record.metric.endswith(":min"):
+        worst, best = best, worst
+    share = (value - worst) / (best - worst) if best != worst and math.isfinite(value) else 0.0
     return round(WEAKEST + share * (STRONGEST - WEAKEST))

@@ -50,7 +50,7 @@ def fit_batches(job: Job, env: Env, prepared: dict[str, Any], say: Callable[[str
     alone.workload.prepared = prepared
     with tempfile.TemporaryDirectory() as place:
         run = RunDir(Path(place))
-        run.config.write_text(dump_config(alone.config))
+        run.config.write_text(dump_config(alone.config), encoding="utf-8")
         run.data.write_text(json.dumps(prepared))
         make_plan(alone, env).save(run.plan)
         found = _in_own_process(run, job)

@@ -60,6 +60,7 @@ from paceline.run.rank import TRAIN, train_rank
 from paceline.run.resume import Resumption, explain_schedule, require_steps_ahead
 from paceline.run.watching import Watcher
 from paceline.track.flow import Trackers
+from paceline.train.feed import prepare_data
 from paceline.trust import remember
 from paceline.workloads.job_file import code_fingerprint
 
@@ -159,7 +160,7 @@ def prepare(
     launcher.require_ready(order_for(job, env, plan))
     for finding in plan.findings:
         talk.say(f"{finding.severity}: {finding}")
-    prepared = job.workload.prepare(job.config, talk.say)
+    prepared = prepare_data(job, talk.say)
     if is_open(job):
         job = fit_batches(job, env, prepared, talk.say)
         job.workload.prepared = prepared

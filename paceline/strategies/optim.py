@@ -46,7 +46,8 @@ def build_optimizer(parts: EngineParts, module: nn.Module) -> Optimizer:
     """Build the optimizer of what this rank holds of the model: the workload's own, or
     `optim.name`. Each group has `lr_scale`, the multiple of a step's rate that it takes."""
     if builds_own(parts.workload):
-        return _build_own(parts.workload, module, parts.config)
+        config = counted(parts.config, parts.plan.steps)
+        return _build_own(parts.workload, module, config)
     optim = parts.config.optim
     kind, settings = optimizer_kind(
         optim, parts.plan.fused_optimizer.value, by_kernel(parts, module)
@@ -109,7 +110,9 @@ def _build_own(workload: Workload, module: nn.Module, config: RunConfig) -> Opti
     optimizer = workload.build_optimizer(module, config)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"{what} returned a {type(optimizer).__name__}\nhint: return a torch.optim.Optimizer"
+            f"{what} returned a {type(optimizer).__name__}\n"
+            "hint: return one torch.optim.Optimizer; the rate of a step is what learning_rate(self,"
+            " step, config) returns, and a loop with two optimizers keeps itself: paceline.attach"
         )
     names = {named.parameter: named.name for named in trained_parameters(module)}
     given = {p for group in optimizer.param_groups for p in group["params"]}
@@ -153,9 +156,16 @@ def describe_own_rates(optimizer: Optimizer, workload: Workload, config: RunConf
     ]
 
 
+def counted(config: RunConfig, num_steps: int) -> RunConfig:
+    """Return the config as a job's own optimizer and schedule read it: `train.steps` is how many
+    there are, also where it is auto, or train.epochs decides."""
+    train = config.train.model_copy(update={"steps": num_steps})
+    return config.model_copy(update={"train": train})
+
+
 def rate_of(step: int, num_steps: int, config: RunConfig, workload: Workload) -> float:
     """Return the learning rate of a step: the workload's own, or that of `optim.schedule`."""
-    own = workload.learning_rate(step, config)
+    own = workload.learning_rate(step, counted(config, num_steps))
     if own is None:
         return learning_rate(step, num_steps, config.optim)
     if not isinstance(own, int | float) or not math.isfinite(own) or own < 0:

@@ -1,7 +1,7 @@
 """What one optimizer step consumes: this rank's microbatches on the device, and the loss scale."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from paceline.data.buckets import BucketPicks, open_picks
 from paceline.data.cursor import Indices, Picks, StepSlice
@@ -33,7 +34,14 @@ from paceline.records.words import count
 from paceline.strategies.clock import Clock
 from paceline.train.verdict import outcome_of
 from paceline.workloads.base import Split, own_collate
-from paceline.workloads.returns import Pair, data_failed, no_training_data
+from paceline.workloads.returns import (
+    Pair,
+    data_failed,
+    no_loader,
+    no_training_data,
+    prepare_failed,
+    read_prepared,
+)
 
 NAMED_STEPS = 32  # whose samples of a stream can still be named
 OF_STREAMS = ("stream_readers", "stream_buffer", "stream_repeat")
@@ -232,11 +240,25 @@ def build_split(job: Job, split: Split) -> Any:
     """Return what the job's `build_data` returns. An exception in it is a fault of the data, unless
     it shows that memory, a disk or another rank is to blame."""
     try:
-        return job.workload.build_data(job.config, split)
+        data = job.workload.build_data(job.config, split)
     except Exception as error:
         if isinstance(error, PacelineError) or outcome_of(error) is not Outcome.CRASHED:
             raise
         raise data_failed(job.workload, split, error) from error
+    if isinstance(data, DataLoader):
+        raise no_loader(job.workload, split)
+    return data
+
+
+def prepare_data(job: Job, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return what the job's `prepare` has found for all ranks. It fails as `build_data` does."""
+    try:
+        found = job.workload.prepare(job.config, say)
+    except Exception as error:
+        if isinstance(error, PacelineError) or outcome_of(error) is not Outcome.CRASHED:
+            raise
+        raise prepare_failed(job.workload, error) from error
+    return read_prepared(job.workload, found)
 
 
 def open_data(job: Job, plan: Plan) -> TrainData:

@@ -25,9 +25,10 @@ from paceline.data.loader import map_tensors
 from paceline.data.rng import capture_rng, restore_rng
 from paceline.errors import ConfigError, PacelineError
 from paceline.job import Job
+from paceline.metrics import TRAIN
 from paceline.records import Plan
 from paceline.records.words import few
-from paceline.strategies.base import Engine
+from paceline.strategies.base import Engine, Totals
 from paceline.strategies.gather import locals_of
 from paceline.strategies.optim import freeze, trained_parameters
 from paceline.train.evaluation import Evaluation
@@ -53,6 +54,10 @@ class Compared(NamedTuple):
     size: float  # of the parts, without their signs
 
     @property
+    def is_sum(self) -> bool:
+        return abs(self.whole - self.parts) <= CLOSE * self.size
+
+    @property
     def is_mean(self) -> bool:
         """Say whether it is clearly a mean and clearly not a sum; never where a number is not
         finite."""
@@ -73,19 +78,21 @@ class FirstBatch:
     batch: Any
     size: int
 
-    def require_summed_loss(self) -> None:
-        """Refuse a loss that is a mean over the batch; leave no trace otherwise. A collective."""
+    def require_summed_loss(self) -> list[str]:
+        """Refuse a loss that is a mean over the batch, and tell of metrics beside it that are;
+        leave no trace otherwise. A collective."""
         size = self.size
         # Ranks may have batches of different sizes, and all must do the same here.
         num_others = self._sum(torch.tensor([0.0 if can_cut(self.batch, size) else 1.0]))
         if any(num_others):
-            return
+            return []
         with traceless(self.engine, self.device) as rewind:
             # A quarter and the rest, then halves: a chance likeness would not come twice.
             for first in (max(1, size // 4), size // 2):
-                compared = self._compare(first, rewind)
+                compared, totals = self._compare(first, rewind)
                 if compared is None or not compared.is_mean:
-                    return
+                    is_sum = compared is not None and compared.is_sum
+                    return list(self._tell_means(totals, first)) if is_sum else []
         assert compared is not None, "there is at least one cut"
         whole, parts = (x / self.plan.batch.dp for x in (compared.whole, compared.parts))
         raise ConfigError(
@@ -95,21 +102,40 @@ class FirstBatch:
             'hint: return the sum and the count: cross_entropy(..., reduction="sum"), len(targets)'
         )
 
-    def _compare(self, first: int, rewind: Callable[[], None]) -> Compared | None:
+    def _tell_means(self, totals: list[Totals], first: int) -> Iterator[str]:
+        """Tell of metrics that are means, though the loss is a sum: they are divided once more."""
+        name, samples = type(self.workload).__name__, [first, self.size - first]
+        for key in totals[0].extras:
+            (whole, count), *parts = (tuple(map(float, each.extras[key])) for each in totals)
+            values, counts = zip(*parts, strict=True)
+            if not math.isclose(count, sum(counts), rel_tol=1e-6):
+                continue  # a count of its own, such as (value, 1): it is divided by the passes
+            means = (_mean(values, samples), _mean(values, counts))
+            if Compared(whole, sum(values), *means, sum(map(abs, values))).is_mean:
+                yield (
+                    f"{name}.loss returns a mean as {key!r}: {whole:.4g} for the first batch, and"
+                    f" {sum(values):.4g} for its parts together, where a sum is the same. It is"
+                    f" divided once more, here by {count:g}, so {TRAIN}{key} is too small: return"
+                    " the sum, or (sum, count)"
+                )
+
+    def _compare(
+        self, first: int, rewind: Callable[[], None]
+    ) -> tuple[Compared | None, list[Totals]]:
         """Compare the batch with two parts of it, cut after the first samples; return None, on
-        every rank, if that shows nothing."""
+        every rank, if that shows nothing; and what the passes of this rank gave."""
         size = self.size
         parts, samples = self._cut(first), [first, size - first]
         units = self._units(parts, samples)
         if units is None:
-            return None
+            return None, []
+        totals: list[Totals] = []
         found = torch.zeros(len(Compared._fields) + 1, dtype=torch.float64)
         try:
-            losses = []
             for part in [self.batch, *parts]:
                 rewind()
-                losses.append(float(self.engine.evaluate(part).loss_sum))
-            whole, *two = losses
+                totals.append(self.engine.evaluate(part))
+            whole, *two = (float(each.loss_sum) for each in totals)
             means = (_mean(two, samples), _mean(two, units))
             found[:-1] = torch.tensor([whole, sum(two), *means, sum(map(abs, two))])
         except PacelineError:
@@ -122,7 +148,7 @@ class FirstBatch:
             LOG.info("not checked whether the loss is a sum: %s: %s", type(error).__name__, error)
             found[-1] = 1
         *figures, num_failed = self._sum(found)
-        return None if num_failed else Compared(*figures)
+        return None if num_failed else Compared(*figures), totals
 
     def _cut(self, first: int) -> list[Any]:
         leaves, form = tree_flatten(self.batch)

@@ -299,8 +299,8 @@ class Ledger:
             raise ConfigError(
                 f"the loss of step {step} summed {count:.10g} {self.plan.unit}, but the workload"
                 f" promised {promised:.10g} before it\n"
-                "hint: units_per_sample(), or units(batch) where it is None, must say how many"
-                " loss() will sum"
+                "hint: where samples have differently many, units_per_sample(self, config) returns"
+                " None, and units(self, batch) how many loss() will sum"
             )
         row = self._rows[step]
         row.loss, row.count = (loss_sum / count if count else math.nan), count

@@ -31,7 +31,7 @@ from paceline.job import Job
 from paceline.machine.process import die_with_parent
 from paceline.records import Part
 from paceline.records.words import duration
-from paceline.train.feed import build_split
+from paceline.train.feed import build_split, prepare_data
 from paceline.workloads.base import own_collate
 
 MOST_BATCHES, MOST_S = 2048, 10.0
@@ -201,7 +201,7 @@ def _cut_rows(flat: Any, size: int, seq_len: int) -> int:
 def _by_index(job: Job) -> Iterator[Event]:
     """Open each shard of what is prepared, then read batches in the order of a run."""
     yield Event("place", str(getattr(job.config.data, "source", "what the job prepares")))
-    job.workload.prepared = job.workload.prepare(job.config, lambda text: None)
+    job.workload.prepared = prepare_data(job, lambda text: None)
     data = build_split(job, "train")
     if data is None or is_stream(data):
         raise ConfigError("data smoke reads text, and data sets that have samples by index")

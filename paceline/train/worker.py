@@ -312,7 +312,8 @@ class RankRun:
         first = parts.feed.peek()
         batch = to_device(first.batch, device)
         size = len(first.sample_ids)
-        FirstBatch(parts.engine, job.workload, plan, device, batch, size).require_summed_loss()
+        asked = FirstBatch(parts.engine, job.workload, plan, device, batch, size)
+        self.notes += asked.require_summed_loss()
 
     def _trace(self, feed: Feed) -> None:
         traced = trace_first(self.job, self.plan, feed, self.device)

@@ -209,7 +209,8 @@ class TokenGate:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         given = request.query_params.get("token", "")
         if self._is_right(given):
-            answer: Any = RedirectResponse(request.url.path)
+            # One slash: a path that begins with two would be the address of another host.
+            answer: Any = RedirectResponse("/" + request.url.path.lstrip("/"))
             answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
             await answer(scope, receive, send)
         elif self._is_right(request.cookies.get(COOKIE, "")) or self._is_right(bearer):
@@ -224,7 +225,7 @@ class TokenGate:
 def render_page(name: str, root: str, is_single: bool) -> str:
     """Return the empty page of a run, or of the list; events fill it."""
     style = "".join(
-        (resources.files(package) / file).read_text()
+        (resources.files(package) / file).read_text(encoding="utf-8")
         for package, file in (("paceline.report", "report.css"), ("paceline.watch", "watch.css"))
     )
     template = environment().from_string(_file("page.html.jinja"))
@@ -242,7 +243,7 @@ def name_in(scope: Mapping[str, Any], prefix: str) -> str:
 
 
 def _file(name: str) -> str:
-    return (resources.files("paceline.watch") / name).read_text()
+    return (resources.files("paceline.watch") / name).read_text(encoding="utf-8")
 
 
 def serve(fleet: Fleet, address: Address, say: Callable[[str], None]) -> None:

@@ -213,8 +213,8 @@ class Workload:
         return ()
 
     def prepare(self, config: Any, say: Callable[[str], None]) -> dict[str, Any]:
-        """Prepare data once, before ranks start. The result reaches every rank as `self.prepared`,
-        through data.json; its numbers are reported."""
+        """Prepare data once, before ranks start. The result, if there is one, reaches every rank as
+        `self.prepared`, through data.json; its numbers are reported."""
         return {}
 
     def problems(self, config: Any) -> Sequence[Finding]:

@@ -6,6 +6,7 @@ stands alone is divided by what the loss is divided by; a pair brings its own co
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,19 @@ Pair = tuple[Number, Number]  # a sum, and how many were summed
 def read_model(workload: Workload, returned: object) -> nn.Module:
     """Return what `build_model` gave, which is a module."""
     from torch import nn
+    from torch.nn.parameter import is_lazy
 
+    name = f"{type(workload).__name__}.build_model"
     if isinstance(returned, nn.Module):
+        if lazy := [key for key, parameter in returned.named_parameters() if is_lazy(parameter)]:
+            raise ConfigError(
+                f"{name} returned a model whose {lazy[0]} has no shape yet: it is built before any"
+                " batch is there\nhint: nn.Linear(8, 16) in place of nn.LazyLinear(16), or call"
+                " the model once in build_model"
+            )
         return returned
     raise ConfigError(
-        f"{type(workload).__name__}.build_model must return a torch.nn.Module; it returned"
+        f"{name} must return a torch.nn.Module; it returned"
         f" {_describe(returned)}\n"
         "hint: end it with `return model`, where model = MyModel(...) is called"
     )
@@ -54,6 +63,20 @@ def sketch_failed(workload: Workload, error: Exception) -> ConfigError:
 def data_failed(workload: Workload, split: str, error: Exception) -> DataError:
     """Return what is said where `build_data` raised, with the user's line."""
     return DataError(_failed(workload, f"build_data(config, {split!r})", error))
+
+
+def prepare_failed(workload: Workload, error: Exception) -> DataError:
+    """Return what is said where `prepare` raised, with the user's line."""
+    return DataError(_failed(workload, "prepare", error))
+
+
+def no_loader(workload: Workload, split: str) -> DataError:
+    """Return what is said where `build_data` gave batches in place of samples."""
+    return DataError(
+        f"{type(workload).__name__}.build_data(config, {split!r}) returned a DataLoader\n"
+        "hint: return its data set: Paceline makes the batches (train.micro_batch_size), shuffles"
+        " and loads them (data.num_workers); a collate_fn is collate(self, samples)"
+    )
 
 
 def no_training_data(workload: Workload) -> DataError:
@@ -107,6 +130,25 @@ def read_measured(workload: Workload, returned: object) -> dict[str, Pair | Item
     ]
     if problems:
         raise ConfigError([f"{name}.evaluate: {problem}" for problem in problems])
+    return dict(returned)
+
+
+def read_prepared(workload: Workload, returned: object) -> dict[str, Any]:
+    """Return what `prepare` found, as data.json can hold it; one that returns nothing has found
+    nothing that ranks must know."""
+    name = f"{type(workload).__name__}.prepare"
+    if returned is None:
+        return {}
+    if not isinstance(returned, Mapping):
+        raise ConfigError(f"{name} must return a dict, or None; it returned {_describe(returned)}")
+    problems = [
+        f"{name}: {key!r} is {_describe(value)}, which JSON cannot hold, and ranks get it as such\n"
+        "hint: a text, a number, or lists and dicts of them; a path as str(path)"
+        for key, value in returned.items()
+        if not isinstance(key, str) or not _is_plain(value)
+    ]
+    if problems:
+        raise ConfigError(problems)
     return dict(returned)
 
 
@@ -179,6 +221,14 @@ def _is_loss(returned: object) -> bool:
     loss, units, *more = returned
     is_scalar = hasattr(loss, "backward") and loss.dim() == 0
     return is_scalar and _is_number(units) and all(isinstance(x, dict) for x in more)
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _is_number(value: Any) -> bool:

@@ -33,10 +33,11 @@ class FakeEngine:
     compute: Loss
     module: nn.Module
     num_asked: int = 0
+    beside: Callable[[Any], dict[str, Any]] = lambda batch: {}
 
     def evaluate(self, batch: Any) -> Totals:
         self.num_asked += 1
-        return Totals(self.compute(batch), len(batch["x"]))
+        return Totals(self.compute(batch), len(batch["x"]), self.beside(batch))
 
 
 class Job(Workload):
@@ -110,6 +111,30 @@ def test_a_mean_is_refused(name: str, plan: Plan) -> None:
 @pytest.mark.parametrize("name", NO_MEANS)
 def test_what_is_no_mean_is_left_alone(name: str, plan: Plan) -> None:
     assert ask(NO_MEANS[name], plan).num_asked in (3, 6)
+
+
+BESIDE: dict[str, Callable[[Tensor], tuple[Any, Any]]] = {
+    "mean": lambda x: (x.mean(), len(x)),
+    "constant": lambda x: (3.0, len(x)),
+    "sum": lambda x: (x.sum(), len(x)),
+    "per pass": lambda x: (x.mean(), 1),
+    "nothing": lambda x: (0, 0),
+    "unknown": lambda x: (float("nan"), len(x)),
+    "largest": lambda x: (x.max() + 100 * len(x), len(x)),
+}
+
+
+@pytest.mark.parametrize("compute", [NO_MEANS["cross entropy"], info_nce])
+def test_a_metric_that_is_a_mean_is_told_where_the_loss_is_a_sum(compute: Loss, plan: Plan) -> None:
+    def beside(batch: Any) -> dict[str, Any]:
+        return {name: make(batch["x"].square()) for name, make in BESIDE.items()}
+
+    engine = FakeEngine(compute, nn.BatchNorm1d(4), beside=beside)
+    device = torch.device("cpu")
+    first = FirstBatch(engine, Job(), plan, device, make_batch(), SIZE)  # type: ignore[arg-type]
+    told = [note.partition(":")[0] for note in first.require_summed_loss()]
+    means = [f"Job.loss returns a mean as '{name}'" for name in ("mean", "constant")]
+    assert told == ([] if compute is info_nce else means)
 
 
 def test_a_mean_over_units_that_samples_have_differently_many_of(plan: Plan) -> None:

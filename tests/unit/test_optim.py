@@ -361,6 +361,22 @@ def test_the_workload_may_say_the_rate() -> None:
             rate_of(step, 10, config, job)
 
 
+class Counting(Workload):
+    def build_optimizer(self, model: nn.Module, config: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=config.optim.lr / config.train.steps)
+
+    def learning_rate(self, step: int, config: Any) -> float:
+        return float(step / config.train.steps)
+
+
+@pytest.mark.parametrize("asked", [["train.steps=auto", "train.epochs=2"], ["train.steps=auto"]])
+def test_a_schedule_of_ones_own_knows_how_many_steps_there_are(asked: list[str]) -> None:
+    config = load_job("lm_tiny", [*asked, "optim.lr=1"]).config
+    assert rate_of(5, 20, config, Counting()) == 0.25
+    parts = EngineParts(config, plan("train.steps=50"), Counting(), torch.device("cpu"))
+    assert build_optimizer(parts, Net()).param_groups[0]["lr"] == 0.02
+
+
 def test_a_number_of_that_name_is_told(own: str) -> None:
     file = Path(own.rpartition(":")[0])
     file.write_text(f"{OWN}    def __init__(self): self.learning_rate = 0.1\n")

@@ -7,7 +7,7 @@ import pytest
 from paceline.errors import ConfigError, DataError
 from paceline.job import Job, load_job
 from paceline.plan.planner import make_plan
-from paceline.train.feed import build_split, open_data
+from paceline.train.feed import build_split, open_data, prepare_data
 from paceline.workloads.base import REGISTRY, find_workload
 from tests.machines import MACHINE, plan
 
@@ -115,6 +115,7 @@ def test_a_file_that_ends_the_program_is_named(tmp_path: Path) -> None:
         ("pass", "Job.build_model must return a torch.nn.Module; it returned None"),
         ("return nn.Linear", "it returned the class Linear itself"),
         ("return lambda batch: batch", "it returned a function"),
+        ("return nn.LazyLinear(2)", "build_model returned a model whose weight has no shape yet"),
         ("return nn.Linear(2, 'two')", "Job.build_model failed at job.py:7 in build_model: "),
     ],
 )
@@ -136,7 +137,38 @@ def test_data_that_fails_is_a_fault_of_data_with_the_users_line(tmp_path: Path) 
         build_split(job, "train")
 
 
+def test_a_loader_is_no_data_set(tmp_path: Path) -> None:
+    body = "import torch; return torch.utils.data.DataLoader([1, 2], batch_size=2)"
+    job = find(tmp_path, data=f"def build_data(self, config, split): {body}")
+    for split in ("train", "val"):
+        with pytest.raises(DataError, match=f"{split}.* returned a DataLoader\nhint: return its"):
+            build_split(job, split)  # type: ignore[arg-type]
+
+
 def test_no_data_to_train_on_is_not_too_little_of_it(tmp_path: Path) -> None:
     job = find(tmp_path, data="def build_data(self, config, split): pass")
     with pytest.raises(DataError, match="returned None: there is nothing to train on"):
         open_data(job, plan())
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return 3", "Job.prepare must return a dict, or None; it returned 3"),
+        ("return {'model': nn.Linear(1, 1)}", "Job.prepare: 'model' is a Linear, which JSON"),
+        ("return {3: 4}", "Job.prepare: 3 is 4"),
+        ("raise ValueError('no network')", "Job.prepare failed at job.py:10 in prepare: ValueE"),
+    ],
+)
+def test_what_was_prepared_is_refused_before_ranks_start(
+    body: str, says: str, tmp_path: Path
+) -> None:
+    job = find(tmp_path, more=f"def prepare(self, config, say): {body}")
+    with pytest.raises((ConfigError, DataError)) as refused:
+        prepare_data(job, print)
+    assert says in str(refused.value)
+
+
+def test_prepare_need_not_return_anything(tmp_path: Path) -> None:
+    job = find(tmp_path, more="def prepare(self, config, say): say('done')")
+    assert prepare_data(job, print) == {}

@@ -2,6 +2,9 @@
 nothing in it is acted upon."""
 
 import csv
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,6 +99,18 @@ def test_pages_logs_and_tables_of_a_run(tmp_path: Path) -> None:
     log_line(run, RED)
     assert run.train_log.read_text() == f"[rank 0] {SHOWN}\n"
     assert run.launcher_log.read_text().endswith(f"{SHOWN}\n")
+
+
+def test_a_locale_that_lacks_characters_costs_no_page_and_no_screen(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "Größe")
+    finish(run)
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for words in (["report"], ["watch", "--once"]):
+        command = [sys.executable, "-m", "paceline", *words, str(run.root)]
+        ended = subprocess.run(command, env=os.environ | plain, capture_output=True, check=False)
+        assert ended.returncode == 0, ended.stderr.decode(errors="replace")
+    page = run.report.read_text(encoding="utf-8")
+    assert "Größe" in page and "\ufffd" not in page
 
 
 def test_a_table_of_a_run_keeps_texts_that_look_like_formulas(tmp_path: Path) -> None:

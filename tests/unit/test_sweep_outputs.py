@@ -14,6 +14,7 @@ from paceline.config.load import read_draft
 from paceline.records.swept import SweepRecord, SweptPhase
 from paceline.records.words import size
 from paceline.report.sweep_plots import front, staircase
+from paceline.stats.figures import Course
 from paceline.sweep.flow import SweepEnd
 from paceline.sweep.folder import Row, SweepDir
 from paceline.sweep.judge import SweepJudgement
@@ -313,6 +314,25 @@ def test_the_grid_marks_by_letters_too(sweep: Sweep) -> None:
     assert page.count('<table class="matrix">') == 2, "one for each value of the third axis"
     marks = re.findall(r'class="mark-sign">(.)<', page)
     assert sorted(marks) == sorted(["★", "!", "F", "F", "R", "R", "–"])
+
+
+@pytest.mark.parametrize(("goal", "strong"), [("max", "0.9"), ("min", "0.5")])
+def test_the_grid_shows_what_the_sweep_compares_by(
+    goal: str, strong: str, folder: SweepDir
+) -> None:
+    record = draw_record({"optim.lr": ["0.1", "0.2"]}, metric=f"val/accuracy:{goal}")
+    rows = [draw_row(folder, cell.name, n) for cell in record.cells for n in (1, 2, 3)]
+    figures = {
+        row["run_dir"]: draw_figures(100 - n, courses={"val/accuracy": Course(value, value, value)})
+        for n, (row, value) in enumerate(zip(rows, 3 * [0.5] + 3 * [0.9], strict=True))
+    }
+    write_outputs(folder, record, rows, judge_rows(record, rows, figures))
+    page = folder.report.read_text()
+    assert "<h2>Cells by val/accuracy</h2>" in page and "the stronger the better" in page
+    levels = dict(
+        re.findall(r'<td style="--level: (\d+)" title="[^:]*: ([\d.]+) val/accuracy', page)
+    )
+    assert {value: int(level) for level, value in levels.items()}[strong] == max(map(int, levels))
 
 
 def test_phases_show_a_configuration_once(folder: SweepDir) -> None:

@@ -149,6 +149,21 @@ def test_what_the_file_imports_from_its_folder_counts_too(
         load_resumption(run.root, [], allow_change=False)
 
 
+@pytest.mark.parametrize("name", ["beside/__init__.py", "beside/ext.so", "beside.abi3.so"])
+def test_what_python_would_import_before_a_file_counts_too(
+    name: str, tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code.with_name("beside.py").write_text("VALUE = 1\n")
+    code.write_text("import beside\n" + CODE)
+    monkeypatch.syspath_prepend(str(code.parent))
+    run = make_run(tmp_path / "run", f"{code}:X")
+    added = code.parent / name
+    added.parent.mkdir(exist_ok=True)
+    added.write_text("VALUE = 2\n")
+    with pytest.raises(ConfigError, match=name):
+        load_resumption(run.root, [], allow_change=False)
+
+
 def test_a_member_of_a_launcher_imports_nothing_untrusted(
     sent: RunDir, code: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,6 +227,7 @@ VARIABLES = [
     "TORCH_EXTENSIONS_DIR", "CUDA_INJECTION64_PATH", "GCONV_PATH", "MY_PRELOAD", "PET_NO_PYTHON",
     "OMPI_MCA_plm_rsh_agent", "PACELINE_TRUSTED", "XDG_STATE_HOME", "OMP_TOOL_LIBRARIES",
     "INTEL_LIBITTNOTIFY64", "NCCL_CUDA_PATH", "ANY_LIBRARY", "KINETO_CONFIG",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
 ]  # fmt: skip
 ORDINARY = ["OMP_NUM_THREADS", "NCCL_DEBUG", "NCCL_P2P_LEVEL", "NCCL_NET", "CUDA_VISIBLE_DEVICES",
             "MY_FLAGS", "HF_HOME", "TORCH_LOGS", "PATHS", "ENVIRONMENT"]  # fmt: skip

@@ -501,6 +501,8 @@ def test_elsewhere_a_token_is_asked_for(run: RunDir) -> None:
     assert far.get("/events").status_code == 401 and far.get("/live.js").status_code == 401
     first = far.get("/?token=s3cret", follow_redirects=False)
     assert first.status_code == 307 and "token" not in first.headers["location"]
+    elsewhere = far.get("http://testserver//other.example/?token=s3cret", follow_redirects=False)
+    assert elsewhere.headers["location"] == "/other.example/", "a path of ours, not a host"
     assert "httponly" in first.headers["set-cookie"].lower()
     assert far.get("/").status_code == 200, "by the cookie"
 

@@ -89,7 +89,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder} has no config.json\nhint: give the folder that save_pretrained wrote"
         )
     try:
-        read = json.loads(path.read_text())
+        read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, *DAMAGED) as error:
         raise DataError(f"cannot read {path}: {error}") from error
     if not isinstance(read, dict):
@@ -123,7 +123,7 @@ def list_tensors(folder: Path) -> dict[str, Path]:
     if not index.is_file():
         return dict.fromkeys(_open(folder / SINGLE).keys(), folder / SINGLE)
     try:
-        names = json.loads(index.read_text())["weight_map"]
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {tensor: folder / Path(file).name for tensor, file in names.items()}
     except (OSError, *DAMAGED) as error:
         raise DataError(f"cannot read {index}: {error!r}") from error
