@@ -17,7 +17,7 @@ from paceline.job import Job, job_schema, load_job
 from paceline.records import Plan
 from paceline.run.fit import is_open
 from paceline.strategies import lossy_keys
-from paceline.train.feed import build_split
+from paceline.train.feed import build_split, prepare_data
 from paceline.verify.trial import (
     AFTER,
     BEFORE,
@@ -233,7 +233,7 @@ class OwnJob:
         return replace(job, workload=without_own_updates(type(job.workload))())
 
     def prepare(self, job: Job, say: Say) -> None:
-        job.workload.prepared = self.prepared = job.workload.prepare(job.config, say)
+        job.workload.prepared = self.prepared = prepare_data(job, say)
         self.is_stream = is_stream(build_split(job, "train"))
         self.has_val = build_split(job, "val") is not None
 
