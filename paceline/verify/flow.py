@@ -24,7 +24,7 @@ from paceline.verify.trials import Trials, expected_bytes
 from paceline.workloads.given import is_given
 
 VERIFY_FILE = "verify.json"
-APART = "the stages of a pipeline draw random numbers apart: a proof wants a model without dropout"
+APART = "the stages of a pipeline draw their own random numbers: prove it without dropout"
 
 Say = Callable[[str], None]
 
@@ -41,7 +41,7 @@ class Candidate:
 def run_verify(
     names: Sequence[str], overrides: Sequence[str], out: Path | None, say: Say
 ) -> VerifyReport:
-    """Prove the strategies that are named, on the job among the names where there is one."""
+    """Prove the named strategies, on our own model or, if the names include a job, on that."""
     started_at = wall_time()
     source, names = _find_job(names)
     subject: Subject = OwnJob(source, tuple(overrides)) if source else MadeModel()
@@ -83,8 +83,8 @@ def run_verify(
 
 @dataclass
 class Proof:
-    """Proves one candidate after the other. What one process finds is kept for those that share its
-    samples as others did."""
+    """Proves one candidate after the other. Candidates that cut a step's samples alike share one
+    reference."""
 
     subject: Subject
     run: RunDir
@@ -122,7 +122,7 @@ class Proof:
         return StrategyProof(strategy=label, checks=checks)
 
     def _reference(self, candidate: Candidate, trials: Trials) -> Trials:
-        """Return one process's run with the same samples: there is nothing else to judge by."""
+        """Return the run of one process on the same samples, which everything is judged by."""
         batch = self.subject.alone(trials.jobs[EQUAL], trials.plans[EQUAL])
         if batch in self.references:
             return self.references[batch]
@@ -231,7 +231,7 @@ def _choose_cases(
 
 def _candidate(name: str, case: Case, overrides: Sequence[str]) -> Candidate:
     chosen = [f"{key}={value}" for key, value in case.chosen.items()]
-    # What a case makes of the size of a microbatch is in place of it.
+    # A case may replace the size of a microbatch, which it has computed its own from.
     sized = {key_of(text) for text in case.defaults} & {"train.micro_batch_size"}
     kept = [text for text in overrides if key_of(text) not in sized]
     settings = (*case.defaults, *kept, *chosen, f"strategy.name={name}")

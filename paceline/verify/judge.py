@@ -27,17 +27,17 @@ from paceline.verify.trial import (
 )
 
 TOLERANCE = 1e-5  # relative, fp32
-# Of a user's job, whose sums may be longer than our model's. A gradient that is one percent too
-# large is a hundred times that.
+# For a user's job, whose sums may be longer than those of our model. A gradient that is one percent
+# too large is off by a hundred times this.
 OWN_TOLERANCE = 1e-4
-OWN_CHANGE = 1e-3  # of what the steps changed a tensor by; rounding comes on top
+OWN_CHANGE = 1e-3  # relative to how much the steps changed a tensor; rounding comes on top
 SPLIT = (
     "{} where one process takes {} samples at a time, and {:.6g} where it takes {} at once: it"
     " depends on what else is in a microbatch (BatchNorm, negatives or statistics of a batch, a"
     " mean of means, random numbers), so a run with another train.micro_batch_size is another run"
 )
-# In some steps, of a tensor's largest value, and of the largest change of any tensor: some, as the
-# bias of keys, have a gradient that is 0 but for rounding.
+# Relative to a tensor's largest value, and to the largest change of any tensor: some gradients, as
+# that of the bias of attention's keys, are zero but for rounding.
 ROUNDING = 2e-6
 Weights = dict[str, Tensor]
 ExpectedBytes = Callable[[int], StateBytes]
@@ -79,8 +79,8 @@ def judge_job(
 
 
 def depends_on_split(reference: RunDir, batch: Batch) -> list[str]:
-    """Say what of a job is another number where one process takes its batches whole; nothing where
-    all is the same."""
+    """Return a note on the number that changes most if one process takes each batch in one piece;
+    none if all stay the same."""
     cut, whole = (
         _numbers(read_training(trial_dir(reference, name).training)) for name in (EQUAL, WHOLE)
     )
@@ -115,8 +115,8 @@ def _same_curve(
     for name, field in (("loss", "loss"), ("norm", "grad_norm"), ("eval", "val_loss")):
         pairs = [(getattr(a, field), getattr(b, field)) for a, b in both]
         known = [(a, b) for a, b in pairs if a is not None]
-        worst = max((_relative(a, b) for a, b in known), default=float("inf"))
-        checks.append(_limit(name, worst if complete else float("inf"), allowed))
+        worst = max((_relative(a, b) for a, b in known), default=math.inf)
+        checks.append(_limit(name, worst if complete else math.inf, allowed))
     return checks
 
 
@@ -137,15 +137,15 @@ def _same_metrics(expected: Sequence[TrainingRow], found: Sequence[TrainingRow])
 
 
 def _apart(a: float, b: float | None) -> float:
-    """Return how far two metrics are apart, of the larger of the two and at least of 1e-3: what
-    has come near to 0 has few digits left."""
+    """Return the difference of two metrics relative to the larger one, or to 1e-3 where both are
+    smaller: close to zero few digits are left."""
     if b is None or math.isnan(a) != math.isnan(b):
-        return float("inf")
-    return 0.0 if math.isnan(a) else abs(a - b) / max(abs(a), abs(b), 1e-3)
+        return math.inf
+    return 0.0 if math.isnan(a) or a == b else _share_of(abs(a - b), max(abs(a), abs(b), 1e-3))
 
 
 def _same_changes(one: RunDir, equal: RunDir) -> Check:
-    """Compare what the steps have changed each tensor by."""
+    """Compare how the steps changed each tensor."""
     start, expected, found = _load(initial_file(one, 0)), _final(one, 0), _final(equal, 0)
     if expected.keys() != found.keys():
         odd = sorted(expected.keys() ^ found.keys())
@@ -173,7 +173,10 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _share_of(apart: float, whole: float) -> float:
-    return apart / whole if whole else (float("inf") if apart else 0.0)
+    """Return a relative difference; infinite if one of the two is NaN, which `max` would skip."""
+    if not math.isfinite(apart) or not math.isfinite(whole):
+        return math.inf
+    return apart / whole if whole else (math.inf if apart else 0.0)
 
 
 def _same_weights(one: RunDir, equal: RunDir) -> Check:
@@ -260,17 +263,15 @@ def _is_same(a: Weights, b: Weights) -> bool:
 def _distance(expected: Weights, found: Weights) -> float:
     """Return the worst tensor's largest difference, over the tensor's largest value."""
     if expected.keys() != found.keys():
-        return float("inf")
+        return math.inf
     return max(
-        float((expected[name] - found[name]).abs().max() / expected[name].abs().max())
+        _share_of(_largest(expected[name] - found[name]), _largest(expected[name]))
         for name in expected
     )
 
 
 def _relative(a: float, b: float | None) -> float:
-    if b is None:
-        return float("inf")
-    return abs(a - b) / max(abs(a), 1e-12)
+    return math.inf if b is None else _share_of(abs(a - b), max(abs(a), 1e-12))
 
 
 def _limit(name: str, measured: float, allowed: float) -> Check:

@@ -36,50 +36,50 @@ Words = Sequence[str]  # KEY=VALUE
 
 
 class Batch(NamedTuple):
-    """How a process takes its samples of a step."""
+    """How a process cuts the samples of a step into microbatches."""
 
     micro: int
     accum: int
 
 
 class Subject(Protocol):
-    prepared: Mapping[str, Any]  # what the workload's work returned that is done once
+    prepared: Mapping[str, Any]  # what the workload's `prepare` returned
 
     @property
     def total_s(self) -> float:
-        """Return how long the trials of one strategy may take; those that take longer hang."""
+        """Return the time limit for all trials of one strategy."""
         ...
 
     def refusals(self, overrides: Words) -> Iterator[str]:
-        """Yield what may not be asked for here."""
+        """Yield the reasons to refuse these overrides."""
         ...
 
     def overruled(self, overrides: Words) -> list[str]:
-        """Return what was asked for and a proof does otherwise."""
+        """Return notes on overrides that a proof replaces by its own."""
         ...
 
     def build(self, settings: Words) -> Job:
-        """Return the job under these settings, which a plan can be made of."""
+        """Return the job with these settings, ready to be planned."""
         ...
 
     def prepare(self, job: Job, say: Say) -> None:
-        """Do that work, before ranks start."""
+        """Call the workload's `prepare`, once, before ranks start."""
         ...
 
     def default_names(self, overrides: Words) -> list[str]:
-        """Return the strategies to prove where none is named; empty: all that can run here."""
+        """Return the strategies to prove if none is named; empty: all that can run here."""
         ...
 
     def trials(self, settings: Words, world: int) -> Jobs:
-        """Return what `world` ranks run."""
+        """Return the trials that `world` ranks run."""
         ...
 
     def alone(self, job: Job, plan: Plan) -> Batch:
-        """Return how one process takes the samples that the ranks of `plan` share."""
+        """Return the batch with which one process takes the samples that the ranks share."""
         ...
 
     def reference(self, settings: Words, batch: Batch, world: int) -> Jobs:
-        """Return what one process runs, against which `world` ranks are held."""
+        """Return the trials of one process, with which those of `world` ranks are compared."""
         ...
 
 
@@ -97,8 +97,8 @@ EVALUATED = ("train.eval_every=4", "train.eval_samples=9")
 
 
 class MadeModel:
-    """A small language model on sentences of unequal length (workloads/uneven.py), one of which
-    has a loss that is not a number where that is asked for."""
+    """A small language model on sentences of unequal length (workloads/uneven.py). On request the
+    loss of one of them is NaN."""
 
     # Other keys would change what is proven.
     ALLOWED = (
@@ -146,11 +146,11 @@ class MadeModel:
         }
 
     def alone(self, job: Job, plan: Plan) -> Batch:
-        """Return one pass over what the ranks take in several: a mean of means would differ."""
+        """Return one pass over all samples of a step: a mean of means would differ."""
         return Batch(MICRO * ACCUM * plan.world_size, 1)
 
     def reference(self, settings: Words, batch: Batch, world: int) -> Jobs:
-        """Return one run on the same device, with nothing of a strategy."""
+        """Return one run on the same device, without any setting of the strategy."""
         same = ("attention.", "launch.device=", "launch.devices=", "model.")
         kept = [text for text in settings if text.startswith(same)]
         more = [*SGD, *CHANGING, f"train.steps={STEPS}", *EVALUATED]
@@ -169,8 +169,8 @@ class MadeModel:
 
 
 OWN_STEPS, OWN_ACCUM, CLIP = 4, 2, 1.0
-# What a proof sets of a user's keys. SGD, as other rules hide a gradient that is wrong by a factor;
-# fp32, as what differs there is wrong and not rounded.
+# Keys of the user's that a proof sets itself. SGD, because adaptive optimizers hide a gradient that
+# is wrong by a factor; fp32, because there a difference is an error and not rounding.
 FIXED: dict[str, dict[str, Any]] = {
     "precision": {"mode": "fp32", "matmul": "highest"},
     "optim": {"name": "sgd", "lr": 0.1, "weight_decay": 0.01, "momentum": "auto", "ema": "off"},
@@ -181,7 +181,7 @@ FIXED: dict[str, dict[str, Any]] = {
     },
     "checkpoint": {"every": "off", "every_s": "off", "at_end": False, "dir": "run"},
     "observe": {"trackers": [], "profile": "off", "memory": "off"},
-    # A loader in a process of its own draws by the place of a microbatch in the run, on any rank.
+    # A loader process seeds its generators by the microbatch's place in the run, on any rank.
     "data": {"num_workers": 1},
     "audit": {"strict": False},
 }  # fmt: skip
@@ -190,8 +190,8 @@ ALSO_FIXED = "optim.schedule."
 
 @dataclass
 class OwnJob:
-    """A user's own model, data, loss and metrics, with updates by SGD. One process takes the very
-    microbatches that the ranks take."""
+    """A user's own model, data, loss and metrics, updated by SGD. One process takes the same
+    microbatches as the ranks."""
 
     source: str
     overrides: Words
@@ -255,8 +255,8 @@ class OwnJob:
         return Batch(config.train.micro_batch_size, batch.grad_accum * batch.dp)
 
     def reference(self, settings: Words, batch: Batch, world: int) -> Jobs:
-        """Return the same job alone: in the ranks' microbatches and, where samples are in an order
-        that this leaves as it is, in one batch."""
+        """Return the same job on one process: with the ranks' microbatches and, if that leaves the
+        order of samples as it is, with each batch in one piece."""
         job = on_one_rank(self._fix(self.build(settings), world))
         cut = {"micro_batch_size": batch.micro, "grad_accum": batch.accum}
         trials = {EQUAL: self._evaluated(job).with_keys(train=cut)}
@@ -266,7 +266,7 @@ class OwnJob:
         return trials
 
     def _fix(self, job: Job, world: int) -> Job:
-        """Set what a proof sets, and keep the user's own batch and clipping."""
+        """Set what a proof sets, but keep the user's batch size and clipping."""
         config, fixed = job.config, {name: dict(values) for name, values in FIXED.items()}
         schedule = config.optim.schedule.model_copy(update={"name": "constant", "warmup_steps": 0})
         clip = CLIP if config.optim.clip == "off" else config.optim.clip
@@ -278,8 +278,8 @@ class OwnJob:
         return job.with_keys(**fixed)
 
     def _evaluated(self, job: Job) -> Job:
-        """Return the job with an evaluation after its last step, of samples that ranks cannot share
-        evenly; without one where it has no validation data."""
+        """Return the job with an evaluation after its last step, if it has validation data. The
+        ranks cannot share its samples evenly."""
         train = job.config.train
         if not self.has_val:
             return job.with_keys(train={"eval_samples": "all"})

@@ -39,7 +39,7 @@ from paceline.workloads.base import Workload
 EQUAL, BEFORE, POISONED, AFTER = "equal", "before", "poisoned", "after"
 BYTES, BROKEN, WHOLE = "bytes", "broken", "whole"
 WRONG_SCALE = 1.01
-RANDOM = "the model or its loss draws random numbers: in a proof, by what is in a microbatch"
+RANDOM = "the model or its loss draws random numbers; the proof seeds them for each microbatch"
 OWN_UPDATES = ("build_optimizer", "learning_rate", "on_step", "on_eval", "on_checkpoint")
 
 
@@ -60,7 +60,7 @@ def held_file(trial: RunDir, rank: int) -> Path:
 
 
 def without_own_updates(kind: type[Workload]) -> type[Workload]:
-    """Return a workload whose weights a proof updates, and whose hooks are not told of it."""
+    """Return the workload without its own optimizer, learning rate and hooks."""
     usual = {name: getattr(Workload, name) for name in OWN_UPDATES}
     return type(kind.__name__, (kind,), {**usual, "__module__": kind.__module__})
 
@@ -156,9 +156,9 @@ def _weights(engine: Engine) -> dict[str, Tensor]:
 
 
 class Seeded:
-    """An engine that seeds all generators by the contents of each microbatch, before its forward
-    pass: dropout draws alike on whichever rank it is, and after whichever other. With `scale` its
-    gradients are that much too large: what the proof must catch."""
+    """An engine that seeds all generators by the contents of each microbatch before its forward
+    pass, so that dropout is the same on any rank and in any order. `scale` makes its gradients too
+    large, which the proof must catch."""
 
     def __init__(self, engine: Engine, device: torch.device, scale: float) -> None:
         self.engine, self.device, self.scale = engine, device, scale
@@ -174,7 +174,7 @@ class Seeded:
 
 
 class Seeding(list[Any]):
-    """Microbatches: whoever comes for one finds the generators seeded by it."""
+    """Microbatches that seed the generators whenever one of them is taken."""
 
     def __init__(self, batches: Sequence[Any], owner: Seeded) -> None:
         super().__init__(batches)
@@ -192,7 +192,7 @@ class Seeding(list[Any]):
 
 
 def content_sum(batch: Any) -> int:
-    """Return a number that is that of these values, whatever device they are on."""
+    """Return a checksum of all tensors in a batch, which does not depend on their device."""
     total = hashlib.blake2b(digest_size=8)
     for leaf in tree_leaves(batch):
         if torch.is_tensor(leaf):

@@ -183,6 +183,15 @@ def change_metric(run: RunDir) -> None:
     path.write_text("\n".join([header, *rows[:-1], ",".join(cells)]) + "\n")
 
 
+def lose_norm(run: RunDir) -> None:
+    """Not a number, in a row that is not the first: `max` would pass over it."""
+    path = trial_dir(run, EQUAL).training
+    header, *rows = path.read_text().splitlines()
+    cells = rows[-1].split(",")
+    cells[header.split(",").index("grad_norm")] = "nan"
+    path.write_text("\n".join([header, *rows[:-1], ",".join(cells)]) + "\n")
+
+
 def change_all_weights(run: RunDir) -> None:
     for rank in (0, 1):
         change_one(run, rank)
@@ -194,6 +203,7 @@ def change_one(run: RunDir, rank: int) -> None:
 
 DAMAGE: dict[str, Callable[[RunDir], None]] = {
     "loss": lambda run: change_loss(run, 1.001),
+    "norm": lose_norm,
     "metrics": change_metric,
     "weights": change_all_weights,
     "replicas": lambda run: change_one(run, 1),
