@@ -12,7 +12,7 @@ from paceline.errors import MemoryFull
 from paceline.job import load_job
 from paceline.run import fit
 from paceline.strategies.clock import HostClock
-from paceline.train.trial import Trial
+from paceline.train.fit_trial import FitTrial
 from tests.harness import machine
 
 
@@ -37,7 +37,7 @@ class Full:
 
 
 def test_a_step_that_does_not_fit_is_no_error() -> None:
-    trial = Trial.__new__(Trial)
+    trial = FitTrial.__new__(FitTrial)
     trial.data, trial.order = [torch.zeros(2)] * 3, np.array([2, 0, 1])
     trial.job = SimpleNamespace(workload=load_job("lm_tiny", []).workload)  # type: ignore[assignment]
     trial.engine, trial.clock, trial.device = Full(), HostClock(), torch.device("cpu")  # type: ignore[assignment]
