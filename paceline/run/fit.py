@@ -102,7 +102,7 @@ def _try_lengths(place: str, workload: str, packed: bytes, num_ranks: int) -> No
     from paceline.data.buckets import all_lengths
     from paceline.machine.group import claim_device, join_group
     from paceline.machine.topology import RankId
-    from paceline.train.trial import Trial
+    from paceline.train.fit_trial import FitTrial
 
     run = RunDir(Path(place))
     job, plan, alone = reload_job(run, workload, packed), Plan.load(run.plan), RankId(0, 0, 1)
@@ -111,7 +111,7 @@ def _try_lengths(place: str, workload: str, packed: bytes, num_ranks: int) -> No
     join_group(plan.backend.value, alone, device, store, 60.0)
     data: Any = job.workload.build_data(job.config, "train")
     lengths = all_lengths(data, "data.batch_length=auto")
-    trial = Trial(job, plan, device, data, (-lengths).argsort(kind="stable"))
+    trial = FitTrial(job, plan, device, data, (-lengths).argsort(kind="stable"))
     if device.type == "cpu":
         num_samples, because = _by_growth(trial.fits, num_ranks)
     else:

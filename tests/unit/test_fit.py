@@ -13,8 +13,8 @@ from paceline.job import load_job
 from paceline.plan.planner import make_plan
 from paceline.run import fit
 from paceline.strategies.clock import HostClock
-from paceline.train import trial
-from paceline.train.trial import Trial
+from paceline.train import fit_trial
+from paceline.train.fit_trial import FitTrial
 from tests.harness import machine
 
 
@@ -39,7 +39,7 @@ class Full:
 
 
 def test_a_step_that_does_not_fit_is_no_error() -> None:
-    trial = Trial.__new__(Trial)
+    trial = FitTrial.__new__(FitTrial)
     trial.data, trial.order = [torch.zeros(2)] * 3, np.array([2, 0, 1])
     trial.job = SimpleNamespace(workload=load_job("lm_tiny", []).workload)  # type: ignore[assignment]
     trial.engine, trial.clock, trial.device = Full(), HostClock(), torch.device("cpu")  # type: ignore[assignment]
@@ -51,13 +51,13 @@ def test_what_is_tried_computes_as_the_run_will(monkeypatch: pytest.MonkeyPatch)
     """By the kernels of the plan, which keep other activations than torch's."""
     built: list[Any] = []
     strategy = SimpleNamespace(build=lambda parts: built.append(parts))
-    monkeypatch.setattr(trial, "find_strategy", lambda name: strategy)
-    monkeypatch.setattr(trial, "apply_policy", lambda plan: None)
+    monkeypatch.setattr(fit_trial, "find_strategy", lambda name: strategy)
+    monkeypatch.setattr(fit_trial, "apply_policy", lambda plan: None)
     job = load_job("lm_tiny", ["launch.nproc=1", "train.kernels=triton"])
     made = make_plan(job, machine())
     threads = made.threads.model_copy(update={"value": torch.get_num_threads()})
     planned = made.model_copy(update={"threads": threads})
-    Trial(job, planned, torch.device("cpu"), [], np.arange(1))
+    FitTrial(job, planned, torch.device("cpu"), [], np.arange(1))
     assert built[0].config.train.kernels == planned.kernels.value == "triton"
 
 

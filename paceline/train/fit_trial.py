@@ -20,7 +20,7 @@ from paceline.train.verdict import is_out_of_memory
 from paceline.workloads.base import own_collate
 
 
-class Trial:
+class FitTrial:
     """Takes steps with the first of `order`, as many samples as it is asked about."""
 
     def __init__(
