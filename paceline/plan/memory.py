@@ -112,15 +112,16 @@ def _follow_blocks(model: nn.Module, saved: Saved, counting: _Counting) -> None:
     """Note which block runs, and the input that it would keep if it recomputed itself."""
     for block, kept in zip(find_blocks(model), saved.blocks, strict=True):
 
-        def enter(_: nn.Module, args: Any, kept: Kept = kept) -> None:
+        def enter(_: nn.Module, args: Any, kwargs: Any, kept: Kept = kept) -> None:
             counting.block = kept
-            inputs = [value for value in args if isinstance(value, Tensor)]
-            kept.inputs = sum(value.nbytes for value in inputs if value.requires_grad)
+            inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            # A block may be called again: each call keeps its own.
+            kept.inputs += sum(value.nbytes for value in inputs if value.requires_grad)
 
         def leave(*_: Any) -> None:
             counting.block = None
 
-        block.register_forward_pre_hook(enter)
+        block.register_forward_pre_hook(enter, with_kwargs=True)
         block.register_forward_hook(leave)
 
 

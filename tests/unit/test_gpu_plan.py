@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.errors import ConfigError
 from paceline.job import load_job
-from paceline.plan.memory import Kept, Saved, choose_blocks, needed_bytes
+from paceline.plan.memory import Kept, Saved, choose_blocks, measure_saved, needed_bytes
 from paceline.plan.planner import make_plan
 from paceline.records import Env, Plan
 from paceline.strategies.base import EngineParts
@@ -419,6 +419,46 @@ def test_a_budget_is_told_in_bytes_and_reaches_every_block() -> None:
     assert 60 < made.memory.without_bytes / 2**30 < 110
     used = made.memory.state_bytes + made.memory.activation_bytes
     assert used <= made.memory.budget.value == 60 * 10**9
+
+
+class Again(Workload):
+    """A block that is called by a name, and twice."""
+
+    def build_model(self, config: Any) -> nn.Module:
+        class Block(nn.Linear):
+            def forward(self, *, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+                return torch.tanh(super().forward(x))
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList([Block(8, 8)])
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x = self.first(x)
+                for _ in range(2):
+                    x = self.blocks[0](x=x)
+                return x
+
+        return Net()
+
+    def build_data(self, config: Any, split: Any) -> Any:
+        raise NotImplementedError
+
+    def sketch_batch(self, config: Any) -> torch.Tensor:
+        return torch.zeros(config.train.micro_batch_size, 8)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch).sum(), len(batch)
+
+
+def test_a_block_keeps_the_input_of_every_call() -> None:
+    job = load_job(give(Again), ["train.micro_batch_size=4"])
+    saved = measure_saved(job.workload, job.config, "fp32")
+    assert saved is not None
+    # Each call: its input, 4 x 8 numbers of fp32; whole: the first one's input, and both results.
+    assert saved.blocks[0].inputs == 2 * 4 * 8 * 4
+    assert saved.blocks[0].whole == 3 * 4 * 8 * 4
 
 
 class Weighted(LanguageModel):
