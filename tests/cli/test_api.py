@@ -41,6 +41,8 @@ result = paceline.train(Job, out="run", quiet=True, **small, **{"checkpoint.ever
 print(result.outcome, result.steps, result.world_size)
 result = paceline.resume("run", Job, "train.steps=6", quiet=True)
 print(result.outcome, result.steps, paceline.load_run("run").training.step.tolist())
+last, before = (paceline.load_run("run").load_model(Job, step=n) for n in ("auto", 4))
+print(last.training, last.weight.shape, torch.equal(last.weight, before.weight))
 BAD = True
 exec(CELL, globals())
 try:
@@ -62,6 +64,7 @@ def test_a_class_of_a_notebook_trains_and_resumes(tmp_path: Path) -> None:
         "once",
         "ok 4 2",
         "ok 6 [1, 2, 3, 4, 5, 6]",
+        "False torch.Size([1, 4]) False",
         "crashed True",
     ], err
     assert err == ""
