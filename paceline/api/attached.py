@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.api.foreign import OTHERS_S, Asked, Watchdog, conclude_run, open_run, say, wait_for
+from paceline.api.runs import place_of
 from paceline.api.waiting import find_waits, tell_backward
 from paceline.config.load import load_config
 from paceline.errors import ConfigError, Outcome, StopAsked
@@ -89,7 +90,7 @@ def attach(
         steps = epochs * len(loader) // accumulate
     asked = Asked(
         name=name or Path(sys.argv[0]).stem or "script",
-        out=None if out is None else Path(out),
+        out=None if out is None else place_of(out),
         batch_size=batch_size or _batch_size(loader),
         accumulate=accumulate,
         steps=steps,

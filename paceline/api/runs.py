@@ -4,6 +4,7 @@ run = paceline.load_run("runs/latest")
 run.result.final_loss        run.training.plot(x="step", y="loss")        run.load_model()
 """
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
 
 def load_run(path: str | Path) -> "Run":
     """Open the directory of a run that has ended, has failed, or goes on."""
-    return Run(RunDir.open(Path(path)).root)
+    return Run(RunDir.open(place_of(path)).root)
+
+
+def place_of(path: str | Path) -> Path:
+    """Return a path that a program names; ~ is the home, as it would be on a command line."""
+    return Path(os.path.expanduser(path))
 
 
 @dataclass(frozen=True)
