@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.api.runs import place_of
 from paceline.api.script_run import (
     OTHERS_S,
     LoopFacts,
@@ -97,7 +98,7 @@ def attach(
         steps = epochs * len(loader) // accumulate
     asked = LoopFacts(
         name=name or Path(sys.argv[0]).stem or "script",
-        out=None if out is None else Path(out),
+        out=None if out is None else place_of(out),
         batch_size=batch_size or _batch_size(loader),
         accumulate=accumulate,
         steps=steps,

@@ -1,9 +1,10 @@
 """A run directory for people who compute with it: records, and tables as pandas frames.
 
 run = paceline.load_run("runs/latest")
-run.result.final_loss        run.training.plot(x="step", y="loss")
+run.result.final_loss        run.training.plot(x="step", y="loss")        run.load_model()
 """
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,11 +19,19 @@ from paceline.records.tables import read_steps, read_telemetry, read_training
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+    from torch import nn
+
+    from paceline.workloads.base import Workload
 
 
 def load_run(path: str | Path) -> "Run":
     """Open the directory of a run, whether it has ended, has failed or is still going on."""
-    return Run(RunDir.open(Path(path)).root)
+    return Run(RunDir.open(place_of(path)).root)
+
+
+def place_of(path: str | Path) -> Path:
+    """Return a path that a program names; ~ is the home, as it would be on a command line."""
+    return Path(os.path.expanduser(path))
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,26 @@ class Run:
         """Samples of the machines, GPUs and ranks while it ran."""
         ranks = range(self.plan.world_size)
         return _frame([(rank, read_telemetry(self._files.telemetry_of(rank))) for rank in ranks])
+
+    def load_model(
+        self,
+        job: "type[Workload] | None" = None,
+        *,
+        step: str | int = "auto",
+        ema: bool = True,
+        device: str = "cpu",
+    ) -> "nn.Module":
+        """Return the model that the run has trained, in eval mode: of its best checkpoint, else of
+        its newest, or of a `step`; the average of the weights where one is kept, unless `ema` says
+        no. A run that was started with a class needs it again, as `job`."""
+        from paceline.cli.talk import ConsoleTalk
+        from paceline.run.trained import Which, choose_device, load_trained, open_job
+        from paceline.workloads.given import give
+
+        if job is not None:
+            give(job)
+        run, which, say = self._files, Which(str(step), ema), ConsoleTalk().say
+        return load_trained(run, open_job(run), which, choose_device(device), say).model
 
     @property
     def _files(self) -> RunDir:

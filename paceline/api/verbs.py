@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.api.runs import Run, frame_of_csv
+from paceline.api.runs import Run, frame_of_csv, place_of
 from paceline.errors import ConfigError, Outcome, RunFailed
 from paceline.records import Plan, Result
 from paceline.records.rundir import RunDir
@@ -84,7 +84,7 @@ def resume(
     from paceline.run.resume import load_resumption
 
     talk = ConsoleTalk(quiet)
-    resumption = load_resumption(Path(run_dir), as_words(words, settings), allow_change)
+    resumption = load_resumption(place_of(run_dir), as_words(words, settings), allow_change)
     return _ended(resume_job(resumption, talk), talk, check)
 
 
@@ -215,7 +215,7 @@ def _text_of(value: Any) -> str:
 
 
 def _path(out: Place | None) -> Path | None:
-    return None if out is None else Path(out)
+    return None if out is None else place_of(out)
 
 
 def _ended(result: Result, talk: "ConsoleTalk", check: bool) -> Result:

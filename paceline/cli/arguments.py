@@ -1,5 +1,6 @@
 """Arguments that several verbs share, so that they read and behave the same everywhere."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,7 +59,7 @@ class Verbs(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[WORDS] = list(args)
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, [_at_home(word) for word in args])
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -71,6 +72,14 @@ class Verbs(TyperGroup):
                     error.message += f"\nhint: {hint}"  # type: ignore[attr-defined]
                     error.possibilities = None  # type: ignore[attr-defined]
             raise
+
+
+def _at_home(word: str) -> str:
+    """Return `--out=~/runs` with the home in it: no shell expands it there, as it does behind a
+    space, and a folder called ~ would be made."""
+    option, sign, value = word.partition("=")
+    is_option = option.startswith("--") and value.startswith("~")
+    return f"{option}{sign}{os.path.expanduser(value)}" if is_option else word
 
 
 def _takes_keys(command: Any) -> bool:

@@ -44,6 +44,8 @@ print(result.outcome, result.steps, paceline.load_run("run").training.step.tolis
 two = {"launch.nproc": 2, "launch.device": "cpu"}
 proof = paceline.verify(Job, "zero2", out="proof", quiet=True, **two)
 print(proof.job, proof.exit_code, proof.proofs[0].ok)
+last, before = (paceline.load_run("run").load_model(Job, step=n) for n in ("auto", 4))
+print(last.training, last.weight.shape, torch.equal(last.weight, before.weight))
 BAD = True
 exec(CELL, globals())
 try:
@@ -66,6 +68,7 @@ def test_a_class_of_a_notebook_trains_and_resumes(tmp_path: Path) -> None:
         "ok 4 2",
         "ok 6 [1, 2, 3, 4, 5, 6]",
         "python:Job 0 True",
+        "False torch.Size([1, 4]) False",
         "crashed True",
     ], err
     assert err == ""

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.api.verbs import _ended, as_words
+from paceline.api.verbs import _ended, _path, as_words
+from paceline.cli.arguments import _at_home
 from paceline.cli.talk import ConsoleTalk
 from paceline.errors import ConfigError, DataError, Outcome, PacelineError
 from paceline.job import load_job
@@ -138,6 +139,21 @@ def test_frames_of_a_run(tmp_path: Path) -> None:
     steps = run.steps
     assert list(steps["rank"].unique()) == [0, 1] and (steps.backward_s == 0.3).all()
     assert len(run.telemetry) == 0 and "rss_bytes" in run.telemetry
+
+
+def test_the_home_is_not_a_folder_called_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No shell expands `--out=~/run`, nor a text in a program."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    finish(write_run(tmp_path / "run"))
+    assert paceline.load_run("~/run").path == tmp_path / "run"
+    assert _path("~/made") == tmp_path / "made"
+    words = ["recipes", "--name", "--out=~/made", "data.source=~/x", "--tail=a~b"]
+    assert [_at_home(word) for word in words] == [
+        *words[:2], f"--out={tmp_path}/made", "data.source=~/x", "--tail=a~b",
+    ]  # fmt: skip
 
 
 def test_frames_need_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
