@@ -10,11 +10,13 @@ kept instead.
 Shape letters: N tokens, D model width, V vocabulary.
 """
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from paceline.kernels.products import add_outer
 
@@ -74,6 +76,12 @@ def _(
     d_x = x_ND.new_empty(x_ND.shape if has_gradients else (0, x_ND.shape[1]))
     d_head = x_ND.new_empty(head_VD.shape if has_gradients else (0,), dtype=torch.float32)
     return x_ND.new_empty((), dtype=torch.float32), d_x, d_head
+
+
+@register_flop_formula(torch.ops.paceline.chunked_loss)
+def _(x_shape: Any, head_shape: Any, *shapes: Any, **named: Any) -> int:
+    """Count the logits and both gradients, as of a head that is trained."""
+    return 6 * math.prod(x_shape) * int(head_shape[0])
 
 
 def take_losses(logits_NV: Tensor, targets_N: Tensor, has_gradients: bool) -> Tensor:

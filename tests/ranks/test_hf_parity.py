@@ -35,6 +35,7 @@ TWO_RANKS = {
     "ddp": ["strategy.name=ddp"],
     "zero2": ["strategy.name=zero2"],
     "zero3": ["strategy.name=zero3"],
+    "zero3, logits in chunks": ["strategy.name=zero3", "loss.chunk=7"],
 }
 DEEP = 12  # layers that make a model much larger than its largest module
 BUFFERS = 4096  # bytes of what is not sharded: rotary frequencies, scalars
@@ -94,7 +95,11 @@ def reference(job: str, saved: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_two_ranks_equal_one(job: str, reference: RankEnds, saved: Path, tmp_path: Path) -> None:
     source, overrides = arguments(job, saved)
     two = [*overrides, "train.micro_batch_size=4", "launch.nproc=2"]
-    cases = {row: [*two, *more] for row, more in TWO_RANKS.items()}
+    cases = {
+        row: [*two, *more]
+        for row, more in TWO_RANKS.items()
+        if job != "mae" or "loss.chunk=7" not in more
+    }
     for row, ends in run_each(tmp_path, source, cases).items():
         assert_same(reference, ends, row)
 

@@ -13,13 +13,20 @@ from paceline.data.packing import split_rows
 from paceline.errors import ConfigError, DataError
 from paceline.job import load_job
 from paceline.run.flow import require_feasible
+from paceline.strategies.precision import compute_context
 from paceline.strategies.weights import fill_weights
-from paceline.workloads.causal_lm.model import build_causal_lm, flops_per_token, loss_sum
+from paceline.workloads.causal_lm.model import (
+    ONLY_A_HEAD,
+    build_causal_lm,
+    flops_per_token,
+    loss_sum,
+)
 from paceline.workloads.causal_lm.workload import CausalLM
 from paceline.workloads.hf import pretrained
 from paceline.workloads.hf.model import init_module
 from paceline.workloads.hf.pretrained import check_weights, choose_weights, load_config, load_module
 from tests.machines import plan
+from tests.unit.test_documents import hf_model
 
 pytest.importorskip("transformers")
 
@@ -86,6 +93,50 @@ def test_labels_are_shifted_once(name: str) -> None:
         twice = model(input_ids=rows[:, :-1], labels=rows[:, 1:]).loss.item()
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert abs(ours - twice) > 1e-4
+
+
+@pytest.mark.parametrize("name", ONLY_A_HEAD)
+def test_a_loss_in_chunks_is_the_same(name: str) -> None:
+    """Loss and every gradient, also in bf16 as under autocast: the hidden states and the head give
+    the logits of the whole model."""
+    model, rows = hf_model(name, "eager"), split_rows({"tokens": tokens() % 64})
+    for mode in ("fp32", "bf16"):
+        found = []
+        for chunk in (0, 5):
+            model.zero_grad()
+            model.loss_chunk = chunk
+            with compute_context(mode, CPU):
+                loss = loss_sum(model, rows)
+            loss.backward()
+            gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            found.append((loss, {n: g.clone() for n, g in gradients.items()}))
+        (whole, expected), (cut, given) = found
+        close = {"rtol": 1e-4, "atol": 1e-5} if mode == "fp32" else {"rtol": 0.02, "atol": 0.03}
+        torch.testing.assert_close(cut, whole, **close)
+        assert given.keys() == expected.keys()
+        for key, gradient in expected.items():
+            torch.testing.assert_close(given[key], gradient, msg=f"{mode}: {key}", **close)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
+def test_a_loss_in_chunks_is_refused_where_logits_are_more_than_the_head(name: str) -> None:
+    asked = [f"model.hf={name}", "data.source=synthetic", "attention.impl=eager"]
+    asked += [*overrides({"num_hidden_layers": 1}), "launch.overcommit=true"]
+    (problem,) = plan(*asked, "loss.chunk=8", source="causal_lm").problems()
+    assert problem.where == "loss.chunk" and f"the logits of {name}" in problem.what
+    assert not plan(*asked, source="causal_lm").problems(), "auto is off"
+
+
+def test_large_vocabularies_are_cut_by_default() -> None:
+    """Llama 3's 128k tokens at 8192, as one of `lm` would be."""
+    keys = {"vocab_size": 128256, "max_position_embeddings": 8192}
+    large = ["data.seq_len=8192", "data.source=synthetic", "train.micro_batch_size=4"]
+    job = load_job("tinyllama_fsdp", [*overrides(keys), *large])
+    assert job.workload.loss_chunk(job.config) == 4096
+    with torch.device("meta"):
+        assert job.workload.build_model(job.config).loss_chunk == 4096
+    off = load_job("tinyllama_fsdp", [*overrides(keys), *large, "loss.chunk=off"])
+    assert off.workload.loss_chunk(off.config) == 0
 
 
 def test_the_workload_counts_its_targets() -> None:
@@ -266,10 +317,11 @@ def test_flops_agree_with_torch(name: str) -> None:
     config, T = config_of(name), 32
     model = build(config)
     # The counter sees attention only where it is spelt out as products, over the full square.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        loss_sum(model, split_rows({"tokens": tokens(1, T + 1)})).backward()
     whole = flops_per_token(config, T, causal=False)
-    assert whole is not None and whole * T == counter.get_total_flops()
+    for model.loss_chunk in (0, 5):
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            loss_sum(model, split_rows({"tokens": tokens(1, T + 1)})).backward()
+        assert whole is not None and whole * T == counter.get_total_flops()
 
 
 @pytest.mark.parametrize(

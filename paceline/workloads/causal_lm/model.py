@@ -17,8 +17,11 @@ from paceline.workloads.meta import on_meta
 NOT_PLAIN = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")
 
 
-def build_causal_lm(config: Any, impl: str) -> nn.Module:
-    return build_from_config("AutoModelForCausalLM", config, impl)
+def build_causal_lm(config: Any, impl: str, chunk: int = 0) -> nn.Module:
+    """Build the model. Its loss is computed `chunk` tokens at a time; 0: all at once."""
+    model: Any = build_from_config("AutoModelForCausalLM", config, impl)
+    model.loss_chunk = chunk
+    return model
 
 
 # Architectures that keep documents apart when they are given positions which restart, and no mask:
@@ -30,13 +33,35 @@ KEEPS_DOCUMENTS_APART = (
 )  # fmt: skip
 
 
-def loss_sum(model: nn.Module, rows: Rows) -> Tensor:
+# Architectures whose logits are the product of the last hidden states with the head, and nothing
+# more: no bias, no scale, no cap. tests/unit/test_causal_lm.py proves each.
+ONLY_A_HEAD = (
+    "gemma", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3",
+    "smollm3", "starcoder2",
+)  # fmt: skip
+
+
+def loss_sum(model: Any, rows: Rows) -> Tensor:
     """Return the cross entropy summed over tokens. The model is given no labels, which it would
-    shift by itself: `split_rows` has shifted them."""
+    shift by itself: `split_rows` has shifted them. With `model.loss_chunk` the logits of so many
+    tokens exist at a time."""
     apart = {} if rows.positions_BT is None else {"position_ids": rows.positions_BT}
-    logits_BTV = model(input_ids=rows.inputs_BT, use_cache=False, **apart).logits
     targets = rows.targets_BT.flatten()
+    if model.loss_chunk:
+        hidden = model.base_model(input_ids=rows.inputs_BT, use_cache=False, **apart)
+        return _chunked_loss(model, hidden.last_hidden_state, targets)
+    logits_BTV = model(input_ids=rows.inputs_BT, use_cache=False, **apart).logits
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets, reduction="sum")
+
+
+def _chunked_loss(model: Any, hidden_BTD: Tensor, targets: Tensor) -> Tensor:
+    from paceline.kernels.cross_entropy import chunked_loss
+
+    device = hidden_BTD.device.type
+    if torch.is_autocast_enabled(device):  # as the head, which is a Linear, would
+        hidden_BTD = hidden_BTD.to(torch.get_autocast_dtype(device))
+    head_VD = model.get_output_embeddings().weight
+    return chunked_loss(hidden_BTD.flatten(0, 1), head_VD, targets, model.loss_chunk)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ paceline train tinyllama_fsdp model.hf=TinyLlama/TinyLlama-1.1B-Chat-v1.0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,7 +48,6 @@ class CausalLM(LanguageModel):
     """The language model's data and units, around another model."""
 
     Model = CausalLMModel  # type: ignore[assignment]
-    Loss = Section  # type: ignore[assignment]
     own_kernels = ""
     from_transformers = True
     preloads = ("paceline.workloads.hf.preloaded",)
@@ -56,7 +55,8 @@ class CausalLM(LanguageModel):
     def build_model(self, config: Any) -> nn.Module:
         from paceline.workloads.causal_lm.model import build_causal_lm
 
-        return build_causal_lm(self._hf_config(config), config.attention.impl)
+        chunk = self.loss_chunk(config)
+        return build_causal_lm(self._hf_config(config), config.attention.impl, chunk)
 
     def init_weights(self, model: nn.Module, name: str, module: nn.Module) -> None:
         from paceline.workloads.hf.model import init_module
@@ -156,6 +156,27 @@ class CausalLM(LanguageModel):
 
     def vocabulary(self, config: Any) -> tuple[int, str]:
         return self._hf_config(config).vocab_size, "model.hf_config.vocab_size"
+
+    def loss_chunk(self, config: Any) -> int:
+        from paceline.workloads.causal_lm.model import ONLY_A_HEAD
+
+        is_known = self._hf_config(config).model_type in ONLY_A_HEAD
+        return super().loss_chunk(config) if is_known else 0
+
+    def _chunk_problems(self, config: Any) -> Iterator[Finding]:
+        from paceline.workloads.causal_lm.model import ONLY_A_HEAD
+
+        kind = self._hf_config(config).model_type
+        if kind in ONLY_A_HEAD:
+            yield from super()._chunk_problems(config)
+        elif config.loss.chunk not in ("auto", "off"):
+            yield Finding(
+                severity="error",
+                where="loss.chunk",
+                what=f"the logits of {kind} are not known to be those of its head alone; known are"
+                f" {', '.join(ONLY_A_HEAD)}",
+                hint="set loss.chunk=off",
+            )
 
     def _weight_problems(self, settings: CausalLMModel) -> Sequence[Finding]:
         if settings.weights != "load" or self._folder(settings.hf) is not None:

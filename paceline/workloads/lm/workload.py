@@ -93,7 +93,7 @@ class LanguageModel(Workload):
         from paceline.workloads.lm.model import LM
 
         kernels = "triton" if config.train.kernels == "triton" else "torch"
-        chunk = choose_chunk(config)
+        chunk = self.loss_chunk(config)
         if config.attention.impl == "nsa":
             from paceline.workloads.lm.nsa import Sparse, SparseLM
 
@@ -240,7 +240,18 @@ class LanguageModel(Workload):
         return config.model.vocab_size, "model.vocab_size"
 
     def problems(self, config: Any) -> Sequence[Finding]:
-        return (*check_data(config), *check_chunk(config), *self.tokenizer_problems(config))
+        return (
+            *check_data(config),
+            *self._chunk_problems(config),
+            *self.tokenizer_problems(config),
+        )
+
+    def loss_chunk(self, config: Any) -> int:
+        """Return how many tokens' logits exist at a time; 0: those of all."""
+        return choose_chunk(config, self.vocabulary(config)[0])
+
+    def _chunk_problems(self, config: Any) -> Iterator[Finding]:
+        yield from check_chunk(config, self.vocabulary(config)[0])
 
     def tokenizer_problems(self, config: Any) -> Sequence[Finding]:
         """Look at a tokenizer that lies here; one of the hub is looked at when it is here."""
@@ -298,25 +309,25 @@ def check_vocabulary(name: str, size: int, num_rows: int, where: str) -> Finding
     )
 
 
-def choose_chunk(config: Any) -> int:
+def choose_chunk(config: Any, vocab_size: int) -> int:
     """Return how many tokens' logits exist at a time; 0: those of all. A section that another
     workload has made of this one may have no such key."""
     asked = getattr(config.loss, "chunk", "off")
     if asked == "off" or config.precision.mode == "fp16":
         return 0
     if asked == "auto":
-        return AUTO_CHUNK if _logits_bytes(config) >= LARGE_LOGITS else 0
+        return AUTO_CHUNK if _logits_bytes(config, vocab_size) >= LARGE_LOGITS else 0
     return int(asked)
 
 
-def _logits_bytes(config: Any) -> int:
+def _logits_bytes(config: Any, vocab_size: int) -> int:
     tokens = config.train.micro_batch_size * config.data.seq_len
-    return int(tokens * config.model.vocab_size * LOGIT_BYTES)
+    return int(tokens * vocab_size * LOGIT_BYTES)
 
 
-def check_chunk(config: Any) -> Iterator[Finding]:
+def check_chunk(config: Any, vocab_size: int) -> Iterator[Finding]:
     """Yield why the loss is computed in chunks, or cannot be."""
-    asked, chunk = getattr(config.loss, "chunk", "off"), choose_chunk(config)
+    asked, chunk = getattr(config.loss, "chunk", "off"), choose_chunk(config, vocab_size)
     if asked not in ("auto", "off") and config.precision.mode == "fp16":
         yield Finding(
             severity="error",
@@ -326,11 +337,12 @@ def check_chunk(config: Any) -> Iterator[Finding]:
             hint="set loss.chunk=off, or precision.mode=bf16 where the GPU has it",
         )
     elif asked == "auto" and chunk:
+        logits = size(_logits_bytes(config, vocab_size))
         yield Finding(
             severity="note",
             where="loss.chunk",
-            what=f"the logits of a microbatch would take {size(_logits_bytes(config))}, and their"
-            f" gradient as much: the loss is computed {chunk} tokens at a time",
+            what=f"the logits of a microbatch would take {logits}, and their gradient as much: the"
+            f" loss is computed {chunk} tokens at a time",
         )
 
 
