@@ -37,7 +37,14 @@ from paceline.cli import (
     watch,
 )
 from paceline.cli.arguments import Verbs
-from paceline.errors import ConfigError, DiskError, Outcome, PacelineError
+from paceline.errors import (
+    ConfigError,
+    DiskError,
+    JobError,
+    Outcome,
+    PacelineError,
+    users_line,
+)
 from paceline.machine.process import leave_at_once
 
 # What a person can change about a name that was given, by the number of the error.
@@ -156,7 +163,8 @@ def _run() -> None:
 
 def _known(error: Exception) -> PacelineError | None:
     """Return what a person should know of an error that is not a bug of ours: of a disk that takes
-    nothing, a file that this user may not touch, a name that cannot be one. None of others."""
+    nothing, a file that this user may not touch, a name that cannot be one, a line of the job's own
+    code. None of others."""
     if isinstance(error, OSError) and (hint := WRONG_PLACES.get(error.errno or 0)):
         what = error.filename if isinstance(error.filename, str) else "a file"
         return ConfigError(f"{what}: {error.strerror}\nhint: {hint}")
@@ -164,6 +172,8 @@ def _known(error: Exception) -> PacelineError | None:
         return ConfigError(f"{error}\nhint: {WRONG_PLACES[errno.ELOOP]}")
     if isinstance(error, OSError) and DiskError.is_meant(error):
         return DiskError.of(error)
+    if place := users_line(error):
+        return JobError(f"{place}: {type(error).__name__}: {error}")
     return None
 
 
