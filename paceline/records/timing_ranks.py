@@ -1,5 +1,7 @@
-"""The phases of a step on every rank, as lines of train.log, and how far ranks are apart.
+"""Steps as lines of train.log: what rank 0 says of one, the phases of every rank, and how far ranks
+are apart.
 
+    step 50/100 loss 3.2110 lr 0.0003 grad_norm 1.21 step_s 0.19 tokens/s 9210 ... peak_gib 11.20
     TimingRank step=50 rank=1 loss=3.2110 data_wait=0.41 preprocess=0.00 fwd=80.12 ... iter=190.02
         blocked=31.40                                                      (at the end of that line)
     TimingSpread step=50 ranks=2 data_wait=0.20 fwd=1.15 bwd=30.90 step=0.31 iter=31.02 slowest=1
@@ -12,7 +14,10 @@ spread below them, which is the largest minus the smallest: no rank waits for an
 import re
 from collections.abc import Iterator, Mapping
 
+from paceline.metrics import TRAIN, VAL
+from paceline.records.decided import Plan
 from paceline.records.phases import Phase
+from paceline.records.tables import Cell
 
 # `preprocess` is what loader processes do here, so a step has none of it.
 NAMES: dict[str, tuple[Phase, ...]] = {
@@ -25,6 +30,24 @@ NAMES: dict[str, tuple[Phase, ...]] = {
 ALL_NAMES = (*NAMES, "iter")
 LINE = re.compile(r"TimingRank step=(\d{1,18}) rank=(\d{1,9}) loss=\S+ (.*)")
 MAX_WAITING = 64  # steps of which some rank's line has not come
+
+
+def step_line(
+    cells: Mapping[str, Cell], plan: Plan, active: int | None, reserved: int | None
+) -> str:
+    """Return what rank 0 says of a step: its row of training.csv, TFLOP/s of a rank where its FLOPs
+    are counted by formula, and its own peak bytes so far, of a GPU or of its process."""
+    step, unit = cells["step"], "tokens/s" if cells["tokens_per_s"] is not None else "samples/s"
+    told = {name: cells[name] for name in cells if name.startswith((TRAIN, VAL, "val_loss"))}
+    more = "".join(f" {name} {value:.4f}" for name, value in told.items() if value is not None)
+    line = f"step {step}/{plan.steps} loss {cells['loss']:.4f}{more} lr {cells['lr']:.3g}"
+    line += f" grad_norm {cells['grad_norm']:.3g} step_s {cells['step_s']:.4g}"
+    line += f" {unit} {cells[unit.replace('/', '_per_')]:.1f}"
+    if flops := plan.flops_per_sample.value:
+        rate = flops * float(cells["samples_per_s"] or 0.0) / plan.world_size
+        line += f" tflops_per_rank {rate / 1e12:.3g}"
+    held = {"peak_gib": active, "reserved_gib": reserved} if active else {"rss_gib": reserved}
+    return line + "".join(f" {name} {held / 2**30:.2f}" for name, held in held.items() if held)
 
 
 def timing_line(

@@ -25,13 +25,14 @@ from paceline.records.disk import Losses
 from paceline.records.phases import OWN_PHASES, STEP_PHASES
 from paceline.records.table_file import TableFile
 from paceline.records.tables import SAMPLES, STEPS, TRAINING, Cell
-from paceline.records.timing_ranks import timing_line
+from paceline.records.timing_ranks import step_line, timing_line
 from paceline.strategies.base import StepInfo, Totals
 from paceline.strategies.clock import Clock, StepTimes
 from paceline.strategies.precision import OVERFLOWED
 from paceline.train.feed import StepBatch
 from paceline.train.hooks import Hook
 from paceline.train.readback import Readback, on_device
+from paceline.train.verdict import peak_memory
 
 LOG = logging.getLogger("paceline")
 TIMES_EVERY = 5  # steps after which times are written, whatever log_every: who watches needs them
@@ -329,13 +330,9 @@ class Ledger:
 
     def _log_progress(self, step: int, row: _Row) -> None:
         """Log one line per window to the rank's log, and so to train.log."""
-        if self._training is None or row.times is None or not self._is_due(step):
-            return
-        more = "".join(f" {k} {v:.4f}" for k, v in row.metrics.items() if v is not None)
-        LOG.info(
-            "step %d/%d loss %.4f%s lr %.3g grad_norm %.3g step_s %.4g",
-            step, self.plan.steps, row.loss, more, row.lr, row.grad_norm, row.times.step_s,
-        )  # fmt: skip
+        if self._training is not None and self._is_due(step):
+            cells, memory = self._training_row(step, row), peak_memory(self.device)
+            LOG.info("%s", step_line(cells, self.plan, *memory))
 
     def _own_line(self, times: StepTimes) -> str:
         own_loss = self._rows[times.step].own_mean

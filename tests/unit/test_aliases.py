@@ -4,9 +4,12 @@ import pytest
 
 from paceline.config.aliases import in_our_words
 from paceline.errors import ConfigError
+from paceline.foreign.progress import Progress
 from paceline.job import load_job
 from paceline.records.phases import Phase
-from paceline.records.timing_ranks import Spreads, timing_line
+from paceline.records.tables import Cell
+from paceline.records.timing_ranks import Spreads, step_line, timing_line
+from tests.machines import plan
 
 # As they stand in the runbook.
 ASKED = [
@@ -39,6 +42,27 @@ def test_what_is_not_done_here_is_refused_and_what_is_ours_is_left_alone() -> No
         load_job("limit_longest_1-3_stage1_bf16", ["dataset.rootdir=x"])
     for text in ("train.steps=5", "~model.hf_config", "data.root_dir=dataset.root_dir=x"):
         assert in_our_words(text) == [text]
+
+
+def test_the_line_of_a_step_has_speed_flops_and_memory() -> None:
+    """At each optimizer step, with train.log_every=1; `paceline import` reads it back."""
+    decided = plan("launch.nproc=2", "train.steps=8")
+    cells: dict[str, Cell] = {
+        "step": 4, "loss": 3.21, "lr": 3e-4, "grad_norm": 1.2, "step_s": 0.5, "samples_per_s": 32.0,
+        "tokens_per_s": 4096.0, "skipped": False, "overflowed": False, "warmup": False,
+        "val_loss": 3.3, "train/x": None, "val/x": 0.25,
+    }  # fmt: skip
+    line = step_line(cells, decided, 3 * 2**29, 2**31)
+    rate = (decided.flops_per_sample.value or 0.0) * 16 / 1e12
+    assert line == (
+        "step 4/8 loss 3.2100 val_loss 3.3000 val/x 0.2500 lr 0.0003 grad_norm 1.2 step_s 0.5"
+        f" tokens/s 4096.0 tflops_per_rank {rate:.3g} peak_gib 1.50 reserved_gib 2.00"
+    )
+    read = Progress()
+    read.read(line, 0)
+    assert (read.rows[4]["loss"], read.rows[4]["tokens_per_s"]) == (3.21, 4096)
+    bare = step_line(cells | {"tokens_per_s": None}, decided, None, 2**30)
+    assert "samples/s 32.0 " in bare and bare.endswith("rss_gib 1.00"), "a CPU has no such count"
 
 
 def test_the_lines_of_all_ranks_and_their_spread() -> None:
