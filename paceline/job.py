@@ -69,7 +69,9 @@ def load_job(source: str, overrides: Sequence[str]) -> Job:
         raise ConfigError(f"{name} is a sweep, not a run\nhint: paceline sweep {name}")
     chosen = typed if typed is not None else written.get("workload")
     if not isinstance(chosen, str) or "${" in chosen:
-        raise ConfigError([*draft.problems, f"{draft.place} must set workload to a plain name"])
+        hint = f"hint: workload: {', '.join(REGISTRY)}, or a FILE.py:Class that is typed"
+        missing = f"{draft.place} must set workload to a plain name\n{hint}"
+        raise ConfigError([*draft.problems, missing])
     workload = find_workload(chosen, typed=typed is not None)
     config = validate(draft, job_schema(workload))
     return Job(config, workload(), (source, *overrides), pack(chosen))

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from paceline.config.aliases import in_our_words
+from paceline.config.aliases import in_our_words, take_from_file
 from paceline.config.describe import (
     allows_word,
     field_at,
@@ -109,12 +109,29 @@ def read_draft(source: str | None, overrides: Sequence[str]) -> Draft:
     else:
         place, text = f"recipe {source}", recipe_text(source)
     draft = Draft(place, _parse_yaml(text, place), [], is_ours=not is_file)
+    if is_file:
+        _put_in_our_words(draft)
     for item in overrides:
         try:
             draft.overrides += [parse_override(word) for word in in_our_words(item)]
         except ValueError as error:
             draft.problems.append(str(error))
     return draft
+
+
+def _put_in_our_words(draft: Draft) -> None:
+    """Rename the keys of other trainers in a file. They stay what a file says, and not the command
+    line."""
+    written: Any = OmegaConf.to_container(draft.tree, resolve=False)
+    try:
+        renamed = [parse_override(word) for word in take_from_file(written)]
+    except ValueError as error:
+        draft.problems.append(f"{draft.place}: {error}")
+        return
+    if renamed:
+        draft.tree = draft_tree(written, draft.place)
+        for item in renamed:
+            OmegaConf.update(draft.tree, item.key, item.value)
 
 
 def validate(draft: Draft, schema: type[Config]) -> Config:

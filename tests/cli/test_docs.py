@@ -60,7 +60,8 @@ FIRST_OF_TWO = {"train", "launch.launcher=torchrun", "launch.nnodes=2"}
 NO_KEYS = {
     "audit.json", "launch.json", "train.log", "data.json", "launch.nprocs", "model.safetensors",
     "model.onnx", "model.parameters", "model.named_parameters", "loss.backward", "observe.rules",
-    "train.out", "model.width", "data.size",
+    "train.out", "model.width", "data.size", "dist.all_reduce", "dist.init_process_group",
+    "dist.destroy_process_group",
 }  # fmt: skip
 OPEN_MAPS = ("launch.env", "strategy.deepspeed_config", "model.hf_config", "model.speech_config")
 

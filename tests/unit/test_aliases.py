@@ -1,5 +1,7 @@
 """The keys of the speech runbook's commands, and the lines that its diagnosis reads."""
 
+from pathlib import Path
+
 import pytest
 
 from paceline.config.aliases import in_our_words
@@ -42,6 +44,40 @@ def test_what_is_not_done_here_is_refused_and_what_is_ours_is_left_alone() -> No
         load_job("limit_longest_1-3_stage1_bf16", ["dataset.rootdir=x"])
     for text in ("train.steps=5", "~model.hf_config", "data.root_dir=dataset.root_dir=x"):
         assert in_our_words(text) == [text]
+
+
+# As the stub's own page has it, with paths that are there.
+STUB = """
+dist: {cpu_only: False, backend: nccl, dtype: bfloat16, sharding_stage: zero3}
+dataset: {batch_size: 256, num_workers: 1}
+model: {hf_config: {hidden_size: 1280, num_hidden_layers: 32, num_attention_heads: 16}}
+optim: {lr: 0.0003, weight_decay: 0.05, grad_clip: 0.0}
+lr_scheduler: {total_iterations: 1000000, warmup_iterations: 10}
+misc: {peak_flops_per_sec: 312.0e+12, compiles_model: True}
+checkpoint:
+  {state_dict_type: full, chkpt_saving_iterations: 100, directory: chkpts, prefix: dummy-0.1}
+"""
+
+
+def test_the_yaml_of_the_stub_is_trained_as_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "stub.yaml"
+    file.write_text(STUB)
+    config = load_job(str(file), ["train.steps=7"]).config
+    assert (config.workload, config.name, config.strategy.name) == ("mae", "dummy-0.1", "zero3")
+    assert (config.launch.device, config.launch.backend) == ("auto", "nccl")
+    assert (config.precision.mode, config.optim.clip, config.train.steps) == ("bf16", "off", 7)
+    assert (config.train.micro_batch_size, config.data.num_workers) == (256, 1)
+    assert config.optim.schedule.warmup_steps == 10
+    assert (config.observe.peak_flops, config.train.compile) == (312e12, "default")
+    kept = config.checkpoint
+    assert (kept.state, kept.every, kept.dir) == ("full", 100, "chkpts")
+    assert load_job(str(file), []).config.train.steps == 1_000_000
+    file.write_text(STUB + "seg: {size: 3}\ndata: {root_dir: x}\n")
+    with pytest.raises(ConfigError, match="(?s)data.root_dir.*seg"):
+        load_job(str(file), [])
+    file.write_text("workload: speech_clip\ndataset: {root_dir: x, use_trim: true}\n")
+    with pytest.raises(ConfigError, match="dataset.use_trim=true' cannot be had"):
+        load_job(str(file), [])
 
 
 def test_the_line_of_a_step_has_speed_flops_and_memory() -> None:
