@@ -67,11 +67,14 @@ def train(
 
 
 def _read_variables() -> list[str]:
-    """Return the overrides that variables ask for; say of the others why they change nothing."""
+    """Return the overrides that variables ask for; say of the others why they change nothing, once
+    where a launcher has started several of us."""
     from paceline.config.nsa_variables import read_variables
+    from paceline.machine import resolve_topology
 
     asked = read_variables(os.environ)
-    for line in (*asked.notes, f"from the environment: {' '.join(asked.words) or 'nothing'}"):
+    lines = (*asked.notes, f"from the environment: {' '.join(asked.words) or 'nothing'}")
+    for line in lines if resolve_topology().rank == 0 else ():
         typer.echo(line, err=True)
     return asked.words
 

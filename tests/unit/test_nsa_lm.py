@@ -14,6 +14,7 @@ from paceline.attention import stats
 from paceline.attention.crossover import Crossover, Shape, Timed, judge, kept_path
 from paceline.attention.nsa import Settings
 from paceline.attention.sizes import Sizes
+from paceline.cli.train import _read_variables
 from paceline.config.nsa_variables import VARIABLES, read_variables
 from paceline.errors import ConfigError
 from paceline.job import load_job
@@ -270,6 +271,18 @@ def test_variables_of_the_runbook() -> None:
         )
     for said in ("no variable NSA_SEL_RANGE_V2", "all three branches", "NSA_LR=x", "one of 1, 0"):
         assert said in str(error.value)
+
+
+def test_one_of_several_ranks_says_what_variables_ask(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NSA_DDP_BUCKET_MB", "50")
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for rank, said in (("0", "from the environment: strategy.bucket_mb=50\n"), ("1", "")):
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, **launched}.items():
+            monkeypatch.setenv(name, value)
+        assert _read_variables() == ["strategy.bucket_mb=50"]
+        assert capsys.readouterr().err == said
 
 
 def test_the_page_lists_every_variable() -> None:
