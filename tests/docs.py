@@ -77,7 +77,8 @@ def check_command(command: str, folder: Path) -> bool:
     parse(words)
     expected = int(marked[1]) if marked else 0
     needs_a_run = bool({"--resume", "measured", "<"} & set(words))
-    is_elsewhere = "strategy.name=deepspeed" in words and find_spec("deepspeed") is None
+    asks = ("strategy.name=deepspeed", "deepspeed_config_yaml.zero_optimization")
+    is_elsewhere = any(w.startswith(asks) for w in words) and find_spec("deepspeed") is None
     if words[0] not in PLANS or needs_a_run or is_elsewhere or (ours and ours[0]):
         return True
     more = PLANS[words[0]] if "--dry-run" not in words else []
