@@ -42,7 +42,7 @@ def step_line(
     more = "".join(f" {name} {value:.4f}" for name, value in told.items() if value is not None)
     line = f"step {step}/{plan.steps} loss {cells['loss']:.4f}{more} lr {cells['lr']:.3g}"
     line += f" grad_norm {cells['grad_norm']:.3g} step_s {cells['step_s']:.4g}"
-    line += f" {unit} {cells[unit.replace('/', '_per_')]:.4g}"
+    line += f" {unit} {cells[unit.replace('/', '_per_')]:.1f}"
     if flops := plan.flops_per_sample.value:
         rate = flops * float(cells["samples_per_s"] or 0.0) / plan.world_size
         line += f" tflops_per_rank {rate / 1e12:.3g}"

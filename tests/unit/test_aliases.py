@@ -92,13 +92,13 @@ def test_the_line_of_a_step_has_speed_flops_and_memory() -> None:
     rate = (decided.flops_per_sample.value or 0.0) * 16 / 1e12
     assert line == (
         "step 4/8 loss 3.2100 val_loss 3.3000 val/x 0.2500 lr 0.0003 grad_norm 1.2 step_s 0.5"
-        f" tokens/s 4096 tflops_per_rank {rate:.3g} peak_gib 1.50 reserved_gib 2.00"
+        f" tokens/s 4096.0 tflops_per_rank {rate:.3g} peak_gib 1.50 reserved_gib 2.00"
     )
     read = Progress()
     read.read(line, 0)
     assert (read.rows[4]["loss"], read.rows[4]["tokens_per_s"]) == (3.21, 4096)
     bare = step_line(cells | {"tokens_per_s": None}, decided, None, 2**30)
-    assert "samples/s 32 " in bare and bare.endswith("rss_gib 1.00"), "a CPU has no such count"
+    assert "samples/s 32.0 " in bare and bare.endswith("rss_gib 1.00"), "a CPU has no such count"
 
 
 def test_the_lines_of_all_ranks_and_their_spread() -> None:
