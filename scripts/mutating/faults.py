@@ -388,7 +388,28 @@ FAULTS = (
     ),
     Fault(
         "broken-engine-is-not-broken", "paceline/verify/trial.py",
-        "scale * WRONG_SCALE", "scale", PROVEN,
+        "WRONG_SCALE if name == BROKEN else 1.0", "1.0", PROVEN,
+    ),
+    Fault(
+        "one-process-takes-the-samples-of-one-rank", "paceline/verify/subject.py",
+        "batch.grad_accum * batch.dp)", "batch.grad_accum)",
+        "tests/ranks/test_verify_job.py::test_batches_by_length_are_the_same_on_ranks",
+    ),
+    Fault(
+        "dropout-is-drawn-by-each-rank", "paceline/verify/trial.py",
+        "            seed_rng(content_sum(batch))\n", "",
+        "tests/ranks/test_verify_job.py::test_each_check_can_fail",
+    ),
+    Fault(
+        "a-nan-is-passed-over", "paceline/verify/judge.py",
+        "    if not math.isfinite(apart) or not math.isfinite(whole):\n",
+        "    if math.isinf(apart):\n",
+        "tests/ranks/test_verify_job.py::test_each_check_can_fail[norm]",
+    ),
+    Fault(
+        "a-loss-in-chunks-forgets-its-last-ones", "paceline/kernels/cross_entropy.py",
+        "range(0, len(x_ND), chunk)", "range(0, len(x_ND) - chunk + 1, chunk)",
+        "tests/unit/test_causal_lm.py::test_a_loss_in_chunks_is_the_same",
     ),
     Fault(
         "fp16-is-held-against-the-fp32-peak", "paceline/machine/datasheets.py",
