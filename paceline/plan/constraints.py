@@ -38,16 +38,13 @@ def check(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
 def _fused_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Say why the update is not by one kernel, and what that costs on a GPU."""
     if config.optim.fused == "on" and not plan.fused_optimizer.value:
-        yield Finding(
-            severity="warning",
-            where="optim.fused",
-            what=f"on was asked for, but off is used: {plan.fused_optimizer.because}",
+        yield Finding.warning(
+            "optim.fused", f"on was asked for, but off is used: {plan.fused_optimizer.because}"
         )
     if plan.on_gpu and not plan.fused_optimizer.value:
-        yield Finding(
-            severity="note",
-            where="optim.fused",
-            what="without the fused kernel the host waits for the device before each update, to"
+        yield Finding.note(
+            "optim.fused",
+            "without the fused kernel the host waits for the device before each update, to"
             " know whether the gradient is finite",
         )
 
@@ -56,16 +53,15 @@ def _exchange_problems(plan: Plan) -> Iterator[Finding]:
     by = plan.exchange_by
     if by.requested != by.value:
         what = f"{by.requested} was asked for, but {by.value} is used: {by.because}"
-        yield Finding(severity="warning", where="strategy.exchange", what=what)
+        yield Finding.warning("strategy.exchange", what)
 
 
 def _class_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Refuse a workload that is a class of this program under a launcher that cannot pass it on."""
     if is_given(config.workload) and not is_local(plan.crew.launcher.value):
-        yield Finding(
-            severity="error",
-            where="launch.launcher",
-            what=f"{config.workload} is a class of this program, and {plan.crew.launcher.value}"
+        yield Finding.error(
+            "launch.launcher",
+            f"{config.workload} is a class of this program, and {plan.crew.launcher.value}"
             " cannot pass it to the ranks that it starts",
             hint="put the class into a file: FILE.py:Class",
         )
@@ -75,24 +71,20 @@ def _observe_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Yield what is asked to be observed and cannot be."""
     observe, steps = config.observe, parse_profile(config.observe.profile)
     if steps is not None and steps[0] <= AUDITED_STEP < plan.steps:
-        yield Finding(
-            severity="error",
-            where="observe.profile",
-            what=f"step {AUDITED_STEP} is profiled for the audit, and {observe.profile} begins"
+        yield Finding.error(
+            "observe.profile",
+            f"step {AUDITED_STEP} is profiled for the audit, and {observe.profile} begins"
             " before it is over",
             hint=f"begin at step {AUDITED_STEP + 1}, or later: the first steps are slow anyway",
         )
     if steps is not None and steps[-1] > plan.steps > 0:
-        yield Finding(
-            severity="warning",
-            where="observe.profile",
-            what=f"{observe.profile} goes beyond the {plan.steps} steps of the run",
+        yield Finding.warning(
+            "observe.profile", f"{observe.profile} goes beyond the {plan.steps} steps of the run"
         )
     if observe.memory == "snapshot" and not plan.on_gpu:
-        yield Finding(
-            severity="warning",
-            where="observe.memory",
-            what="only CUDA's allocator records a history: on a CPU, snapshot is the same as dumps",
+        yield Finding.warning(
+            "observe.memory",
+            "only CUDA's allocator records a history: on a CPU, snapshot is the same as dumps",
         )
 
 
@@ -103,10 +95,9 @@ def _length_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     by_length = config.data.batch_by == "length"
     where = "data.batch_by" if by_length else "data.buckets"
     if plan.pipeline is not None:
-        yield Finding(
-            severity="error",
-            where=where,
-            what=f"a pipeline cuts each batch into {plan.pipeline.num_microbatches} equal parts,"
+        yield Finding.error(
+            where,
+            f"a pipeline cuts each batch into {plan.pipeline.num_microbatches} equal parts,"
             " but these batches differ in their number of samples",
             hint="use data.batch_by=samples with data.buckets=off, or another strategy",
         )
@@ -114,11 +105,9 @@ def _length_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if plan.compile.value != "off" and (config.train.compile_dynamic == "off" or graphs):
         each = "a graph is recorded" if graphs else "the model is compiled"
         hint = "train.compile_dynamic=on compiles once for all shapes"
-        yield Finding(
-            severity="error",
-            where="train.compile" if graphs else "train.compile_dynamic",
-            what=f"{each} for each shape of a batch, and with {where} shapes differ from step to"
-            " step",
+        yield Finding.error(
+            "train.compile" if graphs else "train.compile_dynamic",
+            f"{each} for each shape of a batch, and with {where} shapes differ from step to step",
             hint=f"train.compile=default with {hint}" if graphs else hint,
         )
 
@@ -127,24 +116,21 @@ def _schedule_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     schedule, steps = config.optim.schedule, plan.steps  # 0: the data's length will decide
     warmup, total = schedule.warmup_steps, schedule.total_steps
     if warmup > steps > 0:
-        yield Finding(
-            severity="warning",
-            where="optim.schedule.warmup_steps",
-            what=f"{warmup} steps of warm-up in a run of {steps}: the learning rate never reaches"
+        yield Finding.warning(
+            "optim.schedule.warmup_steps",
+            f"{warmup} steps of warm-up in a run of {steps}: the learning rate never reaches"
             f" {config.optim.lr:g}",
         )
     if total != "auto" and total <= warmup:
-        yield Finding(
-            severity="error",
-            where="optim.schedule.total_steps",
-            what=f"the schedule ends at step {total}, and its warm-up at {warmup}",
+        yield Finding.error(
+            "optim.schedule.total_steps",
+            f"the schedule ends at step {total}, and its warm-up at {warmup}",
             hint="set it to more than optim.schedule.warmup_steps",
         )
     elif total != "auto" and total > steps > 0 and schedule.name != "constant":
-        yield Finding(
-            severity="note",
-            where="optim.schedule.total_steps",
-            what=f"the schedule ends at step {total}, and the run at {steps}: the learning rate"
+        yield Finding.note(
+            "optim.schedule.total_steps",
+            f"the schedule ends at step {total}, and the run at {steps}: the learning rate"
             " does not reach its floor",
         )
 
@@ -188,10 +174,8 @@ def check_idle_settings(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             is_changed = getattr(section, key) != type(section).model_fields[key].get_default()
             if is_changed and (rule.section, key) not in said:
                 said.add((rule.section, key))
-                yield Finding(
-                    severity="warning",
-                    where=f"{rule.section}.{key}",
-                    what=f"is set but has no effect: {rule.because}",
+                yield Finding.warning(
+                    f"{rule.section}.{key}", f"is set but has no effect: {rule.because}"
                 )
 
 
@@ -299,10 +283,9 @@ def _section(config: RunConfig, path: str) -> Section:
 def check_pipeline(workload: Workload, is_pipeline: bool) -> Iterator[Finding]:
     """Refuse a pipeline of a workload that says why it cannot be one."""
     if is_pipeline and workload.no_pipeline:
-        yield Finding(
-            severity="error",
-            where="strategy.name",
-            what=f"{type(workload).__name__} cannot be a pipeline: {workload.no_pipeline}",
+        yield Finding.error(
+            "strategy.name",
+            f"{type(workload).__name__} cannot be a pipeline: {workload.no_pipeline}",
             hint="use ddp, or zero1 to zero3 where memory is short",
         )
 
@@ -313,10 +296,9 @@ def check_frozen(
     """Refuse what cannot be done with weights that are not trained."""
     name, is_library = config.strategy.name, sharing.updates_itself
     if model.no_sharding and (sharing.shards(config) or is_library):
-        yield Finding(
-            severity="error",
-            where="strategy.name",
-            what=f"{name} cuts weights into pieces, and here it cannot: {model.no_sharding}",
+        yield Finding.error(
+            "strategy.name",
+            f"{name} cuts weights into pieces, and here it cannot: {model.no_sharding}",
             hint="use ddp, or zero1: only what is trained is exchanged",
         )
     if config.checkpoint.weights == "all":
@@ -327,10 +309,9 @@ def check_frozen(
     if is_library:
         whys.append(f"{name} keeps all weights in one state of its own")
     for why in whys:
-        yield Finding(
-            severity="error",
-            where="checkpoint.weights",
-            what=f"trained: {why}, so nothing else could be loaded beside it",
+        yield Finding.error(
+            "checkpoint.weights",
+            f"trained: {why}, so nothing else could be loaded beside it",
             hint="set checkpoint.weights=all",
         )
 
@@ -341,25 +322,23 @@ def check_samples(config: RunConfig, workload: Workload, is_pipeline: bool) -> I
     if not train.sample_prompts:
         if train.sample_tokens != type(train).model_fields["sample_tokens"].default:
             what = "is set but has no effect: there is no train.sample_prompts"
-            yield Finding(severity="warning", where="train.sample_tokens", what=what)
+            yield Finding.warning("train.sample_tokens", what)
         return
     if type(workload).generate is Workload.generate:
-        yield Finding(
-            severity="error",
-            where=where,
-            what=f"{type(workload).__name__} generates no text",
+        yield Finding.error(
+            where,
+            f"{type(workload).__name__} generates no text",
             hint="remove it; lm, causal_lm and workloads with a method generate can write text",
         )
     elif is_pipeline:
-        yield Finding(
-            severity="error",
-            where=where,
-            what="a pipeline runs a batch through the model once, but text takes many passes",
+        yield Finding.error(
+            where,
+            "a pipeline runs a batch through the model once, but text takes many passes",
             hint="remove it, and use paceline generate on the run's checkpoints",
         )
     elif train.eval_every == "off":
         what = "is set but has no effect: train.eval_every is off"
-        yield Finding(severity="warning", where=where, what=what)
+        yield Finding.warning(where, what)
 
 
 def check_host_memory(

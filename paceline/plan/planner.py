@@ -156,10 +156,9 @@ def _prepares(workload: Workload) -> bool:
 
 def _recompute_problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
     if config.train.activation_checkpointing != "none" and model.num_units == 1:
-        yield Finding(
-            severity="warning",
-            where="train.activation_checkpointing",
-            what="the model has no blocks: it is recomputed as a whole, which saves no memory",
+        yield Finding.warning(
+            "train.activation_checkpointing",
+            "the model has no blocks: it is recomputed as a whole, which saves no memory",
             hint="put its repeated layers into an nn.ModuleList, and call each of them",
         )
 

@@ -146,18 +146,16 @@ def check_policy(config: RunConfig, env: Env, plan: Plan, workload: Workload) ->
 def _precision_problems(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
     capability = capability_of(env) if plan.on_gpu else None
     if plan.precision.value == "bf16" and capability is not None and capability < FAST_BF16:
-        yield Finding(
-            severity="error",
-            where="precision.mode",
-            what=f"bf16 was asked for, and {_because(capability)} has no bf16 arithmetic",
+        yield Finding.error(
+            "precision.mode",
+            f"bf16 was asked for, and {_because(capability)} has no bf16 arithmetic",
             hint="set precision.mode=fp16, or auto, which chooses it",
             cause="cluster",
         )
     if plan.precision.value == "fp16" and config.precision.loss_scale == "off":
-        yield Finding(
-            severity="error",
-            where="precision.loss_scale",
-            what="fp16 without a gradient scaler: gradients under 6e-8 would become 0",
+        yield Finding.error(
+            "precision.loss_scale",
+            "fp16 without a gradient scaler: gradients under 6e-8 would become 0",
             hint="set precision.loss_scale=auto",
         )
 
@@ -190,10 +188,9 @@ def _sparse_problems(asked: NSAConfig, head: int, on_cpu: bool) -> Iterator[Find
     """Yield why Triton does not compute nsa where it was asked to, or would on this GPU."""
     is_asked, lacking = asked.kernels == "triton", Sizes.of(asked).no_kernels(head)
     if is_asked and on_cpu:
-        yield Finding(
-            severity="error",
-            where="attention.nsa.kernels",
-            what="triton was asked for, and the ranks are on CPU",
+        yield Finding.error(
+            "attention.nsa.kernels",
+            "triton was asked for, and the ranks are on CPU",
             hint="set attention.nsa.kernels=auto",
         )
     elif lacking and asked.kernels != "torch" and not on_cpu:
@@ -204,10 +201,9 @@ def _sparse_problems(asked: NSAConfig, head: int, on_cpu: bool) -> Iterator[Find
             hint="the paper's sizes are l_sel=64 and d=16",
         )
     elif asked.ranges == "v1" and asked.kernels != "torch" and not on_cpu:
-        yield Finding(
-            severity="warning",
-            where="attention.nsa.ranges",
-            what="is set but has no effect: Triton reads the blocks themselves",
+        yield Finding.warning(
+            "attention.nsa.ranges",
+            "is set but has no effect: Triton reads the blocks themselves",
             hint="attention.nsa.kernels=torch reads it",
         )
 
@@ -229,9 +225,7 @@ def _head_problems(
 
 
 def _refused(impl: str, what: str, hint: str) -> Finding:
-    return Finding(
-        severity="error", where="attention.impl", what=f"{impl} was asked for; {what}", hint=hint
-    )
+    return Finding.error("attention.impl", f"{impl} was asked for; {what}", hint)
 
 
 def _offer(own: frozenset[str], on_cpu: bool) -> str:

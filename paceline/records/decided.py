@@ -27,6 +27,7 @@ ExchangeBy = Literal["collectives", "symmetric", "pipelined", "fused"]
 Kernels = Literal["torch", "triton"]
 CompileScope = Literal["blocks", "model"]
 Recompute = Literal["none", "full", "selective", "mixed"]
+Cause = Literal["config", "cluster", "data"]
 T = TypeVar("T", default=Any)
 
 
@@ -46,9 +47,21 @@ class Finding(Part):
     where: str = Field(description="The config key or the part of the machine it is about.")
     what: str
     hint: str = ""
-    cause: Literal["config", "cluster", "data"] = Field(
+    cause: Cause = Field(
         "config", description="What would have to change; picks the exit code of a refusal."
     )
+
+    @classmethod
+    def error(cls, where: str, what: str, hint: str = "", cause: Cause = "config") -> "Finding":
+        return cls(severity="error", where=where, what=what, hint=hint, cause=cause)
+
+    @classmethod
+    def warning(cls, where: str, what: str, hint: str = "", cause: Cause = "config") -> "Finding":
+        return cls(severity="warning", where=where, what=what, hint=hint, cause=cause)
+
+    @classmethod
+    def note(cls, where: str, what: str, hint: str = "", cause: Cause = "config") -> "Finding":
+        return cls(severity="note", where=where, what=what, hint=hint, cause=cause)
 
     def __str__(self) -> str:
         hint = f"\nhint: {self.hint}" if self.hint else ""

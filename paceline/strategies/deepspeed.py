@@ -107,30 +107,27 @@ def _is_installed() -> bool:
 
 def _installation_problems() -> Iterator[Finding]:
     if not _is_installed():
-        yield Finding(
-            severity="error",
-            where="strategy.name",
-            what="deepspeed was asked for, and it is not installed",
+        yield Finding.error(
+            "strategy.name",
+            "deepspeed was asked for, and it is not installed",
             hint="pip install 'paceline[deepspeed]', or choose another strategy.name",
         )
 
 
 def _offload_problems(config: RunConfig) -> Iterator[Finding]:
     if _settings(config).offload and _settings(config).stage == 0:
-        yield Finding(
-            severity="error",
-            where="strategy.offload",
-            what="DeepSpeed offloads a sharded optimizer, and strategy.stage=0 shards nothing",
+        yield Finding.error(
+            "strategy.offload",
+            "DeepSpeed offloads a sharded optimizer, and strategy.stage=0 shards nothing",
             hint="set strategy.stage to 1, 2 or 3",
         )
 
 
 def _compile_problems(config: RunConfig) -> Iterator[Finding]:
     if config.train.compile != "off" and _settings(config).stage == 3:
-        yield Finding(
-            severity="warning",
-            where="train.compile",
-            what="stage 3 gathers weights in hooks of every module, and each of them cuts the"
+        yield Finding.warning(
+            "train.compile",
+            "stage 3 gathers weights in hooks of every module, and each of them cuts the"
             " compiled graph: the result is right, the gain small",
             hint="set strategy.stage=2, or strategy.name=zero3, which compiles whole blocks",
         )
@@ -138,10 +135,9 @@ def _compile_problems(config: RunConfig) -> Iterator[Finding]:
 
 def _shape_problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
     if _settings(config).stage > 0 and not all(p.shape for p in model.parameters):
-        yield Finding(
-            severity="error",
-            where="strategy.stage",
-            what="the model has a parameter without any axis, which DeepSpeed cannot flatten",
+        yield Finding.error(
+            "strategy.stage",
+            "the model has a parameter without any axis, which DeepSpeed cannot flatten",
             hint="give it the shape (1,), or set strategy.stage=0",
         )
 
