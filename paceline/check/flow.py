@@ -87,7 +87,7 @@ def _alone(crew: Crew) -> list[Finding]:
     if crew.world_size > 1:
         return []
     what = "a world of one rank proves little: no link and no collective was used"
-    return [Finding(severity="note", where="ranks", what=what, hint="give launch.nproc=2 or more")]
+    return [Finding.note("ranks", what, hint="give launch.nproc=2 or more")]
 
 
 def _keep(
@@ -101,7 +101,7 @@ def _keep(
         keep_rates(env, crew, threads, ranks[0].rates, *found)
     except OSError as error:
         what = f"the rates cannot be kept for later reports: {error.strerror}"
-        return [Finding(severity="note", where="cache", what=what, hint="set XDG_CACHE_HOME")]
+        return [Finding.note("cache", what, hint="set XDG_CACHE_HOME")]
     return []
 
 
@@ -139,7 +139,7 @@ def _failures(run: RunDir, ending: Ending) -> list[Finding]:
 
 
 def _error(where: str, what: str, hint: str) -> Finding:
-    return Finding(severity="error", where=where, what=what, hint=hint, cause="cluster")
+    return Finding.error(where, what, hint, cause="cluster")
 
 
 def _load(run: RunDir, num_ranks: int) -> tuple[list[RankCheckup], GroupCheckup | None]:

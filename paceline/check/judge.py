@@ -69,10 +69,9 @@ def _binding(ranks: Sequence[RankCheckup], may_share: bool) -> Iterator[Finding]
     for (host, identity), users in owners.items():
         if len(users) > 1 and not may_share:
             names = " and ".join(str(rank) for rank in users)
-            yield Finding(
-                severity="error",
-                where="binding",
-                what=f"ranks {names} on {host} share one GPU ({identity})",
+            yield Finding.error(
+                "binding",
+                f"ranks {names} on {host} share one GPU ({identity})",
                 hint="let each rank see its own GPU, or name it twice in launch.devices to share",
                 cause="cluster",
             )
@@ -98,10 +97,9 @@ def _versions(ranks: Sequence[RankCheckup]) -> Iterator[Finding]:
 
 def _wrong_answers(group: GroupCheckup) -> Iterator[Finding]:
     for wrong in group.correctness.wrong:
-        yield Finding(
-            severity="error",
-            where="collectives",
-            what=str(wrong),
+        yield Finding.error(
+            "collectives",
+            str(wrong),
             hint="a wrong sum trains a wrong model: leave this rank's device or link out",
             cause="cluster",
         )
@@ -115,11 +113,9 @@ def _skew(group: GroupCheckup, ranks: Sequence[RankCheckup]) -> Iterator[Finding
         if abs(clock.offset_s) - clock.round_trip_s / 2 > MAX_SKEW_S and host not in seen:
             seen.add(host)
             side = "ahead of" if clock.offset_s > 0 else "behind"
-            yield Finding(
-                severity="warning",
-                where=f"clock of {host}",
-                what=f"is {abs(clock.offset_s):.1f} s {side} rank 0's: logs of the two will not"
-                " line up",
+            yield Finding.warning(
+                f"clock of {host}",
+                f"is {abs(clock.offset_s):.1f} s {side} rank 0's: logs of the two will not line up",
                 hint="let both follow the same NTP or PTP source",
                 cause="cluster",
             )
@@ -168,10 +164,9 @@ def _slow_fabric(group: GroupCheckup, expected: ExpectedLink | None) -> Iterator
         return
     share = best.busbw_gb_per_s / expected.gb_per_s
     if share < FAIR_SHARE:
-        yield Finding(
-            severity="warning",
-            where="all_reduce",
-            what=f"reaches {best.busbw_gb_per_s:.3g} of about {expected.gb_per_s:.3g} GB/s"
+        yield Finding.warning(
+            "all_reduce",
+            f"reaches {best.busbw_gb_per_s:.3g} of about {expected.gb_per_s:.3g} GB/s"
             f" ({expected.because})",
             hint="set NCCL_DEBUG=INFO with launch.env and look for the transport it chose: P2P or"
             " NVLS inside a machine, IB and not Socket between machines",
@@ -187,10 +182,9 @@ def best_all_reduce(speeds: Sequence[Speed]) -> Speed | None:
 def _slow_device(rank: RankCheckup, expected: float | None) -> Iterator[Finding]:
     for rate in rank.rates:
         if rate.what == "copy" and expected and rate.gb_per_s < FAIR_DEVICE_SHARE * expected:
-            yield Finding(
-                severity="warning",
-                where=f"rank {rank.rank} on {rank.host}",
-                what=f"its memory copies {rate.gb_per_s:.3g} of about {expected:.3g} GB/s"
+            yield Finding.warning(
+                f"rank {rank.rank} on {rank.host}",
+                f"its memory copies {rate.gb_per_s:.3g} of about {expected:.3g} GB/s"
                 f" ({rank.device})",
                 hint="another process may use this GPU; nvidia-smi shows it, and clocks and heat",
                 cause="cluster",

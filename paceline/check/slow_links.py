@@ -128,10 +128,9 @@ def _worst(links: Sequence[Link], owners: Owners) -> Culprit | None:
 
 def _culprit_finding(culprit: Culprit, kind: str, usual: float) -> Finding:
     typical = statistics.median(link.gb_per_s for link in culprit.slow)
-    return Finding(
-        severity="warning",
-        where=culprit.name,
-        what=f"{len(culprit.slow)} of its {culprit.num_links} links {kind} are slow: about "
+    return Finding.warning(
+        culprit.name,
+        f"{len(culprit.slow)} of its {culprit.num_links} links {kind} are slow: about "
         f"{typical:.3g} GB/s, where {usual:.3g} is usual here",
         hint=HINTS[kind],
         cause="cluster",
@@ -140,10 +139,9 @@ def _culprit_finding(culprit: Culprit, kind: str, usual: float) -> Finding:
 
 def _link_finding(link: Link, hosts: Sequence[str], kind: str, usual: float) -> Finding:
     between = sorted({hosts[link.a], hosts[link.b]})
-    return Finding(
-        severity="warning",
-        where=f"link of rank {link.a} and rank {link.b} on host {' and '.join(between)}",
-        what=f"slow: {link.gb_per_s:.3g} GB/s, where {usual:.3g} is usual {kind}",
+    return Finding.warning(
+        f"link of rank {link.a} and rank {link.b} on host {' and '.join(between)}",
+        f"slow: {link.gb_per_s:.3g} GB/s, where {usual:.3g} is usual {kind}",
         hint=HINTS[kind],
         cause="cluster",
     )

@@ -16,7 +16,7 @@ from paceline.cli.bar import Bar
 from paceline.errors import Outcome, PacelineError
 from paceline.metrics import TRAIN, VAL
 from paceline.records import Audit, Plan, Result, words
-from paceline.records.findings import Finding, Findings
+from paceline.records.findings import Findings, RunFinding
 from paceline.records.rundir import RunDir
 from paceline.records.words import count, duration, elapsed, number, typed, visible
 
@@ -147,7 +147,7 @@ def _branches(run: RunDir) -> Iterator[str]:
             yield f"{proof.what}: {proof.effective}"
 
 
-def _warnings(run: RunDir) -> list[Finding]:
+def _warnings(run: RunDir) -> list[RunFinding]:
     """Return what was judged of a run that a person should act on; how it ended has been said."""
     try:
         found = Findings.load(run.findings).findings

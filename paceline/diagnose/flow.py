@@ -11,7 +11,7 @@ from paceline.foreign.flight import find_waiting
 from paceline.health import Evidence, judge, read_evidence
 from paceline.records import Failure, Result
 from paceline.records.events import iter_events
-from paceline.records.findings import Finding, Findings, finite, sort_findings
+from paceline.records.findings import Findings, RunFinding, finite, sort_findings
 from paceline.records.imported import Fault, Imported
 from paceline.records.memory import MemoryDump
 from paceline.records.moments import wall_time
@@ -31,7 +31,7 @@ class Diagnosis:
 
     run: RunDir
     view: RunView
-    findings: list[Finding]
+    findings: list[RunFinding]
     notes: list[str]
 
     @property
@@ -67,13 +67,13 @@ def diagnose(path: Path) -> Diagnosis:
     return Diagnosis(run, view, sort_findings(found), [*_imported_notes(run), *notes])
 
 
-def _damaged(evidence: Evidence) -> Iterator[Finding]:
+def _damaged(evidence: Evidence) -> Iterator[RunFinding]:
     """Say which files could not be read: what was judged lacks them."""
     if not evidence.damaged:
         return
     first, _, hint = evidence.damaged[0].partition("\n")
     more = len(evidence.damaged) - 1
-    yield Finding(
+    yield RunFinding(
         kind="damaged",
         severity="error",
         words=f"{first}; what it says is not judged"
@@ -83,7 +83,7 @@ def _damaged(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _unconcluded(run: RunDir, view: RunView, evidence: Evidence) -> Iterator[Finding]:
+def _unconcluded(run: RunDir, view: RunView, evidence: Evidence) -> Iterator[RunFinding]:
     """Say how a run died that has no result: its supervisor was killed too. Whom to blame is judged
     as a supervisor would have, from what ranks and supervisors have left."""
     if view.state.kind != "died" or evidence.plan is None:
@@ -103,7 +103,7 @@ def _unconcluded(run: RunDir, view: RunView, evidence: Evidence) -> Iterator[Fin
     blamed = ""
     if failure is not None:
         blamed = f"; rank {failure.rank} on {failure.host}: {failure.message.partition(chr(10))[0]}"
-    yield Finding(
+    yield RunFinding(
         kind="died",
         rank=failure.rank if failure is not None else None,
         step=last,
@@ -116,7 +116,7 @@ def _unconcluded(run: RunDir, view: RunView, evidence: Evidence) -> Iterator[Fin
     )
 
 
-def _faults(run: RunDir) -> Iterator[Finding]:
+def _faults(run: RunDir) -> Iterator[RunFinding]:
     """Yield what an imported log says went wrong: the root first, echoes only where all are."""
     if not run.imported.is_file():
         return
@@ -140,13 +140,13 @@ def _with_words(roots: list[Fault], real: list[Fault]) -> Iterator[Fault]:
         yield root.model_copy(update=update)
 
 
-def _noticed(run: RunDir) -> Iterator[Finding]:
+def _noticed(run: RunDir) -> Iterator[RunFinding]:
     """Yield the errors that were noticed while it ran, the first of each kind and rank: a rank that
     stood still for a while leaves no other trace."""
     for event in iter_events(run.events):
         if event.severity == "error":
             at = {"time": event.time}
-            yield Finding(
+            yield RunFinding(
                 kind=event.kind,
                 rank=event.rank,
                 step=event.step,
@@ -163,7 +163,7 @@ def _ended_well(run: RunDir) -> bool:
         return False
 
 
-def _fault_finding(fault: Fault) -> Finding:
+def _fault_finding(fault: Fault) -> RunFinding:
     who = f"rank {fault.rank}" if fault.rank is not None else "a rank"
     where = f" on {fault.host}" if fault.host else ""
     at = f" about step {fault.step}" if fault.step else ""
@@ -173,7 +173,7 @@ def _fault_finding(fault: Fault) -> Finding:
         " flight recorder's dumps",
         "killed": "the kernel does that when memory runs out (dmesg), a scheduler when time is up",
     }
-    return Finding(
+    return RunFinding(
         kind=fault.kind,
         rank=fault.rank,
         step=fault.step,
@@ -184,13 +184,13 @@ def _fault_finding(fault: Fault) -> Finding:
     )
 
 
-def _profiled(profiles: list[ProfileFacts], evidence: Evidence) -> Iterator[Finding]:
+def _profiled(profiles: list[ProfileFacts], evidence: Evidence) -> Iterator[RunFinding]:
     """Judge profiles by the limits for steps: communication that nothing hides, late launches."""
     for facts in profiles:
         window = facts.window_s or 1.0
         exposed, late = facts.exposed_s / window, facts.launch_gaps_s / window
         if exposed > evidence.rules.exchange_share:
-            yield Finding(
+            yield RunFinding(
                 kind="exchange_bound",
                 rank=facts.rank,
                 step=facts.first_step,
@@ -200,7 +200,7 @@ def _profiled(profiles: list[ProfileFacts], evidence: Evidence) -> Iterator[Find
                 to_try="larger batches on each rank, strategy.comm_hook=bf16, or more overlap",
             )
         if late > evidence.rules.host_share:
-            yield Finding(
+            yield RunFinding(
                 kind="host_bound",
                 rank=facts.rank,
                 step=facts.first_step,
@@ -211,10 +211,10 @@ def _profiled(profiles: list[ProfileFacts], evidence: Evidence) -> Iterator[Find
             )
 
 
-def _memory(dumps: list[MemoryDump]) -> Iterator[Finding]:
+def _memory(dumps: list[MemoryDump]) -> Iterator[RunFinding]:
     for dump in dumps:
         if dump.moment == "oom":
-            yield Finding(
+            yield RunFinding(
                 kind="memory_owners",
                 rank=dump.rank,
                 step=dump.step,

@@ -17,7 +17,7 @@ from paceline.launch.rendezvous import Rendezvous
 from paceline.records import Result
 from paceline.records.drills import Drill, Fault
 from paceline.records.events import iter_events
-from paceline.records.findings import Finding
+from paceline.records.findings import RunFinding
 from paceline.records.rundir import RunDir
 from paceline.records.words import did_you_mean
 from paceline.run.flow import Talk, decide, prepare, run_decided
@@ -30,7 +30,7 @@ class DrillEnd:
     """What came of a drill: the run, all that was found, and the finding that names the fault."""
 
     def __init__(
-        self, drill: Drill, result: Result, found: Sequence[Finding], knows_losses: bool = True
+        self, drill: Drill, result: Result, found: Sequence[RunFinding], knows_losses: bool = True
     ) -> None:
         self.drill, self.result, self.found = drill, result, list(found)
         named = (f for f in self.found if names_fault(drill, f, knows_losses))
@@ -51,7 +51,7 @@ class DrillEnd:
         }
 
 
-def names_fault(drill: Drill, finding: Finding, knows_losses: bool = True) -> bool:
+def names_fault(drill: Drill, finding: RunFinding, knows_losses: bool = True) -> bool:
     """Tell whether a finding is the right one: its kind, the rank where one has it, and the part of
     the step where it is about one. `knows_losses`: the run can say whose loss was bad. A pipeline
     cannot, nor one that left the update out and went on (train.max_skips)."""
@@ -105,12 +105,12 @@ def run_drill(
     return DrillEnd(drill, result, found, knows_losses)
 
 
-def noticed(run: RunDir, stands: Sequence[Finding]) -> list[Finding]:
+def noticed(run: RunDir, stands: Sequence[RunFinding]) -> list[RunFinding]:
     """Return what was noticed while it ran and does not stand at its end any more."""
     known = {finding.key: finding for finding in stands}
     for event in iter_events(run.events):
         told = event.model_dump(exclude={"time"})
-        known.setdefault((event.kind, event.rank), Finding.model_validate(told))
+        known.setdefault((event.kind, event.rank), RunFinding.model_validate(told))
     return [finding for finding in known.values() if finding not in stands]
 
 

@@ -10,7 +10,7 @@ from paceline.errors import DataError
 from paceline.foreign.failures import known_rank
 from paceline.health.desync import key_of
 from paceline.records.base import Body
-from paceline.records.findings import Finding, finite
+from paceline.records.findings import RunFinding, finite
 from paceline.records.words import count, few
 
 RANK = re.compile(r"(?:rank[_-]?|trace[_-]?)(\d+)(?:\.json|\.pkl|\.pickle)?$")
@@ -25,7 +25,7 @@ def read_dump(path: Path, body: Any) -> tuple[int | None, Body]:
     return known_rank(named[1] if named else own), body
 
 
-def find_waiting(dumps: Mapping[int, Body]) -> Iterator[Finding]:
+def find_waiting(dumps: Mapping[int, Body]) -> Iterator[RunFinding]:
     """Yield, for each group, the ranks that never called the collective in which others wait."""
     groups: dict[str, dict[int, dict[int, Body]]] = {}
     for rank, body in dumps.items():
@@ -36,7 +36,7 @@ def find_waiting(dumps: Mapping[int, Body]) -> Iterator[Finding]:
         yield from _behind(group, ranks)
 
 
-def _behind(group: str, ranks: Mapping[int, Mapping[int, Body]]) -> Iterator[Finding]:
+def _behind(group: str, ranks: Mapping[int, Mapping[int, Body]]) -> Iterator[RunFinding]:
     last = {rank: max(calls) for rank, calls in ranks.items()}
     furthest = max(last.values())
     behind = sorted(rank for rank, number in last.items() if number < furthest)
@@ -57,7 +57,7 @@ def _behind(group: str, ranks: Mapping[int, Mapping[int, Body]]) -> Iterator[Fin
     entry = next(calls[number] for calls in ranks.values() if number in calls)
     rank = min(behind, key=lambda each: last[each])
     what = f"{_what(entry)} (collective {number} of group {group})"
-    yield Finding(
+    yield RunFinding(
         kind="hang",
         rank=rank,
         severity="error",
@@ -70,10 +70,10 @@ def _behind(group: str, ranks: Mapping[int, Mapping[int, Body]]) -> Iterator[Fin
 
 def _all_inside(
     group: str, ranks: Mapping[int, Mapping[int, Body]], open_at: Mapping[int, int]
-) -> Finding:
+) -> RunFinding:
     number = min(open_at.values())
     entry = next(calls[number] for calls in ranks.values() if number in calls)
-    return Finding(
+    return RunFinding(
         kind="hang",
         severity="error",
         words=f"all {count(len(ranks), 'rank')} came to {_what(entry)} (collective {number} of"

@@ -4,7 +4,7 @@ from contextlib import suppress
 
 from paceline.config.health import Action, RulesConfig
 from paceline.records.files import write_atomic
-from paceline.records.findings import Finding
+from paceline.records.findings import RunFinding
 from paceline.records.rundir import RunDir
 
 
@@ -13,7 +13,7 @@ def action_for(rules: RulesConfig, kind: str) -> Action:
     return rules.actions().get(kind, "warn")
 
 
-def act_on(run: RunDir, finding: Finding, action: Action) -> str:
+def act_on(run: RunDir, finding: RunFinding, action: Action) -> str:
     """Carry out a rule's action, apart from reporting it; return what was done, empty for nothing.
     It never waits, and a full disk does not end the run."""
     if action in ("off", "warn"):

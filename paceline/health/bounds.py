@@ -20,7 +20,7 @@ import numpy as np
 from paceline.health.evidence import Evidence
 from paceline.health.stragglers import gpu_samples
 from paceline.health.work import Work
-from paceline.records.findings import Finding, finite
+from paceline.records.findings import RunFinding, finite
 from paceline.records.phases import Phase
 from paceline.records.recorded import last_to_arrive
 from paceline.records.words import count, duration, number, size, typed
@@ -42,8 +42,8 @@ PARTS = {
 
 
 def find_bounds(
-    evidence: Evidence, work: Work, slow: Sequence[Finding], throttled: Sequence[Finding] = ()
-) -> Iterator[Finding]:
+    evidence: Evidence, work: Work, slow: Sequence[RunFinding], throttled: Sequence[RunFinding] = ()
+) -> Iterator[RunFinding]:
     """Yield what the run is bound by; if nothing holds it up, that it is compute-bound, or its
     largest part. `throttled`: GPUs that have lowered their clocks."""
     if len(work.steps) < MIN_STEPS:
@@ -62,7 +62,7 @@ def find_bounds(
         yield _compute(evidence, work, throttled) if is_passes else _largest(evidence, work, shares)
 
 
-def _data(evidence: Evidence, work: Work) -> Iterator[Finding]:
+def _data(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
     share = float(np.median(work.own[Phase.DATA] / work.wall, axis=1).min())
     if share < evidence.rules.data_starvation_share:
         return
@@ -70,7 +70,7 @@ def _data(evidence: Evidence, work: Work) -> Iterator[Finding]:
     read_s, joined_s = (_spent(evidence, column) for column in ("read_s", "joined_s"))
     tried = f"{workers},{max(1, 2 * workers)},{max(2, 4 * workers)}"
     told = f"bound by data: {share:.0%} of each {duration(work.step_s)}"
-    yield Finding(
+    yield RunFinding(
         kind="bound_by_data",
         severity="note",
         words=f"{told}; {_stage(workers, read_s, joined_s, (share, work.step_s))}",
@@ -115,7 +115,7 @@ def _stage(workers: int, read_s: float, joined_s: float, waits: tuple[float, flo
     return f"{own}{parts}"
 
 
-def _exchange(evidence: Evidence, work: Work) -> Iterator[Finding]:
+def _exchange(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
     """A pipeline has no exchange to speak of: what it waits for is another stage."""
     if not work.is_whole or len(work.ranks) < 2 or _is_pipeline(evidence):
         return
@@ -124,7 +124,7 @@ def _exchange(evidence: Evidence, work: Work) -> Iterator[Finding]:
     if share < evidence.rules.exchange_share:
         return
     told, rate = _rate(evidence, len(work.ranks))
-    yield Finding(
+    yield RunFinding(
         kind="bound_by_exchange",
         severity="note",
         words=f"bound by the exchange: even the last rank is {duration(seconds)} of each"
@@ -171,7 +171,7 @@ def _rate(evidence: Evidence, num_ranks: int) -> tuple[str, float | None]:
     return told, rate
 
 
-def _imbalance(evidence: Evidence, work: Work) -> Iterator[Finding]:
+def _imbalance(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
     """Name it where no rank is always the slow one, and yet they wait for each other."""
     if len(work.ranks) < 2 or not work.is_whole:
         return
@@ -182,7 +182,7 @@ def _imbalance(evidence: Evidence, work: Work) -> Iterator[Finding]:
     apart_s = float(np.median(spread))
     share = apart_s / work.step_s
     if share > IMBALANCE_SHARE:
-        yield Finding(
+        yield RunFinding(
             kind="bound_by_imbalance",
             severity="note",
             words=f"bound by imbalance: in each step some rank takes {duration(apart_s)} longer"
@@ -192,7 +192,7 @@ def _imbalance(evidence: Evidence, work: Work) -> Iterator[Finding]:
         )
 
 
-def _stages(evidence: Evidence, work: Work) -> Iterator[Finding]:
+def _stages(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
     plan = evidence.plan.pipeline if evidence.plan is not None else None
     facts = evidence.result.pipeline if evidence.result is not None else None
     if plan is None or facts is None:
@@ -202,7 +202,7 @@ def _stages(evidence: Evidence, work: Work) -> Iterator[Finding]:
     mean_s = float(np.mean(list(shares.values())))
     over = shares[slowest] / mean_s - 1 if mean_s else 0.0
     if over > IMBALANCE_SHARE:
-        yield Finding(
+        yield RunFinding(
             kind="bound_by_imbalance",
             severity="note",
             words=f"bound by uneven stages: rank {slowest} is busy for {duration(shares[slowest])}"
@@ -213,7 +213,7 @@ def _stages(evidence: Evidence, work: Work) -> Iterator[Finding]:
         )
 
 
-def _host(evidence: Evidence, work: Work) -> Iterator[Finding]:
+def _host(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
     """A GPU that is idle while no rank waits for data or other ranks lacks work from its host."""
     name = "utilisation_percent"
     parts = [rows[5:].known(name).column(name) for rows in gpu_samples(evidence).values()]
@@ -223,7 +223,7 @@ def _host(evidence: Evidence, work: Work) -> Iterator[Finding]:
     waits = float(np.median(work.own[Phase.DATA] / work.wall) + np.median(work.blocked / work.wall))
     idle = 1 - float(np.median(used)) / 100 - waits
     if idle > evidence.rules.host_share:
-        yield Finding(
+        yield RunFinding(
             kind="bound_by_host",
             severity="note",
             words=f"bound by the host: GPUs have nothing to run for {idle:.0%} of a step, beside"
@@ -233,11 +233,11 @@ def _host(evidence: Evidence, work: Work) -> Iterator[Finding]:
         )
 
 
-def _memory(evidence: Evidence, work: Work) -> Iterator[Finding]:
+def _memory(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
     known = [t.known("alloc_retries").column("alloc_retries") for t in evidence.telemetry.values()]
     most = max((float(found.max()) for found in known if len(found)), default=0.0)
     if most > 0:
-        yield Finding(
+        yield RunFinding(
             kind="bound_by_memory",
             severity="warning",
             words=f"bound by memory: the allocator had to free its cache and ask again"
@@ -248,7 +248,7 @@ def _memory(evidence: Evidence, work: Work) -> Iterator[Finding]:
         )
 
 
-def _compute(evidence: Evidence, work: Work, throttled: Sequence[Finding]) -> Finding:
+def _compute(evidence: Evidence, work: Work, throttled: Sequence[RunFinding]) -> RunFinding:
     own = {str(p): float(np.median(part)) for p, part in work.own.items()}
     share = evidence.result.matmul_share if evidence.result is not None else None
     told = f", at {share:.0%} of the matmul rate of paceline check" if share is not None else ""
@@ -258,14 +258,14 @@ def _compute(evidence: Evidence, work: Work, throttled: Sequence[Finding]) -> Fi
     known = finite({"own_s": own, "step_s": work.step_s, "matmul_share": share})
     if throttled:
         first = throttled[0]
-        return Finding(
+        return RunFinding(
             kind="bound_by_gpu",
             severity="note",
             words=f"bound by the GPU itself: {words}, and {first.words}",
             evidence=known | {"ranks": [each.rank for each in throttled]},
             to_try=first.to_try,
         )
-    return Finding(
+    return RunFinding(
         kind="compute_bound",
         severity="note",
         words=f"compute-bound: {words}",
@@ -284,7 +284,7 @@ def _shares(work: Work) -> dict[str, float]:
     return {part: each / work.step_s for part, each in seconds.items()}
 
 
-def _largest(evidence: Evidence, work: Work, shares: dict[str, float]) -> Finding:
+def _largest(evidence: Evidence, work: Work, shares: dict[str, float]) -> RunFinding:
     """Name the largest part of a step if forward and backward are less than half of it."""
     part, *others = sorted(shares, key=lambda each: -shares[each])
     step = duration(work.step_s)
@@ -296,7 +296,7 @@ def _largest(evidence: Evidence, work: Work, shares: dict[str, float]) -> Findin
         name = "waiting for other stages of the pipeline" if is_pipeline else PARTS[part]
         words = f"bound by {name}: {shares[part]:.0%} of each {step}; {PASSES} are"
         words += f" {shares[PASSES]:.0%}"
-    return Finding(
+    return RunFinding(
         kind=f"bound_by_{part}",
         severity="note",
         words=words,

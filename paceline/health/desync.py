@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from paceline.health.evidence import Evidence
 from paceline.health.work import align_steps
 from paceline.records.base import Body
-from paceline.records.findings import Finding, finite
+from paceline.records.findings import RunFinding, finite
 from paceline.records.words import count
 
 SIZES_DIFFER = re.compile(
@@ -28,7 +28,7 @@ DESYNC_HINT = (
 )
 
 
-def find_desync(evidence: Evidence) -> Iterator[Finding]:
+def find_desync(evidence: Evidence) -> Iterator[RunFinding]:
     """Yield the ranks that have run fewer or more collectives than the others, and the first
     collective to which ranks have given other shapes."""
     yield from _by_counts(evidence)
@@ -36,7 +36,7 @@ def find_desync(evidence: Evidence) -> Iterator[Finding]:
     yield from told or _by_logs(evidence)
 
 
-def _by_counts(evidence: Evidence) -> Iterator[Finding]:
+def _by_counts(evidence: Evidence) -> Iterator[RunFinding]:
     """Compare the counts of all ranks at the end of the same step: equal, or some rank has left one
     out. What a rank usually begins in a step is taken off: ranks of a pipeline differ in that."""
     known = {r: table.known("collectives") for r, table in evidence.steps.items() if len(table)}
@@ -60,7 +60,7 @@ def _by_counts(evidence: Evidence) -> Iterator[Finding]:
     rank = min(made, key=lambda r: made[r]) if len(made) == 2 else odd[0]
     other = next(r for r in made if made[r] != made[rank])
     by, step = made[rank] - made[other], int(steps[apart[0]])
-    yield Finding(
+    yield RunFinding(
         kind="desync",
         rank=rank,
         step=step,
@@ -83,12 +83,12 @@ def _last_start(counts: NDArray[np.int64]) -> int:
     return int(starts[-1]) if falls[:, starts[-1] - 1].all() else counts.shape[1]
 
 
-def _by_logs(evidence: Evidence) -> Iterator[Finding]:
+def _by_logs(evidence: Evidence) -> Iterator[RunFinding]:
     """Look for what gloo says as it ends the process: it knows that sizes differ, not whose."""
     for rank, text in evidence.logs.items():
         if found := SIZES_DIFFER.search(text):
             at = _own_line(text)
-            yield Finding(
+            yield RunFinding(
                 kind="shapes_differ",
                 severity="error",
                 words=f"ranks gave other shapes to one collective: rank {rank} was sent"
@@ -110,7 +110,7 @@ def _own_line(text: str) -> str:
     return ""
 
 
-def compare_calls(dumps: Mapping[int, Body]) -> Iterator[Finding]:
+def compare_calls(dumps: Mapping[int, Body]) -> Iterator[RunFinding]:
     """Yield where the flight recorders of ranks first disagree: another collective, or other
     shapes, under the same number of one group."""
     calls = {rank: _calls(body) for rank, body in dumps.items()}
@@ -125,7 +125,7 @@ def compare_calls(dumps: Mapping[int, Body]) -> Iterator[Finding]:
         odd = [rank for rank, call in made.items() if call != usual]
         is_shape = len({what for what, _ in made.values()}) == 1
         told = "; ".join(f"rank {r}: {what} of {shape}" for r, (what, shape) in made.items())
-        yield Finding(
+        yield RunFinding(
             kind="shapes_differ" if is_shape else "desync",
             rank=odd[0] if len(odd) == 1 and len(made) > 2 else None,
             severity="error",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from paceline.errors import Outcome
 from paceline.health.evidence import Evidence
 from paceline.records import Failure, Result
-from paceline.records.findings import Finding, finite
+from paceline.records.findings import RunFinding, finite
 
 NEWLINE = "\n"
 HINT = "\nhint: "
@@ -20,7 +20,7 @@ KINDS = {
 }
 
 
-def find_ending(evidence: Evidence) -> Iterator[Finding]:
+def find_ending(evidence: Evidence) -> Iterator[RunFinding]:
     """Yield why a run did not end well, and which of its files a disk did not take."""
     result = evidence.result
     if result is None:
@@ -31,7 +31,7 @@ def find_ending(evidence: Evidence) -> Iterator[Finding]:
         yield _nan(evidence, result)
     if result.unwritten:
         first = result.unwritten[0]
-        yield Finding(
+        yield RunFinding(
             kind="full_disk",
             severity="warning",
             words=f"the disk did not take all of the run's files: {first}",
@@ -40,13 +40,13 @@ def find_ending(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _failure(result: Result, failure: Failure) -> Finding:
+def _failure(result: Result, failure: Failure) -> RunFinding:
     kind = KINDS.get(result.outcome, str(result.outcome))
     text = failure.message.lower()
     if kind == "out_of_memory" and ("no space" in text or "cannot be written" in text):
         kind = "full_disk"
     what, _, hint = failure.message.partition(HINT)
-    return Finding(
+    return RunFinding(
         kind=kind,
         rank=failure.rank,
         step=failure.step,
@@ -60,14 +60,14 @@ def _failure(result: Result, failure: Failure) -> Finding:
     )
 
 
-def _nan(evidence: Evidence, result: Result) -> Finding:
+def _nan(evidence: Evidence, result: Result) -> RunFinding:
     """Name the rank whose loss it was, where it was one rank's own: in a pipeline the last stage
     sees all losses, whoever spoilt them."""
     is_pipeline = evidence.plan is not None and evidence.plan.pipeline is not None
     ranks, ids = result.bad_ranks, ", ".join(map(str, result.bad_sample_ids[:8]))
     rank = ranks[0] if len(ranks) == 1 and not is_pipeline else None
     whose = f"; it was rank {rank}'s loss" if rank is not None and evidence.num_ranks > 1 else ""
-    return Finding(
+    return RunFinding(
         kind="nan_loss",
         rank=rank,
         step=result.bad_step,

@@ -9,22 +9,22 @@ from paceline.health.evidence import Evidence
 from paceline.health.rules import find_unhealthy
 from paceline.health.stragglers import find_spikes, find_stragglers
 from paceline.health.work import measure_work
-from paceline.records.findings import Finding, sort_findings
+from paceline.records.findings import RunFinding, sort_findings
 
 
-def judge(evidence: Evidence) -> list[Finding]:
+def judge(evidence: Evidence) -> list[RunFinding]:
     """Return all findings about a run, the most serious first. Pure: nothing is read or written."""
     found = {finding.key: finding for finding in _judge(evidence)}
     return sort_findings(_wanted(evidence, found.values()))
 
 
-def _wanted(evidence: Evidence, found: Iterable[Finding]) -> list[Finding]:
+def _wanted(evidence: Evidence, found: Iterable[RunFinding]) -> list[RunFinding]:
     """Leave out findings whose rules are off."""
     actions = evidence.rules.actions()
     return [f for f in found if actions.get(f.kind) != "off"]
 
 
-def judge_ranks(evidence: Evidence) -> list[Finding]:
+def judge_ranks(evidence: Evidence) -> list[RunFinding]:
     """Return which ranks are slow and which have skipped a collective: the checks that a live run
     makes often."""
     work = measure_work(evidence)
@@ -32,7 +32,7 @@ def judge_ranks(evidence: Evidence) -> list[Finding]:
     return _wanted(evidence, [*find_desync(evidence), *slow])
 
 
-def _judge(evidence: Evidence) -> Iterator[Finding]:
+def _judge(evidence: Evidence) -> Iterator[RunFinding]:
     yield from find_ending(evidence)
     yield from find_desync(evidence)
     work = measure_work(evidence)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from paceline.health.evidence import Evidence
 from paceline.health.stragglers import gpu_samples
 from paceline.records.columns import Table
-from paceline.records.findings import Finding, finite
+from paceline.records.findings import RunFinding, finite
 from paceline.records.tables import TelemetryRow
 from paceline.records.words import duration, size
 
@@ -23,14 +23,14 @@ THROTTLE_BITS = {
 }  # fmt: skip
 
 
-def find_ill_machines(evidence: Evidence) -> Iterator[Finding]:
+def find_ill_machines(evidence: Evidence) -> Iterator[RunFinding]:
     """Yield what breaks a rule about memory, GPUs or clocks."""
     yield from _memory(evidence)
     yield from _gpus(evidence)
     yield from _skew(evidence)
 
 
-def _memory(evidence: Evidence) -> Iterator[Finding]:
+def _memory(evidence: Evidence) -> Iterator[RunFinding]:
     limit = evidence.rules.memory_growth_mib_per_min
     for rank, sources in evidence.sampled.items():
         for own in (sources[name] for name in ("host", "rank") if name in sources):
@@ -41,7 +41,7 @@ def _memory(evidence: Evidence) -> Iterator[Finding]:
 
 def _growth(
     rank: int, rows: Table[TelemetryRow], name: str, limit: float, where: str
-) -> Iterator[Finding]:
+) -> Iterator[RunFinding]:
     """Judge by the slope behind the first fifth, in which everything grows, and only where nearly
     all of it is growth: not one large allocation."""
     known = rows.known(name)
@@ -54,7 +54,7 @@ def _growth(
     residue = float(np.abs(held - (start + slope * (times - times[0]))).max())
     per_minute = slope * MINUTE
     if per_minute > limit * 2**20 and residue < 0.25 * spread and spread > 0.05 * held[0]:
-        yield Finding(
+        yield RunFinding(
             kind="memory_growth",
             rank=rank,
             words=f"memory of rank {rank} grows all the time ({where}): {size(per_minute)} a"
@@ -64,7 +64,7 @@ def _growth(
         )
 
 
-def _gpus(evidence: Evidence) -> Iterator[Finding]:
+def _gpus(evidence: Evidence) -> Iterator[RunFinding]:
     gpus = gpu_samples(evidence)
     clocks = {rank: _busy(rows, "clock_mhz")[-30:] for rank, rows in gpus.items()}
     usual = {rank: float(np.median(found)) for rank, found in clocks.items() if len(found)}
@@ -74,7 +74,7 @@ def _gpus(evidence: Evidence) -> Iterator[Finding]:
         for name, what in (("ecc_errors", "uncorrected ECC errors"), ("xid", "Xid")):
             seen = rows.known(name).column(name)
             if len(seen) and (most := seen.max()) > (seen[0] if name == "ecc_errors" else 0):
-                yield Finding(
+                yield RunFinding(
                     kind="gpu_errors",
                     rank=rank,
                     severity="error",
@@ -86,7 +86,7 @@ def _gpus(evidence: Evidence) -> Iterator[Finding]:
 
 def _throttled(
     evidence: Evidence, rank: int, rows: Table[TelemetryRow], others_mhz: float
-) -> Iterator[Finding]:
+) -> Iterator[RunFinding]:
     """Judge by what the driver says, where the clock is also below the GPU's own best, or that of
     the others: one that is throttled from its first step on has no better one of its own."""
     clocks, reasons = _busy(rows, "clock_mhz"), _busy(rows, "throttle_reasons").astype(int)[-30:]
@@ -100,7 +100,7 @@ def _throttled(
     now, best = float(np.median(clocks[-30:])), max(float(clocks.max()), others_mhz)
     if now < (1 - evidence.rules.gpu_throttle_share) * best:
         whose = "at its best" if best > others_mhz else "on the others"
-        yield Finding(
+        yield RunFinding(
             kind="gpu_throttle",
             rank=rank,
             words=f"the GPU of rank {rank} is throttled by {', '.join(sorted(named))}:"
@@ -118,7 +118,7 @@ def _busy(rows: Table[TelemetryRow], name: str) -> Values:
     return values
 
 
-def _skew(evidence: Evidence) -> Iterator[Finding]:
+def _skew(evidence: Evidence) -> Iterator[RunFinding]:
     """Compare each rank's clock with that of the machine that keeps the files; a machine whose
     clock is off writes moments of the past or the future."""
     off = {rank: heart.beat.time - heart.written_at for rank, heart in evidence.hearts.items()}
@@ -126,7 +126,7 @@ def _skew(evidence: Evidence) -> Iterator[Finding]:
     usual = float(np.quantile(list(off.values()), 0.5, method="lower")) if off else 0.0
     for rank, seconds in off.items():
         if abs(seconds - usual) > evidence.rules.clock_skew_s and len(off) > 1:
-            yield Finding(
+            yield RunFinding(
                 kind="clock_skew",
                 rank=rank,
                 words=f"the clock of rank {rank}'s machine is {duration(abs(seconds - usual))}"

@@ -12,7 +12,7 @@ from paceline.health.machines import find_ill_machines
 from paceline.health.stragglers import STEADY_SHARE
 from paceline.health.work import Work
 from paceline.metrics import TRAIN
-from paceline.records.findings import Finding, finite
+from paceline.records.findings import RunFinding, finite
 from paceline.records.phases import Phase
 from paceline.records.words import count, duration, number
 
@@ -25,7 +25,7 @@ FLAT_STEPS = 10
 GATES = (f"{TRAIN}gate_entropy", f"{TRAIN}gate_collapse")  # as attention/stats.py measures them
 
 
-def find_unhealthy(evidence: Evidence, work: Work | None) -> Iterator[Finding]:
+def find_unhealthy(evidence: Evidence, work: Work | None) -> Iterator[RunFinding]:
     """Yield what breaks a rule, whether the run lives or is over."""
     yield from _loss(evidence)
     yield from _gradient(evidence)
@@ -39,7 +39,7 @@ def find_unhealthy(evidence: Evidence, work: Work | None) -> Iterator[Finding]:
         yield from _stalls(evidence)
 
 
-def _loss(evidence: Evidence) -> Iterator[Finding]:
+def _loss(evidence: Evidence) -> Iterator[RunFinding]:
     rows, rules = evidence.training, evidence.rules
     losses, steps = rows.column("loss"), rows.column("step")
     bad = (rows.column("skipped") & ~rows.column("overflowed")) | ~np.isfinite(losses)
@@ -48,7 +48,7 @@ def _loss(evidence: Evidence) -> Iterator[Finding]:
     if bad.any() and not is_told:
         first, last = int(steps[bad][0]), int(steps[bad][-1])
         times = count(int(bad.sum()), "step")
-        yield Finding(
+        yield RunFinding(
             kind="nan_loss",
             step=first,
             severity="error" if bad[-1] else "warning",
@@ -63,7 +63,7 @@ def _loss(evidence: Evidence) -> Iterator[Finding]:
     losses, steps = losses[~bad], steps[~bad]
     if len(losses) > MIN_STEPS and (spikes := _jumps(losses, rules.loss_spike_sigmas)):
         last = spikes[-1]
-        yield Finding(
+        yield RunFinding(
             kind="loss_spike",
             step=int(steps[last]),
             words=f"the loss jumped to {number(losses[last])} in step {steps[last]}, from"
@@ -102,14 +102,14 @@ def _jumps(losses: Values, sigmas: float) -> list[int]:
     return found
 
 
-def _plateau(losses: Values, steps: Values, span: int) -> Iterator[Finding]:
+def _plateau(losses: Values, steps: Values, span: int) -> Iterator[RunFinding]:
     if len(losses) < 2 * span:
         return
     new, old = losses[-span:], losses[-2 * span : -span]
     gain = float(old.mean() - new.mean())
     noise = float(np.sqrt((new.var() + old.var()) / span))
     if gain < noise:
-        yield Finding(
+        yield RunFinding(
             kind="loss_plateau",
             step=int(steps[-1]),
             severity="note",
@@ -120,13 +120,13 @@ def _plateau(losses: Values, steps: Values, span: int) -> Iterator[Finding]:
         )
 
 
-def _gradient(evidence: Evidence) -> Iterator[Finding]:
+def _gradient(evidence: Evidence) -> Iterator[RunFinding]:
     rows, limit = evidence.training, evidence.rules.gradient_explosion_factor
     is_known = np.isfinite(rows.column("grad_norm")) & ~rows.column("skipped")
     norms, steps = rows.column("grad_norm")[is_known], rows.column("step")[is_known]
     if (zeros := norms == 0.0).any():
         first, last = int(steps[zeros][0]), int(steps[zeros][-1])
-        yield Finding(
+        yield RunFinding(
             kind="zero_grad",
             step=first,
             severity="error",
@@ -141,7 +141,7 @@ def _gradient(evidence: Evidence) -> Iterator[Finding]:
     usual = float(np.median(norms)) if len(norms) > MIN_STEPS else 0.0
     if usual > 0 and (large := norms > limit * usual).any():
         last = int(steps[large][-1])
-        yield Finding(
+        yield RunFinding(
             kind="gradient_explosion",
             step=last,
             words=f"the gradient norm was {number(float(norms[large][-1]))} in step {last}, the"
@@ -154,7 +154,7 @@ def _gradient(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _gates(evidence: Evidence) -> Iterator[Finding]:
+def _gates(evidence: Evidence) -> Iterator[RunFinding]:
     """Judge the gates of sparse attention, where there are any, by all steps up to the last one:
     a token, or a step, in which one gate has all is nothing."""
     rows, rules = evidence.training, evidence.rules
@@ -165,7 +165,7 @@ def _gates(evidence: Evidence) -> Iterator[Finding]:
     is_bad = (entropy < rules.gate_entropy_min) | (share > rules.gate_collapse_share)
     first = max(np.flatnonzero(~is_bad), default=-1) + 1  # behind the last step that was sound
     if first < len(steps) and steps[-1] - steps[first] + 1 >= rules.gate_collapse_steps:
-        yield Finding(
+        yield RunFinding(
             kind="gate_collapse",
             step=int(steps[first]),
             severity="error",
@@ -178,7 +178,7 @@ def _gates(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _drift(evidence: Evidence) -> Iterator[Finding]:
+def _drift(evidence: Evidence) -> Iterator[RunFinding]:
     rows = evidence.training.pick(~evidence.training.column("warmup"))
     if len(rows) < MIN_DRIFT_STEPS:
         return
@@ -193,7 +193,7 @@ def _drift(evidence: Evidence) -> Iterator[Finding]:
     if evidence.is_live and 0.1 * float(np.ptp(steps)) * late < MIN_DRIFT_S:
         return
     if late > (1 + evidence.rules.throughput_drift_share) * early:
-        yield Finding(
+        yield RunFinding(
             kind="throughput_drift",
             step=int(rows.column("step")[-1]),
             words=f"steps have become slower: {duration(late)} in the last tenth of the run,"
@@ -203,7 +203,7 @@ def _drift(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _units(evidence: Evidence) -> Iterator[Finding]:
+def _units(evidence: Evidence) -> Iterator[RunFinding]:
     """Compare ranks' shares of a step: the largest share delays all ranks."""
     tables = {r: t for r, t in evidence.steps.items() if len(t) and not t.is_empty["units"].all()}
     if len(tables) < 2 or (evidence.plan is not None and evidence.plan.pipeline is not None):
@@ -222,7 +222,7 @@ def _units(evidence: Evidence) -> Iterator[Finding]:
         ratio = units[row] / np.median(np.delete(units, row, axis=0), axis=0)
         always = np.quantile(ratio, STEADY_SHARE) - 1 > evidence.rules.unequal_batches_share
         who = list(tables)[row] if always else None
-        yield Finding(
+        yield RunFinding(
             kind="unequal_batches",
             rank=who,
             words=f"ranks get unequal shares of a step: the largest has {largest:.0%} more than the"
@@ -233,7 +233,7 @@ def _units(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _starvation(evidence: Evidence, work: Work) -> Iterator[Finding]:
+def _starvation(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
     """Judge by the rank that waits least: if only one rank waits, it is a straggler."""
     if Phase.DATA not in work.own:
         return
@@ -241,7 +241,7 @@ def _starvation(evidence: Evidence, work: Work) -> Iterator[Finding]:
     share = float(shares.min())
     if share > evidence.rules.data_starvation_share:
         waits_s = float(np.median(work.own[Phase.DATA]))
-        yield Finding(
+        yield RunFinding(
             kind="data_starvation",
             step=int(work.steps[-1]),
             words=f"all ranks wait for data: {duration(waits_s)} of each {duration(work.step_s)}"
@@ -260,14 +260,14 @@ def _loader_hint(evidence: Evidence) -> str:
     )
 
 
-def _stalls(evidence: Evidence) -> Iterator[Finding]:
+def _stalls(evidence: Evidence) -> Iterator[RunFinding]:
     """Judge a live run by the time of the reader."""
     now, rules = evidence.now, evidence.rules
     assert now is not None, "asked of a live run only"
     for rank, heart in evidence.hearts.items():
         silent_s = now - heart.heard_at
         if silent_s > rules.heartbeat_stall_s:
-            yield Finding(
+            yield RunFinding(
                 kind="heartbeat_stall",
                 rank=rank,
                 step=heart.beat.step,
@@ -280,7 +280,7 @@ def _stalls(evidence: Evidence) -> Iterator[Finding]:
     yield from _flatline(evidence, now)
 
 
-def _flatline(evidence: Evidence, now: float) -> Iterator[Finding]:
+def _flatline(evidence: Evidence, now: float) -> Iterator[RunFinding]:
     """Step 1 may compile for minutes: launch.progress_s ends a rank that hangs in it."""
     moved = [heart.beat for heart in evidence.hearts.values()]
     times = evidence.training.column("step_s")
@@ -291,7 +291,7 @@ def _flatline(evidence: Evidence, now: float) -> Iterator[Finding]:
     limit_s = max(evidence.rules.throughput_flatline_s, FLAT_STEPS * usual_s)
     if idle_s > limit_s:
         behind = min(moved, key=lambda beat: (beat.step, beat.marks))
-        yield Finding(
+        yield RunFinding(
             kind="throughput_flatline",
             step=behind.step,
             severity="error",

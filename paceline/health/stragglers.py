@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from paceline.health.evidence import Evidence
 from paceline.health.work import Work
 from paceline.records.columns import Table
-from paceline.records.findings import Finding, finite
+from paceline.records.findings import RunFinding, finite
 from paceline.records.phases import Phase
 from paceline.records.tables import TelemetryRow
 from paceline.records.words import count, duration
@@ -48,7 +48,7 @@ WORSE = {
 }
 
 
-def find_stragglers(evidence: Evidence, work: Work) -> Iterator[Finding]:
+def find_stragglers(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
     """Yield a finding for each rank whose own work takes longer than that of the others, in nearly
     all steps."""
     if len(work.ranks) < 2 or len(work.steps) < evidence.rules.straggler_steps:
@@ -57,7 +57,7 @@ def find_stragglers(evidence: Evidence, work: Work) -> Iterator[Finding]:
     yield from {finding.rank: finding for finding in reversed(found)}.values()
 
 
-def _by_few_steps(evidence: Evidence, work: Work) -> Iterator[Finding]:
+def _by_few_steps(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
     """Judge a live run by its very last steps, however short: who is as slow as that is named
     before `straggler_s` is over."""
     if evidence.is_live:
@@ -66,7 +66,7 @@ def _by_few_steps(evidence: Evidence, work: Work) -> Iterator[Finding]:
         yield from _slower(evidence, work.last(evidence.rules.straggler_steps), share + slack)
 
 
-def _by_enough_steps(evidence: Evidence, work: Work) -> Iterator[Finding]:
+def _by_enough_steps(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
     """Judge a live run by its last steps, so that one which becomes slow is named at once; one that
     is over by its last quarter: what stood at its end."""
     few, share = _enough(evidence, work), evidence.rules.straggler_share
@@ -91,7 +91,7 @@ def _enough(evidence: Evidence, work: Work) -> int:
     return max(evidence.rules.straggler_steps, spanned if evidence.is_live else 0)
 
 
-def _slower(evidence: Evidence, work: Work, share: float) -> Iterator[Finding]:
+def _slower(evidence: Evidence, work: Work, share: float) -> Iterator[RunFinding]:
     """Yield a finding for each rank that takes longer than the others by more than a share."""
     total = work.total
     # Against the middle of all first, for all ranks at once: of two it is half as far away.
@@ -114,7 +114,7 @@ def _is_pipeline(evidence: Evidence) -> bool:
     return evidence.plan is not None and evidence.plan.pipeline is not None
 
 
-def _describe(evidence: Evidence, work: Work, row: int, rank: int) -> Finding:
+def _describe(evidence: Evidence, work: Work, row: int, rank: int) -> RunFinding:
     extras = {p: float(np.median(own[row] - _of_others(own, row))) for p, own in work.own.items()}
     part, is_all = _part_of(work, row, extras)
     own = work.total if is_all else work.own[part]
@@ -129,7 +129,7 @@ def _describe(evidence: Evidence, work: Work, row: int, rank: int) -> Finding:
         f" {duration(lost_s)} of each {duration(work.step_s)} ({lost_s / work.step_s:.0%})"
     )
     device = _device_words(evidence, rank)
-    return Finding(
+    return RunFinding(
         kind="straggler",
         rank=rank,
         step=int(work.steps[-1]),
@@ -203,7 +203,7 @@ def _median_of(rows: Table[TelemetryRow], name: str) -> float | None:
     return float(np.median(values)) if len(values) else None
 
 
-def find_spikes(evidence: Evidence, work: Work) -> Iterator[Finding]:
+def find_spikes(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
     """Yield a finding for each rank that stalls in single steps; one where all stall together."""
     total, usual = work.total, np.median(work.total, axis=1, keepdims=True)
     is_long = (total > evidence.rules.spike_factor * usual) & (total - usual > 10 * MIN_EXTRA_S)
@@ -230,7 +230,7 @@ def _is_regular(steps: NDArray[np.int64]) -> bool:
 
 def _spike(
     work: Work, rank: int | None, at: NDArray[np.bool_], extra: NDArray[np.float64]
-) -> Finding:
+) -> RunFinding:
     steps, stall_s = work.steps[at], float(np.median(extra[at]))
     gaps, is_regular = np.diff(steps), _is_regular(steps)
     rhythm = f", every {int(np.median(gaps))} steps" if is_regular else ""
@@ -248,7 +248,7 @@ def _spike(
     )
     if rank is not None:
         words += "; no straggler: its other steps are as those of the others"
-    return Finding(
+    return RunFinding(
         kind="spikes",
         rank=rank,
         step=int(steps[-1]),

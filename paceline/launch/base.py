@@ -179,11 +179,7 @@ def device_names(devices: Iterable[int]) -> list[str]:
 def _overruled(order: LaunchOrder, fabric: dict[str, tuple[str, str]]) -> list[Finding]:
     own = order.env.variables | order.settings.env
     return [
-        Finding(
-            severity="note",
-            where=name,
-            what=f"stays {own[name]}, as you set it; the fabric preset would say {value}",
-        )
+        Finding.note(name, f"stays {own[name]}, as you set it; the fabric preset would say {value}")
         for name, (value, _) in fabric.items()
         if own.get(name, value) != value
     ]

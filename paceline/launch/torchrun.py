@@ -59,10 +59,9 @@ def _elsewhere(plan: LaunchPlan) -> list[Finding]:
         return []
     machines = "1 machine" if others == 1 else f"{others} machines"
     return [
-        Finding(
-            severity="note",
-            where="torchrun",
-            what=f"run this on the other {machines}, in this folder: {shlex.join(plan.argv)}",
+        Finding.note(
+            "torchrun",
+            f"run this on the other {machines}, in this folder: {shlex.join(plan.argv)}",
             hint="or name them in launch.hostfile: then Paceline starts it there, over ssh",
         )
     ]

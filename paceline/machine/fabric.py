@@ -144,10 +144,9 @@ def _plugin_problems() -> Iterator[Finding]:
     try:
         ctypes.CDLL(PLUGIN)
     except OSError as error:
-        yield Finding(
-            severity="warning",
-            where="LD_LIBRARY_PATH",
-            what=f"the AWS-OFI-RCCL plugin cannot be loaded ({error}); RCCL will use TCP",
+        yield Finding.warning(
+            "LD_LIBRARY_PATH",
+            f"the AWS-OFI-RCCL plugin cannot be loaded ({error}); RCCL will use TCP",
             hint="load its module, or put the folder that holds it on LD_LIBRARY_PATH",
             cause="cluster",
         )

@@ -42,28 +42,25 @@ def _accumulation(config: RunConfig, asked: int, dp: int) -> tuple[int, Finding 
     where = "train.global_batch_size"
     noun = "batches" if config.data.batch_by == "length" else "samples"
     if asked < dp:
-        return 1, Finding(
-            severity="error",
-            where=where,
-            what=f"{asked} {noun} cannot be shared by {dp} ranks: some would have none",
+        return 1, Finding.error(
+            where,
+            f"{asked} {noun} cannot be shared by {dp} ranks: some would have none",
             hint=f"set it to a multiple of {dp}, or launch.nproc to {asked} or fewer",
         )
     if asked % (micro * dp):
         nearest = max(1, round(asked / (micro * dp))) * micro * dp
         fitting = next((n for n in range(micro, 0, -1) if asked % (n * dp) == 0), None)
         keeps = f"set train.micro_batch_size to {fitting}, which keeps it, or " if fitting else ""
-        return 1, Finding(
-            severity="error",
-            where=where,
-            what=f"{asked} is not a multiple of micro_batch_size {micro} x {dp} ranks",
+        return 1, Finding.error(
+            where,
+            f"{asked} is not a multiple of micro_batch_size {micro} x {dp} ranks",
             hint=f"{keeps}set it to {nearest}",
         )
     accum = asked // (micro * dp)
     if wanted not in ("auto", accum):
-        return accum, Finding(
-            severity="error",
-            where="train.grad_accum",
-            what=f"{wanted} contradicts {where}={asked}, which needs {accum} ({asked} ="
+        return accum, Finding.error(
+            "train.grad_accum",
+            f"{wanted} contradicts {where}={asked}, which needs {accum} ({asked} ="
             f" {micro} x {accum} x {dp})",
             hint="leave train.grad_accum at auto, or drop train.global_batch_size",
         )

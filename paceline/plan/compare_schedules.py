@@ -128,10 +128,9 @@ def compare_for(
 def _compiled(config: RunConfig, names: Sequence[str]) -> Iterator[Finding]:
     split = [name for name in names if name in SPLIT_BACKWARDS]
     if config.train.compile != "off" and split:
-        yield Finding(
-            severity="warning",
-            where="train.compile",
-            what=f"{', '.join(split)} cannot run compiled blocks: their times are without it",
+        yield Finding.warning(
+            "train.compile",
+            f"{', '.join(split)} cannot run compiled blocks: their times are without it",
             hint="set train.compile=off for them",
         )
 
@@ -177,10 +176,9 @@ def cut_batch(config: RunConfig, num_ranks: int) -> tuple[Cut, list[Finding]]:
         return Cut(wanted, samples), []
     divisors = [m for m in range(1, micro + 1) if micro % m == 0]
     near = min(divisors, key=lambda m: (abs(m - wanted), -m))
-    finding = Finding(
-        severity="warning",
-        where="train.micro_batch_size",
-        what=f"{micro} samples cannot be cut into {wanted} equal microbatches; simulated as if they"
+    finding = Finding.warning(
+        "train.micro_batch_size",
+        f"{micro} samples cannot be cut into {wanted} equal microbatches; simulated as if they"
         f" were {samples * wanted}",
         hint=f"set it to {samples * wanted}, or strategy.microbatches to {near}",
     )
@@ -355,5 +353,5 @@ def _idle_settings(config: RunConfig) -> list[Finding]:
     for key, because in why.items():
         if getattr(strategy, key) != "auto":
             what = f"is set but has no effect on --schedule: {because}"
-            found.append(Finding(severity="note", where=f"strategy.{key}", what=what))
+            found.append(Finding.note(f"strategy.{key}", what))
     return found

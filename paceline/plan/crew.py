@@ -65,7 +65,7 @@ def choose_crew(launch: LaunchConfig, env: Env, topology: Topology) -> Crew:
 def choose_device(launch: LaunchConfig, env: Env) -> Choice[Device]:
     asked = launch.device
     if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked")
+        return Choice.as_asked(asked)
     if env.gpus and (env.cuda or env.hip):
         return Choice(requested=asked, value="cuda", because=f"{len(env.gpus)} GPUs are visible")
     why = "no GPU is visible" if not env.gpus else "this torch is built without CUDA and ROCm"
@@ -108,7 +108,7 @@ def check_crew(launch: LaunchConfig, env: Env, crew: Crew, topology: Topology) -
     yield from _late_variables(launch, crew)
     for typed in iter_typed_only({"launch": launch.model_dump()}):
         what = f"taken because it was typed: {typed.why}"
-        yield Finding(severity="note", where=typed.key, what=what)
+        yield Finding.note(typed.key, what)
     if topology.is_alone:
         yield from _start_problems(launch, env, crew)
     else:
@@ -118,18 +118,16 @@ def check_crew(launch: LaunchConfig, env: Env, crew: Crew, topology: Topology) -
         sees_one_each = not topology.is_alone and len(env.gpus) == 1
         yield from _gpu_problems(launch, env, crew, sees_one_each)
     elif crew.backend.value == "nccl":
-        yield Finding(
-            severity="error",
-            where="launch.backend",
-            what="nccl moves data between GPUs, and the ranks are on CPU",
+        yield Finding.error(
+            "launch.backend",
+            "nccl moves data between GPUs, and the ranks are on CPU",
             hint="set launch.backend=gloo",
             cause="cluster",
         )
     elif crew.per_node > env.cores:
-        yield Finding(
-            severity="warning",
-            where="launch.nproc",
-            what=f"{crew.per_node} ranks share {env.cores} cores and will wait for each other",
+        yield Finding.warning(
+            "launch.nproc",
+            f"{crew.per_node} ranks share {env.cores} cores and will wait for each other",
             cause="cluster",
         )
 
@@ -139,10 +137,9 @@ def _late_variables(launch: LaunchConfig, crew: Crew) -> Iterator[Finding]:
     loaded python and torch already."""
     for name in sorted(READ_AT_START & set(launch.env)):
         if is_local(crew.launcher.value):
-            yield Finding(
-                severity="warning",
-                where=f"launch.env.{name}",
-                what="has no effect: python or torch reads it at start, before ranks are forked",
+            yield Finding.warning(
+                f"launch.env.{name}",
+                "has no effect: python or torch reads it at start, before ranks are forked",
                 hint=f"export {name} before you start paceline, or set"
                 f" launch.launcher={wide_launchers()[0]}",
             )
@@ -151,28 +148,25 @@ def _late_variables(launch: LaunchConfig, crew: Crew) -> Iterator[Finding]:
 def _thread_problems(launch: LaunchConfig, env: Env, crew: Crew) -> Iterator[Finding]:
     asked = (env.variables | launch.env).get("OMP_NUM_THREADS")
     if asked is not None and not (asked.isdigit() and int(asked) > 0):
-        yield Finding(
-            severity="error",
-            where="OMP_NUM_THREADS",
-            what=f"{asked!r} is not a number of threads",
+        yield Finding.error(
+            "OMP_NUM_THREADS",
+            f"{asked!r} is not a number of threads",
             hint=f"unset it, or set it to {max(1, env.cores // crew.per_node)}",
         )
 
 
 def _start_problems(launch: LaunchConfig, env: Env, crew: Crew) -> Iterator[Finding]:
     if is_local(crew.launcher.value) and crew.num_nodes > 1:
-        yield Finding(
-            severity="error",
-            where="launch.nnodes",
-            what=f"{crew.launcher.value} starts ranks on this machine only, and"
+        yield Finding.error(
+            "launch.nnodes",
+            f"{crew.launcher.value} starts ranks on this machine only, and"
             f" {crew.num_nodes} machines were asked for",
             hint=f"set launch.launcher={any_wide_launcher()}",
         )
     if launch.devices != "auto" and launch.nproc not in ("auto", len(launch.devices)):
-        yield Finding(
-            severity="error",
-            where="launch.devices",
-            what=f"names {len(launch.devices)} devices for {launch.nproc} ranks",
+        yield Finding.error(
+            "launch.devices",
+            f"names {len(launch.devices)} devices for {launch.nproc} ranks",
             hint="leave launch.nproc at auto, or name one device for each rank",
         )
     yield from _crowd_problems(launch, env, crew)
@@ -209,11 +203,9 @@ def _unused_nodes(env: Env) -> Iterator[Finding]:
     for name, facts in LAUNCHERS.items():
         num_nodes = facts.allocated_nodes(env.variables)
         if facts.allocation is not None and num_nodes > 1:
-            yield Finding(
-                severity="note",
-                where="launch.launcher",
-                what=f"this {facts.allocation.name} has {num_nodes} nodes, and ranks start on this"
-                " one",
+            yield Finding.note(
+                "launch.launcher",
+                f"this {facts.allocation.name} has {num_nodes} nodes, and ranks start on this one",
                 hint=f"set launch.launcher={name} to use all of them",
             )
 
@@ -226,24 +218,22 @@ def _joined_problems(launch: LaunchConfig, crew: Crew, topology: Topology) -> It
     if launch.nnodes not in ("auto", topology.num_nodes):
         yield _no_effect("launch.nnodes", f"{topology.launcher} runs on {topology.num_nodes}")
     if launch.devices != "auto" and len(launch.devices) < topology.local_world_size:
-        yield Finding(
-            severity="error",
-            where="launch.devices",
-            what=f"names {len(launch.devices)} devices, and {started}",
+        yield Finding.error(
+            "launch.devices",
+            f"names {len(launch.devices)} devices, and {started}",
             hint="name one device for each rank of a machine",
         )
     if launch.launcher not in ("auto", topology.launcher):
-        yield Finding(
-            severity="error",
-            where="launch.launcher",
-            what=f"{launch.launcher} was asked for, and this process is rank {topology.rank} of"
+        yield Finding.error(
+            "launch.launcher",
+            f"{launch.launcher} was asked for, and this process is rank {topology.rank} of"
             f" {topology.world_size} that {topology.launcher} started; ranks do not start ranks",
             hint=f"leave launch.launcher at auto, or run it without {topology.launcher}",
         )
 
 
 def _no_effect(where: str, because: str) -> Finding:
-    return Finding(severity="warning", where=where, what=f"has no effect: {because}")
+    return Finding.warning(where, f"has no effect: {because}")
 
 
 def _gpu_problems(
@@ -283,10 +273,9 @@ def _gpu_problems(
             cause="cluster",
         )
     if shares_gpus(launch) and crew.backend.value == "nccl":
-        yield Finding(
-            severity="error",
-            where="launch.backend",
-            what="nccl refuses two ranks on one GPU, and launch.devices names one twice",
+        yield Finding.error(
+            "launch.backend",
+            "nccl refuses two ranks on one GPU, and launch.devices names one twice",
             hint="set launch.backend=gloo, or leave it at auto",
             cause="cluster",
         )
@@ -299,7 +288,7 @@ def _choose_launcher(launch: LaunchConfig, topology: Topology) -> Choice[str]:
         return Choice(requested=asked, value=topology.launcher, because=why)
     if asked == "auto":
         return Choice(requested=asked, value=DEFAULT, because="no launcher started this process")
-    return Choice(requested=asked, value=asked, because="as asked")
+    return Choice.as_asked(asked)
 
 
 def _ranks_per_node(launch: LaunchConfig, env: Env, device: Choice[Device]) -> int:
@@ -326,7 +315,7 @@ def _choose_backend(
 ) -> Choice[Backend]:
     asked = launch.backend
     if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked")
+        return Choice.as_asked(asked)
     if device.value == "cpu":
         return Choice(requested=asked, value="gloo", because="the ranks are on CPU")
     if is_shared:

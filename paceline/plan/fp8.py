@@ -122,17 +122,13 @@ def _why_not_gathered(
 
 def _say_gather(asked: str, fp8: Fp8Plan, is_gathered: bool) -> Iterator[Finding]:
     if asked == "on" and not fp8.gathers_fp8:
-        yield Finding(
-            severity="warning",
-            where="precision.fp8_all_gather",
-            what=f"is set but has no effect: {fp8.gathers_because}",
+        yield Finding.warning(
+            "precision.fp8_all_gather", f"is set but has no effect: {fp8.gathers_because}"
         )
     elif is_gathered:
         how = "fp8" if fp8.gathers_fp8 else "bf16"
-        yield Finding(
-            severity="note",
-            where="precision.fp8_all_gather",
-            what=f"weights are gathered in {how}: {fp8.gathers_because}",
+        yield Finding.note(
+            "precision.fp8_all_gather", f"weights are gathered in {how}: {fp8.gathers_because}"
         )
 
 
@@ -188,40 +184,32 @@ def check_fp8(
     if not plan.fp8.layers:
         is_open = config.precision.fp8_layers == "auto"
         small = "; precision.fp8_layers=all takes small ones too" if is_open else ""
-        yield Finding(
-            severity="error",
-            where="precision.mode",
-            what=f"no layer can take fp8: {_reasons(plan.fp8)}",
+        yield Finding.error(
+            "precision.mode",
+            f"no layer can take fp8: {_reasons(plan.fp8)}",
             hint=f"set precision.mode=bf16{small}",
         )
         return
     kept = f"; in bf16 stay: {_reasons(plan.fp8)}" if plan.fp8.kept else ""
     gain = plan.fp8.gain
-    yield Finding(
-        severity="note",
-        where="precision.mode",
-        what=f"{len(plan.fp8.layers)} matrices in fp8, {plan.fp8.recipe}{kept}",
+    yield Finding.note(
+        "precision.mode", f"{len(plan.fp8.layers)} matrices in fp8, {plan.fp8.recipe}{kept}"
     )
     is_gathered = strategy.shards(config) and _ranks_of_a_weight(plan) > 1
     yield from _say_gather(config.precision.fp8_all_gather, plan.fp8, is_gathered)
     if plan.fp8.is_emulated:
-        yield Finding(
-            severity="note",
-            where="precision.mode",
-            what="a CPU has no fp8: its rounding is computed, and the products in fp32",
+        yield Finding.note(
+            "precision.mode", "a CPU has no fp8: its rounding is computed, and the products in fp32"
         )
     elif gain < WORTH_IT:
-        yield Finding(
-            severity="warning",
-            where="precision.mode",
-            what=f"fp8 is not worth it here: a step is estimated at {gain:.2f}x the speed of bf16",
+        yield Finding.warning(
+            "precision.mode",
+            f"fp8 is not worth it here: a step is estimated at {gain:.2f}x the speed of bf16",
             hint="set precision.mode=bf16; layers of 2048 and more gain, and long microbatches",
         )
     else:
-        yield Finding(
-            severity="note",
-            where="precision.fp8_recipe",
-            what=f"a step is estimated at {gain:.2f}x the speed of bf16",
+        yield Finding.note(
+            "precision.fp8_recipe", f"a step is estimated at {gain:.2f}x the speed of bf16"
         )
 
 
@@ -232,18 +220,16 @@ def _check_rows(known: Sequence[int], unit: str) -> Iterator[Finding]:
     odd = next((rows for rows in known if rows % MULTIPLE), None)
     if odd is not None:
         noun, sizes = ("tokens", "data.seq_len or ") if unit == "tokens" else ("rows", "")
-        yield Finding(
-            severity="error",
-            where="precision.mode",
-            what=f"{odd} {noun} in a microbatch: {rule}",
+        yield Finding.error(
+            "precision.mode",
+            f"{odd} {noun} in a microbatch: {rule}",
             hint=f"set {sizes}train.micro_batch_size to a multiple of {MULTIPLE}, or"
             " precision.fp8_recipe=rowwise_gw_hp",
         )
     if not known:
-        yield Finding(
-            severity="warning",
-            where="precision.mode",
-            what=f"how many rows a microbatch has is not known before it is there: {rule}, and a"
+        yield Finding.warning(
+            "precision.mode",
+            f"how many rows a microbatch has is not known before it is there: {rule}, and a"
             " rank fails at the first that has others",
             hint=f"pad each to a multiple of {MULTIPLE} (tokens, frames or patches of all its"
             " samples together), or set precision.fp8_recipe=rowwise_gw_hp",
@@ -253,29 +239,25 @@ def _check_rows(known: Sequence[int], unit: str) -> Iterator[Finding]:
 def _impossible(env: Env, plan: Plan, strategy: Strategy) -> Iterator[Finding]:
     assert plan.fp8 is not None
     if find_spec("torchao") is None:
-        yield Finding(
-            severity="error",
-            where="precision.mode",
-            what="fp8 needs torchao, which is not installed",
+        yield Finding.error(
+            "precision.mode",
+            "fp8 needs torchao, which is not installed",
             hint="pip install 'paceline[fp8]'",
             cause="cluster",
         )
     if strategy.no_fp8:
-        yield Finding(
-            severity="error",
-            where="precision.mode",
-            what=f"fp8 cannot be used with {strategy.name}: {strategy.no_fp8}",
+        yield Finding.error(
+            "precision.mode",
+            f"fp8 cannot be used with {strategy.name}: {strategy.no_fp8}",
             hint="set precision.mode=bf16, or strategy.name=ddp, zero2 or zero3",
         )
     capability = capability_of(env) if plan.on_gpu else None
     first = FIRST_FP8 if plan.fp8.recipe == "tensorwise" else FIRST_ROWWISE
     if capability is not None and capability < first:
         has, needs = (".".join(map(str, pair)) for pair in (capability, first))
-        yield Finding(
-            severity="error",
-            where="precision.mode",
-            what=f"fp8 by {plan.fp8.recipe} scales needs compute capability {needs}, and this is"
-            f" {has}",
+        yield Finding.error(
+            "precision.mode",
+            f"fp8 by {plan.fp8.recipe} scales needs compute capability {needs}, and this is {has}",
             hint="set precision.mode=bf16",
             cause="cluster",
         )

@@ -28,7 +28,7 @@ def choose_kernels(
     asked = config.train.kernels
     what = _served(config, workload, strategy)
     if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked", matters=asked != "torch")
+        return Choice.as_asked(asked, matters=asked != "torch")
     value: Kernels = "torch"
     capability = capability_of(env)
     if device.value == "cpu":
@@ -51,17 +51,15 @@ def check_kernels(plan: Plan) -> Iterator[Finding]:
     if plan.kernels.value != "triton" or plan.kernels.requested == "auto":
         return
     if not plan.on_gpu:
-        yield Finding(
-            severity="error",
-            where="train.kernels",
-            what="triton was asked for, and the ranks are on CPU",
+        yield Finding.error(
+            "train.kernels",
+            "triton was asked for, and the ranks are on CPU",
             hint="set train.kernels=auto",
         )
     elif find_spec("triton") is None:
-        yield Finding(
-            severity="error",
-            where="train.kernels",
-            what="triton cannot be imported; torch's builds for CUDA bring it",
+        yield Finding.error(
+            "train.kernels",
+            "triton cannot be imported; torch's builds for CUDA bring it",
             hint="pip install triton, or set train.kernels=torch",
             cause="cluster",
         )

@@ -188,15 +188,14 @@ def check_memory(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         return
     if config.train.activation_checkpointing != "none" or plan.pipeline is not None:
         other = "a pipeline" if plan.pipeline is not None else "train.activation_checkpointing"
-        yield Finding(
-            severity="error",
-            where=where,
-            what=f"is set together with {other}, which also decides what is recomputed",
+        yield Finding.error(
+            where,
+            f"is set together with {other}, which also decides what is recomputed",
             hint="set one of the two",
         )
     memory = plan.memory
     if memory is None:
-        yield Finding(severity="warning", where=where, what=f"has no effect: {_why(plan, asked)}")
+        yield Finding.warning(where, f"has no effect: {_why(plan, asked)}")
         return
     together = memory.state_bytes + memory.activation_bytes
     told = (
@@ -205,15 +204,14 @@ def check_memory(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     )
     if together > memory.budget.value:
         offload = "train.activation_offload=true in its place, " if plan.on_gpu else ""
-        yield Finding(
-            severity="warning",
-            where=where,
-            what=f"is not enough even where every block is recomputed: {told}",
+        yield Finding.warning(
+            where,
+            f"is not enough even where every block is recomputed: {told}",
             hint=f"a smaller train.micro_batch_size, {offload}optim.name=adamw8bit, or"
             " strategy.name=zero3 on more ranks",
         )
     else:
-        yield Finding(severity="note", where=where, what=f"{plan.recompute.because}: {told}")
+        yield Finding.note(where, f"{plan.recompute.because}: {told}")
 
 
 def check_offload(config: RunConfig, plan: Plan) -> Iterator[Finding]:
@@ -222,18 +220,16 @@ def check_offload(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if not train.activation_offload or not plan.on_gpu:
         return
     if train.memory_budget != "off":
-        yield Finding(
-            severity="error",
-            where="train.memory_budget",
-            what="is set beside train.activation_offload: it counts what blocks save as if it"
+        yield Finding.error(
+            "train.memory_budget",
+            "is set beside train.activation_offload: it counts what blocks save as if it"
             " stayed on the GPU, and would recompute what leaves it",
             hint="set one of the two",
         )
     if plan.compile.value != "off" and train.compile_scope == "model":
-        yield Finding(
-            severity="error",
-            where="train.compile_scope",
-            what="train.activation_offload works between the blocks, which one graph of the whole"
+        yield Finding.error(
+            "train.compile_scope",
+            "train.activation_offload works between the blocks, which one graph of the whole"
             " model leaves no room for",
             hint="set train.compile_scope=blocks, or auto",
         )

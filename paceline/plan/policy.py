@@ -22,7 +22,7 @@ FLASH3_HEADS, FLASH3_LENGTH = (64, 128), 2048
 def choose_precision(config: RunConfig, env: Env, device: Choice[Device]) -> Choice[Precision]:
     asked = config.precision.mode
     if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked")
+        return Choice.as_asked(asked)
     if device.value == "cpu":
         return Choice(requested=asked, value="fp32", because="every CPU computes it")
     capability = capability_of(env)
@@ -39,7 +39,7 @@ def choose_attention(
     if asked == "nsa":
         return _route_nsa(config, env, crew.device, workload)
     if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked")
+        return Choice.as_asked(asked)
     capability = capability_of(env) if crew.on_gpu else None
     value: Attention = "sdpa"
     because = "torch chooses the kernel"
@@ -95,7 +95,7 @@ def _route_nsa(
     config: RunConfig, env: Env, device: Choice[Device], workload: Workload
 ) -> Choice[Attention]:
     """Choose dense attention where it was measured to be faster: nsa is for long contexts."""
-    as_asked: Choice[Attention] = Choice(requested="nsa", value="nsa", because="as asked")
+    as_asked: Choice[Attention] = Choice.as_asked("nsa")
     if config.attention.nsa.route == "sparse" or device.value == "cpu" or not env.gpus:
         return as_asked
     if "nsa" not in workload.own_attention:
@@ -146,18 +146,16 @@ def check_policy(config: RunConfig, env: Env, plan: Plan, workload: Workload) ->
 def _precision_problems(config: RunConfig, env: Env, plan: Plan) -> Iterator[Finding]:
     capability = capability_of(env) if plan.on_gpu else None
     if plan.precision.value == "bf16" and capability is not None and capability < FAST_BF16:
-        yield Finding(
-            severity="error",
-            where="precision.mode",
-            what=f"bf16 was asked for, and {_because(capability)} has no bf16 arithmetic",
+        yield Finding.error(
+            "precision.mode",
+            f"bf16 was asked for, and {_because(capability)} has no bf16 arithmetic",
             hint="set precision.mode=fp16, or auto, which chooses it",
             cause="cluster",
         )
     if plan.precision.value == "fp16" and config.precision.loss_scale == "off":
-        yield Finding(
-            severity="error",
-            where="precision.loss_scale",
-            what="fp16 without a gradient scaler: gradients under 6e-8 would become 0",
+        yield Finding.error(
+            "precision.loss_scale",
+            "fp16 without a gradient scaler: gradients under 6e-8 would become 0",
             hint="set precision.loss_scale=auto",
         )
 
@@ -190,10 +188,9 @@ def _sparse_problems(asked: NSAConfig, head: int, on_cpu: bool) -> Iterator[Find
     """Yield why Triton does not compute nsa where it was asked to, or would on this GPU."""
     is_asked, lacking = asked.kernels == "triton", Sizes.of(asked).no_kernels(head)
     if is_asked and on_cpu:
-        yield Finding(
-            severity="error",
-            where="attention.nsa.kernels",
-            what="triton was asked for, and the ranks are on CPU",
+        yield Finding.error(
+            "attention.nsa.kernels",
+            "triton was asked for, and the ranks are on CPU",
             hint="set attention.nsa.kernels=auto",
         )
     elif lacking and asked.kernels != "torch" and not on_cpu:
@@ -204,10 +201,9 @@ def _sparse_problems(asked: NSAConfig, head: int, on_cpu: bool) -> Iterator[Find
             hint="the paper's sizes are l_sel=64 and d=16",
         )
     elif asked.ranges == "v1" and asked.kernels != "torch" and not on_cpu:
-        yield Finding(
-            severity="warning",
-            where="attention.nsa.ranges",
-            what="is set but has no effect: Triton reads the blocks themselves",
+        yield Finding.warning(
+            "attention.nsa.ranges",
+            "is set but has no effect: Triton reads the blocks themselves",
             hint="attention.nsa.kernels=torch reads it",
         )
 
@@ -229,9 +225,7 @@ def _head_problems(
 
 
 def _refused(impl: str, what: str, hint: str) -> Finding:
-    return Finding(
-        severity="error", where="attention.impl", what=f"{impl} was asked for; {what}", hint=hint
-    )
+    return Finding.error("attention.impl", f"{impl} was asked for; {what}", hint)
 
 
 def _offer(own: frozenset[str], on_cpu: bool) -> str:

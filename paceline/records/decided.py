@@ -27,6 +27,7 @@ ExchangeBy = Literal["collectives", "symmetric", "pipelined", "fused"]
 Kernels = Literal["torch", "triton"]
 CompileScope = Literal["blocks", "model"]
 Recompute = Literal["none", "full", "selective", "mixed"]
+Cause = Literal["config", "cluster", "data"]
 T = TypeVar("T", default=Any)
 
 
@@ -38,6 +39,10 @@ class Choice(Part, Generic[T]):
     because: str
     matters: bool = Field(True, description="Whether it can change anything in this job.")
 
+    @classmethod
+    def as_asked(cls, value: T, matters: bool = True) -> "Choice[T]":
+        return cls(requested=value, value=value, because="as asked", matters=matters)
+
 
 class Finding(Part):
     """Something that the user should know. An `error` stops the run before any rank starts."""
@@ -46,9 +51,21 @@ class Finding(Part):
     where: str = Field(description="The config key or the part of the machine it is about.")
     what: str
     hint: str = ""
-    cause: Literal["config", "cluster", "data"] = Field(
+    cause: Cause = Field(
         "config", description="What would have to change; picks the exit code of a refusal."
     )
+
+    @classmethod
+    def error(cls, where: str, what: str, hint: str = "", cause: Cause = "config") -> "Finding":
+        return cls(severity="error", where=where, what=what, hint=hint, cause=cause)
+
+    @classmethod
+    def warning(cls, where: str, what: str, hint: str = "", cause: Cause = "config") -> "Finding":
+        return cls(severity="warning", where=where, what=what, hint=hint, cause=cause)
+
+    @classmethod
+    def note(cls, where: str, what: str, hint: str = "", cause: Cause = "config") -> "Finding":
+        return cls(severity="note", where=where, what=what, hint=hint, cause=cause)
 
     def __str__(self) -> str:
         hint = f"\nhint: {self.hint}" if self.hint else ""

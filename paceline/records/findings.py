@@ -14,7 +14,7 @@ from paceline.records.base import Part, Record
 from paceline.records.events import SEVERITIES, Evidence, Severity
 
 
-class Finding(Part):
+class RunFinding(Part):
     """One thing that is wrong with a run, or worth knowing about it."""
 
     kind: str = Field(description="Its name, which is that of the rule or verdict that found it.")
@@ -40,20 +40,20 @@ class Finding(Part):
 class Findings(Record):
     """All current findings, the most serious first."""
 
-    findings: list[Finding] = []
+    findings: list[RunFinding] = []
 
     @classmethod
-    def of(cls, found: Iterable[Finding]) -> "Findings":
+    def of(cls, found: Iterable[RunFinding]) -> "Findings":
         return cls(findings=sort_findings(found))
 
 
-def sort_findings(found: Iterable[Finding]) -> list[Finding]:
+def sort_findings(found: Iterable[RunFinding]) -> list[RunFinding]:
     """Return findings with the most serious first, and otherwise in the order in which they were
     found."""
     return sorted(found, key=_gravity)
 
 
-def _gravity(finding: Finding) -> int:
+def _gravity(finding: RunFinding) -> int:
     return -SEVERITIES.index(finding.severity)
 
 

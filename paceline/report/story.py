@@ -23,8 +23,7 @@ from paceline.records import (
     Window,
 )
 from paceline.records.columns import Table
-from paceline.records.findings import Finding as Found
-from paceline.records.findings import Findings
+from paceline.records.findings import Findings, RunFinding
 from paceline.records.phases import STEP_PHASES
 from paceline.records.recorded import last_to_arrive
 from paceline.records.rundir import RunDir
@@ -75,7 +74,7 @@ class Story:
     measured: Measured | None = None
     overlaps: tuple[Overlap, ...] = ()  # of the ranks that exchange something
     samples: tuple[Sample, ...] = ()  # texts that the model wrote, by step
-    findings: tuple[Found, ...] = ()  # what was judged of it, the gravest first
+    findings: tuple[RunFinding, ...] = ()  # what was judged of it, the gravest first
     sheets: tuple[Sheet, ...] = ()  # of profiles and memory, where there are some
     so_far: SoFar | None = None  # where there is no result
 
@@ -133,7 +132,7 @@ def _read_so_far(run: RunDir) -> SoFar:
     return SoFar(run.root, measure_run(run), kept[-1] if kept else None)
 
 
-def _findings(run: RunDir) -> tuple[Found, ...]:
+def _findings(run: RunDir) -> tuple[RunFinding, ...]:
     """Return what stands of a run that is over; a run of an older version has none."""
     if not run.findings.is_file():
         return ()

@@ -33,7 +33,7 @@ from paceline.records import Plan
 from paceline.records.cells import DTYPES
 from paceline.records.columns import Layout, Row, Table
 from paceline.records.events import Event, EventLog
-from paceline.records.findings import Finding
+from paceline.records.findings import RunFinding
 from paceline.records.growing import ThinnedTable
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
@@ -231,7 +231,7 @@ class Watcher(Ticker):
                 times.append(self._changed_at(("mark", rank), written, now))
         return max(times)
 
-    def _note(self, found: Sequence[Finding], of_ranks: bool) -> None:
+    def _note(self, found: Sequence[RunFinding], of_ranks: bool) -> None:
         """Report what is new, and forget what is over. A note is reported only if a rule is about
         it: verdicts wait for the end."""
         ruled = self._rules.actions()
@@ -248,7 +248,7 @@ class Watcher(Ticker):
                 if self._standing[key] >= FORGOTTEN_AFTER:
                     del self._standing[key]
 
-    def _is_new(self, finding: Finding) -> bool:
+    def _is_new(self, finding: RunFinding) -> bool:
         """Say whether a finding was not reported yet. One about single steps, such as a loss spike,
         stays in the table for ever: it is new if its last step is a later one."""
         if finding.key in self._told_to and "began_step" in finding.evidence:
@@ -259,7 +259,7 @@ class Watcher(Ticker):
         """Forget reports about steps that a new attempt takes again."""
         self._told_to = {key: min(told, last_step) for key, told in self._told_to.items()}
 
-    def _tell(self, finding: Finding) -> None:
+    def _tell(self, finding: RunFinding) -> None:
         self._num_told[finding.key] = self._num_told.get(finding.key, 0) + 1
         if self._num_told[finding.key] > MAX_REPEATS:
             return

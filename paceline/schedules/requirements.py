@@ -127,7 +127,7 @@ def _outwards(wanted: int) -> Iterator[int]:
 
 def _refusal(where: str, what: str, near: int) -> Finding:
     hint = f"set {where} to {near}, the nearest that will do"
-    return Finding(severity="error", where=where, what=what, hint=hint)
+    return Finding.error(where, what, hint)
 
 
 def split_blocks(costs: Sequence[float], num_stages: int) -> list[range]:

@@ -34,30 +34,27 @@ def batchnorm_findings(
     is_synced, layers = config.strategy.sync_batchnorm, model.num_batchnorms
     if is_synced and (layers == 0 or batch.dp == 1):
         because = "one rank has nobody to share with" if layers else "the model has no BatchNorm"
-        yield Finding(severity="warning", where=KEY, what=f"is set but has no effect: {because}")
+        yield Finding.warning(KEY, f"is set but has no effect: {because}")
     elif is_synced and not strategy.syncs_batchnorm:
-        yield Finding(
-            severity="error",
-            where=KEY,
-            what=f"with {strategy.name} ranks work on different microbatches at a time, and cannot"
+        yield Finding.error(
+            KEY,
+            f"with {strategy.name} ranks work on different microbatches at a time, and cannot"
             " stop to exchange statistics",
             hint="set it to false, or choose another strategy.name",
         )
     elif layers and batch.dp > 1 and not is_synced:
-        yield Finding(
-            severity="warning",
-            where=KEY,
-            what=f"{layers} BatchNorm layers normalise by the {own}samples that each of"
+        yield Finding.warning(
+            KEY,
+            f"{layers} BatchNorm layers normalise by the {own}samples that each of"
             f" {batch.dp} ranks has in a microbatch, and validation uses the running statistics of"
             " rank 0: losses are not those of another number of ranks",
             hint="set strategy.sync_batchnorm=true: statistics of the"
             f" {shared}samples of all ranks",
         )
     elif layers and batch.grad_accum > 1 and by_number:
-        yield Finding(
-            severity="note",
-            where="train.micro_batch_size",
-            what=f"BatchNorm sees {batch.micro * batch.dp} samples at a time, not the"
+        yield Finding.note(
+            "train.micro_batch_size",
+            f"BatchNorm sees {batch.micro * batch.dp} samples at a time, not the"
             f" {batch.global_size} of a step: runs compare where micro_batch_size x ranks is equal",
         )
 

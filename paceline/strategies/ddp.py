@@ -62,10 +62,9 @@ class Single(Strategy):
         if crew.world_size == 1:
             return []
         return [
-            Finding(
-                severity="error",
-                where="strategy.name",
-                what=f"single trains on one rank, and {crew.world_size} were asked for",
+            Finding.error(
+                "strategy.name",
+                f"single trains on one rank, and {crew.world_size} were asked for",
                 hint="set strategy.name=ddp, or launch.nproc=1",
             )
         ]
@@ -137,18 +136,15 @@ def replica_bytes(model: ModelShape, config: RunConfig) -> StateBytes:
 def ddp_problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
     settings = DDPSettings.of(config)
     if settings.exchange == "symmetric" and settings.comm_hook != "none":
-        yield Finding(
-            severity="error",
-            where="strategy.exchange",
-            what=f"symmetric sums gradients as they are, and strategy.comm_hook is"
-            f" {settings.comm_hook}",
+        yield Finding.error(
+            "strategy.exchange",
+            f"symmetric sums gradients as they are, and strategy.comm_hook is {settings.comm_hook}",
             hint="set one of the two",
         )
     if settings.static_graph and settings.find_unused_parameters:
-        yield Finding(
-            severity="warning",
-            where="strategy.find_unused_parameters",
-            what="has no effect beside strategy.static_graph, which learns it at step 1",
+        yield Finding.warning(
+            "strategy.find_unused_parameters",
+            "has no effect beside strategy.static_graph, which learns it at step 1",
             hint="set one of the two",
         )
     if settings.comm_hook != "none":
@@ -161,26 +157,23 @@ def _hook_findings(
     """Say what a hook saves, and from when on."""
     exchange = plan_exchange(model.trainable, settings)
     if exchange.sent >= exchange.plain:
-        yield Finding(
-            severity="warning",
-            where="strategy.comm_hook",
-            what=f"{settings.comm_hook} saves nothing: {exchange.plain:,} bytes of gradients a"
+        yield Finding.warning(
+            "strategy.comm_hook",
+            f"{settings.comm_hook} saves nothing: {exchange.plain:,} bytes of gradients a"
             f" step are {exchange.sent:,} with it",
             hint="set strategy.comm_hook=none",
         )
     else:
-        yield Finding(
-            severity="note",
-            where="strategy.comm_hook",
-            what=f"{exchange.plain:,} bytes of gradients a step become {exchange.sent:,}"
+        yield Finding.note(
+            "strategy.comm_hook",
+            f"{exchange.plain:,} bytes of gradients a step become {exchange.sent:,}"
             f" ({exchange.because})",
         )
     starts, num_steps = settings.powersgd_start, config.train.num_steps
     if settings.comm_hook == "powersgd" and num_steps is not None and num_steps <= starts:
-        yield Finding(
-            severity="warning",
-            where="strategy.powersgd_start",
-            what=f"powersgd begins after step {starts}, and the run ends at {num_steps}: every"
+        yield Finding.warning(
+            "strategy.powersgd_start",
+            f"powersgd begins after step {starts}, and the run ends at {num_steps}: every"
             " gradient is sent whole",
         )
 

@@ -241,7 +241,7 @@ def builds_own(workload: Workload) -> bool:
 def choose_optimizer(config: RunConfig, workload: Workload) -> Choice[str]:
     asked = config.optim.name
     if not builds_own(workload):
-        return Choice(requested=asked, value=asked, because="as asked", matters=asked != "adamw")
+        return Choice.as_asked(asked, matters=asked != "adamw")
     own = f"{type(workload).__name__}.build_optimizer"
     return Choice(requested=asked, value=own, because="the workload builds its own")
 
@@ -278,10 +278,9 @@ def check_optimizer(
     """Yield what stands against this optimizer, its groups and its average here."""
     yield from _check_groups(config.optim, model)
     if not callable(workload.learning_rate):
-        yield Finding(
-            severity="error",
-            where=f"{type(workload).__name__}.learning_rate",
-            what="is not a method, and Paceline asks it for the rate of each step",
+        yield Finding.error(
+            f"{type(workload).__name__}.learning_rate",
+            "is not a method, and Paceline asks it for the rate of each step",
             hint="give it another name; optim.lr is the learning rate",
         )
     if builds_own(workload):
@@ -289,10 +288,9 @@ def check_optimizer(
     else:
         yield from _check_kind(config, strategy, model)
     if config.optim.ema != "off" and strategy.updates_itself:
-        yield Finding(
-            severity="error",
-            where="optim.ema",
-            what=f"{strategy.name} keeps and updates the weights itself, in pieces of its own, and"
+        yield Finding.error(
+            "optim.ema",
+            f"{strategy.name} keeps and updates the weights itself, in pieces of its own, and"
             " no average of them is kept",
             hint="set optim.ema=off, or strategy.name=zero2 or zero3",
         )
@@ -303,36 +301,32 @@ def _check_kind(config: RunConfig, strategy: Strategy, model: ModelShape) -> Ite
     kind = KINDS[optim.name]
     is_cut = strategy.updates_itself or (strategy.shards(config) and not kind.gathers)
     if kind.needs_whole and is_cut:
-        yield Finding(
-            severity="error",
-            where="optim.name",
-            what=f"{optim.name} {kind.needs_whole}, and with {strategy.name} each rank updates a"
+        yield Finding.error(
+            "optim.name",
+            f"{optim.name} {kind.needs_whole}, and with {strategy.name} each rank updates a"
             " part of every matrix",
             hint="set strategy.name=zero1, which deals out whole matrices, or ddp; or"
             " optim.name=adamw or lion",
         )
     if kind.needs and strategy.updates_itself:
-        yield Finding(
-            severity="error",
-            where="optim.name",
-            what=f"{optim.name} keeps blocks of rows, and {strategy.name} flattens its weights",
+        yield Finding.error(
+            "optim.name",
+            f"{optim.name} keeps blocks of rows, and {strategy.name} flattens its weights",
             hint="set strategy.name=zero2 or zero3, or optim.name=adamw",
         )
     if kind.needs and find_spec(kind.needs) is None:
-        yield Finding(
-            severity="error",
-            where="optim.name",
-            what=f"{optim.name} needs {kind.needs}, which is not installed",
+        yield Finding.error(
+            "optim.name",
+            f"{optim.name} needs {kind.needs}, which is not installed",
             hint="pip install 'paceline[fp8]'",
             cause="cluster",
         )
     if optim.name == "adamw8bit":
         yield _tell_8_bits(model)
     if optim.name == "muon" and not any(p.is_hidden for p in model.trainable):
-        yield Finding(
-            severity="error",
-            where="optim.name",
-            what="muon updates the matrices of a model's blocks, and this model has none to train",
+        yield Finding.error(
+            "optim.name",
+            "muon updates the matrices of a model's blocks, and this model has none to train",
             hint="put its repeated layers into an nn.ModuleList, or set optim.name=adamw",
         )
 
@@ -351,23 +345,20 @@ def _tell_8_bits(model: ModelShape) -> Finding:
 def _check_own(config: RunConfig, strategy: Strategy, workload: Workload) -> Iterator[Finding]:
     where = f"{type(workload).__name__}.build_optimizer"
     if strategy.no_own_optimizer:
-        yield Finding(
-            severity="error",
-            where=where,
-            what=f"cannot be used with {strategy.name}: {strategy.no_own_optimizer}",
+        yield Finding.error(
+            where,
+            f"cannot be used with {strategy.name}: {strategy.no_own_optimizer}",
             hint="set strategy.name=ddp, zero2, zero3 or pipeline; or take the method out, and"
             f" choose one of {', '.join(KINDS)} by optim.name",
         )
     if any(group.lr_scale != 1 or group.weight_decay != "auto" for group in config.optim.groups):
-        yield Finding(
-            severity="warning",
-            where="optim.groups",
-            what="lr_scale and weight_decay have no effect: the workload builds its own optimizer",
+        yield Finding.warning(
+            "optim.groups",
+            "lr_scale and weight_decay have no effect: the workload builds its own optimizer",
         )
-    yield Finding(
-        severity="note",
-        where=where,
-        what="how much it keeps is not known before its first step: the plan counts what"
+    yield Finding.note(
+        where,
+        "how much it keeps is not known before its first step: the plan counts what"
         f" {config.optim.name} would",
     )
 
@@ -379,22 +370,18 @@ def _check_groups(optim: OptimConfig, model: ModelShape) -> Iterator[Finding]:
         where = f"optim.groups[{number}]"
         if not any(fnmatchcase(name, group.match) for name in names):
             near = get_close_matches(group.match, names, n=NUM_NEAR, cutoff=0.0)
-            yield Finding(
-                severity="error",
-                where=where,
-                what=f"{group.match!r} matches none of the {count(len(names), 'parameter')}",
+            yield Finding.error(
+                where,
+                f"{group.match!r} matches none of the {count(len(names), 'parameter')}",
                 hint=f"similar names: {', '.join(near)}",
             )
         elif number not in rules:
-            yield Finding(
-                severity="warning",
-                where=where,
-                what=f"has no effect: earlier groups match all that {group.match!r} does",
+            yield Finding.warning(
+                where,
+                f"has no effect: earlier groups match all that {group.match!r} does",
                 hint="put it before them: the first match counts",
             )
         if group.frozen and (group.lr_scale != 1 or group.weight_decay != "auto"):
-            yield Finding(
-                severity="warning",
-                where=where,
-                what="lr_scale and weight_decay have no effect on frozen parameters",
+            yield Finding.warning(
+                where, "lr_scale and weight_decay have no effect on frozen parameters"
             )

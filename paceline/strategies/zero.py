@@ -133,10 +133,9 @@ class Sharded(Strategy):
             found += _fused_problems(config, crew.world_size, model)
         if config.train.compile_scope == "model":
             found.append(
-                Finding(
-                    severity="error",
-                    where="train.compile_scope",
-                    what=f"{self.name} gathers weights block by block, which one graph of the"
+                Finding.error(
+                    "train.compile_scope",
+                    f"{self.name} gathers weights block by block, which one graph of the"
                     " whole model leaves no room for",
                     hint="set train.compile_scope=blocks, or auto",
                 )
@@ -224,11 +223,9 @@ class Hybrid(Sharded):
         world, size = crew.world_size, HybridSettings.of(config).shard_size
         size = crew.per_node if size == "auto" else size
         if size > world or world % size or size in (1, world):
-            problem = Finding(
-                severity="error",
-                where="strategy.shard_size",
-                what=f"a hybrid of {world} ranks in groups of {size} is not a grid of copies and"
-                " shards",
+            problem = Finding.error(
+                "strategy.shard_size",
+                f"a hybrid of {world} ranks in groups of {size} is not a grid of copies and shards",
                 hint=self._hint(world),
             )
             return Layout({"replicate": 1, "shard": world}, world, problems=(problem,))
@@ -267,30 +264,27 @@ def shard_problems(name: str, model: ModelShape) -> list[Finding]:
     found = []
     if not all(parameter.shape for parameter in model.parameters):
         found.append(
-            Finding(
-                severity="error",
-                where="strategy.name",
-                what=f"{name} cuts every parameter along its first axis, but"
+            Finding.error(
+                "strategy.name",
+                f"{name} cuts every parameter along its first axis, but"
                 " the model has one without axes",
                 hint="give it the shape (1,), or use strategy.name=zero1",
             )
         )
     if model.shares_across_units:
         found.append(
-            Finding(
-                severity="error",
-                where="strategy.name",
-                what=f"{name} gathers blocks one by one, and two of the"
+            Finding.error(
+                "strategy.name",
+                f"{name} gathers blocks one by one, and two of the"
                 " model's blocks share a parameter",
                 hint="share it from outside of the blocks, or use strategy.name=zero1",
             )
         )
     if model.num_units == 1:
         found.append(
-            Finding(
-                severity="warning",
-                where="strategy.name",
-                what="the model has no blocks: all its weights are gathered at once",
+            Finding.warning(
+                "strategy.name",
+                "the model has no blocks: all its weights are gathered at once",
                 hint="put its repeated layers into an nn.ModuleList, and call each of them",
             )
         )
@@ -314,19 +308,17 @@ def _fused_problems(config: RunConfig, world: int, model: ModelShape) -> Iterato
         yield _no_fused("no CUDA graph can hold what moves beside it", "set train.compile=default")
     matrices = [p for p in model.parameters if len(p.shape) == 2 and p.unit < model.num_units - 1]
     if not any(p.shape[0] % world == 0 for p in matrices):
-        yield Finding(
-            severity="warning",
-            where="strategy.exchange",
-            what=f"fused was asked for; no matrix of a block has rows that {world} ranks can share"
+        yield Finding.warning(
+            "strategy.exchange",
+            f"fused was asked for; no matrix of a block has rows that {world} ranks can share"
             " evenly: FSDP gathers them all",
         )
 
 
 def _no_fused(what: str, hint: str) -> Finding:
-    return Finding(
-        severity="error",
-        where="strategy.exchange",
-        what=f"fused was asked for; {what}",
+    return Finding.error(
+        "strategy.exchange",
+        f"fused was asked for; {what}",
         hint=f"{hint}, or another strategy.exchange",
     )
 

@@ -196,10 +196,9 @@ def check_installed(names: Sequence[str]) -> Iterator[Finding]:
     for name in names:
         package = SINKS[name][0]
         if find_spec(package) is None:
-            yield Finding(
-                severity="error",
-                where="observe.trackers",
-                what=f"{name} was asked for, and {package} is not installed",
+            yield Finding.error(
+                "observe.trackers",
+                f"{name} was asked for, and {package} is not installed",
                 hint=f"pip install {package}, or 'paceline[trackers]' for all of them",
                 cause="cluster",
             )

@@ -22,7 +22,7 @@ from paceline.health.actions import halt
 from paceline.records import Attempt
 from paceline.records.columns import Row, Table
 from paceline.records.events import Event, EventLog
-from paceline.records.findings import Finding
+from paceline.records.findings import RunFinding
 from paceline.records.moments import wall_time
 from paceline.records.rundir import RunDir
 from paceline.watch.reader import RunReader
@@ -112,7 +112,7 @@ class Watchdog:
             },
         )
 
-    def _note(self, finding: Finding) -> None:
+    def _note(self, finding: RunFinding) -> None:
         self._say(str(finding))
         stops = finding.kind in HALTING and finding.severity == "error"
         if not stops or self.anomaly:
@@ -138,7 +138,7 @@ class Watchdog:
         log.close()
 
 
-def _seen(finding: Finding) -> Seen:
+def _seen(finding: RunFinding) -> Seen:
     """Return what makes a finding one that was told: a graver one is new."""
     is_again = finding.kind in OF_STEPS and finding.severity != "error"
     steps = f"{finding.step} {finding.evidence.get('num_steps')}" if is_again else ""

@@ -113,18 +113,16 @@ def _ignored(kind: type[Workload], name: str) -> Finding:
     prefixed = (hint for begin, hint in FOREIGN_PREFIXES.items() if name.startswith(begin))
     foreign = FOREIGN.get(name) or next(prefixed, None)
     if foreign is not None:
-        return Finding(
-            severity="error",
-            where=f"{kind.__name__}.{name}",
-            what="is a method of other frameworks, and Paceline never calls it",
+        return Finding.error(
+            f"{kind.__name__}.{name}",
+            "is a method of other frameworks, and Paceline never calls it",
             hint=f"{foreign}; then take it out, or name it _{name}",
         )
     close = difflib.get_close_matches(name, SEAM, n=1, cutoff=0.7)
     hint = f"did you mean {close[0]}?" if close else f"name it _{name} if that is meant"
-    return Finding(
-        severity="warning",
-        where=f"{kind.__name__}.{name}",
-        what="is called by nothing, neither by Paceline nor in its own file",
+    return Finding.warning(
+        f"{kind.__name__}.{name}",
+        "is called by nothing, neither by Paceline nor in its own file",
         hint=hint,
     )
 

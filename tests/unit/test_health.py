@@ -23,7 +23,7 @@ from paceline.job import load_job
 from paceline.records.columns import Table
 from paceline.records.drills import Drill, Fault
 from paceline.records.events import Event, EventLog, iter_events
-from paceline.records.findings import Finding, Findings
+from paceline.records.findings import Findings, RunFinding
 from paceline.records.heartbeats import Beat
 from paceline.records.phases import Phase
 from paceline.records.rundir import RunDir
@@ -42,7 +42,7 @@ def kinds(evidence: Evidence) -> list[str]:
     return [f.kind for f in judge(evidence) if f.severity != "note"]
 
 
-def one(evidence: Evidence, kind: str) -> Finding:
+def one(evidence: Evidence, kind: str) -> RunFinding:
     return next(f for f in judge(evidence) if f.kind == kind)
 
 
@@ -300,7 +300,7 @@ def test_the_slow_stage_of_loading_is_named(
      ("halt", [".HALT", ".anomaly_type", "control/dump"])],
 )  # fmt: skip
 def test_a_rule_does_what_it_says(action: Any, made: list[str], tmp_path: Path) -> None:
-    act_on(RunDir(tmp_path), Finding(kind="zero_grad", words="x"), action)
+    act_on(RunDir(tmp_path), RunFinding(kind="zero_grad", words="x"), action)
     files = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
     assert files == made
     if action == "halt":
@@ -338,7 +338,7 @@ def test_events_are_read_back_and_damage_is_left_out(tmp_path: Path) -> None:
 
 
 def test_findings_stand_in_a_file_with_the_gravest_first(tmp_path: Path) -> None:
-    found = [Finding(kind="a", words="a", severity="note"), Finding(kind="b", words="b")]
+    found = [RunFinding(kind="a", words="a", severity="note"), RunFinding(kind="b", words="b")]
     Findings.of(found).save(tmp_path / "findings.json")
     assert [f.kind for f in Findings.load(tmp_path / "findings.json").findings] == ["b", "a"]
 
@@ -444,7 +444,7 @@ def test_a_drill_counts_what_was_noticed_on_the_way(tmp_path: Path) -> None:
     log.append(Event(kind="straggler", rank=1, words="it was slow", evidence={"part": "forward"}))
     log.append(Event(kind="straggler", rank=0, words="so was this one"))
     log.close()
-    stands = [Finding(kind="straggler", rank=0, words="and it is")]
+    stands = [RunFinding(kind="straggler", rank=0, words="and it is")]
     (told,) = noticed(run, stands)
     assert names_fault(Drill(fault=Fault.SLOW_FORWARD, rank=1), told)
     assert not names_fault(Drill(fault=Fault.SLOW_DATA, rank=1), told), "another part"

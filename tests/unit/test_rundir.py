@@ -197,7 +197,7 @@ def test_records_carry_their_schema(tmp_path: Path) -> None:
 
 
 def test_a_finding_reads_as_a_sentence() -> None:
-    finding = Finding(severity="error", where="a.b", what="is wrong", hint="set a.b=1")
+    finding = Finding.error("a.b", "is wrong", hint="set a.b=1")
     assert str(finding) == "a.b: is wrong\nhint: set a.b=1"
     assert Choice(requested="auto", value=1, because="why").because == "why"
 

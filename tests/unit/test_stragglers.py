@@ -7,7 +7,7 @@ import pytest
 
 from paceline.health import judge
 from paceline.health.work import measure_work
-from paceline.records.findings import Finding
+from paceline.records.findings import RunFinding
 from paceline.records.phases import Phase
 from paceline.records.timing_ranks import Spreads, timing_line
 from tests.judged import USUAL_S, make_evidence, make_telemetry
@@ -17,7 +17,7 @@ STEP_S = sum(USUAL_S.values())
 PARTS = [Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
 
 
-def slow_ranks(found: list[Finding]) -> list[tuple[int | None, str]]:
+def slow_ranks(found: list[RunFinding]) -> list[tuple[int | None, str]]:
     return [(f.rank, f.evidence["part"]) for f in found if f.kind == "straggler"]
 
 

@@ -18,7 +18,7 @@ from paceline.records import Overlap
 from paceline.records.columns import Table
 from paceline.records.disk import Appender
 from paceline.records.drills import Drill, Fault
-from paceline.records.findings import Finding
+from paceline.records.findings import RunFinding
 from paceline.records.heartbeats import Beat, last_beat
 from paceline.records.phases import Phase
 from paceline.records.rundir import RunDir
@@ -34,7 +34,7 @@ NOW = 1e9
 PIPELINE = (4, 19, 4)  # collectives of a step, by rank: stages of a pipeline differ
 
 
-def one(evidence: Evidence, kind: str) -> Finding:
+def one(evidence: Evidence, kind: str) -> RunFinding:
     return next(f for f in judge(evidence) if f.kind == kind)
 
 
@@ -78,7 +78,7 @@ def test_a_window_over_two_attempts_brings_no_desync(tmp_path: Path) -> None:
     paths = [tmp_path / f"{rank}.csv" for rank in range(3)]
     windows = {rank: Window(path, STEPS) for rank, path in enumerate(paths)}
 
-    def found() -> list[Finding]:
+    def found() -> list[RunFinding]:
         return list(find_desync(Evidence(3, steps={r: w.table() for r, w in windows.items()})))
 
     for rank, per_step in enumerate(PIPELINE):
@@ -262,7 +262,7 @@ def test_a_loss_that_is_not_finite_is_told_once_with_the_rank_that_had_it() -> N
     decided = plan("launch.nproc=2", "launch.device=cpu")
     drill = Drill(fault=Fault.NAN, rank=1)
 
-    def told(ranks: list[int], **more: Any) -> Finding:
+    def told(ranks: list[int], **more: Any) -> RunFinding:
         bad = {"outcome": Outcome.NAN, "bad_step": 30, "bad_ranks": ranks, "bad_sample_ids": [7]}
         ended = make_result(RunDir(Path("run")), "c", **bad)
         evidence = Evidence(2, training=rows, result=ended, plan=decided)

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from paceline.errors import ConfigError
 from paceline.records import Attempt
 from paceline.records.events import Event, EventLog
-from paceline.records.findings import Finding, Findings
+from paceline.records.findings import Findings, RunFinding
 from paceline.records.growing import GrowingTable, num_rows
 from paceline.records.heartbeats import Beat
 from paceline.records.rundir import RunDir
@@ -534,7 +534,7 @@ def test_a_run_of_any_name_is_reached_by_its_link(tmp_path: Path, name: bytes) -
 
 
 def test_a_hint_is_a_line_of_its_own(run: RunDir) -> None:
-    told = Finding(kind="spikes", words="it stalls", to_try="look at it")
+    told = RunFinding(kind="spikes", words="it stalls", to_try="look at it")
     Findings.of([told]).save(run.findings)
     finish(run)
     assert "it stalls<br>hint: look at it" in draw_run(RunReader(run).read())["findings"]

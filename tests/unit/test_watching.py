@@ -16,7 +16,7 @@ from paceline.records import growing
 from paceline.records.cells import parse_chunk
 from paceline.records.columns import Layout
 from paceline.records.events import iter_events
-from paceline.records.findings import Finding
+from paceline.records.findings import RunFinding
 from paceline.records.growing import ThinnedTable
 from paceline.records.heartbeats import Beat
 from paceline.records.rundir import RunDir
@@ -110,7 +110,7 @@ def test_the_next_look_is_within_a_minute_however_long_one_takes(
     watcher, clock = make(), [1e9]
     monkeypatch.setattr(watching, "wall_time", lambda: clock[0])
 
-    def judge_slowly(evidence: object) -> list[Finding]:
+    def judge_slowly(evidence: object) -> list[RunFinding]:
         clock[0] += 15.0
         return []
 

@@ -88,7 +88,7 @@ def choose_pipeline(
     if empty:
         what = f"stages {empty} have nothing to train, and a stage without that is not supported"
         hint = "use fewer stages, or give them more blocks with strategy.split"
-        return None, [_error("strategy.stages", what, hint)]
+        return None, [Finding.error("strategy.stages", what, hint)]
     return PipelinePlan(
         schedule=asked.schedule,
         num_ranks=asked.num_ranks,
@@ -156,23 +156,25 @@ def _rank_problems(asked: PipelineNumbers, world: int, model: ModelShape) -> Ite
         what = "a pipeline of one rank has no other rank to hand its results to"
         more = "set launch.nproc to 2 or more, or use another strategy"
         hint = f"set strategy.stages to {fitting[0]}" if fitting else more
-        yield _error("strategy.name", what, hint)
+        yield Finding.error("strategy.name", what, hint)
     elif not fitting:
         what = f"{asked.schedule} needs an even number of ranks, and there are {world}"
         near = nearest_ranks(asked.schedule, world)
-        yield _error("launch.nproc", what, f"set launch.nproc to {near}, the nearest that will do")
+        yield Finding.error(
+            "launch.nproc", what, f"set launch.nproc to {near}, the nearest that will do"
+        )
     elif asked.num_stages not in fitting:
         what = f"{asked.num_stages} stages of {asked.schedule} cannot be laid over {world} ranks"
         what += f" with {asked.stages_per_rank} a rank"
         near = _nearest(asked, fitting)
-        yield _error(
+        yield Finding.error(
             "strategy.stages", what, f"set strategy.stages to {near}, the nearest that will do"
         )
     if asked.num_stages > model.num_blocks:
         near = max([n for n in fitting if n <= model.num_blocks], default=0)
         hint = f"set strategy.stages to {near}" if near else "use fewer ranks, or another strategy"
         what = f"{asked.num_stages} stages of a model of {model.num_blocks} blocks: each needs one"
-        yield _error("strategy.stages", what, hint)
+        yield Finding.error("strategy.stages", what, hint)
 
 
 def _shape_problems(asked: PipelineNumbers, config: RunConfig, world: int) -> Iterator[Finding]:
@@ -192,10 +194,10 @@ def _shape_problems(asked: PipelineNumbers, config: RunConfig, world: int) -> It
         hint = f"set strategy.microbatches to {near}, and train.micro_batch_size to a multiple"
         if closest is not None:
             hint = f"set strategy.microbatches to {closest}, the nearest that will do"
-        yield _error(found.where, found.what, hint)
+        yield Finding.error(found.where, found.what, hint)
     if micro % parts and takes_microbatches(asked.schedule, ranks, parts):
         other = f", or strategy.microbatches to {closest}" if closest is not None else ""
-        yield _error(
+        yield Finding.error(
             "train.micro_batch_size",
             f"{micro} samples cannot be cut into {parts} equal microbatches",
             f"set it to {max(1, round(micro / parts)) * parts}{other}",
@@ -210,7 +212,7 @@ def _split_problems(
         return
     if len(split) != asked.num_stages or sum(split) != model.num_blocks:
         even = split_blocks([1.0] * model.num_blocks, min(asked.num_stages, model.num_blocks))
-        yield _error(
+        yield Finding.error(
             "strategy.split",
             f"{split} is {sum(split)} blocks in {len(split)} stages; there are"
             f" {model.num_blocks} blocks and {asked.num_stages} stages",
@@ -240,7 +242,3 @@ def _plan_stages(
 
 def _trains(model: ModelShape, stage: StagePlan) -> bool:
     return bool(model.of_blocks([range(stage.first_block, stage.end_block)]).trainable)
-
-
-def _error(where: str, what: str, hint: str) -> Finding:
-    return Finding(severity="error", where=where, what=what, hint=hint)

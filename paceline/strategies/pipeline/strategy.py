@@ -125,7 +125,7 @@ def _problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
     settings = PipelineSettings.of(config)
     is_compiled = config.train.compile != "off"
     if is_compiled and settings.schedule in SPLIT_BACKWARDS:
-        yield _error(
+        yield Finding.error(
             "train.compile",
             f"{settings.schedule} runs the two halves of a backward apart, and a compiled"
             " block has only one",
@@ -133,20 +133,20 @@ def _problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
         )
     is_selective = config.train.activation_checkpointing == "selective"
     if is_selective and settings.schedule in SPLIT_BACKWARDS:
-        yield _error(
+        yield Finding.error(
             "train.activation_checkpointing",
             f"{settings.schedule} runs the two halves of a backward apart, and torch hands out"
             " what selective has kept only once",
             "set train.activation_checkpointing=full, or strategy.schedule=1f1b",
         )
     if is_compiled and config.train.compile_scope == "model":
-        yield _error(
+        yield Finding.error(
             "train.compile_scope",
             "a stage leaves the model's forward in its middle, which one graph cannot",
             "set train.compile_scope=blocks, or auto",
         )
     if any(len(p.places) > 1 and p.unit < model.num_blocks for p in model.parameters):
-        yield _error(
+        yield Finding.error(
             "strategy.name",
             "a weight inside a block is used outside of it too, and a stage takes or leaves a"
             " block as a whole",
@@ -155,10 +155,9 @@ def _problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
     elif any(len(p.places) > 1 for p in model.parameters):
         yield from _tied_findings(config)
     if settings.schedule == "dualpipe":
-        yield Finding(
-            severity="note",
-            where="strategy.schedule",
-            what="dualpipe holds every parameter twice: rank r has stage r and stage P - 1 - r",
+        yield Finding.note(
+            "strategy.schedule",
+            "dualpipe holds every parameter twice: rank r has stage r and stage P - 1 - r",
         )
     if settings.inner in INNER:
         yield from shard_problems(settings.inner, model)
@@ -168,13 +167,13 @@ def _problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
 def _sharded_findings(config: RunConfig) -> Iterator[Finding]:
     settings = PipelineSettings.of(config)
     if settings.offload:
-        yield _error(
+        yield Finding.error(
             "strategy.offload",
             "the stages of a pipeline are not offloaded",
             "set strategy.offload=false, or use more stages",
         )
     if settings.schedule in SPLIT_BACKWARDS and settings.reshard_after_forward is True:
-        yield _error(
+        yield Finding.error(
             "strategy.reshard_after_forward",
             f"{settings.schedule} runs the two halves of a backward apart, and both need the"
             " weights that the forward has gathered",
@@ -184,22 +183,17 @@ def _sharded_findings(config: RunConfig) -> Iterator[Finding]:
 
 def _tied_findings(config: RunConfig) -> Iterator[Finding]:
     if PipelineSettings.of(config).inner in INNER:
-        yield _error(
+        yield Finding.error(
             "strategy.inner",
             "the model's first and last stage read the same weights, and sharded stages cannot"
             " share them",
             "set strategy.inner=ddp, or untie them (model.tied=false)",
         )
     else:
-        yield Finding(
-            severity="note",
-            where="strategy.name",
-            what="tied weights are held by each stage that reads them, and their gradients summed",
+        yield Finding.note(
+            "strategy.name",
+            "tied weights are held by each stage that reads them, and their gradients summed",
         )
-
-
-def _error(where: str, what: str, hint: str) -> Finding:
-    return Finding(severity="error", where=where, what=what, hint=hint)
 
 
 PIPELINE = Pipeline()

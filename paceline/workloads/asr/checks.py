@@ -31,16 +31,12 @@ def find_problems(workload: SpeechRecognition, config: Any) -> Iterator[Finding]
         yield from _teacher_problems(workload, config.model, known)
 
 
-def _error(where: str, what: str, hint: str) -> Finding:
-    return Finding(severity="error", where=where, what=what, hint=hint)
-
-
 def _spelling_problems(
     workload: SpeechRecognition, settings: AsrModel, known: Any
 ) -> Iterator[Finding]:
     needed = workload.speller(settings).num_ids
     if needed > known.vocab_size:
-        yield _error(
+        yield Finding.error(
             "model.hf_config.vocab_size",
             f"{known.vocab_size}, and the tokenizer has {needed} tokens",
             f"set it to {needed} or more",
@@ -50,26 +46,26 @@ def _spelling_problems(
 def _hearing_problems(config: Any, known: Any) -> Iterator[Finding]:
     data = config.data
     if data.sample_rate != RATE:
-        yield _error(
+        yield Finding.error(
             "data.sample_rate",
             f"{data.sample_rate} Hz, and these models hear {RATE}",
             f"set it to {RATE}; data.source is resampled to it",
         )
     window, asked = window_samples(known), data.max_batch_seconds
     if window is not None and isinstance(asked, float) and asked < window / RATE:
-        yield _error(
+        yield Finding.error(
             "data.max_batch_seconds",
             f"{asked:g}, and Whisper hears {window / RATE:g} s of each utterance, silence or not",
             f"set it to a multiple of {window / RATE:g}, or use train.micro_batch_size",
         )
     if known.model_type != WHISPER and data.features == "device":
-        yield _error(
+        yield Finding.error(
             "data.features",
             f"device: {known.model_type} hears waveforms, not log-mel features",
             "take it out",
         )
     if known.model_type != WHISPER and data.spec_mel_masks:
-        yield _error(
+        yield Finding.error(
             "data.spec_mel_masks",
             f"{known.model_type} hears waveforms, which have no mel bins to mask",
             "use data.spec_time_masks",
@@ -81,21 +77,21 @@ def _adapter_problems(config: Any) -> Iterator[Finding]:
     if settings.lora_rank == "off":
         for key in ("base", "adapter"):
             if getattr(settings, key) != AsrModel.model_fields[key].default:
-                yield _error(
+                yield Finding.error(
                     f"model.{key}",
                     f"{getattr(settings, key)}, and there are no adapters: model.lora_rank is off",
                     "set model.lora_rank, such as 16, or take it out",
                 )
         return
     if settings.base == "bf16" and mode != "bf16":
-        yield _error(
+        yield Finding.error(
             "model.base",
             f"bf16, and precision.mode is {mode}: its products are of bf16 numbers",
             "set precision.mode=bf16, or model.base=fp32",
         )
 
     if settings.base == "nf4" and config.checkpoint.weights == "all":
-        yield _error(
+        yield Finding.error(
             "checkpoint.weights",
             "all, and model.base=nf4 is packed by bitsandbytes, for one kind of device",
             "set checkpoint.weights=trained: the base is packed again from its files",
@@ -107,7 +103,7 @@ def _weight_problems(workload: SpeechRecognition, settings: AsrModel) -> Iterato
     here."""
     folder = workload.folder(settings)
     if settings.weights == "load" and folder is None:
-        yield _error(
+        yield Finding.error(
             "model.weights",
             f"load was asked for, and {settings.hf} is an architecture without weights",
             "give model.hf a folder or a name on the hub, or set model.weights=random",
@@ -118,7 +114,7 @@ def _weight_problems(workload: SpeechRecognition, settings: AsrModel) -> Iterato
         choose_weights(settings.weights, settings.hf, folder)
     except DataError as error:
         what, _, hint = str(error).partition("\nhint: ")
-        yield Finding(severity="error", where="model.hf", what=what, hint=hint, cause="data")
+        yield Finding.error("model.hf", what, hint, cause="data")
 
 
 def _teacher_problems(
@@ -127,7 +123,7 @@ def _teacher_problems(
     """A teacher is asked about the same features and tokens, so it must know both."""
     teacher = workload.teacher(settings)
     if known.model_type != WHISPER or teacher.model_type != WHISPER:
-        yield _error(
+        yield Finding.error(
             "model.teacher",
             f"{teacher.model_type} cannot teach {known.model_type} token by token",
             "distillation is between two Whispers",
@@ -140,7 +136,7 @@ def _teacher_problems(
     ):
         ours, theirs = getattr(known, key), getattr(teacher, key)
         if ours != theirs:
-            yield _error(
+            yield Finding.error(
                 "model.teacher",
                 f"{settings.teacher} has {theirs} {what}, and the model that learns has {ours}",
                 f"take a teacher with {ours}",

@@ -113,18 +113,16 @@ def check_asr(where: str, given: Mapping[str, Any], known: Any) -> Iterator[Find
         yield finding.model_copy(update={"where": f"{where}.{finding.where.rpartition('.')[2]}"})
     for key in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(known, key, 0.0):
-            yield Finding(
-                severity="error",
-                where=f"{where}.{key}",
-                what=f"{getattr(known, key):g}: ranks would leave out different layers, and wait"
+            yield Finding.error(
+                f"{where}.{key}",
+                f"{getattr(known, key):g}: ranks would leave out different layers, and wait"
                 " for each other",
                 hint=f"set {where}.{key}=0; dropout inside the layers is free",
             )
     for key in ("apply_spec_augment", "mask_time_prob"):
         if known.model_type == WHISPER and getattr(known, key, 0) and key in given:
-            yield Finding(
-                severity="error",
-                where=f"{where}.{key}",
-                what="SpecAugment is drawn by the loaders, from the seed and the place in the run",
+            yield Finding.error(
+                f"{where}.{key}",
+                "SpecAugment is drawn by the loaders, from the seed and the place in the run",
                 hint="set data.spec_time_masks and data.spec_mel_masks instead",
             )

@@ -149,25 +149,22 @@ def check_shape(config: Any, seq_len: int, has_mask: bool) -> Iterator[Finding]:
     """Check that this model can be trained on samples of `seq_len`, with documents apart if it
     `has_mask`."""
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", True) is False:
-        yield Finding(
-            severity="error",
-            where="model.hf",
-            what=f"{config.model_type} sees what comes after a token: it is not a causal model",
+        yield Finding.error(
+            "model.hf",
+            f"{config.model_type} sees what comes after a token: it is not a causal model",
             hint="choose another, or set model.hf_config.is_decoder=true where it has that key",
         )
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and seq_len > longest:
-        yield Finding(
-            severity="error",
-            where="data.seq_len",
-            what=f"{seq_len} tokens are more than the model's {longest} positions",
+        yield Finding.error(
+            "data.seq_len",
+            f"{seq_len} tokens are more than the model's {longest} positions",
             hint=f"set it to {longest} or less, or {WHERE}.max_position_embeddings to {seq_len}",
         )
     if has_mask and config.model_type not in KEEPS_DOCUMENTS_APART:
-        yield Finding(
-            severity="error",
-            where="data.document_mask",
-            what=f"{config.model_type} is not known to keep packed documents apart; known are"
+        yield Finding.error(
+            "data.document_mask",
+            f"{config.model_type} is not known to keep packed documents apart; known are"
             f" {', '.join(KEEPS_DOCUMENTS_APART)}",
             hint="set data.document_mask=false, or data.pack=padded",
         )

@@ -170,10 +170,9 @@ class CausalLM(LanguageModel):
         if kind in ONLY_A_HEAD:
             yield from super()._chunk_problems(config)
         elif config.loss.chunk not in ("auto", "off"):
-            yield Finding(
-                severity="error",
-                where="loss.chunk",
-                what=f"the logits of {kind} are not known to be those of its head alone; known are"
+            yield Finding.error(
+                "loss.chunk",
+                f"the logits of {kind} are not known to be those of its head alone; known are"
                 f" {', '.join(ONLY_A_HEAD)}",
                 hint="set loss.chunk=off",
             )
@@ -182,10 +181,9 @@ class CausalLM(LanguageModel):
         if settings.weights != "load" or self._folder(settings.hf) is not None:
             return ()
         return (
-            Finding(
-                severity="error",
-                where="model.weights",
-                what=f"load was asked for, and {settings.hf} is an architecture without weights",
+            Finding.error(
+                "model.weights",
+                f"load was asked for, and {settings.hf} is an architecture without weights",
                 hint="give model.hf a folder or a name on the hub, or set model.weights=random",
             ),
         )
@@ -209,9 +207,7 @@ class CausalLM(LanguageModel):
                     check_weights(self.build_model(config), folder)
         except DataError as error:
             what, _, hint = str(error).partition("\nhint: ")
-            return (
-                Finding(severity="error", where="model.hf", what=what, hint=hint, cause="data"),
-            )
+            return (Finding.error("model.hf", what, hint, cause="data"),)
         return ()
 
     def _hf_config(self, config: Any) -> Any:

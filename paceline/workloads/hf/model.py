@@ -60,10 +60,9 @@ def check_keys(given: Mapping[str, Any], kind: Any) -> Iterator[Finding]:
         if key in known:
             continue
         guess = did_you_mean(key, known).rstrip() or f"it has {', '.join(sorted(known))}"
-        yield Finding(
-            severity="error",
-            where=f"{WHERE}.{key}",
-            what=DECIDED.get(key, f"{kind.__name__} has no key {key}"),
+        yield Finding.error(
+            f"{WHERE}.{key}",
+            DECIDED.get(key, f"{kind.__name__} has no key {key}"),
             hint="take it out" if key in DECIDED else guess,
         )
 

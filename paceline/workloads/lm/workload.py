@@ -272,11 +272,7 @@ class LanguageModel(Workload):
                 name, size = found.name, found.vocab_size
         except DataError as error:
             what, _, hint = str(error).partition("\nhint: ")
-            return (
-                Finding(
-                    severity="error", where="data.tokenizer", what=what, hint=hint, cause="data"
-                ),
-            )
+            return (Finding.error("data.tokenizer", what, hint, cause="data"),)
         problem = check_vocabulary(name, size, *self.vocabulary(config))
         return () if problem is None else (problem,)
 
@@ -301,10 +297,9 @@ def check_vocabulary(name: str, size: int, num_rows: int, where: str) -> Finding
     if num_rows >= size:
         return None
     what = "byte tokens, which need" if name == "bytes" else f"the ids of {name}, which need"
-    return Finding(
-        severity="error",
-        where=where,
-        what=f"{num_rows} rows cannot hold {what} {size}",
+    return Finding.error(
+        where,
+        f"{num_rows} rows cannot hold {what} {size}",
         hint=f"set {where}={size} or more, or choose another data.tokenizer",
     )
 
@@ -329,19 +324,17 @@ def check_chunk(config: Any, vocab_size: int) -> Iterator[Finding]:
     """Yield why the loss is computed in chunks, or cannot be."""
     asked, chunk = getattr(config.loss, "chunk", "off"), choose_chunk(config, vocab_size)
     if asked not in ("auto", "off") and config.precision.mode == "fp16":
-        yield Finding(
-            severity="error",
-            where="loss.chunk",
-            what="the gradient of a chunk's logits is taken before fp16's loss scale is known, and"
+        yield Finding.error(
+            "loss.chunk",
+            "the gradient of a chunk's logits is taken before fp16's loss scale is known, and"
             " small ones would become 0",
             hint="set loss.chunk=off, or precision.mode=bf16 where the GPU has it",
         )
     elif asked == "auto" and chunk:
         logits = size(_logits_bytes(config, vocab_size))
-        yield Finding(
-            severity="note",
-            where="loss.chunk",
-            what=f"the logits of a microbatch would take {logits}, and their gradient as much: the"
+        yield Finding.note(
+            "loss.chunk",
+            f"the logits of a microbatch would take {logits}, and their gradient as much: the"
             f" loss is computed {chunk} tokens at a time",
         )
 
@@ -350,10 +343,9 @@ def check_data(config: Any) -> Iterator[Finding]:
     """Yield keys for documents that cannot be met, or have no effect."""
     data, impl = config.data, config.attention.impl
     if data.keeps_apart and impl in ("flash", "flash3"):
-        yield Finding(
-            severity="error",
-            where="attention.impl",
-            what=f"{impl} was asked for, and its kernel takes no data.document_mask",
+        yield Finding.error(
+            "attention.impl",
+            f"{impl} was asked for, and its kernel takes no data.document_mask",
             hint="set attention.impl=sdpa, or flex on GPUs",
         )
     fixed = type(data).model_fields
@@ -363,8 +355,4 @@ def check_data(config: Any) -> Iterator[Finding]:
         because["document_mask"] = "a padded sample holds one document"
     for key, why in because.items():
         if getattr(data, key) != fixed[key].default:
-            yield Finding(
-                severity="warning",
-                where=f"data.{key}",
-                what=f"is set but has no effect: {why}",
-            )
+            yield Finding.warning(f"data.{key}", f"is set but has no effect: {why}")

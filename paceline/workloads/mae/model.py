@@ -169,4 +169,4 @@ def check_mae(given: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _refuse(key: str, what: str, hint: str) -> Finding:
-    return Finding(severity="error", where=f"{WHERE}.{key}", what=what, hint=hint)
+    return Finding.error(f"{WHERE}.{key}", what, hint)

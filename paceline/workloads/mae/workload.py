@@ -157,14 +157,12 @@ def _image_problems(data: MAEData, channels: int) -> Iterator[Finding]:
     if data.path_train == SYNTHETIC:
         for key in sorted(data.model_dump(exclude_defaults=True).keys() & IMAGE_KEYS):
             what = "images are random: it has no effect"
-            yield Finding(
-                severity="warning", where=f"data.{key}", what=what, hint="data.path_train"
-            )
+            yield Finding.warning(f"data.{key}", what, hint="data.path_train")
         return
     if channels not in MODES:
         what = f"{channels} channels; images are read as grey (1) or RGB (3)"
-        yield Finding(severity="error", where="model.hf_config.num_channels", what=what)
+        yield Finding.error("model.hf_config.num_channels", what)
     for key, given in (("mean", data.mean), ("std", data.std)):
         if given and len(given) != channels:
             what = f"{len(given)} numbers for {channels} channels"
-            yield Finding(severity="error", where=f"data.{key}", what=what, hint="one per channel")
+            yield Finding.error(f"data.{key}", what, hint="one per channel")

@@ -224,10 +224,9 @@ def check_encoder(where: str, given: Mapping[str, Any], config: Any) -> Iterator
     for finding in check_keys(given, type(config)):
         yield finding.model_copy(update={"where": f"{where}.{finding.where.rpartition('.')[2]}"})
     if getattr(config, "layerdrop", 0.0) > 0:
-        yield Finding(
-            severity="error",
-            where=f"{where}.layerdrop",
-            what=f"{config.layerdrop:g}: ranks would leave out different layers, and wait for each"
+        yield Finding.error(
+            f"{where}.layerdrop",
+            f"{config.layerdrop:g}: ranks would leave out different layers, and wait for each"
             " other",
             hint=f"set {where}.layerdrop=0; dropout inside the layers is free",
         )

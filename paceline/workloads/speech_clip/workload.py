@@ -259,13 +259,12 @@ class SpeechText(Workload):
         if shortest * data.sample_rate < fewest_samples(speech):
             what = f"{shortest:g} s, and a frame of the speech encoder needs"
             what += f" {fewest_samples(speech) / data.sample_rate:g} s"
-            yield Finding(severity="error", where=where, what=what, hint="make it longer")
+            yield Finding.error(where, what, hint="make it longer")
         needed = self._spelling(config).num_ids if is_local(data.tokenizer) else 0
         if needed > text.vocab_size:
-            yield Finding(
-                severity="error",
-                where="model.text_config.vocab_size",
-                what=f"{text.vocab_size}, and the tokenizer has {needed} tokens",
+            yield Finding.error(
+                "model.text_config.vocab_size",
+                f"{text.vocab_size}, and the tokenizer has {needed} tokens",
                 hint=f"set it to {needed} or more, or choose another data.tokenizer",
             )
 

@@ -200,14 +200,13 @@ def _autos(settings: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def _unknown(key: str) -> Finding:
-    return Finding(
-        severity="warning",
-        where=f"strategy.deepspeed_config.{key}",
-        what="is not a key that DeepSpeed 0.19 looks at: it has no effect there",
+    return Finding.warning(
+        f"strategy.deepspeed_config.{key}",
+        "is not a key that DeepSpeed 0.19 looks at: it has no effect there",
         hint=did_you_mean(key, KNOWN).rstrip(),
     )
 
 
 def _refusal(path: str, what: str, hint: str) -> Finding:
     where = f"strategy.deepspeed_config.{path}"
-    return Finding(severity="error", where=where, what=what, hint=hint)
+    return Finding.error(where, what, hint)
