@@ -36,8 +36,8 @@ def _rows(tile, first_ptr, b, T, W, R: tl.constexpr, RP: tl.constexpr, TQ: tl.co
 @triton.jit
 def _edges(tile, lo_M, is_real, T, S, STRIDE: tl.constexpr, LENGTH: tl.constexpr,
            TQ: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Return from which key to which some row of the tile sees them, and between them from where to
-    where all rows do."""
+    """Return the range of keys that some row of the tile sees, and inside it the range that all
+    rows see."""
     begin = tl.min(tl.where(is_real, lo_M, T)) // STRIDE // BN * BN
     last = tl.minimum(tile * TQ + TQ, T) - 1
     end = tl.minimum(tl.maximum(last + 1 - LENGTH + STRIDE, 0) // STRIDE, S)
@@ -117,7 +117,7 @@ def nsa_band_forward(
 def _over_q(dq, q, grad, lse, dots, gate, k_ptr, v_ptr, kv, t_M, lo_M, begin, end, S, G, scale,
             STRIDE: tl.constexpr, LENGTH: tl.constexpr, BN: tl.constexpr, E: tl.constexpr,
             MASKS: tl.constexpr):  # fmt: skip
-    """Add what keys [begin, end) give to the gradient of a tile's queries."""
+    """Add the share of keys [begin, end) to the gradient of a tile's queries."""
     e, n = tl.arange(0, E), tl.arange(0, BN)
     for at in range(begin, end, BN):
         i_N = at + n
@@ -178,8 +178,9 @@ def nsa_band_backward_kv(
     STRIDE: tl.constexpr, LENGTH: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     TQ: tl.constexpr, BN: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Take BN keys and the queries that may see them, at most SPAN tokens of those: a key that all
-    later queries see would else keep one multiprocessor busy alone. Then parts are added (ADDS)."""
+    """Take BN keys and the queries that may see them, at most SPAN tokens of those: otherwise a key
+    that all later queries see would keep one multiprocessor busy alone. Parts are then added
+    (ADDS)."""
     b, g = tl.program_id(1) // G, tl.program_id(1) % G
     e, n = tl.arange(0, E), tl.arange(0, BN)
     i_begin = tl.program_id(0) * BN
@@ -202,7 +203,7 @@ def nsa_band_backward_kv(
             lse = tl.load(lse_ptr + row_M, mask=is_real, other=float("inf")) * LOG2E
             dots = tl.load(dots_ptr + row_M * 3 + BRANCH, mask=is_real, other=0.0)
             gate = tl.load(gates_ptr + row_M * 3 + BRANCH, mask=is_real, other=0.0).to(tl.float32)
-            # Keys as rows: both products below then take weights as they are, not turned.
+            # Keys as rows: both products below then take weights as they are, not transposed.
             s = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2E)
             p = tl.exp2(s - lse[None, :]) * gate[None, :]
             begins = (i_N * STRIDE)[:, None]

@@ -3,9 +3,9 @@
     python -m paceline.attention.crossover '{"num_heads": 64, "num_groups": 4, "head_dim": 128}'
 
 It is measured once for a GPU and a shape, forward and backward together, against the best of
-torch's own kernels, by a process of its own, so that whoever plans holds no device. What is found
-is kept in the user's cache folder. Shorter sequences are then attended to densely: nsa is used only
-where it was seen to win.
+torch's own kernels, in a process of its own, so that the planning process holds no device. The
+result is kept in the user's cache folder. Shorter sequences then use dense attention: nsa is used
+only where it was measured to win.
 """
 
 import json
@@ -27,7 +27,7 @@ from paceline.records.files import cache_folder, fingerprint
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 TIMEOUT_S = 300.0
-SOURCES = Path(__file__).parent  # of what is measured
+SOURCES = Path(__file__).parent  # of the code that is measured
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Timed(Part):
 
 
 class Crossover(Record):
-    """What was measured, and the length from which on nsa was faster; None: at none of them."""
+    """What was measured, and the length from which on nsa was faster; None if it never was."""
 
     measured_at: float
     torch_version: str
@@ -59,8 +59,8 @@ class Crossover(Record):
 
 
 def find_crossover(env: Env, shape: Shape) -> Crossover | str:
-    """Return what is kept of this hardware and shape; measure it where nothing is. A text says why
-    it could not be measured."""
+    """Return the kept result for this hardware and shape; measure it if there is none. A text says
+    why it could not be measured."""
     path = kept_path(env, shape)
     try:
         return Crossover.load(path)
@@ -75,7 +75,7 @@ def find_crossover(env: Env, shape: Shape) -> Crossover | str:
 
 
 def kept_path(env: Env, shape: Shape) -> Path:
-    """Return where the measure of a kind of GPU, a version of torch, these kernels and a shape is
+    """Return where the result for a kind of GPU, a version of torch, these kernels and a shape is
     kept."""
     sizes = json.dumps(asdict(shape), sort_keys=True)
     code = [path.read_text(encoding="utf-8") for path in sorted(SOURCES.glob("*.py"))]
@@ -166,7 +166,7 @@ def dense_step(shape: Shape, length: int, kernel: str) -> Callable[[], None]:
 
 
 def sparse_step(shape: Shape, length: int) -> Callable[[], None]:
-    """Return a forward and backward pass of all of nsa but its projections: compression, choice,
+    """Return a forward and backward pass of all of nsa except its projections: compression, choice,
     three branches and their sum by gates."""
     import torch
 

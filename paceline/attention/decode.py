@@ -33,8 +33,8 @@ class Cache:
         self.sel: tuple[Tensor, Tensor] | None = None
 
     def fill(self, raw: Keys, compressed: Keys, lengths_B: Tensor) -> None:
-        """Keep a prompt: `raw` has the tokens (B, T, G, E) from position 0 on, the first
-        `lengths_B` of which are real; `compressed` has what was made of its first two."""
+        """Store a prompt: `raw` has the tokens (B, T, G, E) from position 0 on, the first
+        `lengths_B` of which are real; `compressed` has the result for its first two."""
         z, T = self.sizes, raw.k_sel.shape[1]
         like = raw.k_sel
         room = z.num_compressed(self.num_places) + 1  # and one for what is not whole
@@ -47,7 +47,7 @@ class Cache:
     def attend(
         self, q_B1HE: Tensor, new: Keys, gates_B1H3: Tensor, at_B: Tensor, longest: int
     ) -> Attended:
-        """Keep one token per row, at positions `at_B`, and attend from it. `longest` is the number
+        """Store one token per row, at positions `at_B`, and attend from it. `longest` is the number
         of tokens of the longest row, with this one."""
         assert self.sel is not None, "filled by the prompt"
         z = self.sizes
@@ -69,8 +69,8 @@ class Cache:
         return Attended(blend(cmp, sel, win, gates_B1H3), cmp, sel, win, blocks)
 
     def _compress(self, at_B: Tensor) -> None:
-        """Make a compressed key where a block has become whole; elsewhere it goes to the last
-        place, which nobody reads. So no row waits to be asked."""
+        """Make a compressed key where a block is now complete; for other rows it goes to the last
+        place, which is never read. So the host need not look at any row."""
         z = self.sizes
         since = at_B + 1 - z.l
         is_whole = (since >= 0) & (since % z.d == 0)

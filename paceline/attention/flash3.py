@@ -1,7 +1,7 @@
 """FlashAttention 3, made for Hopper's chips, as the kernel behind torch's SDPA.
 
 It comes as the package of its authors, or inside the wheels of xformers up to 0.0.34. torch knows
-how to call it, and does so for SDPA's flash kernel once it is asked to.
+how to call it, and uses it as SDPA's flash kernel once it is told to.
 """
 
 import importlib
@@ -30,7 +30,7 @@ INSTALL = (
 
 
 class Kernels(NamedTuple):
-    """Where they are: a module to import, or else a library to load."""
+    """Where the kernels are: a module to import, or else a library to load."""
 
     module: str
     file: Path
@@ -50,9 +50,9 @@ def find_flash3() -> Kernels | None:
 
 @cache
 def why_not_loaded(kernels: Kernels, torch_version: str) -> str | None:
-    """Return what the kernels cannot be loaded by, tried in a process of its own: a wheel for
-    another torch or CUDA must not end a run that never asked for it. None: they can, which is kept
-    in the user's cache folder."""
+    """Return why the kernels cannot be loaded, tried in a process of its own: a wheel for another
+    torch or CUDA must not end a run that never asked for it. None: they can, which is kept in the
+    user's cache folder."""
     kept = _kept_path(kernels, torch_version)
     if kept.is_file():
         return None
@@ -100,6 +100,6 @@ def use_flash3(wanted: bool) -> None:
     # It imports a module, and then asks torch for the operations: those of a library are there.
     by_module = partial(register, kernels.module or "torch")
     attention.register_flash_attention_impl("FA3", register_fn=by_module)
-    with warnings.catch_warnings():  # that a kernel takes another's place is what was asked for
+    with warnings.catch_warnings():  # replacing a kernel is exactly what is wanted
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         attention.activate_flash_attention_impl("FA3")

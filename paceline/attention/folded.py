@@ -24,7 +24,7 @@ WIDEST = 128  # head that cuDNN's kernels take in both directions
 
 
 def fits(q: Tensor, z: Sizes) -> bool:
-    """Say whether cuDNN can and may compute it: on Hopper, where order of sums is free."""
+    """Say whether cuDNN can and may compute it: on Hopper, if sums may have any order."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[3] > WIDEST:
         return False
     if torch.are_deterministic_algorithms_enabled():

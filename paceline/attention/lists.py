@@ -8,7 +8,7 @@ block is in all of them: a list is cut into items of at most `longest` pairs. Ho
 are depends on the choice, but never more than W = B G J + pairs / longest: so the grid is known
 without asking the device, and the last items are empty.
 
-Pairs of a list are in the order in which programs came, or by a stable sort where the run is to be
+Pairs of a list are in the order in which programs ran, or sorted stably if the run has to be
 deterministic.
 """
 

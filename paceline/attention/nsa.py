@@ -22,8 +22,8 @@ Kernels = Literal["auto", "triton", "torch"]
 
 @dataclass(frozen=True)
 class Settings:
-    """How it is computed: `ranges` of plain torch, by whom, and whether nsys is told of
-    its parts."""
+    """How it is computed: which `ranges` plain torch uses, what computes it, and whether its parts
+    are marked for nsys."""
 
     sizes: Sizes = Sizes()
     ranges: Literal["v1", "v2"] = "v2"
@@ -31,7 +31,7 @@ class Settings:
     nvtx: bool = False
 
     def uses_kernels(self, q: Tensor) -> bool:
-        """Say whether Triton computes it: on GPUs, where it takes the sizes."""
+        """Say whether Triton computes it: on GPUs, if it supports the sizes."""
         fits = not self.sizes.no_kernels(q.shape[-1])
         half_or_single = q.dtype in (torch.bfloat16, torch.float16, torch.float32)
         if self.kernels == "auto":

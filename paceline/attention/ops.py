@@ -34,8 +34,8 @@ from paceline.attention.sizes import Sizes
 FAR = 1 << 30  # a window that reaches the first token
 MIN_ROWS = 16  # of a tile of the tensor cores
 BY_QUERY_FROM = 16  # heads of a group that fill such a tile
-SCORES_BYTES = 1 << 28  # what scores of blocks may take, likewise
-PARTS_BYTES = 1 << 31  # what parts of sums may take; longer sequences go in pieces
+SCORES_BYTES = 1 << 28  # the most memory for scores of blocks
+PARTS_BYTES = 1 << 31  # the most memory for partial sums; longer sequences go in pieces
 PICKED, PICK_WARPS = 2048, 4  # scores that a program picks from
 LONGEST = 512  # queries of a block that one program takes
 SPAN = 512  # tokens whose gradients for a few keys one program sums
@@ -278,7 +278,7 @@ def nsa_backward(
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
-    """Return the gradients of queries, of keys and values of each branch, and of gates."""
+    """Return the gradients of queries, of each branch's keys and values, and of gates."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = keys
     cmp, sel, win, lse_cmp, lse_sel, lse_win, blocks, order, items = kept
     z, num_rows, first = Sizes(*sizes), q.shape[:3].numel(), first_of(q, begins)

@@ -1,7 +1,7 @@
 """Native sparse attention in torch's own operations, on any device and in any type.
 
     compress        keys, values of l tokens -> one           (B, S, G, E) -> (B, M, G, E)
-    compressed      queries over compressed keys, and how much they look at each
+    compressed      queries over compressed keys, and the weight of each
     choose_blocks   from that, the n blocks of l' tokens that all heads of a group read
     selected_mask   the tokens of those blocks
     window          queries over the last w tokens

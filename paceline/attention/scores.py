@@ -1,8 +1,8 @@
 """Triton kernels that choose blocks: scores of compressed keys, and the best n of each query.
 
 The weights of heads (T x S/d each) are never whole in memory. The first kernel holds the queries of
-a few tokens with all heads of a group, walks over selection blocks and leaves one score per block,
-of a piece of the sequence at a time; the second takes the n best of each row.
+a few tokens with all heads of a group, walks over selection blocks and writes one score per block,
+for a piece of the sequence at a time; the second takes the n best of each row.
 
     weights     p = exp(q k - lse): the forward pass of the compressed branch has left lse
     of a group  summed over its heads

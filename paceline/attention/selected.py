@@ -174,7 +174,7 @@ def nsa_selected_backward(
             lse = tl.load(lse_ptr + row, mask=is_real, other=float("inf")) * LOG2E
             dots = tl.load(dots_ptr + row * 3 + 1, mask=is_real, other=0.0)
             gate = tl.load(gates_ptr + row * 3 + 1, mask=is_real, other=0.0).to(tl.float32)
-            # Keys as rows: the two products with weights then take them as they are, not turned.
+            # Keys as rows: the two products with weights then take them as is, not transposed.
             s = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2E)
             sees = (i[:, None] <= t[None, :]) & (i[:, None] >= first[None, :])
             p = tl.where(sees, tl.exp2(s - lse[None, :]) * gate[None, :], 0.0)

@@ -24,7 +24,7 @@ class Sizes:
         return cls(*(getattr(section, name) for name in cls.__dataclass_fields__))
 
     def no_kernels(self, head_dim: int) -> str:
-        """Return why no Triton kernel takes these sizes; empty: they do."""
+        """Return why no Triton kernel supports these sizes; empty if they do."""
         each = self.l_sel // self.d
         if self.l_sel < SMALLEST_BLOCK or self.l_sel & (self.l_sel - 1) or each & (each - 1):
             return (

@@ -1,4 +1,4 @@
-"""Data: sets that answer by index, and streams; `cursor` and `loader` turn a position into batches.
+"""Data sets by index, and streams; `cursor` and `loader` turn a position in the run into batches.
 
 `from paceline.data import pad` is for a job's `collate`.
 """

@@ -3,8 +3,8 @@
     utterances = read_manifest(path, 16000, config.data.train_splits)
     data = SpeechClips(root, utterances, 16000, Cut(1.0, 3.0))
 
-A file is decoded where its sample is asked for, which is in a loader process, and only the part
-that is cut out of it. Lengths are the manifest's: to know them no file is opened.
+A file is decoded when its sample is needed, in a loader process, and only the part that is cut out
+of it. Lengths come from the manifest, so no file is opened to learn them.
 """
 
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ class Cut:
 
 
 class SpeechClips:
-    """Utterances of a manifest. What is cut is drawn from torch's generator, which loaders seed by
-    the place of a batch in the run."""
+    """Utterances of a manifest. Cuts are drawn from torch's generator, which loaders seed by the
+    place of a batch in the run."""
 
     def __init__(
         self, root: Path, utterances: Sequence[Utterance], sample_rate: int, cut: Cut | None = None
@@ -54,7 +54,7 @@ class SpeechClips:
         self.sample_rate, self.cut = sample_rate, cut
         seconds = np.array([row.duration_s for row in utterances], dtype=np.float64)
         self.lengths: NDArray[np.float64] = np.minimum(seconds, cut.max_s) if cut else seconds
-        # Paths, lengths and texts are the data; sums of files cost nothing where they are known.
+        # Paths, lengths and texts are the data; checksums cost nothing if they are known already.
         rows = ("\t".join(map(str, row)) for row in utterances)
         self.fingerprint = f"speech-{fingerprint(repr(cut), str(sample_rate), *rows)}"
 
@@ -102,7 +102,7 @@ def cut_text(text: str, start: int, length: int, whole: int) -> str:
 
 
 def _read(path: Path, row: Utterance, start: int, num_samples: int, rate: int) -> Tensor:
-    """Decode a part of a file; what the manifest promises and the file does not hold is named."""
+    """Decode a part of a file; an error says what the manifest promises and the file lacks."""
     soundfile = require_extra("soundfile", "audio")
     try:
         with soundfile.SoundFile(path) as file:

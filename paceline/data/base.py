@@ -14,13 +14,13 @@ from paceline.config.section import Positive
 
 
 class Dataset(Protocol):
-    """Gives samples by index. It may have beside it:
+    """Gives samples by index. Optional members:
 
     `batch(indices)`        builds a whole batch at once, from a numpy array of indices
     `collate_fn(samples)`   or `collate`: makes a batch of samples, where the workload does not
     `lengths`               one number for each sample, or `length(index)`: for data.batch_by=length
                             and data.buckets, and to report how much is padding
-    `name(index)`           what a person finds a sample by: said where it does not fit into memory
+    `name(index)`           how a person finds a sample: printed if it does not fit into memory
     `fingerprint`           changes when the data does: a checkpoint is not resumed on other data
     """
 
@@ -30,21 +30,21 @@ class Dataset(Protocol):
 
 
 class Shards(Protocol):
-    """A stream in parts. `shards` names them; `open` returns what gives the samples of one in turn.
-    Where that has `state_dict` and `load_state_dict` too, a run is resumed by them."""
+    """A stream in parts. `shards` names them; `open` returns an iterable of the samples of one. If
+    that has `state_dict` and `load_state_dict`, a run is resumed with them."""
 
     shards: Sequence[Any]
 
     def open(self, shard: Any) -> Iterable[Any]: ...
 
 
-# Samples that come in turn: an IterableDataset of torch or of Hugging Face, or anything that can be
-# iterated; and shards of them.
+# Samples that come one after another: an IterableDataset of torch or of Hugging Face, or any other
+# iterable; and shards of them.
 Stream = Iterable[Any] | Shards
 
 
 class CountsUnits(Protocol):
-    """Counts what the loss is a sum over, such as tokens: a workload does."""
+    """Counts the units that the loss is a sum over, such as tokens; workloads implement it."""
 
     def units(self, batch: Any) -> float: ...
 

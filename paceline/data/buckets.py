@@ -1,6 +1,6 @@
-"""Batches of samples of like length, as a pure function of the batch's number: no state to save.
+"""Batches of similar length, as a pure function of the batch's number: no state to save.
 
-    lengths --> buckets of like length --> batches inside a bucket --> all batches, shuffled
+    lengths --> buckets of similar length --> batches inside a bucket --> all batches, shuffled
 
 Which bucket a sample is in, and so how many batches there are, never changes; each epoch permutes
 the samples of every bucket and then all batches, both by `cursor.Order`. So batch ten million costs
@@ -27,8 +27,8 @@ SEED_APART = 2**32  # each bucket has an order of its own; seeds of runs are bel
 
 
 def length_of(data: Any) -> Callable[[Indices], Lengths] | None:
-    """Return what tells the lengths of samples: the data set's `lengths`, one number for each, or
-    its `length(index)`; None where it has neither."""
+    """Return the source of the samples' lengths: the data set's `lengths`, one number for each, or
+    its `length(index)`; None if it has neither."""
     known = getattr(data, "lengths", None)
     if known is not None and not callable(known):
         lengths = np.asarray(known, dtype=np.float64)
@@ -110,8 +110,8 @@ class Buckets:
         self.order = Order(self.num_batches, seed)
 
     def find(self, numbers: Indices) -> "Dealt":
-        """Return where the batches of these numbers are: one call for many, for the hash costs more
-        than its array."""
+        """Return where the batches with these numbers are: one call for many, as the hash costs
+        more than its array."""
         batches = self.order.at(numbers)
         buckets = np.searchsorted(self.firsts, batches, side="right") - 1
         indices = batches - self.firsts[buckets]
@@ -139,8 +139,8 @@ class Dealt(NamedTuple):
 
 
 class BucketPicks:
-    """Each step takes the next batches, however many ranks share them. They are dealt out by what
-    they cost: ranks that wait for each other after every microbatch have batches of like size."""
+    """Each step takes the next batches, however many ranks share them. They are dealt out by cost:
+    ranks that wait for each other after every microbatch get batches of similar size."""
 
     def __init__(self, buckets: Buckets, step_slice: StepSlice) -> None:
         self.buckets, self.slice = buckets, step_slice
@@ -151,7 +151,7 @@ class BucketPicks:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with any length, for then all batches do."""
+        """Changes with any length, because all batches then change."""
         return f"lengths-{fingerprint(self.buckets.lengths.tobytes())}"
 
     def sample_ids(self, microbatch: int) -> Indices:
@@ -171,7 +171,7 @@ class BucketPicks:
     def _find(self, microbatch: int) -> tuple[Dealt, int]:
         """Return the batches of the step, and which of them is this microbatch of this rank."""
         step, row = divmod(microbatch, self.slice.grad_accum)
-        # Back and forth, so that nobody always has the larger one of a row.
+        # Back and forth, so that no rank always gets the larger one of a row.
         dp, rank = self.slice.dp, self.slice.dp_rank
         return self._deal(step), row * dp + (rank if row % 2 == 0 else dp - 1 - rank)
 
@@ -206,7 +206,7 @@ def find_ends(lengths: Lengths, num_buckets: int) -> Lengths:
     # cost[i, j]: a bucket that takes all between end i (not included; 0: from the start) and end j.
     counts = below[None, 1:] - below[:-1, None]
     cost = np.where(counts > 0, counts * ends[None, :], np.inf)
-    # best[j]: the least that k buckets cost which end at j; one bucket more at each turn.
+    # best[j]: the least cost of k buckets that end at j; each iteration adds one bucket.
     best, cuts = cost[0], []
     for _ in range(min(num_buckets, len(ends)) - 1):
         # The last bucket begins after end i - 1, where the others have ended.
@@ -230,8 +230,8 @@ def padding(lengths: Lengths) -> tuple[float, float]:
 
 
 def cut_by_length(lengths: Lengths, budget: float) -> list[Indices]:
-    """Cut samples, the longest first, into batches that a budget of length holds; one that is
-    longer than it is a batch of its own."""
+    """Cut samples, the longest first, into batches within a budget of length; one that is longer
+    than the budget is a batch of its own."""
     order, batches = np.argsort(-lengths, kind="stable"), []
     while len(order):
         size = max(1, int(budget // lengths[order[0]]))

@@ -22,7 +22,7 @@ UNEQUAL = (
 
 
 class Made(NamedTuple):
-    """A batch, and how long its samples were read for and how long they were put together for."""
+    """A batch, and how long it took to read its samples and to put them together."""
 
     batch: Any
     read_s: float
@@ -93,7 +93,7 @@ def _sample(data: Any, index: int, position: int | None) -> Any:
 
 
 def _require_equal_keys(samples: list[Any]) -> None:
-    """torch takes the first sample's keys: what others have beside them would be dropped."""
+    """torch uses the first sample's keys: further keys of the others would be dropped."""
     first = samples[0]
     if isinstance(first, dict):
         for number, sample in enumerate(samples):
@@ -104,7 +104,7 @@ def _require_equal_keys(samples: list[Any]) -> None:
 def _blamed(
     samples: list[Any], rule: Collate, name: Callable[[int], str], error: Exception
 ) -> DataError:
-    """Say which sample it was: the one that the error names, those which fail alone too, or one
+    """Find the sample at fault: the one that the error names, those that fail alone too, or one
     that is not like the first; else name all of them."""
     names = [name(number) for number in range(len(samples))]
     if isinstance(error, BadSample):

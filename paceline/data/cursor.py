@@ -39,7 +39,7 @@ class StepSlice:
 
     A step takes `global_size` consecutive positions, whatever the number of ranks; microbatch a
     of rank r is the (a * dp + r)-th piece of `micro` of them. `start` is the position where this
-    attempt begins: all that a run must know of the one before in order to resume.
+    attempt begins: all that a run must know of the previous one in order to resume.
     """
 
     micro: int
@@ -78,7 +78,7 @@ class Picks(Protocol):
         ...
 
     def of(self, step_slice: StepSlice) -> "Picks":
-        """Return what another rank, or another start, takes of the same sequence."""
+        """Return the part of the same sequence for another rank, or for another start."""
         ...
 
 
@@ -121,7 +121,7 @@ def _permute(offsets: Indices, epochs: Indices, size: int, seed: int) -> Indices
     keys = _mix(epochs.astype(np.uint64) + _mix(np.full_like(epochs, seed).astype(np.uint64)))
     value = _feistel(offsets.astype(np.uint64), keys, half_bits)
     # Cycle-walking: follow the permutation of the larger range until it is back inside. Two offsets
-    # never end at one value, for they lie at different places of their cycles.
+    # never end at the same value, as they are at different places of their cycles.
     while np.any(outside := value >= size):
         value = np.where(outside, _feistel(value, keys, half_bits), value)
     return value.astype(np.int64)

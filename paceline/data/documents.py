@@ -60,8 +60,8 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """What is read, and what it is known by. `state` changes whenever that would change; `revision`
-    is the commit of a data set of the hub, whose files come when they are asked for."""
+    """What is read, and what identifies it. `state` changes whenever that would change; `revision`
+    is the commit of a data set on the hub, whose files are downloaded when they are needed."""
 
     name: str
     state: tuple[str, ...]
@@ -84,10 +84,10 @@ class Source:
 
 
 def find_source(data: TextData) -> Source:
-    """Find what `data.source` names; `DataError` where it is not there."""
+    """Find what `data.source` names; `DataError` if it does not exist."""
     hub = parse_hub(data.source)
     if hub is not None:
-        pinned = hub.pin()  # what is named by a branch is one commit from here on
+        pinned = hub.pin()  # a branch means one commit from here on
         state = (str(pinned), str(data.max_files))
         return Source(data.source, state, lambda: _download(data, pinned), pinned.revision)
     files = list_files(data)
@@ -157,7 +157,7 @@ def _iter_files(root: Path, wanted: Collection[str]) -> Iterator[Path]:
             continue
         subfolders[:] = [n for n in subfolders if not n.startswith(".") and n != "site-packages"]
         found = (Path(folder, name) for name in names if Path(name).suffix in wanted)
-        yield from (path for path in found if path.is_file())  # to open a FIFO is to wait
+        yield from (path for path in found if path.is_file())  # opening a FIFO would block
 
 
 def _require_text(files: Sequence[Path]) -> None:
@@ -174,7 +174,7 @@ def _require_text(files: Sequence[Path]) -> None:
 
 
 def _why_not_text(path: Path) -> str:
-    """Return what shows that a file is not text, or ""."""
+    """Return the reason why a file is not text, or ""."""
     if path.suffix.lower() in BINARY_SUFFIXES:
         return f"is not text: {path.suffix} is a binary format"
     try:
@@ -214,7 +214,7 @@ def iter_file(path: Path, text_field: str, between_words: bool) -> Iterator[byte
 
 
 def _pieces(file: BinaryIO, between_words: bool) -> Iterator[bytes]:
-    """Cut what a file holds into pieces of at most PIECE_BYTES; an empty one is one empty piece."""
+    """Cut a file's content into pieces of at most PIECE_BYTES; an empty file is one empty piece."""
     rest = file.read(PIECE_BYTES)
     while len(rest) == PIECE_BYTES:
         end = _last_gap(rest) if between_words else PIECE_BYTES

@@ -20,9 +20,9 @@ def require_extra(name: str, extra: str) -> Any:
 
 
 def _hush_torchao() -> None:
-    """Keep what torchao says of itself off the console: transformers loads it, wherever it is
-    installed, and it warns of each of its compiled parts that is for another torch, and of how it
-    calls torch."""
+    """Keep torchao's own warnings off the console: transformers loads it wherever it is installed,
+    and it warns about each compiled part that is for another torch, and about how it calls
+    torch."""
     logging.getLogger("torchao").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").addFilter(_is_no_enum)
 

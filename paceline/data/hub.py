@@ -31,7 +31,7 @@ class HubSet:
         return f"hf://datasets/{self.name}@{self.revision}/{self.folder}".rstrip("/")
 
     def pin(self) -> "HubSet":
-        """Return it at the commit that its revision names now."""
+        """Return the same set at the commit that its revision names now."""
         if PINNED.fullmatch(self.revision):
             return self
         at = {"revision": self.revision}
@@ -56,8 +56,8 @@ class HubSet:
 
 
 def parse_hub(source: str) -> HubSet | None:
-    """Return the data set of the hub that a source names; None where it is something else, or a
-    folder here has that name."""
+    """Return the data set on the hub that a source names; None if it is something else, or if a
+    local folder has that name."""
     found = LONG.fullmatch(source)
     if found is None and not Path(source).expanduser().exists():
         found = SHORT.fullmatch(source)

@@ -128,8 +128,8 @@ def is_index(path: Path) -> bool:
 
 
 def keep_index(asked: ImageQuery, say: Say, why_bad: WhyBad) -> Path:
-    """Return the folder of the list, which is made unless it is there; safe to call from any
-    process. A path that is such a folder already is returned as it is."""
+    """Return the folder of the list, and make it if it is not there; safe to call from any process.
+    A path that is such a folder already is returned as it is."""
     path = Path(asked.path).expanduser().absolute()
     if is_index(path):
         return path
@@ -198,7 +198,7 @@ def _build(asked: ImageQuery, source: Source, home: Path, say: Say, why_bad: Why
 
 
 def _in_groups(source: Source) -> str:
-    """Warn of large row groups: to read one image of them is to read them all."""
+    """Warn about large row groups: reading one image means reading the whole group."""
     if source.kind != "parquet":
         return ""
     facts = require_extra("pyarrow.parquet", "images").read_metadata(source.files[0])
@@ -215,8 +215,8 @@ def _in_groups(source: Source) -> str:
 def _sound(
     source: Source, places: Sequence[Place], columns: Columns, bad: list[str], why_bad: WhyBad
 ) -> Iterator[Place]:
-    """Yield the images that can be decoded; name the others in `bad`. Decoders run beside each
-    other in threads: they are C code that lets others run."""
+    """Yield the images that can be decoded; name the others in `bad`. Decoders run in parallel
+    threads: they are C code that releases the interpreter's lock."""
 
     def judge(place: Place) -> str:
         try:

@@ -51,8 +51,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """What lies at a path. `root` is what names of files begin at; `files` are tars or parquet
-    files, or the images themselves."""
+    """What is at a path. Names of files are relative to `root`; `files` are tars or parquet files,
+    or the images themselves."""
 
     path: Path
     root: Path
@@ -197,8 +197,8 @@ def _tar_places(path: Path, number: int) -> Iterator[Place]:
 
 
 def _members(path: Path) -> Iterator[tuple[tarfile.TarInfo, Any]]:
-    """Yield the plain files of a tar, and what reads a small one. Every byte up to the end mark
-    must be accounted for: Python's reader takes a damaged header for the end."""
+    """Yield the plain files of a tar, and a function that reads a small one. Every byte up to the
+    end mark must be accounted for: Python's reader takes a damaged header for the end."""
     try:
         with open_regular(path, follow=True) as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
             size, before = os.fstat(raw.fileno()).st_size, -1
@@ -264,7 +264,7 @@ def _require_column(path: Path, file: Any, columns: Columns) -> None:
 
 
 def read_place(source: Source, place: Place, columns: Columns) -> bytes:
-    """Return the bytes of one image; a `DataError` where they are not there."""
+    """Return the bytes of one image; `DataError` if they are not there."""
     try:
         if source.kind == "files":
             return read_regular(source.root / place.name, MAX_IMAGE_BYTES, follow=True)
@@ -289,14 +289,14 @@ def _parquet_bytes(path: str, place: Place, columns: Columns) -> bytes:
 
 @lru_cache(maxsize=2)
 def _row_group(path: str, group: int, column: str, process: int) -> Any:
-    """Read one column of a row group; the last two are kept. By `process`: what a parent has read
-    belongs to threads that a forked child does not have."""
+    """Read one column of a row group; the last two are cached. `process` is part of the cache key:
+    what a parent has read belongs to threads that a forked child does not have."""
     with require_extra("pyarrow.parquet", "images").ParquetFile(path) as file:
         return file.read_row_group(group, columns=[column], use_threads=False).column(0)
 
 
 def describe(source: Source, place: Place) -> str:
-    """Name an image as a person finds it again."""
+    """Name an image so that a person can find it."""
     if source.kind == "files":
         return str(source.root / place.name)
     file = source.files[place.file]

@@ -83,8 +83,8 @@ class ImageData(DataConfig):
 
 
 def prepare_images(data: ImageData, say: Callable[[str], None]) -> dict[str, Any]:
-    """List the images of both paths once, before ranks start; `Images` takes what is returned as
-    `prepared`, and so does data.json."""
+    """List the images of both paths once, before ranks start; the result is what `Images` accepts
+    as `prepared`, and is written to data.json."""
     if data.path_train == SYNTHETIC:
         return {}
     home = _find(data, data.path_train, say)
@@ -107,7 +107,7 @@ def _find(data: ImageData, path: str, say: Callable[[str], None]) -> Path:
 
 class Images:
     """The images of a split by index, each {"pixels": (C, size, size), "label": int}; a label is
-    -1 where there is none. `at(index, position)` is what loaders ask of training data."""
+    -1 if there is none. Loaders call `at(index, position)` for training data."""
 
     def __init__(
         self,
@@ -184,11 +184,11 @@ class Images:
 
 
 def decode(raw: bytes, mode: str) -> Any:
-    """Return an image of pillow's with this mode; ValueError says why it cannot be."""
+    """Return a pillow image with this mode; ValueError says why that is not possible."""
     pillow = require_extra("PIL.Image", "images")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sizes, which are looked at here, and of odd tags
+            warnings.simplefilter("ignore")  # about sizes, which are checked here, and odd tags
             image = pillow.open(io.BytesIO(raw), formats=FORMATS)
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"it has {image.width} x {image.height} pixels")
@@ -200,7 +200,7 @@ def decode(raw: bytes, mode: str) -> Any:
             return image.convert(mode)
     except pillow.UnidentifiedImageError as error:
         raise ValueError(f"{len(raw)} bytes that are no image of {', '.join(FORMATS)}") from error
-    except Exception as error:  # decoders raise what they like of bytes that are not theirs
+    except Exception as error:  # decoders raise anything on bytes in another format
         raise ValueError(str(error) or type(error).__name__) from error
 
 
@@ -227,8 +227,8 @@ def centre_box(size: tuple[int, int]) -> Box:
 
 
 def random_box(size: tuple[int, int], scale: Sequence[float], draws: np.random.Generator) -> Box:
-    """Draw a crop by its area and its ratio of sides, the ratio evenly on a log scale; where none
-    fits in some tries, take the largest in the middle."""
+    """Draw a crop by its area and its aspect ratio, the ratio evenly on a log scale; if none fits
+    after some tries, take the largest in the middle."""
     width, height = size
     for _ in range(TRIES):
         area = width * height * draws.uniform(scale[0], scale[1])

@@ -1,6 +1,6 @@
 """From positions to microbatches on the device, prefetched by loader processes.
 
-A loader's state is one number, the next microbatch: to resume is to start counting there.
+A loader's state is one number, the next microbatch: a resumed run starts counting there.
 """
 
 import signal
@@ -32,16 +32,16 @@ MAX_NAMED = 8
 KILLED = "the kernel kills loaders when memory runs out: fewer data.num_workers, less prefetch"
 SILENT = "look at these samples; data.timeout_s sets the limit"
 TIMED_OUT = "DataLoader timed out"  # as torch says it
-LOOK_S = 5.0  # a loader that is waited for is looked at so often
+LOOK_S = 5.0  # how often to check on a loader that is being waited for
 # What reading from a process that is gone looks like: its tensors are fetched from it by a socket.
 BROKEN = (ConnectionError, EOFError)
 
 
 class Microbatch(NamedTuple):
-    """One forward pass's worth of samples; `units` is what the workload counts in them, `padding`
-    what is known of their lengths: how much is filled up, and how much there is then. Of a stream:
-    which `reader` it is from, its `place` after it, and the samples' `names`. It took whoever made
-    it `read_s` to read the samples and `joined_s` to put them together."""
+    """The samples of one forward pass. `units` is the workload's count of them; `padding`, if
+    lengths are known, is how much of the batch is padding and how large it then is. Of a stream:
+    the `reader` it is from, that reader's `place` after it, and the samples' `names`. Reading the
+    samples took `read_s`, putting them together `joined_s`."""
 
     batch: Any
     sample_ids: Indices
@@ -92,7 +92,7 @@ class Source(Protocol):
         ...
 
     def owed(self, index: int) -> str:
-        """Say what a loader is reading that owes this microbatch."""
+        """Say what the loader that owes this microbatch is reading."""
         ...
 
     def progress(self, index: int) -> int:
@@ -137,7 +137,7 @@ class MicrobatchSource(TorchDataset[Microbatch]):
 
 
 class Microbatches:
-    """`total` microbatches in order; loader processes keep `prefetch` of them ready each."""
+    """`total` microbatches in order; each loader process keeps `prefetch` of them ready."""
 
     def __init__(self, source: Source, total: int, plan: LoaderPlan) -> None:
         self.source, self.total, self.plan = source, total, plan
@@ -176,8 +176,8 @@ class Microbatches:
         return item
 
     def fault(self, error: Exception) -> Exception:
-        """Say in our words how a loader died or fell silent, with the samples it owes; return any
-        other error as it is. It may surface anywhere: torch raises it in a handler of SIGCHLD."""
+        """Explain how a loader died or fell silent, with the samples it owes; return any other
+        error as it is. It may surface anywhere: torch raises it in a handler of SIGCHLD."""
         is_late = TIMED_OUT in str(error)
         is_broken = isinstance(error, BROKEN) and self._has_lost_one()
         if not (is_broken or "DataLoader" in str(error)) or not (self._workers or is_late):
@@ -196,7 +196,7 @@ class Microbatches:
         )
 
     def _has_lost_one(self) -> bool:
-        """Whether a loader is gone, or is about to be: its sockets close a moment before."""
+        """Say whether a loader is gone, or is about to be: its sockets close a moment before."""
         deadline = time.monotonic() + 1
         while all(worker.is_alive() for worker in self._workers):
             if time.monotonic() > deadline or not self._workers:
@@ -221,8 +221,8 @@ class Microbatches:
 
 
 def _abandon(items: Any) -> None:
-    """End loaders of which one died. torch would ask them to end by an event, whose lock the dead
-    one may hold for ever, and hear of the same death once more meanwhile."""
+    """End loaders of which one died. torch would ask them to end through an event, whose lock the
+    dead one may hold for ever, and would hear of the same death again meanwhile."""
     items._shutdown = True
     with suppress(ValueError):  # of one that is half built it may not know yet
         _remove_worker_pids(id(items))
@@ -238,7 +238,7 @@ def _abandon(items: Any) -> None:
 
 
 class _Told(TorchDataset[Microbatch | DataError]):
-    """Hands out an error about samples as an item: raised, it would come in torch's words."""
+    """Passes an error about samples on as an item: if raised, torch would wrap it in its own."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -313,8 +313,8 @@ def deal_batches(batches: Sequence[Indices], dp: int, dp_rank: int) -> list[Indi
 
 
 def _quiet_worker(_: int) -> None:
-    """Ignore signals, which may go to the whole group: the rank decides when its loaders end. They
-    end with it, even one that hangs in a user's code."""
+    """Ignore signals, which may be sent to the whole group: the rank decides when its loaders end.
+    They end with it, even one that hangs in a user's code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()

@@ -3,7 +3,7 @@
     extract = LogMel(num_mels=80, window=480_000)
     extract(waves_BT)                  (B, M, F) for waveforms (B, T) of 16 kHz, zeros behind each
 
-They are those of Hugging Face's WhisperFeatureExtractor, which fills every utterance up to its
+They are those of Hugging Face's WhisperFeatureExtractor, which pads every utterance to its
 window of 30 s and then transforms all of it. A frame of silence has one known value, so here only
 the frames that touch a sample are computed: the time is that of the audio, not of the window.
 
@@ -22,12 +22,12 @@ from paceline.data.extras import require_extra
 RATE, SIZE, HOP = 16000, 400, 160  # Hz, and samples of a frame and between two
 FLOOR, SILENCE = 1e-10, -10.0  # the least power that is told from silence, and its logarithm
 CACHED = 256  # frames whose spectra stay in a core's cache
-RANGE = 8.0  # powers of ten below the loudest; all that is quieter is that
+RANGE = 8.0  # powers of ten below the loudest; quieter values are raised to that
 
 
 @dataclass(frozen=True)
 class LogMel:
-    """`window` is how many samples the model hears at once: the features are of all of it."""
+    """`window` is how many samples the model hears at once; the features cover all of it."""
 
     num_mels: int
     window: int
@@ -69,7 +69,7 @@ class LogMel:
 
 
 def mirrored(waves_BT: Tensor, length: int) -> Tensor:
-    """Return the waveforms filled up with zeros to `length`, and half a frame of their mirror image
+    """Return the waveforms padded with zeros to `length`, and half a frame of their mirror image
     before and behind: one copy, where `torch.nn.functional.pad` takes two."""
     half, size = SIZE // 2, waves_BT.shape[1]
     whole = waves_BT.new_zeros((len(waves_BT), length + SIZE))

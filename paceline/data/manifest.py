@@ -1,4 +1,4 @@
-"""The manifest of a speech corpus: one table of its files, so that nothing else is looked at.
+"""The manifest of a speech corpus: one table of its files, so that nothing else has to be read.
 
     save_manifest(path, utterances)          by `paceline prepare speech`
     find_manifest(config.data, os.environ)   before ranks start: where it is
@@ -8,8 +8,8 @@ It has tabs between its columns, and its rows are sorted by path:
 
     rel_path  num_samples  duration_sec  transcript  speaker  split  sha256
 
-A manifest from elsewhere may have the first three alone, and no header. No torch is imported, so
-that a config is read quickly.
+A manifest from elsewhere may have only the first three columns, and no header. No torch is
+imported, so that a config is read quickly.
 """
 
 import math
@@ -56,7 +56,7 @@ class AudioData(DataConfig):
 
 
 def find_manifest(data: AudioData, environ: Mapping[str, str]) -> Path:
-    """Return the manifest that is meant, as an absolute path: the ranks get it, whatever their own
+    """Return the manifest to use, as an absolute path: ranks get that one, whatever their own
     environment says."""
     if not data.root_dir:
         raise ConfigError(
@@ -91,8 +91,8 @@ class Utterance(NamedTuple):
     sha256: str = ""
 
     def is_in(self, splits: Sequence[str]) -> bool:
-        """Tell whether it belongs to one of these splits, which may be patterns: `train-*`. Where
-        the manifest names none, the first folder is its split."""
+        """Say whether it belongs to one of these splits, which may be patterns: `train-*`. If the
+        manifest names none, the first folder is its split."""
         own = self.split or self.rel_path.partition("/")[0]
         return any(fnmatchcase(own, wanted) for wanted in splits)
 
@@ -164,8 +164,8 @@ def _utterance(cells: list[str], places: list[int | None], sample_rate: int) -> 
 
 
 def path_problem(name: str) -> str:
-    """Say why a path, as a manifest or a list gives it, could leave its folder; empty if it is
-    sound."""
+    """Say why a path in a manifest or a list could lead out of its folder; empty if it is
+    safe."""
     parts = name.split("/")  # pathlib would take most of the time that a manifest is read in
     if not name.strip("/. "):
         return "is not the path of a file"

@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.data.synthetic import IGNORED
 from paceline.data.tokenizer import Tokens
 
-SCANNED = 1 << 24  # tokens that are looked through for ends at once
+SCANNED = 1 << 24  # tokens that are searched for ends at once
 
 
 class Rows(NamedTuple):
@@ -52,7 +52,7 @@ def count_targets(batch: dict[str, Tensor]) -> int:
 
 
 def _has_loss(batch: dict[str, Tensor]) -> Tensor | None:
-    """Say of each target whether it is predicted from its own document; None: all are counted."""
+    """Say for each target whether it is predicted from its own document; None: all count."""
     if "positions" in batch:
         return batch["positions"][:, 1:] > 0  # a document's first token follows from nothing
     if "lengths" in batch:

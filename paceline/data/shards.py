@@ -39,8 +39,8 @@ class Shard(Part):
 
 
 class Manifest(Record):
-    """What the shards hold, and proof that they hold it. The defaults are those of tokens that are
-    bytes, as manifests before tokenizers had them."""
+    """What the shards hold, and proof that they hold it. The defaults describe tokens that are
+    bytes, as in manifests from before there were tokenizers."""
 
     source: str
     num_documents: int
@@ -65,7 +65,7 @@ class Manifest(Record):
         return self.tokenizer_sha256 == "bytes"
 
     def bytes_per_token(self, split: Split) -> float | None:
-        """Return how much text stands behind a token of a split; None where it is not known."""
+        """Return the bytes of text that a token of a split stands for; None if not known."""
         ours = [shard for shard in self.shards if shard.split == split]
         num_bytes = sum(shard.num_bytes for shard in ours)
         return num_bytes / sum(shard.num_tokens for shard in ours) if num_bytes else None
@@ -138,8 +138,8 @@ class Chosen:
 def choose_splits(
     documents: Iterable[Document], val_fraction: float, seen: Chosen | None = None
 ) -> Iterator[tuple[bytes, tuple[Split, int]]]:
-    """Yield documents with their split and size. One that the source has for validation is left out
-    of training wherever it comes again."""
+    """Yield documents with their split and size. One that the source uses for validation is left
+    out of training wherever it appears again."""
     seen = seen or Chosen()
     kept_apart: set[bytes] = set()
     for text, given in documents:
@@ -209,8 +209,8 @@ def unigram_entropy(counts: NDArray[np.int64]) -> float:
 
 
 def verify_shards(home: Path, manifest: Manifest, say: Callable[[str], None]) -> None:
-    """Check that shards hold what they held when they were made, and no id that their tokenizer has
-    not; reading more than a GiB takes too long."""
+    """Check that shards have not changed since they were made, and hold no id that their tokenizer
+    lacks; not if they have more than a GiB, as reading them would take too long."""
     width = np.dtype(manifest.dtype).itemsize
     if sum(shard.num_tokens for shard in manifest.shards) * width > VERIFIED_BYTES:
         say(f"the shards in {home} are large and are checked by size only")

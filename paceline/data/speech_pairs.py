@@ -2,7 +2,7 @@
 
     data = SpeechPairs(clips, spelling, Pieces(Cut(1.0, 3.0)), seed)
 
-All of it happens where a sample is asked for, in loader processes. What is cut is drawn from the
+All of it happens when a sample is needed, in loader processes. Cuts are drawn from the
 seed and the position in the run, so it depends on neither ranks, nor loaders, nor microbatches.
 """
 
@@ -18,7 +18,7 @@ from paceline.data.spelling import Spelling
 
 QUIET = 1e-7  # what the variance of a waveform is increased by, as in Hugging Face's extractor
 ROUND_S = 0.1
-LENGTHS = 2  # the random numbers of lengths are others than those of positions
+LENGTHS = 2  # lengths have other random numbers than positions
 
 
 class Pieces(NamedTuple):
@@ -32,8 +32,8 @@ class Pieces(NamedTuple):
 
 
 class SpeechPairs:
-    """Samples by index, and by index and position. `lengths`, in seconds, are there where they are
-    known: they are not where each piece's length is drawn anew."""
+    """Samples by index, and by index and position. `lengths`, in seconds, exist if they are known:
+    they are not if each piece's length is drawn anew."""
 
     def __init__(self, clips: SpeechClips, spelling: Spelling, pieces: Pieces, seed: int) -> None:
         self.clips, self.spelling, self.pieces, self.seed = clips, spelling, pieces, seed

@@ -2,7 +2,7 @@
 
     data = SpokenTexts(clips, spell, Hearing(extract), seed)
 
-All of it happens where a sample is asked for, in loader processes. What SpecAugment masks is drawn
+All of it happens when a sample is needed, in loader processes. What SpecAugment masks is drawn
 from the seed and the position in the run, so it depends on neither ranks, nor loaders, nor
 microbatches: https://arxiv.org/abs/1904.08779.
 """
@@ -22,7 +22,7 @@ from paceline.data.speech_pairs import normalised
 from paceline.records.files import fingerprint
 
 IGNORED = -100  # a label that has no loss
-MASKS = 3  # the random numbers of masks are others than those of cuts
+MASKS = 3  # masks have other random numbers than cuts
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class SpokenTexts:
         return len(self.clips)
 
     def name(self, index: int) -> str:
-        """Return what a person finds the utterance by."""
+        """Return the name by which a person finds the utterance."""
         row = self.clips.utterances[index]
         return f"{row.rel_path} ({row.duration_s:.1f} s)"
 

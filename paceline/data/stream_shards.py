@@ -20,7 +20,7 @@ class Shards(NamedTuple):
 
 
 def is_stream(data: Any) -> TypeIs[Stream]:
-    """Say whether samples come in turn only, and not by index."""
+    """Say whether samples only come one after another, and not by index."""
     if isinstance(data, IterableDataset):
         return True
     by_index = hasattr(data, "__len__") and hasattr(data, "__getitem__")
@@ -55,8 +55,8 @@ def find_shards(data: Any) -> Shards:
 
 
 def _open_of_datasets(data: Any, size: int) -> Callable[[int, int], Any]:
-    """Open a shard by itself. A shuffle buffer of the library's is not in its `state_dict`, so that
-    is not used where there is one: samples are counted."""
+    """Open a shard by itself. The library's shuffle buffer is not in its `state_dict`, so with one
+    the state is not used: samples are counted."""
     inner, has_buffer = getattr(data, "_ex_iterable", None), False
     while inner is not None:
         has_buffer |= hasattr(inner, "buffer_size")

@@ -39,7 +39,7 @@ END = object()
 
 class Place(NamedTuple):
     """Where a reader stands: before sample `taken` of the `part`-th shard of its own `epoch`.
-    `state` is the source's own, where it has one; `used` counts what was used of a block that was
+    `state` is the source's own, if it has one; `used` counts the samples used from a block that was
     read ahead and begins there."""
 
     epoch: int = 0
@@ -61,8 +61,8 @@ class StreamPlan:
 
     @property
     def by_sample(self) -> bool:
-        """True where there are fewer shards than readers: then all readers read all shards, and
-        each takes its share of the samples."""
+        """True if there are fewer shards than readers: all readers then read all shards, and each
+        takes its share of the samples."""
         return len(self.shards.names) < self.num_readers
 
     def shards_of(self, reader: int, epoch: int) -> list[int]:
@@ -92,7 +92,7 @@ class Reader:
             self._used = place.used
 
     def take(self, size: int) -> list[Sample] | None:
-        """Return the next samples; None where so many are not left."""
+        """Return the next samples; None if there are not that many left."""
         taken: list[Sample] = []
         while len(taken) < size:
             if not self._block:
@@ -104,7 +104,7 @@ class Reader:
         return taken
 
     def tell(self) -> Place:
-        """Return where it stands: all that another reader needs to continue."""
+        """Return its place: all that another reader needs to continue."""
         return self._began._replace(used=self._used) if self._block else self._now()
 
     def _fill(self) -> None:
@@ -203,8 +203,8 @@ def _require_plain(state: Any, owner: Any) -> None:
 
 
 class StreamSource(TorchDataset[Microbatch]):
-    """The microbatches of one rank, one after the other. In a loader process it is asked for every
-    W-th of them, and so has some of the rank's readers to itself."""
+    """The microbatches of one rank, one after the other. A loader process is asked for every W-th
+    of them, and so has some of the rank's readers to itself."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class StreamSource(TorchDataset[Microbatch]):
         return Microbatch(batch, ids, units, None, *where, read - begun, joined_s)
 
     def _hide_worker(self) -> None:
-        """Let no data set share samples out by loader processes on its own: readers do."""
+        """Keep data sets from sharing samples out among loader processes themselves: readers do."""
         if get_worker_info() is not None:
             self._in_worker, torch_worker._worker_info = True, None
 
@@ -281,8 +281,8 @@ class StreamSource(TorchDataset[Microbatch]):
 
 
 class _Asked:
-    """Asks a thread for one microbatch after the other. After a time-out the same one is still
-    owed."""
+    """Asks a thread for one microbatch after the other. After a time-out it still waits for the
+    same one."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""Judges a run by what it has recorded: who is slow, why it waits, is it healthy, how it ended.
+"""Judges a run by its records: which rank is slow, why it waits, is it healthy, how it ended.
 
     read_evidence(run)  -> Evidence      from the files of a run, live or over; importers of other
                                          trainers' logs make one of what those hold
     judge(evidence)     -> [Finding]     pure: the same evidence gives the same findings
-    act_on(run, ...)                     what a broken rule leads to: stacks, a checkpoint, a halt
+    act_on(run, ...)                     the action of a broken rule: stacks, a checkpoint, a halt
 
 The watcher of a live run, `paceline diagnose` and the report call `judge`, so all say the same.
 """

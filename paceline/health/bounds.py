@@ -1,12 +1,12 @@
 """Explains why a step takes as long as it does: verdicts with numbers, and what to try first.
 
 shares of a step    data        the least that any rank waits for its loader
-                    exchange    the least that any rank is in collectives: nobody waits there
-                                for a late one, so it is transfer that nothing hides
-                    imbalance   what the others are in them beyond that
+                    exchange    the least time of any rank in collectives: that rank waits for no
+                                late one, so it is transfer that nothing hides
+                    imbalance   the time of the others in them beyond that
                     idle GPU    by telemetry: no kernel was running
 
-Where none of these holds a run up, forward and backward are most of a step, or its largest part is
+If none of these holds a run up, forward and backward are most of a step, or its largest part is
 named.
 """
 
@@ -26,7 +26,7 @@ from paceline.records.recorded import last_to_arrive
 from paceline.records.words import count, duration, number, size, typed
 
 MIN_STEPS = 10
-HANDED_SHARE = 0.5  # loaders that make batches for less of a step have time to spare
+HANDED_SHARE = 0.5  # loaders that are busy for less of a step than this have time to spare
 LOADER = ("loader process", "loader processes")
 IMBALANCE_SHARE = 0.15
 MOST = 0.5  # of a step in forward and backward, from which it is called compute-bound
@@ -82,8 +82,8 @@ def _data(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
 
 
 def _spent(evidence: Evidence, column: str) -> float:
-    """Return what a step's samples take at one stage, on the rank where it is most; nan where that
-    was not recorded."""
+    """Return the time that a step's samples take at one stage, on the slowest rank; nan if it was
+    not recorded."""
     known = [table.known(column).column(column) for table in evidence.steps.values()]
     return max((float(np.median(found)) for found in known if len(found)), default=math.nan)
 
@@ -142,16 +142,16 @@ def _exchange(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
 
 
 def _exchange_less(evidence: Evidence) -> str:
-    """Suggest how to exchange less often, and how to send fewer bits, which is for one strategy
-    only."""
+    """Suggest how to exchange less often, and how to send fewer bits, which only one strategy
+    can."""
     sweep = _sweep(evidence, "train.grad_accum=1,2,4")
     often = f"train.grad_accum exchanges less often{': ' * bool(sweep)}{sweep}"
     return f"{often}; strategy.name=ddp can send fewer bits: paceline bench run ddp_compression"
 
 
 def _rate(evidence: Evidence, num_ranks: int) -> tuple[str, float | None]:
-    """Say how much is exchanged and how fast, by the profiled step: what a rank is in collectives
-    is only what backward passes did not hide. Who came last has not waited there for others."""
+    """Say how much is exchanged and how fast, by the profiled step: a rank's time in collectives
+    is only what backward passes did not hide. The rank that came last did not wait for others."""
     plan, link = evidence.plan, evidence.link_gb_per_s
     if plan is None or not plan.exchange.sent:
         return "", None
@@ -172,7 +172,7 @@ def _rate(evidence: Evidence, num_ranks: int) -> tuple[str, float | None]:
 
 
 def _imbalance(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
-    """Name it where no rank is always the slow one, and yet they wait for each other."""
+    """Report imbalance if no rank is always the slow one, and yet they wait for each other."""
     if len(work.ranks) < 2 or not work.is_whole:
         return
     if _is_pipeline(evidence):
@@ -214,7 +214,7 @@ def _stages(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
 
 
 def _host(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
-    """A GPU that is idle while no rank waits for data or other ranks lacks work from its host."""
+    """A GPU that is idle while no rank waits for data or other ranks gets no work from its host."""
     name = "utilisation_percent"
     parts = [rows[5:].known(name).column(name) for rows in gpu_samples(evidence).values()]
     used = np.concatenate(parts) if parts else np.empty(0)
@@ -275,7 +275,7 @@ def _compute(evidence: Evidence, work: Work, throttled: Sequence[RunFinding]) ->
 
 
 def _shares(work: Work) -> dict[str, float]:
-    """Return what the parts of a step are of it, in the median; passes are one part."""
+    """Return the shares of a step's parts, in the median; passes are one part."""
     own = {phase: float(np.median(part)) for phase, part in work.own.items()}
     seconds = {PASSES: own.pop(Phase.FORWARD) + own.pop(Phase.BACKWARD)}
     seconds |= {str(phase): part for phase, part in own.items()}
@@ -306,7 +306,7 @@ def _largest(evidence: Evidence, work: Work, shares: dict[str, float]) -> RunFin
 
 
 def _for_part(evidence: Evidence, part: str) -> str:
-    """Suggest how to make a part of a step smaller, or else how to look into it."""
+    """Suggest how to shorten a part of a step, or else how to investigate it."""
     pipeline = evidence.plan.pipeline if evidence.plan is not None else None
     if part == WAITING and pipeline is not None:
         num = pipeline.num_microbatches
@@ -324,8 +324,8 @@ def _is_pipeline(evidence: Evidence) -> bool:
 
 
 def _knows_passes(work: Work) -> bool:
-    """Tell whether forward and backward are known, and as work: another trainer's log may have the
-    times of whole steps alone, or backward passes with the waiting in them."""
+    """Say whether forward and backward are known, and as work: another trainer's log may only have
+    the times of whole steps, or backward passes that include waiting."""
     return work.is_whole and bool(work.own[Phase.FORWARD].any())
 
 

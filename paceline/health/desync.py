@@ -29,8 +29,8 @@ DESYNC_HINT = (
 
 
 def find_desync(evidence: Evidence) -> Iterator[RunFinding]:
-    """Yield the ranks that have run fewer or more collectives than the others, and the first
-    collective to which ranks have given other shapes."""
+    """Yield the ranks that ran fewer or more collectives than the others, and the first collective
+    in which ranks passed different shapes."""
     yield from _by_counts(evidence)
     told = list(compare_calls(evidence.collectives))
     yield from told or _by_logs(evidence)
@@ -54,7 +54,7 @@ def _by_counts(evidence: Evidence) -> Iterator[RunFinding]:
     if not len(apart):
         return
     made = dict(zip(known, beyond[:, apart[0]].astype(int).tolist(), strict=True))
-    # Of two ranks neither is in the majority: who has run fewer has left one out.
+    # Of two ranks neither is in the majority: the one that ran fewer has left one out.
     most, _ = Counter(made.values()).most_common(1)[0]
     odd = [rank for rank, number in made.items() if number != most]
     rank = min(made, key=lambda r: made[r]) if len(made) == 2 else odd[0]
@@ -75,7 +75,7 @@ def _by_counts(evidence: Evidence) -> Iterator[RunFinding]:
 
 def _last_start(counts: NDArray[np.int64]) -> int:
     """Return where the last attempt begins, by counts of ranks x steps: each attempt counts from 0.
-    Behind all of them where only some ranks have begun it: their rows are of two attempts."""
+    That is after all steps if only some ranks have begun it: the rows are then of two attempts."""
     falls = np.diff(counts) < 0
     starts = np.flatnonzero(falls.any(axis=0)) + 1
     if not len(starts):
@@ -84,7 +84,7 @@ def _last_start(counts: NDArray[np.int64]) -> int:
 
 
 def _by_logs(evidence: Evidence) -> Iterator[RunFinding]:
-    """Look for what gloo says as it ends the process: it knows that sizes differ, not whose."""
+    """Find gloo's message as it ends the process: it knows that sizes differ, not whose."""
     for rank, text in evidence.logs.items():
         if found := SIZES_DIFFER.search(text):
             at = _own_line(text)
@@ -102,7 +102,7 @@ def _by_logs(evidence: Evidence) -> Iterator[RunFinding]:
 
 
 def _own_line(text: str) -> str:
-    """Return `job.py:14 in loss`: the line of the job that stood in the collective."""
+    """Return `job.py:14 in loss`: the line of the job that was in the collective."""
     current = text.rpartition("Current thread")[2] or text
     for file, line, name in FRAME.findall(current):
         if not any(part in file for part in ("site-packages", "/paceline/", "/lib/python")):

@@ -1,5 +1,5 @@
-"""Findings about how a run ended: the failure that the launcher has judged, and what a disk
-lost."""
+"""Findings about how a run ended: the failure that the launcher has judged, and what the disk did
+not accept."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ KINDS = {
 
 
 def find_ending(evidence: Evidence) -> Iterator[RunFinding]:
-    """Yield why a run did not end well, and which of its files a disk did not take."""
+    """Yield why a run did not end well, and which of its files the disk did not accept."""
     result = evidence.result
     if result is None:
         return
@@ -61,8 +61,8 @@ def _failure(result: Result, failure: Failure) -> RunFinding:
 
 
 def _nan(evidence: Evidence, result: Result) -> RunFinding:
-    """Name the rank whose loss it was, where it was one rank's own: in a pipeline the last stage
-    sees all losses, whoever spoilt them."""
+    """Name the rank whose loss it was, if it was one rank's own: in a pipeline the last stage sees
+    all losses, whichever rank spoilt them."""
     is_pipeline = evidence.plan is not None and evidence.plan.pipeline is not None
     ranks, ids = result.bad_ranks, ", ".join(map(str, result.bad_sample_ids[:8]))
     rank = ranks[0] if len(ranks) == 1 and not is_pipeline else None

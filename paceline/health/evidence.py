@@ -39,8 +39,8 @@ Known = TypeVar("Known")
 
 @dataclass(frozen=True)
 class Heart:
-    """The last heartbeat of a rank, and when its file was last written by the clock of who keeps
-    the file. One who follows it says when it last changed by its own clock: that one may be off.
+    """The last heartbeat of a rank, and when its file was last written, by the clock of the file
+    server. As that may be off, a process that follows it says by its own clock when it changed.
     """
 
     beat: Beat
@@ -49,7 +49,7 @@ class Heart:
 
     @property
     def heard_at(self) -> float:
-        """Return when it was last heard, by the clock of who looks where that is known."""
+        """Return when it was last heard, by the watcher's clock if that is known."""
         return self.written_at if self.changed_at is None else self.changed_at
 
 
@@ -96,9 +96,9 @@ def _split(table: Table[TelemetryRow]) -> dict[str, Table[TelemetryRow]]:
 
 
 def read_evidence(run: RunDir, now: float | None = None, known: Evidence | None = None) -> Evidence:
-    """Read what a run has recorded. A file that is damaged counts as absent, and is noted: a
-    judgement of the rest is better than none. `now`: it lives. `known`: plan, rules and tables of
-    one who follows them, which are not read again: they are most of what there is to read."""
+    """Read what a run has recorded. A damaged file counts as absent, and is noted: a judgement of
+    the rest is better than none. `now`: the run is live. `known`: plan, rules and tables of a
+    caller that follows them; they are not read again, as they are most of what there is."""
     read = _Reading()
     plan = read(run.plan, Plan.load) if known is None else known.plan
     ranks = range(plan.world_size) if plan is not None else _find_ranks(run)
@@ -156,7 +156,7 @@ class _Reading:
         self.damaged: list[str] = []
 
     def __call__(self, path: Path, load: Callable[[Path], Known]) -> Known | None:
-        """Return what a file holds; None where it is absent or damaged."""
+        """Return what a file holds; None if it is absent or damaged."""
         try:
             return load(path)
         except PacelineError as error:
@@ -194,7 +194,7 @@ def _log_end(path: Path) -> str:
 
 
 def _find_ranks(run: RunDir) -> Sequence[int]:
-    """Return the ranks that have a folder, where no plan says how many there were."""
+    """Return the ranks that have a folder, if no plan says how many there were."""
     names = [folder.name.removeprefix("rank") for folder in run.ranks.glob("rank*")]
     numbers = sorted(int(name) for name in names if name.isascii() and name.isdigit())
     return [number for number in numbers if number < MAX_RANKS] or [0]

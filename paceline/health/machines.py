@@ -42,8 +42,8 @@ def _memory(evidence: Evidence) -> Iterator[RunFinding]:
 def _growth(
     rank: int, rows: Table[TelemetryRow], name: str, limit: float, where: str
 ) -> Iterator[RunFinding]:
-    """Judge by the slope behind the first fifth, in which everything grows, and only where nearly
-    all of it is growth: not one large allocation."""
+    """Judge by the slope after the first fifth, in which everything grows, and only if nearly all
+    of it is steady growth: not one large allocation."""
     known = rows.known(name)
     known = known[len(known) // 5 :]
     times, held = known.column("time"), known.column(name)
@@ -87,8 +87,8 @@ def _gpus(evidence: Evidence) -> Iterator[RunFinding]:
 def _throttled(
     evidence: Evidence, rank: int, rows: Table[TelemetryRow], others_mhz: float
 ) -> Iterator[RunFinding]:
-    """Judge by what the driver says, where the clock is also below the GPU's own best, or that of
-    the others: one that is throttled from its first step on has no better one of its own."""
+    """Judge by what the driver says, if the clock is also below the GPU's own best, or that of the
+    others: one that is throttled from its first step on has no better one of its own."""
     clocks, reasons = _busy(rows, "clock_mhz"), _busy(rows, "throttle_reasons").astype(int)[-30:]
     named = {
         words

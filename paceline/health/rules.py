@@ -18,9 +18,9 @@ from paceline.records.words import count, duration, number
 
 Values = NDArray[np.float64]
 MIN_STEPS = 20  # from which a level of loss, gradient or speed is known
-# That the last tenth of a run takes, where it lives: a machine may do something else for a moment.
+# The least time of a live run's last tenth: a machine may do something else for a moment.
 MIN_DRIFT_STEPS, MIN_DRIFT_S = 200, 10.0
-NORMAL = 1.4826  # by which a median deviation is that of a normal distribution
+NORMAL = 1.4826  # turns a median deviation into the sigma of a normal distribution
 FLAT_STEPS = 10
 GATES = (f"{TRAIN}gate_entropy", f"{TRAIN}gate_collapse")  # as attention/stats.py measures them
 
@@ -79,8 +79,8 @@ def _loss(evidence: Evidence) -> Iterator[RunFinding]:
 
 
 def _last(steps: Values, which: NDArray[np.bool_]) -> dict[str, int]:
-    """Return the last of some steps, and where it and those right before it began: one who has
-    told of that beginning has told of the last, too."""
+    """Return the last of some steps, and the start of the unbroken series that it ends: a caller
+    that has reported this start has reported the last one too."""
     end = int(np.flatnonzero(which)[-1])
     others = np.flatnonzero(~which[:end])
     begin = int(others[-1]) + 1 if len(others) else 0
@@ -88,8 +88,8 @@ def _last(steps: Values, which: NDArray[np.bool_]) -> dict[str, int]:
 
 
 def _jumps(losses: Values, sigmas: float) -> list[int]:
-    """Return where the loss is above that of the steps before it by `sigmas` times what it usually
-    differs by from one step to the next."""
+    """Return where the loss exceeds that of the steps before it by `sigmas` times its usual
+    difference from one step to the next."""
     usual = NORMAL * float(np.median(np.abs(np.diff(losses)))) or 1e-12
     found = []
     for place in np.flatnonzero(np.diff(losses) > sigmas * usual) + 1:
@@ -155,8 +155,8 @@ def _gradient(evidence: Evidence) -> Iterator[RunFinding]:
 
 
 def _gates(evidence: Evidence) -> Iterator[RunFinding]:
-    """Judge the gates of sparse attention, where there are any, by all steps up to the last one:
-    a token, or a step, in which one gate has all is nothing."""
+    """Judge the gates of sparse attention, if there are any, by all steps up to the last one: one
+    token, or one step, in which a single gate has everything means nothing."""
     rows, rules = evidence.training, evidence.rules
     if not rows.values.keys() >= set(GATES):
         return
@@ -185,7 +185,7 @@ def _drift(evidence: Evidence) -> Iterator[RunFinding]:
     times, steps = rows.column("step_s"), rows.column("step")
     # By steps and not by rows: of a long run that lives, the earlier rows are thinned.
     at = (steps - steps.min()) / (np.ptp(steps) + 1)
-    # Behind the second tenth: caches fill and clocks settle in the first.
+    # After the second tenth: caches fill and clocks settle in the first.
     second, last = times[(at >= 0.1) & (at < 0.2)], times[at >= 0.9]
     if not len(second):
         return
@@ -261,7 +261,7 @@ def _loader_hint(evidence: Evidence) -> str:
 
 
 def _stalls(evidence: Evidence) -> Iterator[RunFinding]:
-    """Judge a live run by the time of the reader."""
+    """Judge a live run by the reader's clock."""
     now, rules = evidence.now, evidence.rules
     assert now is not None, "asked of a live run only"
     for rank, heart in evidence.hearts.items():
@@ -304,8 +304,8 @@ def _flatline(evidence: Evidence, now: float) -> Iterator[RunFinding]:
 
 def _idle_s(evidence: Evidence, now: float) -> float:
     """Return for how long no step has begun and no rank has entered a phase: a long evaluation
-    enters one with each batch, a rank that hangs enters none. Of an evaluation whose ranks do not
-    say that, nothing is known."""
+    enters one with each batch, a rank that hangs enters none. If ranks in an evaluation do not
+    report that, nothing is known."""
     if evidence.idle_s is None:
         return 0.0
     still = [evidence.idle_s]

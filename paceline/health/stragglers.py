@@ -58,8 +58,8 @@ def find_stragglers(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
 
 
 def _by_few_steps(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
-    """Judge a live run by its very last steps, however short: who is as slow as that is named
-    before `straggler_s` is over."""
+    """Judge a live run by its very last steps, however short: a rank that is so much slower is
+    named before `straggler_s` is over."""
     if evidence.is_live:
         share = max(evidence.rules.straggler_share, FAR_BEHIND_SHARE)
         slack = STAGE_SLACK if _is_pipeline(evidence) else 0.0
@@ -67,8 +67,8 @@ def _by_few_steps(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
 
 
 def _by_enough_steps(evidence: Evidence, work: Work) -> Iterator[RunFinding]:
-    """Judge a live run by its last steps, so that one which becomes slow is named at once; one that
-    is over by its last quarter: what stood at its end."""
+    """Judge a live run by its last steps, so that a rank which becomes slow is named at once, and a
+    finished one by its last quarter: its state at the end."""
     few, share = _enough(evidence, work), evidence.rules.straggler_share
     if len(work.steps) < few:
         return
@@ -94,7 +94,7 @@ def _enough(evidence: Evidence, work: Work) -> int:
 def _slower(evidence: Evidence, work: Work, share: float) -> Iterator[RunFinding]:
     """Yield a finding for each rank that takes longer than the others by more than a share."""
     total = work.total
-    # Against the middle of all first, for all ranks at once: of two it is half as far away.
+    # First compare all ranks at once with the middle of all: of two it is half as far away.
     ahead = np.quantile(total - np.median(total, axis=0), STEADY_SHARE, axis=1)
     least = max(0.4 * share * float(np.median(total)), 0.4 * MIN_EXTRA_S)
     for row in np.flatnonzero(ahead >= least).tolist():
@@ -105,7 +105,7 @@ def _slower(evidence: Evidence, work: Work, share: float) -> Iterator[RunFinding
 
 
 def _of_others(part: NDArray[np.float64], row: int) -> NDArray[np.float64]:
-    """Return what the other ranks take, step by step: the middle one of them."""
+    """Return the time of the other ranks, step by step: that of the middle one."""
     made: NDArray[np.float64] = np.median(np.delete(part, row, axis=0), axis=0)
     return made
 
@@ -156,8 +156,8 @@ def _describe(evidence: Evidence, work: Work, row: int, rank: int) -> RunFinding
 
 
 def _part_of(work: Work, row: int, extras: dict[Phase, float]) -> tuple[Phase, bool]:
-    """Return the part with most of the extra time, and whether all computing is slower alike, so
-    that it is the device and not a part of the program."""
+    """Return the part with most of the extra time, and whether all computing is equally slower,
+    which points to the device and not to a part of the program."""
     part = max(extras, key=lambda phase: extras[phase])
     ratios = []
     for phase in (*COMPUTE, Phase.OPTIMIZER):
@@ -169,7 +169,7 @@ def _part_of(work: Work, row: int, extras: dict[Phase, float]) -> tuple[Phase, b
 
 
 def _device_words(evidence: Evidence, rank: int) -> str:
-    """Say how this rank's GPU differs from the others', where telemetry has seen them."""
+    """Say how this rank's GPU differs from the others', if telemetry has recorded them."""
     gpus = gpu_samples(evidence)
     if rank not in gpus or len(gpus) < 2:
         return ""

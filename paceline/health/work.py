@@ -24,8 +24,8 @@ Matrix = NDArray[np.float64]  # ranks x steps, seconds
 @dataclass(frozen=True)
 class Work:
     """The steps that all of `ranks` have recorded. `own` has each part's work, ranks x steps;
-    `blocked` the time in collectives. `is_whole` is False where nobody recorded that: then only
-    what stands before the first exchange of a step is known to be a rank's own."""
+    `blocked` the time in collectives. `is_whole` is False if that was not recorded: then only what
+    comes before the first exchange of a step is known to be a rank's own."""
 
     ranks: tuple[int, ...]
     steps: NDArray[np.int64]
@@ -46,8 +46,8 @@ class Work:
         return float(np.median(self.wall))
 
     def against_start(self, num_steps: int) -> "Work":
-        """Return it as if the ranks had been alike in the first steps, part by part: what is left
-        of their differences has come since."""
+        """Return the work as if the ranks had been equal in the first steps, part by part: the
+        differences that are left have come since."""
         level = {}
         for phase, part in self.own.items():
             usual = np.maximum(np.median(part[:, :num_steps], axis=1, keepdims=True), TINY_S)
@@ -66,7 +66,7 @@ class Work:
 
 
 def measure_work(evidence: Evidence) -> Work | None:
-    """Return the work of all ranks in the steps that all have; None where there are none."""
+    """Return the work of all ranks in the steps that all have; None if there are none."""
     tables = {rank: _steady(table) for rank, table in evidence.steps.items() if len(table)}
     if len(tables) < evidence.num_ranks or not tables:
         return None
@@ -107,8 +107,8 @@ def align_steps(tables: list[Table[StepRow]]) -> list[Table[StepRow]]:
 
 
 def _rising(table: Table[StepRow]) -> Table[StepRow]:
-    """Leave out rows of steps that stand before them already: of a file that was put together, or
-    copied while it was written."""
+    """Leave out rows of steps that appeared before: the file was put together, or copied while it
+    was written."""
     steps = table.column("step")
     is_new = np.ones(len(steps), bool)
     is_new[1:] = steps[1:] > np.maximum.accumulate(steps)[:-1]

@@ -2,8 +2,8 @@
 kernel. `strategies/update_rules.py` has the optimizer around it.
 
 torch's fused kernel can divide the gradient too, but writes it back, for callers that read it
-later. Here nobody does: the engine clears it. That is 28 bytes of traffic for a weight in place of
-32, and it reaches 4.1 TB/s of an H200 in place of 2.9 (benchmarks/results/gpu_kernels_h200.txt).
+later. Here nobody does: the engine clears it. That is 28 bytes of traffic for a weight instead of
+32, and it reaches 4.1 TB/s of an H200 instead of 2.9 (benchmarks/results/gpu_kernels_h200.txt).
 """
 
 from typing import NamedTuple
@@ -29,8 +29,8 @@ def update_weight(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor], scalars: tuple[Tensor, ...], rates: Rates
 ) -> None:
     """Update a weight in place. `tensors` are the weight, its gradient and both moments, dense;
-    `scalars`, on their device, are the count of this update, what the gradient is divided by, and
-    the veto: 1 leaves all as it is."""
+    `scalars`, on their device, are the number of this update, the divisor of the gradient, and the
+    veto: 1 leaves everything as it is."""
     size = tensors[0].numel()
     if size:
         grid = (triton.cdiv(size, BLOCK),)

@@ -3,8 +3,8 @@
 With a vocabulary of 128k, the logits of 8192 tokens take 2 GiB in bf16, and their softmax and
 gradient as much again or more: most of the memory of a long step. But they can be used up as soon
 as they are there. The gradient of a summed loss by its logits is softmax - one, known before any
-backward pass; so each chunk's products with it are taken in the forward pass and its logits
-forgotten. No product is computed twice: the time stays the same, and the gradient of the head is
+backward pass; so each chunk's products with it are computed in the forward pass and its logits
+are freed. No product is computed twice: the time stays the same, and the gradient of the head is
 kept instead.
 
 Shape letters: N tokens, D model width, V vocabulary.
@@ -51,8 +51,8 @@ class _ChunkedLoss(torch.autograd.Function):
 def loss_and_gradients(
     x_ND: Tensor, head_VD: Tensor, targets_N: Tensor, chunk: int, has_gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss in fp32, and its gradients by x and, in fp32, by the head: empty where
-    nobody needs them."""
+    """Return the summed loss in fp32, and its gradients by x and, in fp32, by the head: empty if
+    they are not needed."""
     x_ND = x_ND.contiguous()
     d_x = torch.empty_like(x_ND if has_gradients else x_ND[:0])
     d_head = x_ND.new_empty(head_VD.shape if has_gradients else (0,), dtype=torch.float32)
@@ -85,7 +85,7 @@ def _(x_shape: Any, head_shape: Any, *shapes: Any, **named: Any) -> int:
 
 
 def take_losses(logits_NV: Tensor, targets_N: Tensor, has_gradients: bool) -> Tensor:
-    """Return each token's loss; with gradients, leave them where the logits were."""
+    """Return each token's loss; with gradients, write them over the logits."""
     if logits_NV.is_cuda:
         from paceline.kernels.softmax import take_losses as take_by_kernel
 

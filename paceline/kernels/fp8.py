@@ -1,16 +1,16 @@
 """A linear layer in fp8 whose matrices are cast once, for all of its products.
 
-Tensor cores multiply rows by rows in fp8, so of each matrix both layouts are needed:
+Tensor cores multiply rows by rows in fp8, so each matrix is needed in both layouts:
 
-    output           x (N, D)    times    w (F, D)
-    gradient of x    g (N, F)    times    w turned (D, F)
-    gradient of w    g turned    times    x turned (D, N)
+    output           x (N, D)        times    w (F, D)
+    gradient of x    g (N, F)        times    w transposed (D, F)
+    gradient of w    g transposed    times    x transposed (D, N)
 
-torch.compile casts again for every product, and writes what is turned byte by byte. Here one kernel
-reads a tile once and writes it both ways; what backward needs is kept in 8 bits. Numbers are those
-of torchao's recipe `tensorwise`: one scale for each matrix, gradients in e5m2, all else in e4m3;
-weights in fp32 are rounded to the type of the input first. Weights that FSDP has gathered in fp8
-come cast, as torchao's tensors, and are turned for backward.
+torch.compile casts again for every product, and writes what is transposed byte by byte. Here one
+kernel reads a tile once and writes it both ways; what backward needs is kept in 8 bits. The numbers
+are those of torchao's recipe `tensorwise`: one scale for each matrix, gradients in e5m2, all else
+in e4m3; weights in fp32 are rounded to the type of the input first. Weights that FSDP has gathered
+in fp8 come cast, as torchao's tensors, and are transposed for backward.
 
 Shape letters: N rows (all leading axes), D inputs, F outputs.
 """
@@ -26,21 +26,21 @@ from torch import Tensor
 
 NUMBERS, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 1e-12  # a matrix of zeros has a scale too
-MULTIPLE = 16  # of rows that a product sums over; zeros are added up to it
+MULTIPLE = 16  # of rows that a product sums over; rows of zeros are added to reach it
 TILE, WARPS = 128, 4
 
 
 def linear(x: Tensor, weight_FD: Tensor, is_freed: bool = False) -> Tensor:
     """Multiply (..., D) by the rows of a weight in fp8. The product has the type of `x`, the
-    weight's gradient that of the weight. `is_freed`: the weight is freed after forward and gathered
-    anew for backward, and is cast again there, so that nothing of it stays in between."""
+    weight's gradient that of the weight. `is_freed`: the weight is freed after forward, gathered
+    again for backward, and cast again there, so that nothing of it stays in between."""
     product: Tensor = _Linear.apply(x, weight_FD, is_freed)
     return product
 
 
 def linear_gathered(x: Tensor, weight_FD: Tensor) -> Tensor:
-    """Multiply by a weight that was gathered in fp8, with its scale. Nothing of it is kept for
-    backward but itself, whether it is freed in between or not."""
+    """Multiply by a weight that was gathered in fp8, with its scale. Backward keeps only the weight
+    itself, whether it is freed in between or not."""
     product: Tensor = _Gathered.apply(x, weight_FD)
     return product
 
@@ -104,7 +104,7 @@ def as_shaped(y_NF: Tensor, x: Tensor) -> Tensor:
 
 
 def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what a matrix is multiplied with, so that its largest number is the type's."""
+    """Return the factor that makes a matrix's largest number the largest of the type."""
     largest = x.detach().abs().amax().double().clamp(min=SMALLEST)
     return (torch.finfo(dtype).max / largest).float()
 
@@ -117,8 +117,8 @@ def multiply(
     dtype: torch.dtype,
     is_fast: bool = False,
 ) -> Tensor:
-    """Return a times b turned, of scaled matrices in fp8. Fast sums have fewer digits than fp32:
-    enough for outputs, not for gradients."""
+    """Return a times b transposed, of scaled matrices in fp8. Fast sums have fewer digits than
+    fp32: enough for outputs, not for gradients."""
     inverse = of_a.reciprocal(), of_b.reciprocal()
     if not a_MK.is_cuda:  # the same numbers, multiplied in fp32
         return ((a_MK.float() * inverse[0]) @ (b_NK.float() * inverse[1]).t()).to(dtype)
@@ -128,7 +128,7 @@ def multiply(
 def multiply_back(
     g: Tensor, x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], weight_type: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of input and weight, each of which is given turned, with its scale."""
+    """Return the gradients of input and weight, both of which come transposed, with scales."""
     (low_DN, of_x), (low_DF, of_w) = x, weight
     g_NF = as_rows(g)
     of_g = scale_of(g_NF, GRADIENTS)
@@ -146,10 +146,10 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("paceline::cast_both", mutates_args=())
 def cast_both(x_ND: Tensor, scale: Tensor, is_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Return a scaled matrix in fp8, as it is (N, D) and turned (D, N)."""
+    """Return a scaled matrix in fp8, as it is (N, D) and transposed (D, N)."""
     dtype = GRADIENTS if is_gradient else NUMBERS
     limit, (N, D) = torch.finfo(dtype).max, x_ND.shape
-    # Triton 3.6 miscompiles tiles that are read in fp32 and turned in 8 bits.
+    # Triton 3.6 miscompiles tiles that are read in fp32 and transposed in 8 bits.
     if not x_ND.is_cuda or x_ND.dtype == torch.float32 or N % TILE or D % TILE:
         low = cast(x_ND, scale, dtype)
         return low, low.t().contiguous()
@@ -183,8 +183,8 @@ def _cast_both(x, scale, plain, turned, N, D, LIMIT: tl.constexpr, IS_GRADIENT: 
 
 @torch.library.custom_op("paceline::turn", mutates_args=())
 def turn(low_ND: Tensor, after: Tensor) -> Tensor:
-    """Return a matrix in fp8 turned (D, N), once there is a gradient: else a compiler may do it in
-    forward, and keep the result."""
+    """Return a matrix in fp8 transposed (D, N), only once there is a gradient: else a compiler may
+    do it in forward, and keep the result."""
     N, D = low_ND.shape
     if not low_ND.is_cuda or N % TILE or D % TILE:
         return low_ND.t().contiguous()

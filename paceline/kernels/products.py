@@ -2,7 +2,7 @@
 
 Under autocast torch writes the gradient of an fp32 weight in bf16 and casts it: ten bytes of
 traffic for each weight, and a rounding. cuBLAS sums in fp32 anyway, so it can write that itself:
-four bytes. `project` says which layers are multiplied so."""
+four bytes. `project` says which layers are multiplied this way."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def project(layer: nn.Linear, x: Tensor, kernels: str) -> Tensor:
-    """Apply a layer without a bias. What has taken its place computes by itself, but for layers in
+    """Apply a layer without a bias. A layer that replaced it computes by itself, except layers in
     fp8 that have a kernel."""
     if kernels == "triton" and type(layer) is nn.Linear:
         return linear(x, layer.weight)
@@ -85,8 +85,7 @@ def _(g_NF: Tensor, x_ND: Tensor) -> Tensor:
 
 
 def add_outer(total_FD: Tensor, g_NF: Tensor, x_ND: Tensor, is_first: bool) -> None:
-    """Add g.T @ x to `total`, which is fp32, in place; the first one is written over what is
-    there."""
+    """Add g.T @ x to `total`, which is fp32, in place; the first one overwrites what is there."""
     if not g_NF.is_cuda or g_NF.dtype == torch.float32:
         total_FD.addmm_(g_NF.t().float(), x_ND.float(), beta=0 if is_first else 1)
     elif is_first:

@@ -1,9 +1,9 @@
 """Rotary position embedding between the product that makes q, k and v and attention: one Triton
 kernel each way.
 
-Forward it reads q and k where the product left them and writes them turned; v is a view. Backward
-it turns the gradients of q and k back and writes them, with v's, side by side, where the product's
-own backward pass reads them: there is no concat, no negation, no slice.
+Forward it reads q and k where the product left them and writes them rotated; v is a view. Backward
+it rotates the gradients of q and k back and writes them, with v's, side by side, where the
+product's own backward pass reads them: there is no concat, no negation, no slice.
 
 Shape letters: B batch, T tokens, H query heads, K key/value heads, E head width, X all of q, k and
 v."""
@@ -19,7 +19,7 @@ from torch import Tensor
 def split_rotated(
     qkv_BTX: Tensor, rope_TE: tuple[Tensor, Tensor], num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q (B, H, T, E) and k (B, K, T, E), turned by their positions, and v (B, K, T, E). The
+    """Return q (B, H, T, E) and k (B, K, T, E), rotated by their positions, and v (B, K, T, E). The
     tables hold cos and sin of each position's angles, both halves of E alike."""
     q, k, v = _SplitRotated.apply(qkv_BTX, *rope_TE, num_heads, num_kv_heads)
     return q, k, v
@@ -45,7 +45,7 @@ class _SplitRotated(torch.autograd.Function):
 def turn(
     qkv_BTX: Tensor, cos_TE: Tensor, sin_TE: Tensor, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """Return q (B, T, H, E) and k (B, T, K, E), turned."""
+    """Return q (B, T, H, E) and k (B, T, K, E), rotated."""
     qkv_BTX = qkv_BTX.contiguous()
     B, T, X = qkv_BTX.shape
     E = cos_TE.shape[-1]
@@ -117,7 +117,7 @@ def _place(
 
 @triton.jit
 def _rotate(source, target, c, s, at_source, at_target, is_in, HALF: tl.constexpr):
-    """Turn pairs (e, e + HALF) by the angles; with -s it turns them back."""
+    """Rotate pairs (e, e + HALF) by the angles; with -s it rotates them back."""
     a = tl.load(source + at_source, mask=is_in, other=0.0).to(tl.float32)
     b = tl.load(source + at_source + HALF, mask=is_in, other=0.0).to(tl.float32)
     tl.store(target + at_target, a * c - b * s, mask=is_in)

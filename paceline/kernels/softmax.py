@@ -1,5 +1,5 @@
-"""Losses of tokens, and their gradients in the place of the logits: one Triton kernel that reads
-the logits twice and writes them once.
+"""Losses of tokens, and their gradients written over the logits: one Triton kernel that reads the
+logits twice and writes them once.
 
 Shape letters: N tokens, V vocabulary.
 """
@@ -45,7 +45,7 @@ def _token_losses(logits, targets, losses, V, stride, GRADIENTS: tl.constexpr, B
         largest = larger
     top = tl.max(largest, axis=0)
     total = tl.sum(tl.where(largest == float("-inf"), 0.0, total * tl.exp(largest - top)), axis=0)
-    # A target beyond the vocabulary is nobody's: its loss and its gradients are NaN.
+    # A target beyond the vocabulary does not exist: its loss and its gradients are NaN.
     log_sum = tl.where(target < V, top + tl.log(total), float("nan"))
     is_real = target >= 0
     at_target = tl.load(logits + target, mask=is_real & (target < V), other=0.0).to(tl.float32)

@@ -27,7 +27,7 @@ def swiglu_down(gate_up: Tensor, down_DF: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up of (..., 2F), for a second product that is another's."""
+    """Return silu(gate) * up of (..., 2F), for a second product that is computed elsewhere."""
     hidden: Tensor = _SwiGLU.apply(gate_up)
     return hidden
 

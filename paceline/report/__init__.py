@@ -1,5 +1,5 @@
-"""summary.md and report.html from the files of a run, and timeline.json of one with a pipeline. A
-pure reader: no torch, no other stage."""
+"""summary.md and report.html from the files of a run, and timeline.json if it has a pipeline. It
+only reads: no torch, no other stage."""
 
 from collections.abc import Sequence
 

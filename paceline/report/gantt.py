@@ -15,7 +15,7 @@ from paceline.schedules.timeline import Interval, RankTimeline, Timeline
 
 WIDTH, LEFT, RIGHT = 1000, 62, 56
 HEADING, ROW, BAR, AXIS = 26, 26, 22, 36
-DIGITS = 4  # of a time: bars that follow each other differ in the last ones
+DIGITS = 4  # of a time: the times of neighbouring bars differ only in the last ones
 LETTER = 6.4  # px of a letter inside a bar
 LEGEND = (
     ("F forward", "F"),
@@ -81,8 +81,7 @@ def _pairs(rank: RankTimeline) -> list[tuple[Interval, Interval]]:
 
 
 def _places(rank: RankTimeline, y: float) -> dict[Action, tuple[float, float]]:
-    """Return top and height of bars that share their row: a forward and a backward that run at
-    once."""
+    """Return top and height of bars that share a row: a forward and a backward that overlap."""
     places = {}
     for forward, backward in _pairs(rank):
         if forward.started_s == backward.started_s:

@@ -42,8 +42,8 @@ MAX_MINIS = 8  # small charts side by side; more ranks than these are drawn as a
 
 
 def render_html(story: Story, others: Mapping[str, Table[TrainingRow]] | None = None) -> str:
-    """Return the page; every name from outside is escaped, by the template or by the drawing.
-    `others`: rows of other runs by name, whose losses are drawn beside this one's."""
+    """Return the page; every external name is escaped, by the template or by the drawing. `others`:
+    rows of other runs by name, whose losses are drawn beside this one's."""
     pipeline = _pipeline(story)
     sheets = ["report.css", "gantt.css"] if pipeline else ["report.css"]
     style = "".join(
@@ -70,7 +70,7 @@ def render_html(story: Story, others: Mapping[str, Table[TrainingRow]] | None = 
 
 @cache
 def environment() -> Environment:
-    """Return where the templates of all pages come from; it escapes whatever they are given."""
+    """Return the environment for the templates of all pages; it escapes all values."""
     made = Environment(
         loader=PackageLoader("paceline.report", "."), autoescape=True, undefined=StrictUndefined
     )
@@ -100,7 +100,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class PipelineSection:
-    """What the page says of a run's pipeline."""
+    """What the page says about a run's pipeline."""
 
     source: str
     drawing: Markup
@@ -253,7 +253,7 @@ def _sampled(story: Story, name: str, on_gpu: bool) -> dict[str, list[Point]]:
 
 
 def _band(lines: dict[str, list[Point]], axes: Axes) -> str:
-    """Return all lines as one, sample by sample, for they are taken at about the same moments."""
+    """Merge all lines into one, sample by sample, as they have about the same times."""
     rounds = list(zip(*lines.values(), strict=False))
     values = [(points[0][0], sorted(y for _, y in points)) for points in rounds]
     middle = [(x, median(ys)) for x, ys in values]

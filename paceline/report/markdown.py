@@ -80,7 +80,7 @@ def _failure(story: Story) -> list[str]:
 
 
 def _unwritten(story: Story) -> list[str]:
-    """Say what is not in the files that this report was made of."""
+    """Say what is missing from the files on which this report is based."""
     unwritten = story.result.unwritten if story.result else []
     if not unwritten:
         return []
@@ -91,7 +91,7 @@ def _unwritten(story: Story) -> list[str]:
 
 
 def _findings(story: Story) -> list[str]:
-    """Say what was judged of the run: who is slow, why it waits, is it healthy."""
+    """Report the judgement of the run: which rank is slow, why the run waits, if it is healthy."""
     if not story.findings:
         return []
     rows = [(f.severity, f.kind, f.words, f.to_try) for f in story.findings]

@@ -25,7 +25,7 @@ class Table:
 
 
 def draw_pipeline(measured: Measured, facts: PipelineFacts) -> str:
-    """Draw the measured pass above what the simulator makes of its stage times, on one scale."""
+    """Draw the measured pass above a simulation with its stage times, on one scale."""
     simulated = simulate_measured(measured.schedule, facts.stages)
     return gantt(
         [
@@ -55,7 +55,7 @@ def describe_source(facts: PipelineFacts, num_nodes: int) -> str:
 
 
 def explain_idle(facts: PipelineFacts) -> list[str]:
-    """Say how idle the ranks were beside the formula; where they were much more so, say why."""
+    """Compare the ranks' idle time with the formula; if it was much longer, say why."""
     formula, excess = facts.shares.formula, facts.idle - facts.shares.formula
     exact = "" if facts.is_exact else ", a guide with stages like these"
     lines = [

@@ -42,8 +42,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Axes:
-    """`bottom`, `top`: what the y axis reaches down and up to at least. `log`: a second drawing on
-    a log axis, for the page's switch."""
+    """`bottom`, `top`: values that the y axis includes at least. `log`: a second drawing on a log
+    axis, for the page's switch."""
 
     x_label: str
     y_label: str
@@ -149,8 +149,8 @@ def _bar_row(name: str, phases: dict[str, float], kinds: dict[str, str], longest
 
 
 def thin(series: Series) -> Series:
-    """Return at most MAX_POINTS points: the mean of each bin, not finite where any of the bin is
-    not, with all that the bin holds as a band behind it."""
+    """Return at most MAX_POINTS points: the mean of each bin, not finite if any value of the bin is
+    not, with the range of the bin as a band behind it."""
     if len(series.points) <= MAX_POINTS:
         return series
     xs, ys = np.array(series.points).T
@@ -170,7 +170,7 @@ def smooth(ys: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
 
 
 def smooth_line(line: Series) -> Series:
-    """Return the line smoothed, or as it is where it cannot be."""
+    """Return the line smoothed, or as it is if that is not possible."""
     xs, ys = np.array(line.points).T
     found, _ = smooth(ys)
     return draw_values(xs, found, line) if len(found) else line
@@ -217,7 +217,7 @@ def scale_y(series: Sequence[Series], axes: Axes) -> Scale:
 
 
 def _log_scale(series: Sequence[Series], axes: Axes) -> Scale | None:
-    """Return a log scale; None where a value has no logarithm."""
+    """Return a log scale; None if a value has no logarithm."""
     values = [*_values(series), *([axes.line_at] if axes.line_at is not None else [])]
     if min(values) <= 0:
         return None
@@ -329,7 +329,7 @@ def _slices(series: Sequence[Series], x_scale: Scale, axes: Axes) -> Iterator[st
 
 
 def _describe(series: Sequence[Series], axes: Axes) -> str:
-    """Say in words what the lines show, for those who do not see them."""
+    """Say in words what the lines show, for readers who cannot see them."""
     lines = []
     for each in series:
         points = [p for p in each.points if math.isfinite(p[1])]

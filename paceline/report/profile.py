@@ -9,7 +9,7 @@ from paceline.records.rundir import RunDir
 from paceline.records.words import count, duration, size
 
 MAX_NAME, LEAST = 90, 0.005
-MOMENTS = ("oom", "peak")  # of those that are worth a place in the report
+MOMENTS = ("oom", "peak")  # the dumps that are worth a place in the report
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def profile_sentences(facts: ProfileFacts) -> list[str]:
 
 
 def read_memory(run: RunDir, num_ranks: int) -> list[MemoryDump]:
-    """Return the dumps of all ranks that memory ran out on, and rank 0's of the peak."""
+    """Return the dumps of all ranks that ran out of memory, and rank 0's of the peak."""
     found = []
     for moment in MOMENTS:
         for rank in range(num_ranks if moment == "oom" else 1):

@@ -44,13 +44,13 @@ from paceline.stats.figures import RunFigures, last_loss, last_metrics, measure_
 from paceline.stats.stability import explain_drift, explain_spread
 from paceline.traces.flow import read_profile_facts
 
-# What a bar of the report is made of, and its column in steps.csv.
+# The parts of a bar in the report, and their columns in steps.csv.
 PHASES = {str(phase): phase.column for phase in STEP_PHASES} | {"unaccounted": "unaccounted_s"}
 
 
 @dataclass(frozen=True)
 class SoFar:
-    """What the files of a run tell before anybody has concluded it."""
+    """What the files of a run say while it has no result."""
 
     path: Path
     speed: RunFigures | None
@@ -80,7 +80,7 @@ class Story:
 
     @property
     def window(self) -> Window | None:
-        """Return the steps that the figures of speed are of."""
+        """Return the steps from which the figures of speed come."""
         if self.so_far is not None:
             return self.so_far.speed.window if self.so_far.speed else None
         return self.result.window if self.result else None
@@ -88,7 +88,7 @@ class Story:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of the headline, and what belongs to it in smaller letters."""
+    """One number of the headline, and its note in smaller letters."""
 
     label: str
     value: str
@@ -133,14 +133,14 @@ def _read_so_far(run: RunDir) -> SoFar:
 
 
 def _findings(run: RunDir) -> tuple[RunFinding, ...]:
-    """Return what stands of a run that is over; a run of an older version has none."""
+    """Return the findings of a run that is over; a run of an older version has none."""
     if not run.findings.is_file():
         return ()
     return tuple(Findings.load(run.findings).findings)
 
 
 def read_overlaps(run: RunDir, num_ranks: int) -> tuple[Overlap, ...]:
-    """Return what each rank's profiled step spent on communication, where it was measured."""
+    """Return what each rank's profiled step spent on communication, if it was measured."""
     paths = [run.overlap(rank) for rank in range(num_ranks)]
     return tuple(Overlap.load(path) for path in paths if path.is_file())
 
@@ -173,7 +173,7 @@ def headline(story: Story) -> list[Figure]:
 
 
 def further(story: Story) -> list[Figure]:
-    """Return what is worth a line below: checkpoints, an early end, attempts, skipped steps."""
+    """Return what deserves a line below: checkpoints, an early end, attempts, skipped steps."""
     result = story.result
     if result is None:
         return _way_on(story)
@@ -211,7 +211,7 @@ def last_samples(story: Story) -> list[Sample]:
 
 
 def basis(story: Story) -> str:
-    """Say once which rows the figures of speed come from; empty where there are none."""
+    """Say once which rows the figures of speed come from; empty if there are none."""
     window = story.window
     if window is None:
         return ""
@@ -234,7 +234,7 @@ def _loss_figures(result: Result) -> list[Figure]:
 
 
 def _metric_figures(found: Mapping[str, float], best: BestMetric | None) -> list[Figure]:
-    """Return the last value of each metric; where training has it too, beside validation's."""
+    """Return the last value of each metric; if training has it too, beside validation's."""
     figures = []
     for name, value in found.items():
         bare, beside = name.partition("/")[2], []
@@ -249,7 +249,7 @@ def _metric_figures(found: Mapping[str, float], best: BestMetric | None) -> list
 
 
 def _figures_so_far(story: Story) -> list[Figure]:
-    """Return what training.csv tells of a run that lives, or that died with its supervisor."""
+    """Return what training.csv says about a live run, or one that died with its supervisor."""
     state = Figure("state", "no result yet", beside="running, or its supervisor was killed")
     rows, speed = story.training, story.so_far.speed if story.so_far else None
     if not rows:
@@ -304,8 +304,7 @@ def _rate_figures(result: Result) -> list[Figure]:
 
 
 def _stability_figures(result: Result) -> list[Figure]:
-    """Return whether the run was steady: what is not stands first, then the rest of what was
-    measured."""
+    """Say whether the run was steady: first what is not, then the rest of what was measured."""
     found = result.stability
     if found is None:
         return []

@@ -33,7 +33,7 @@ COLUMNS = ("speedup", "verdict", "memory a rank", "between runs", "runs")
 
 
 def render_sweep_page(story: SweepStory) -> str:
-    """Return the page; every name from outside is escaped, by the template or by the drawing."""
+    """Return the page; every external name is escaped, by the template or by the drawing."""
     styles = [resources.files("paceline.report") / name for name in ("report.css", "sweep.css")]
     page = (
         _environment()
@@ -132,7 +132,7 @@ def render_sweep_summary(story: SweepStory) -> str:
 
 
 def _indented(text: str) -> str:
-    """Return a code block that no text can end, as a fence could be."""
+    """Return an indented code block, which no text can end as it could end a fence."""
     return "\n".join(f"    {line}" for line in text.split("\n")) if text else ""
 
 

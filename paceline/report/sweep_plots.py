@@ -34,7 +34,7 @@ WEAKEST, STRONGEST = 4, 48  # percent of the hue: text on it stays readable, lig
 # disagree would push all others into one dot.
 SHOWN_FROM, SHOWN_TO = 0.7, 1.3
 NUM_COLOURS, MAX_CURVES = 6, 24
-ALIKE = 1e-3  # losses this near are one line to the eye
+ALIKE = 1e-3  # losses this close look like one line
 WIDTH, HEIGHT = 440, 190  # pixels that the scatter has, about: to keep its labels apart
 
 
@@ -82,8 +82,8 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def staircase(points: Sequence[Point]) -> list[Point]:
-    """Return the line through the front: more memory than one of its points has buys nothing
-    until the next one."""
+    """Return the line through the front: more memory than at one of its points gains nothing until
+    the next one."""
     corners = [(after[0], before[1]) for before, after in zip(points, points[1:], strict=False)]
     mixed = [place for pair in zip(points, corners, strict=False) for place in pair]
     return [*mixed, *points[-1:]]
@@ -139,7 +139,7 @@ def _kind(line: CellLine) -> str:
 
 def loss_curves(story: SweepStory) -> tuple[str, str]:
     """Draw the loss of each cell, the mean of its runs, and say how to read it: lines in one chart
-    while there are colours for them, small charts on one scale beyond that."""
+    as long as there are colours, else small charts on one scale."""
     by_samples = len({line.global_batch for line in story.latest}) > 1
     curves = {line.name: _curve(line, by_samples) for line in story.latest}
     curves = _together({name: points for name, points in curves.items() if points})
@@ -168,8 +168,8 @@ def loss_curves(story: SweepStory) -> tuple[str, str]:
 
 
 def _together(curves: dict[str, list[Point]]) -> dict[str, list[Point]]:
-    """Return cells that train alike, as they do when only speed differs, as one curve: drawn over
-    each other nobody would see but the last."""
+    """Return cells that train alike, as when only speed differs, as one curve: drawn over each
+    other, only the last would be visible."""
     found: list[tuple[str, list[Point]]] = []
     for name, points in curves.items():
         same = next((n for n, (_, other) in enumerate(found) if _alike(points, other)), None)
@@ -332,7 +332,7 @@ def _combinations(axes: dict[str, list[str]]) -> Iterator[dict[str, str]]:
 
 
 def grid_unit(story: SweepStory) -> str:
-    """Return what cells stand side by side by: work done, or what they learn."""
+    """Return the unit in which cells are compared: work done, or what they learn."""
     return story.work_unit if story.record.metric in UNITS else story.unit
 
 
@@ -358,7 +358,7 @@ def _grid_cell(story: SweepStory, settings: dict[str, str]) -> GridCell:
 
 def _level(story: SweepStory, line: CellLine) -> int:
     """Return the strength of the hue. Cells that cannot be told apart from the best are as strong
-    as it, and where that is so of all, none stands out."""
+    as it; if that is true of all cells, none stands out."""
     known = [other for other in story.measured if _value(story, other) is not None]
     if all(other.is_winner for other in known):
         return WEAKEST

@@ -1,6 +1,6 @@
 """What the summary and the page of a sweep show: plain data (the cells in the order of the
 standings, their runs), the answer as sentences, and remarks: what did not run, what cannot be
-trusted, where metrics disagree, what was asked."""
+trusted, where metrics disagree, what the sweep was asked to compare."""
 
 import shlex
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ VERDICTS = (
     ("no difference seen", "the whole interval is inside the margin: nothing that matters"),
     ("not enough data", "the interval is too wide to tell; more repeats narrow it"),
 )
-# The same where cells are compared by what they learn.
+# The same for cells that are compared by what they learn.
 QUALITY = {"fastest": "best", "Fastest": "Best", "faster": "better", "slower": "worse",
            "speedup": "gain"}  # fmt: skip
 
@@ -46,7 +46,7 @@ def say_of(metric: str, text: str) -> str:
 
 @dataclass(frozen=True)
 class RunLine:
-    """One run. `href` is relative to the sweep; `problem` says why it is not in the comparison."""
+    """One run. `href` is relative to the sweep; `problem` says why it is not compared."""
 
     repeat: str
     outcome: str
@@ -104,12 +104,12 @@ class CellLine:
 
     @property
     def sign(self) -> str:
-        """Return a star only for what is proven; nothing for a cell that had no rival."""
+        """Return a star only for a proven winner; nothing for a cell without a rival."""
         return "★" if self.is_fastest else "≈" if self.is_tied else ""
 
     @property
     def label(self) -> str:
-        """Return its name with all that is to be said of it in a table."""
+        """Return its name with all its remarks, for a table."""
         taken = " (chosen)" if self.is_chosen and self.is_tied else ""
         return f"{self.name} {self.sign}".rstrip() + taken + (" (baseline)" * self.is_baseline)
 
@@ -143,7 +143,7 @@ class SweepStory:
 
     @property
     def ends(self) -> str:
-        """Say what stands beside the value of a cell."""
+        """Return the text beside the value of a cell."""
         is_speed = self.record.metric in UNITS
         return "95% interval of each cell" if is_speed else "least and most of each cell's runs"
 
@@ -161,7 +161,7 @@ class SweepStory:
 
     @property
     def latest(self) -> list[CellLine]:
-        """Return every configuration once, as the last phase that measured it has found it."""
+        """Return every configuration once, with the result of the last phase that measured it."""
         kept: dict[tuple[str, ...], CellLine] = {}
         for line in self.measured:
             kept.setdefault(tuple(line.cell.overrides), line)
@@ -241,7 +241,7 @@ def pasteable(record: SweepRecord, cell: SweptCell) -> str:
 
 
 def command(story: SweepStory) -> str:
-    """Return the command that trains what won; empty where nothing did."""
+    """Return the command that trains the winner; empty if there is none."""
     if story.winner is None:
         return ""
     recipe, cell = shlex.quote(story.record.recipe), story.line(story.winner).cell
@@ -258,7 +258,7 @@ def rate_text(standing: Standing, unit: str) -> str:
 
 
 def reference(story: SweepStory) -> str:
-    """Say what every speedup is against."""
+    """Say what every speedup is relative to."""
     if story.standings is None:
         return "nothing yet"
     what = "the baseline" if story.standings.is_baseline else "the best cell"
@@ -301,7 +301,7 @@ def remarks(story: SweepStory) -> list[tuple[str, list[str]]]:
 
 
 def asked(story: SweepStory) -> list[tuple[str, str]]:
-    """Return the question as rows of a table."""
+    """Return the sweep's question as rows of a table."""
     record = story.record
     counts = [f"{len(story.measured)} measured"]
     for state in ("failed", "nothing to measure", "refused", "not run"):
@@ -341,8 +341,8 @@ def _left_out(story: SweepStory) -> list[str]:
 
 
 def instabilities(story: SweepStory) -> list[str]:
-    """Return the cells whose figures deserve less trust, and why; none where speed is not what they
-    are compared by."""
+    """Return the cells whose figures deserve less trust, and why; none if they are not compared by
+    speed."""
     if story.record.metric not in UNITS:
         return []
     found = {line.name: _unrest(line) for line in story.measured}
@@ -372,7 +372,7 @@ def _unrest(line: CellLine) -> list[str]:
 
 
 def disagreement(story: SweepStory) -> str:
-    """Say why the other metric would have chosen another cell; empty where it would not."""
+    """Say why the other metric would have chosen another cell; empty if it would not."""
     if story.standings is None or story.others is None or story.winner is None:
         return ""
     if any(standing.group.name == story.winner for standing in story.others.winners):

@@ -1,1 +1,1 @@
-"""Pipeline schedules as plain data: drawn, simulated, held against formulas, compared. No torch."""
+"""Pipeline schedules as plain data: drawn, simulated, checked by formulas, compared. No torch."""

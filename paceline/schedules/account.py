@@ -16,8 +16,7 @@ from paceline.schedules.timeline import Timeline, Times
 def account(
     measured: Measured, plan: PipelinePlan, peak_bytes: Mapping[int, int | None]
 ) -> PipelineFacts:
-    """Put the figures of a pipeline together. `peak_bytes`: of each rank of the run, where it is
-    known."""
+    """Put the figures of a pipeline together. `peak_bytes`: of each rank of the run, if known."""
     drawn = measured.median
     stages = _stages(measured)
     simulated = simulate_measured(measured.schedule, stages)
@@ -55,8 +54,8 @@ def account(
 
 
 def times_measured(stages: Sequence[PipelineStage]) -> Times:
-    """Return the times of a run's stages for the simulator; transfers are free. Where a backward
-    was only measured whole, each half is taken for half of it."""
+    """Return the times of a run's stages for the simulator; transfers are free. If a backward was
+    only measured whole, each half counts as half of it."""
     halves = [_halves(stage) for stage in stages]
     return Times(
         forward_s=[stage.forward_s for stage in stages],
@@ -70,14 +69,13 @@ def times_measured(stages: Sequence[PipelineStage]) -> Times:
 
 
 def simulate_measured(schedule: Schedule, stages: Sequence[PipelineStage]) -> Timeline:
-    """Simulate what the schedule promises with these stages, if transfers and overhead were
-    free."""
+    """Simulate the schedule with these stages, as if transfers and overhead were free."""
     return simulate(schedule, times_measured(stages), pairing_of(schedule.name))
 
 
 @dataclass(frozen=True)
 class _Gaps:
-    """Typical seconds: before an action whose input was there, and on the way of one that was
+    """Typical seconds: before an action whose input was there, and of the transfer of one that was
     waited for."""
 
     overhead_s: float

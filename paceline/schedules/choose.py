@@ -67,7 +67,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule in this setup. `timeline` and `formula` are None where it is refused."""
+    """A schedule in this setup. `timeline` and `formula` are None if it is refused."""
 
     name: str
     stages_per_rank: int
@@ -84,7 +84,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Needed:
-    """How many microbatches a target bubble needs; None: no number will do."""
+    """How many microbatches a target bubble needs; None: no number is enough."""
 
     num_microbatches: int | None
     bubble: float
@@ -92,8 +92,8 @@ class Needed:
 
 
 def compare_schedules(setup: Setup, names: Sequence[str] = NAMES) -> list[Candidate]:
-    """Return those that fit, fastest first (of equally fast ones the one that holds least first);
-    then those too large; then those that cannot be drawn."""
+    """Return those that fit, fastest first (of equally fast ones the one that needs least memory
+    first); then those that are too large; then those that cannot be drawn."""
     made = [_consider(setup, name) for name in names]
     order = {"fits": 0, "too large": 1, "refused": 2}
     # Nine digits: sums of seconds are rounded.
@@ -105,7 +105,7 @@ def compare_schedules(setup: Setup, names: Sequence[str] = NAMES) -> list[Candid
 
 
 def simulate_setup(setup: Setup, name: str) -> Timeline:
-    """Simulate one step of a schedule as its engine runs it; raise ConfigError where it cannot be
+    """Simulate one step of a schedule as its engine runs it; raise ConfigError if it cannot be
     drawn."""
     schedule = draw_schedule(name, setup.num_ranks, setup.num_microbatches)
     return simulate(schedule, times_of(setup, schedule.num_stages), pairing_of(name))
@@ -156,7 +156,7 @@ def find_microbatches(setup: Setup, name: str, bubble: float) -> Needed:
 
     number, reached = guess, at(guess)
     is_large = guess >= many.first and guess * setup.num_ranks > MAX_SEARCHED
-    # Of a large one that came out as foretold, those beside it are not tried: it takes seconds.
+    # If a large one came out as predicted, its neighbours are not tried: that takes seconds.
     if not (is_large and math.isclose(reached, many.bubble(guess), rel_tol=1e-6)):
         number = _search(setup.num_ranks, name, guess, lambda number: at(number) <= bubble)
         reached = at(number)
@@ -168,8 +168,9 @@ def find_microbatches(setup: Setup, name: str, bubble: float) -> Needed:
 
 @dataclass(frozen=True)
 class _Many:
-    """How a step grows once microbatches are many: each adds the same. `worked_s`: by a rank, of
-    `added_s`. Uneven stages and results that are waited for leave a rest that no number fills."""
+    """How a step grows once there are many microbatches: each adds the same. `worked_s`: a rank's
+    work within `added_s`. Uneven stages and waiting for results leave a rest that no number
+    fills."""
 
     first: int
     first_s: float
@@ -252,7 +253,7 @@ def _consider(setup: Setup, name: str) -> Candidate:
 
 
 def _require_blocks(setup: Setup, name: str) -> None:
-    """Require a block for each stage; say how many ranks have stages enough for the model's."""
+    """Require a block for each stage; say how many ranks the model has blocks for."""
     distinct = 1 if name == "dualpipe" else AUTO_STAGES[name]  # the second is another's copy
     num_stages, num_blocks = setup.num_ranks * distinct, len(setup.blocks)
     if num_stages <= num_blocks or not takes_ranks(name, setup.num_ranks):

@@ -26,7 +26,7 @@ EQUAL = Times(1.0, 1.0, 1.0)
 
 @dataclass(frozen=True)
 class Formula:
-    """Seconds of a rank in a step. `is_exact`: the simulator gives the same; else it is a guide."""
+    """Seconds of a rank in a step. `is_exact`: the simulator gives the same; else approximate."""
 
     idle_s: float
     busy_s: float
@@ -74,7 +74,7 @@ def bubble_formula(
     stages_per_rank: int | Literal["auto"] = "auto",
     pairing: Pairing = Pairing.IN_TURN,
 ) -> Formula:
-    """Return the formula of a schedule that can be drawn; for unequal stages it takes the mean."""
+    """Return the formula of a schedule that can be drawn; for unequal stages it uses the mean."""
     stages = require_shape(name, num_ranks, num_microbatches, stages_per_rank)
     num_stages = num_ranks if name == "dualpipe" else num_ranks * stages
     spread = times.of_stages(num_stages)

@@ -1,7 +1,7 @@
 """What each rank of a pipeline measured -> timelines of whole passes, and why ranks were idle.
 
 Ranks note when their own actions ran, by their own clocks: on several machines these may be off by
-some milliseconds, and what one rank waited for another is off by as much.
+some milliseconds, and the time that one rank waited for another is off by as much.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from paceline.schedules.passes import Pass, read_passes
 from paceline.schedules.simulate import Pairing, giver_of, pairing_of
 from paceline.schedules.timeline import Interval, RankTimeline, Timeline, Transfer
 
-WARMUP = 2  # passes that are left out where there are more
+WARMUP = 2  # passes that are left out if there are more
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Measured:
 
 
 def load_measured(run: RunDir, plan: Plan) -> Measured | None:
-    """Load what the ranks of a run measured; None where it has no pipeline, or some rank left no
+    """Load what the ranks of a run measured; None if it has no pipeline, or if some rank left no
     passes."""
     if plan.pipeline is None:
         return None
@@ -98,8 +98,8 @@ def assemble(passes: Sequence[Pass], schedule: Schedule) -> Timeline:
     """Turn one pass of every rank of a pipeline, in their order, into a timeline from the first
     start on.
 
-    No rank notes when a result arrived. One that its rank was waiting for was taken as it came; any
-    other counts as arrived when it was finished.
+    No rank notes when a result arrived. If its rank was waiting for it, it was used as it arrived;
+    any other counts as arrived when it was finished.
     """
     first_at = min(p.started_at + timed.started_s for p in passes for timed in p.actions)
     intervals = [_intervals(done, done.started_at - first_at, schedule) for done in passes]
@@ -154,7 +154,7 @@ def waits(timeline: Timeline) -> list[Wait]:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """An action of a rank, with what it was given, and when the rank was done with those before."""
+    """An action of a rank, with its inputs, and when the rank had finished the ones before."""
 
     rank: int
     interval: Interval
@@ -165,8 +165,7 @@ class _Turn:
 
     @property
     def was_idle(self) -> bool:
-        """Say whether the rank had nothing to do when its input was finished: it was waiting for
-        it."""
+        """Say whether the rank had nothing to do when its input was finished: it waited for it."""
         return self.ready_s >= self.free_s
 
 
@@ -185,7 +184,7 @@ def _turns(intervals: Sequence[Sequence[Interval]], schedule: Schedule) -> Itera
 
 
 def _is_of(done: Pass, schedule: Schedule) -> bool:
-    """Say whether this can be a pass of the schedule; one of a stale file is not."""
+    """Say whether this can be a pass of the schedule; one from a stale file is not."""
     actions = [timed.action for timed in done.actions]
     return bool(actions) and all(
         0 <= a.stage < schedule.num_stages and 0 <= a.direction < schedule.num_copies

@@ -1,7 +1,7 @@
 """A schedule's name and its numbers -> the order of every rank, as plain data.
 
-The engine runs it, the simulator times it, the report draws it. Where torch has the schedule, the
-order is torch's own (tests/unit/test_pipeline_torch.py), for that is what the engine runs then.
+The engine runs it, the simulator times it, the report draws it. If torch has the schedule, the
+order is torch's own (tests/unit/test_pipeline_torch.py), as the engine then runs torch's.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ def order_gpipe(rank: int, num_microbatches: int) -> list[Slot]:
 def order_looped_bfs(
     rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int
 ) -> list[Slot]:
-    """Go breadth first: all microbatches of a stage, then the rank's next stage; back the same
-    way."""
+    """Go breadth first: all microbatches of a stage, then the rank's next stage; backwards in the
+    same way."""
     stages = range(rank, num_ranks * stages_per_rank, num_ranks)
     forwards = [Action(Kind.FORWARD, s, m) for s in stages for m in range(num_microbatches)]
     return [Slot((action,), "forwards") for action in forwards] + [
@@ -148,8 +148,8 @@ def draw_schedule(
     num_microbatches: int,
     stages_per_rank: int | Literal["auto"] = "auto",
 ) -> Schedule:
-    """Draw the schedule, or raise ConfigError with everything it cannot do and the nearest it
-    can."""
+    """Draw the schedule, or raise ConfigError with everything that it cannot do and the nearest
+    numbers that it can."""
     stages = require_shape(name, num_ranks, num_microbatches, stages_per_rank)
     ranks = tuple(
         tuple(ORDERS[name](rank, num_ranks, num_microbatches, stages)) for rank in range(num_ranks)

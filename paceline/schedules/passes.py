@@ -27,8 +27,8 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One way of all microbatches through the pipeline, as one rank saw it: the `number`-th of its
-    step, from 0. `started_at` is in epoch seconds, so that ranks can be laid beside each other."""
+    """One pass of all microbatches through the pipeline, as one rank saw it: the `number`-th of its
+    step, from 0. `started_at` is in epoch seconds, so that ranks can be aligned."""
 
     step: int
     number: int
@@ -41,7 +41,7 @@ def render_passes(passes: Iterable[Pass]) -> str:
 
 
 def read_passes(path: Path) -> list[Pass]:
-    """Read the passes; empty where the file is absent or damaged: a report can do without."""
+    """Read the passes; empty if the file is absent or damaged: a report can do without."""
     try:
         lines = read_text(path, MAX_BYTES).splitlines()
         return [_unpacked(json.loads(line)) for line in lines]

@@ -1,5 +1,5 @@
-"""What each schedule asks of ranks, microbatches and stages, with the nearest that will do; and a
-model's blocks, with their costs, split into stages."""
+"""What each schedule requires of ranks, microbatches and stages, with the nearest valid numbers;
+and a model's blocks, with their costs, split into stages."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from paceline.records import Finding
 
 @dataclass(frozen=True)
 class Requirement:
-    """`microbatches(number, num_ranks)`: whether so many will do; the sentences say what will."""
+    """`microbatches(number, num_ranks)`: whether the number is valid; the sentences say what is."""
 
     stages_per_rank: int
     stages_sentence: str
@@ -27,7 +27,7 @@ class Requirement:
 
 
 def _whole_rounds(microbatches: int, ranks: int) -> bool:
-    """Ask for rounds of equal size, of at least as many microbatches as ranks (or one smaller
+    """Require rounds of equal size, of at least as many microbatches as ranks (or one smaller
     round)."""
     return microbatches % max(1, microbatches // ranks) == 0
 
@@ -76,7 +76,7 @@ AUTO_STAGES["interleaved_zb"] = 2
 def check_shape(
     name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
 ) -> list[Finding]:
-    """Return everything about these numbers that the schedule cannot do."""
+    """Return all reasons why the schedule cannot be drawn with these numbers."""
     rule = REQUIREMENTS[name]
     found = []
     if not takes_ranks(name, num_ranks):
@@ -131,8 +131,8 @@ def _refusal(where: str, what: str, near: int) -> Finding:
 
 
 def split_blocks(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Cut a model's blocks into contiguous stages, the dearest as cheap as it can be. Where several
-    splits have the same dearest stage, a more even one is taken."""
+    """Cut a model's blocks into contiguous stages, the costliest as cheap as possible. Of splits
+    with an equal costliest stage, a more even one is chosen."""
     if not 1 <= num_stages <= len(costs):
         raise ConfigError(
             f"{num_stages} stages of a model of {len(costs)} blocks: each stage needs one\n"

@@ -1,7 +1,7 @@
 """A schedule and times -> when each action runs, on every rank: a discrete-event simulation.
 
-A rank takes its slots in order and waits for what the next one needs. Results travel while ranks
-compute; a link carries one at a time, each direction by itself.
+A rank runs its slots in order and waits for the inputs of the next one. Results travel while ranks
+compute; a link carries one at a time, each direction separately.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -41,7 +41,7 @@ def simulate(schedule: Schedule, times: Times, pairing: Pairing = Pairing.IN_TUR
 
 
 class _Step(NamedTuple):
-    """What a rank does without looking at the others: an action, or a pair."""
+    """What a rank does without waiting for others in between: an action, or a pair."""
 
     actions: tuple[Action, ...]
     is_pair: bool
@@ -64,8 +64,8 @@ class _Simulation:
         self.transfers: list[Transfer] = []
 
     def run(self) -> Timeline:
-        """Take every rank as far as it gets, again and again. A rank's next start depends only on
-        what others have finished, so the order of ranks changes nothing."""
+        """Advance every rank as far as possible, again and again. A rank's next start depends only
+        on what others have finished, so the order of ranks changes nothing."""
         while any(self._left(rank) for rank in range(self.schedule.num_ranks)):
             moved = [self._advance(rank) for rank in range(self.schedule.num_ranks)]
             if not any(moved):
@@ -161,7 +161,7 @@ class _Simulation:
 
 
 def giver_of(action: Action, num_stages: int, ran: Container[Action]) -> Action | None:
-    """Return what another stage has to finish first; of the two sorts of backward, the one that
+    """Return what another stage has to finish first; of the two kinds of backward, the one that
     ran."""
     if action.kind == Kind.FORWARD and action.stage > 0:
         return _at(action, Kind.FORWARD, action.stage - 1)
@@ -172,7 +172,7 @@ def giver_of(action: Action, num_stages: int, ran: Container[Action]) -> Action 
 
 
 def _own_needs(action: Action) -> list[Action]:
-    """Return what the same stage has to have done with the same microbatch."""
+    """Return what the same stage must have done with the same microbatch before."""
     if action.kind == Kind.FORWARD:
         return []
     return [_at(action, Kind.INPUT if action.kind == Kind.WEIGHT else Kind.FORWARD, action.stage)]

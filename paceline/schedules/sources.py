@@ -30,8 +30,8 @@ KEYS = (*PER_BLOCK, *SINGLE)
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of each block for a microbatch; what is not known is empty or None, and is counted.
-    `because` says where they come from."""
+    """Seconds of each block for a microbatch; unknown times are empty or None, and are estimated by
+    counting. `because` says where they come from."""
 
     forward_s: list[float]
     input_s: list[float]
@@ -109,8 +109,8 @@ def _shape(num_blocks: int) -> str:
 
 
 def load_measured_times(path: Path, costs: Sequence[float], samples: float) -> BlockTimes:
-    """Load times that a run measured, for microbatches of `samples`. A stage's time is dealt out to
-    its blocks by their `costs`; halves of a backward that it never split are taken as equal."""
+    """Load times that a run measured, for microbatches of `samples`. A stage's time is divided
+    among its blocks by their `costs`; halves of a backward that was never split count as equal."""
     run = RunDir.open(path)
     plan = Plan.load(run.plan)
     if plan.pipeline is None:

@@ -24,7 +24,7 @@ PerStage = float | Sequence[float]
 @dataclass(frozen=True)
 class Times:
     """Seconds: one number for all stages, or one for each. `transfer_s` is between a stage and the
-    next, either way (one fewer than stages); it is 0 where both are on one rank."""
+    next, either way (one fewer than stages); it is 0 if both are on one rank."""
 
     forward_s: PerStage
     input_s: PerStage
@@ -99,7 +99,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """One rank. `arrivals`: what its actions were given, by the action that takes it."""
+    """One rank. `arrivals`: the inputs of its actions, by the action that uses them."""
 
     rank: int
     intervals: tuple[Interval, ...]
@@ -138,7 +138,7 @@ class RankTimeline:
 
     def queue(self, kind: Kind) -> list[Level]:
         """Return the microbatches that had arrived and waited: for a forward, or for a backward of
-        any sort. One that is taken as it comes was never in the queue."""
+        any kind. One that is used as it arrives was never in the queue."""
         changes = []
         for interval in self.intervals:
             arrived_s = self.arrivals.get(interval.action)
@@ -178,8 +178,8 @@ class Timeline:
 
 
 def levels(changes: Iterable[tuple[float, float]]) -> list[Level]:
-    """Turn changes into the level after each moment. What ends at a moment makes room for what
-    starts."""
+    """Turn changes into the level after each moment. What ends at a moment is subtracted before
+    what starts then."""
     level, after = 0.0, []
     for moment, change in sorted(changes):
         level += change

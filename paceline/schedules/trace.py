@@ -13,7 +13,7 @@ from paceline.schedules.measured import MeasuredPass
 from paceline.schedules.timeline import RankTimeline, Timeline, Transfer
 
 Event = dict[str, Any]
-INSIDE_US = 0.5  # an arrow begins within the bar that it belongs to
+INSIDE_US = 0.5  # so that an arrow begins within the bar that it belongs to
 
 
 def render_trace(done: MeasuredPass) -> str:

@@ -75,9 +75,9 @@ class Tally:
 
 
 def order_zbv(rank: int, num_ranks: int, num_microbatches: int) -> list[Slot]:
-    """Order the actions so that there is no bubble where forward, input and weight backward take
-    the same. It is drawn for at least 2P - 1 microbatches; with fewer, those that do not exist are
-    left out."""
+    """Order the actions so that there is no bubble if forward, input and weight backward take
+    equally long. It is drawn for at least 2P - 1 microbatches; with fewer, those that do not exist
+    are left out."""
     tally = Tally((Lane(rank), Lane(2 * num_ranks - 1 - rank)))
     wanted = max(2 * num_ranks - 1, num_microbatches)
     phases = {

@@ -1,7 +1,7 @@
 """How ranks share the work: `base` is the seam, one idea a file, `REGISTRY` the list.
 
-A new strategy is one file, one line here, one row in tests/ranks/test_parity.py. Its file says all
-else: its keys, its mesh, the cases that prove it. Nothing here loads torch.
+A new strategy is one file, one line here, one row in tests/ranks/test_parity.py. Its file says
+everything else: its keys, its mesh, the cases that prove it. Nothing here loads torch.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from paceline.config.schema import RunConfig, StrategyConfig
 from paceline.errors import ConfigError
 from paceline.strategies.base import Strategy
 
-# In the order in which they are listed and proven. Other packages bring theirs as entry points of
+# In the order in which they are listed and proven. Other packages add theirs as entry points of
 # GROUP, each MODULE:OBJECT as here.
 REGISTRY: tuple[str, ...] = (
     "paceline.strategies.ddp:SINGLE",
@@ -34,7 +34,7 @@ GROUP = "paceline.strategies"
 
 @cache
 def all_strategies() -> dict[str, Strategy]:
-    """Load every strategy, by its name; `ConfigError` where two have one name."""
+    """Load every strategy, by its name; `ConfigError` if two have the same name."""
     found: dict[str, Strategy] = {}
     owners: dict[str, str] = {}
     brought = [point.value for point in entry_points(group=GROUP)]
@@ -72,8 +72,8 @@ def most_sharding(config: RunConfig) -> Strategy:
 
 @cache
 def strategy_section() -> type[StrategyConfig]:
-    """Return the section `strategy` of a run: the keys of all strategies side by side, each with
-    the type and default that its own section gives it."""
+    """Return the section `strategy` of a run: the keys of all strategies together, each with the
+    type and default that its own section gives it."""
     found = all_strategies()
     sections = list(dict.fromkeys(known.Settings for known in found.values()))
     _require_one_meaning(sections)

@@ -1,7 +1,7 @@
-"""The average of the weights over the steps (`optim.ema`): one copy, cut as they are.
+"""The average of the weights over the steps (`optim.ema`): one copy, sharded as they are.
 
-It begins as the weights are, and moves towards them after each update that was made; where there is
-a veto, neither moves.
+It starts equal to the weights, and moves towards them after each update; after a veto neither
+changes.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from paceline.strategies.stored import fill_like, piece_of
 
 
 class Average:
-    """`replaced` is called, on all ranks, when the model has got other weights."""
+    """`replaced` is called, on all ranks, when the model's weights were replaced."""
 
     def __init__(
         self, module: nn.Module, decay: float, replaced: Callable[[], None] = lambda: None
@@ -27,8 +27,8 @@ class Average:
 
     @torch.no_grad()
     def update(self, skipped: Tensor | None = None) -> None:
-        """Move towards the weights. `skipped`, on the device, is 1 where the update was vetoed:
-        then it stays, without a look from the host."""
+        """Move towards the weights. `skipped`, on the device, is 1 if the update was vetoed: the
+        average then stays, and the host need not look."""
         mine, theirs = locals_of(self.values.values()), locals_of(self.weights.values())
         if skipped is None:
             torch._foreach_lerp_(mine, theirs, 1 - self.decay)
@@ -46,11 +46,11 @@ class Average:
             yield
         finally:
             self._swap()
-        self.replaced()  # not after an error, which other ranks may not have: they would not come
+        self.replaced()  # not after an error: other ranks may have none, and would not join
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange the numbers, one tensor at a time: what gathers weights knows where they lie."""
+        """Swap the numbers, one tensor at a time: code that gathers weights knows their place."""
         mine, theirs = locals_of(self.values.values()), locals_of(self.weights.values())
         for value, weight in zip(mine, theirs, strict=True):
             spare = weight.clone()

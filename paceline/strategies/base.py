@@ -1,11 +1,11 @@
 """The seam between the one loop and every way of sharing its work.
 
-A `Strategy` says what it is: its keys, what it cannot do, how it lays the ranks out, what it costs,
-which cases prove it. Its `build` makes an `Engine`. The loop drives an engine without knowing which
-one it is: it hands over microbatches and one scale, so that whatever the strategy, the gradient is
-that of  sum of losses / units in the global step.
+A `Strategy` describes itself: its keys, what it cannot do, how it lays the ranks out, what it
+costs, which cases prove it. Its `build` makes an `Engine`. The loop drives an engine without
+knowing which one it is: it passes microbatches and one scale, so that whatever the strategy, the
+gradient is that of  sum of losses / units in the global step.
 
-Nothing here loads torch: `strategies/__init__.py` reads the keys of every strategy wherever a
+Nothing here loads torch: `strategies/__init__.py` reads the keys of every strategy whenever a
 config is read. So a strategy's file imports torch inside `build`, or leaves that to another file.
 """
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 class Totals(NamedTuple):
-    """Loss summed over units, and the units: zeros on a rank that computes no loss. `extras` are
-    what else the loss returned: a sum and its count, by name."""
+    """Loss summed over units, and the units: zeros on a rank that computes no loss. `extras` is
+    what the loss returned beside that: a sum and its count, by name."""
 
     loss_sum: Tensor
     units: int | Tensor
@@ -44,8 +44,8 @@ class Totals(NamedTuple):
 
 
 class StepInfo(NamedTuple):
-    """Scalars on the device. `skipped` is 1 where the update was vetoed on every rank, and
-    OVERFLOWED where that is what fp16 does while it looks for its loss scale."""
+    """Scalars on the device. `skipped` is 1 if the update was vetoed on every rank, and OVERFLOWED
+    if that happened because fp16 is still searching for its loss scale."""
 
     grad_norm: Tensor
     skipped: Tensor
@@ -64,7 +64,7 @@ class EngineParts:
 @dataclass(frozen=True)
 class Share:
     """Which part of the state a rank holds: `index` among `size` ranks that shard together; None
-    is the one that holds most."""
+    is the rank that holds most."""
 
     size: int
     index: int | None
@@ -85,9 +85,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of `paceline verify`. `chosen` makes it this case and no other; `defaults` are what
-    a small proof needs, and the user's own overrides win over them. `num_blocks`: the fewest that
-    its model must have. `skipped` says why it cannot be tried here, `hint` what would help."""
+    """One row of `paceline verify`. `chosen` are the overrides that define the case; `defaults` are
+    what a small proof needs, and the user's own overrides win over them. `num_blocks`: the fewest
+    that its model must have. `skipped` says why it cannot be tried here, `hint` what would help."""
 
     label: str
     chosen: Mapping[str, str] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Case:
 
 class Collective(NamedTuple):
     """What the profile of a step must show: `op` as torch names it, on numbers of type `dtype`;
-    "A and B" where some are of one type and some of another."""
+    "A and B" if some are of one type and some of another."""
 
     what: str
     op: str
@@ -133,13 +133,13 @@ class Engine(Protocol):
         ...
 
     def measure(self, batch: Any) -> dict[str, Pair | Items]:
-        """Return what the workload's `evaluate` finds on a batch; nothing on a rank that does not
-        see the model's output. All ranks call it the same number of times."""
+        """Return the result of the workload's `evaluate` for a batch; nothing on a rank that does
+        not see the model's output. All ranks call it the same number of times."""
         ...
 
     def averaged(self) -> AbstractContextManager[None]:
-        """While inside, the model has the weights to evaluate with: the average of `optim.ema`
-        where `train.eval_ema` asks for it, else its own."""
+        """While inside, the model has the weights to evaluate with: the average of `optim.ema` if
+        `train.eval_ema` asks for it, else its own."""
         ...
 
     def weights(self) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ class Engine(Protocol):
         ...
 
     def load(self, source: Source) -> None:
-        """Take this rank's part of a state, whatever strategy wrote it on however many ranks."""
+        """Load this rank's part of a state, whatever strategy wrote it on however many ranks."""
         ...
 
     def held(self) -> StateBytes:
@@ -166,13 +166,13 @@ class Engine(Protocol):
         ...
 
     def proofs(self) -> list[Proof]:
-        """Return what the engine can show of how it was really built, for the audit."""
+        """Return evidence of how the engine was really built, for the audit."""
         ...
 
 
 class Strategy(ABC):
-    """Base of every strategy. `estimate`, `exchange` and `build` are required; override of the rest
-    what differs from one replica per rank."""
+    """Base of every strategy. `estimate`, `exchange` and `build` are required; override whatever
+    else differs from one replica per rank."""
 
     name: str
     summary: str = ""  # what it really is, in a line: `paceline recipes --keys` shows it
@@ -181,7 +181,7 @@ class Strategy(ABC):
     Settings: ClassVar[type[StrategyConfig]] = StrategyConfig
     # Keys of Settings that change the gradients, not only how they are summed.
     lossy: ClassVar[tuple[str, ...]] = ()
-    alone: ClassVar[str] = ""  # the strategy that takes its place on one rank
+    alone: ClassVar[str] = ""  # the strategy that replaces it on one rank
     # True: one graph may hold the whole model, for nothing is exchanged inside it.
     compiles_whole: ClassVar[bool] = False
     # True: ranks may stop in the middle of a forward pass to exchange BatchNorm's statistics.
@@ -235,7 +235,7 @@ class Strategy(ABC):
         return state.peak
 
     def updates_on_host(self, config: RunConfig) -> bool:
-        """Return True where weights of GPUs are updated by the CPU."""
+        """Return True if the CPU updates the weights of GPUs."""
         return False
 
     def collectives(self, config: RunConfig, plan: Plan) -> list[Collective]:
@@ -243,12 +243,12 @@ class Strategy(ABC):
         return []
 
     def engine_config(self, config: RunConfig, plan: Plan) -> dict[str, Any]:
-        """Return the whole config of the library that it drives, as the plan shows it and as it
-        runs. Empty if there is no such library."""
+        """Return the complete config of the library that it drives, as shown in the plan and used
+        in the run. Empty if there is no such library."""
         return {}
 
     def lost_on_resume(self, config: RunConfig) -> list[str]:
-        """Return what its engine remembers and checkpoints do not hold, one sentence each."""
+        """Return what its engine remembers but checkpoints do not hold, one sentence each."""
         return []
 
     def cases(self, config: RunConfig, world: int, micro: int) -> list[Case]:
@@ -265,7 +265,7 @@ class Recorded(Protocol):
 
 
 def normalise(loss_sum: Tensor, scale: float | Tensor) -> Tensor:
-    """Scale a loss: the one place that does. A loss that is not finite makes its gradient NaN.
+    """Scale a loss; the only place that does. A loss that is not finite makes its gradient NaN.
 
     `x - x` is 0 for a number and NaN for inf or NaN. So one rank's bad loss reaches every rank
     inside the gradients that they exchange anyway, and all veto the step together: no collective,

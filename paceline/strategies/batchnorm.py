@@ -1,7 +1,7 @@
-"""BatchNorm on several ranks: statistics of all their samples, of one pass, and the same buffers.
+"""BatchNorm on several ranks: statistics of all their samples in one pass, and equal buffers.
 
 By itself a BatchNorm normalises by the samples that one rank has in one microbatch. So its losses
-depend on how a batch is split, which `strategy.sync_batchnorm` takes the ranks out of.
+depend on how a batch is split; with `strategy.sync_batchnorm` no longer on how ranks split it.
 """
 
 from collections import defaultdict
@@ -28,7 +28,7 @@ KEY = "strategy.sync_batchnorm"
 def batchnorm_findings(
     config: RunConfig, strategy: Strategy, batch: BatchSplit, model: ModelShape
 ) -> Iterator[Finding]:
-    """Yield what BatchNorm computes here, if it is not what one would expect."""
+    """Yield findings on BatchNorm, if it does not compute what one would expect."""
     by_number = batch.counts == "samples"  # else a microbatch is filled by length
     own, shared = (f"{n} " if by_number else "" for n in (batch.micro, batch.micro * batch.dp))
     is_synced, layers = config.strategy.sync_batchnorm, model.num_batchnorms
@@ -61,8 +61,8 @@ def batchnorm_findings(
 
 def sync_batchnorm(model: nn.Module, device: torch.device) -> None:
     """Let every BatchNorm use the statistics of all ranks, in place: torch's way on a GPU, ours on
-    a CPU, for which torch has none. A layer stays an instance of its own class, for code that asks,
-    such as a workload's `init_weights`."""
+    a CPU, for which torch has none. A layer stays an instance of its own class, for code that
+    checks it, such as a workload's `init_weights`."""
     way = _SyncedOnCpu if device.type == "cpu" else nn.SyncBatchNorm
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
@@ -160,8 +160,8 @@ def has_statistics(module: nn.Module) -> bool:
 
 class SharedBuffers:
     """What a forward pass may change and a checkpoint keeps, such as running statistics. After each
-    step rank 0's are those of all, so that every rank evaluates alike, and any of them may write
-    the checkpoint."""
+    step all ranks get rank 0's, so that every rank evaluates alike, and any of them may write the
+    checkpoint."""
 
     def __init__(self, module: nn.Module) -> None:
         kept = module.state_dict(keep_vars=True).values()

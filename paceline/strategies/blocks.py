@@ -23,7 +23,7 @@ KEPT_OPS = {
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the items of every outermost ModuleList; empty for a model without one.
 
-    A list inside a block belongs to that block. A list of lists is descended into: a list is never
+    A list inside a block belongs to that block. A list of lists is searched too: a list is never
     called, and what is never called is never gathered.
     """
     blocks: list[nn.Module] = []
@@ -43,15 +43,15 @@ def _items(container: nn.Module) -> list[nn.Module]:
 
 
 def find_tail(model: nn.Module) -> list[nn.Module]:
-    """Return what comes after the blocks, where the model says so: an attribute `tail` with the
+    """Return what comes after the blocks, if the model says so: an attribute `tail` with the
     loss."""
     tail = getattr(model, "tail", None)
     return [tail] if isinstance(tail, nn.Module) else []
 
 
 def tied_modules(model: nn.Module) -> list[list[str]]:
-    """Return the names of modules that read the same parameter: by having it, or, where the model
-    says so in `tail_reads`, by being given it."""
+    """Return the names of modules that read the same parameter: they have it, or the model passes
+    it to them, as it says in `tail_reads`."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in module.parameters(recurse=False):
@@ -78,8 +78,8 @@ def place_modules(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def find_hidden(model: nn.Module) -> set[int]:
-    """Return the ids of the matrices inside the blocks, which is what Muon is for: not of tables,
-    and not of what stands before and after the blocks."""
+    """Return the ids of the matrices inside the blocks, which Muon is made for: not of tables, and
+    not of what comes before and after the blocks."""
     return {
         id(parameter)
         for block in find_blocks(model)
@@ -91,8 +91,8 @@ def find_hidden(model: nn.Module) -> set[int]:
 
 
 def is_called_linear(module: nn.Module) -> bool:
-    """Say whether another layer may stand in the place of this one: an nn.Linear with the forward
-    of nn.Linear. nn.MultiheadAttention reads the weight of its `out_proj` and never calls it."""
+    """Say whether another layer may replace this one: an nn.Linear with the forward of nn.Linear.
+    nn.MultiheadAttention reads the weight of its `out_proj` and never calls it."""
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
@@ -101,7 +101,7 @@ def is_called_linear(module: nn.Module) -> bool:
 
 
 def measure_shape(model: nn.Module) -> ModelShape:
-    """Measure the sizes of a model, which may lie on meta."""
+    """Measure the sizes of a model, which may be on the meta device."""
     blocks = find_blocks(model)
     unit_of: dict[int, int] = {}
     is_shared = False

@@ -26,7 +26,7 @@ import torch
 
 from paceline.schedules.actions import Action
 
-# What an engine calls as it begins an action of a pipeline; with None when it is in none.
+# What an engine calls when it begins an action of a pipeline; with None when it is in none.
 OnAction = Callable[[Action | None], None]
 
 
@@ -62,17 +62,17 @@ class _BaseClock(ABC):
         self.on_action: OnAction = lambda action: None
         self.on_phase: list[Callable[[str], None]] = []  # told of each phase as it begins
         self._is_open = False
-        self.knows_blocked = False  # an engine says that it tells where it waits
+        self.knows_blocked = False  # True once an engine reports where it waits
         self._depth = 0
 
     @property
     def is_here(self) -> bool:
-        """Tell whether what is called now runs where the step does."""
+        """Say whether what is called now runs where the step does."""
         return True
 
     def blocked(self) -> AbstractContextManager[None]:
         """Count what is inside as waiting for other ranks."""
-        return self  # a generator for each would take as long as all the rest of it
+        return self  # a generator for each call would double the cost
 
     def __enter__(self) -> None:
         self.block()

@@ -36,9 +36,9 @@ def compose(
     rest: torch.device | None = None,
     cut: Callable[[nn.Module], None] | None = None,
 ) -> Objective:
-    """Return the workload's loss with its model on the device, the same on every rank. `cut` leaves
-    a stage of the model, `shard` a rank's piece of every weight, both in place; `rest` is where
-    pieces lie between steps, if not on the device."""
+    """Return the workload's loss with its model on the device, the same on every rank. `cut`
+    reduces the model to a stage, `shard` every weight to this rank's piece, both in place; `rest`
+    is where pieces lie between steps, if not on the device."""
     model = build_model(parts)
     # Cut before all else: what another stage holds is not recomputed, compiled or filled here.
     if cut is not None:
@@ -76,8 +76,8 @@ def compose(
 
 
 def build_model(parts: EngineParts) -> nn.Module:
-    """Build the model: on meta where the workload can fill it later; else with its values, equal on
-    every rank."""
+    """Build the model: on the meta device if the workload can fill it later; else with its values,
+    equal on every rank."""
     torch.manual_seed(parts.config.train.seed)
     if parts.workload.meta_init:
         with on_meta():

@@ -1,4 +1,4 @@
-"""One replica per rank: DistributedDataParallel, and the plain model where there is one rank."""
+"""One replica per rank: DistributedDataParallel, and the plain model if there is only one rank."""
 
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
@@ -84,7 +84,7 @@ class Single(Strategy):
         return build_single(parts)
 
     def cases(self, config: RunConfig, world: int, micro: int) -> list[Case]:
-        """Return none: it is what all others are held against."""
+        """Return none: it is the reference for all others."""
         return []
 
 
@@ -154,7 +154,7 @@ def ddp_problems(config: RunConfig, model: ModelShape) -> Iterator[Finding]:
 def _hook_findings(
     config: RunConfig, model: ModelShape, settings: DDPSettings
 ) -> Iterator[Finding]:
-    """Say what a hook saves, and from when on."""
+    """Say what a hook saves, and from which step on."""
     exchange = plan_exchange(model.trainable, settings)
     if exchange.sent >= exchange.plain:
         yield Finding.warning(

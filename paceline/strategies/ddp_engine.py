@@ -1,4 +1,4 @@
-"""One replica per rank, built: DistributedDataParallel, and what it sends in place of gradients.
+"""One replica per rank, built: DistributedDataParallel, and what it sends instead of gradients.
 
 fp16 and bf16 halve them. PowerSGD sends two thin matrices for each large one and keeps the error
 for the next step (https://arxiv.org/abs/1905.13727).
@@ -57,7 +57,7 @@ def build_ddp(parts: EngineParts) -> Engine:
 
 def build_zero1(parts: EngineParts) -> Engine:
     """Build DDP with an optimizer that deals its state out by whole parameters."""
-    # Compiles eight optimizers by TorchScript: 0.2 s that no other strategy waits for.
+    # It compiles eight optimizers with TorchScript: 0.2 s that other strategies need not wait for.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     objective = compose(parts)
@@ -111,7 +111,7 @@ def _share_memory(parts: EngineParts, wrapped: DistributedDataParallel) -> Any:
 
 
 def exchange_proofs(parts: EngineParts, shared: Any) -> list[Proof]:
-    """Show the bytes that went through symmetric memory, where that was planned."""
+    """Show the bytes that went through symmetric memory, if that was planned."""
     if shared is None:
         return []
     return [

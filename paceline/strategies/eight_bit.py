@@ -1,10 +1,10 @@
-"""AdamW with its moments in 8 bits: 2 bytes of state for a weight in place of 8.
+"""AdamW with its moments in 8 bits: 2 bytes of state for a weight instead of 8.
 
-Each 256 numbers of a row share a scale, and each is the nearest of 256 values that lie densest
+Each 256 numbers of a row share a scale, and each is the nearest of 256 values that are densest
 around 0 (https://arxiv.org/abs/2110.02861); torchao has the map and the search. The update itself
 is in fp32. Codes and scales are plain tensors with a parameter's rows, so they are sharded, saved
-and resumed bit by bit as any others. What has rows of another width, or few numbers, keeps moments
-of its own type."""
+and resumed bit by bit like any others. A parameter whose rows have another width, or with few
+numbers, keeps moments of its own type."""
 
 from collections.abc import Callable
 from functools import cache
@@ -60,8 +60,8 @@ class AdamW8bit(Optimizer):
         update(weight, gradient, kept, rates.to(weight.device), settings, maps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load; torch gives the weight's type to all that is kept for it, and only moments of few
-        numbers have that."""
+        """Load; torch casts all state of a weight to the weight's type, which only moments of few
+        numbers have."""
         super().load_state_dict(state_dict)
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -125,7 +125,7 @@ def _move(
     settings: tuple[float, float, float, float],
     maps: dict[str, Tensor] | None,
 ) -> None:
-    """Update a weight and what is kept of its moments, in place."""
+    """Update a weight and its stored moments, in place."""
     lr, whole1, whole2 = rates.unbind()
     beta1, beta2, eps, decay = settings
     g = gradient.float()

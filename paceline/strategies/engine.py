@@ -50,11 +50,11 @@ class Wrapping:
 
     `model` is called with a batch; `unsynced` holds back the exchange of gradients; `settle` frees
     what a forward pass without a backward leaves; `forget` drops what the exchange remembers of a
-    step that was vetoed; `replaced` is told, on all ranks, when weights were changed by anything
+    step that was vetoed; `replaced` is called, on all ranks, when weights were changed by anything
     but an update; `shards` are the ranks that each hold a piece of every gradient; `rehearsed` is
-    told after a rehearsal, by a wrapper that changes its ways after its first pass; `dealt` is the
-    optimizer that does the arithmetic, inside one that deals its state out by whole parameters;
-    `waits` is told where it waits for other ranks.
+    called after a rehearsal, for a wrapper that behaves differently after its first pass; `dealt`
+    is the optimizer that does the arithmetic, inside one that deals its state out by whole
+    parameters; `waits` notes where it waits for other ranks.
     """
 
     model: nn.Module
@@ -70,10 +70,10 @@ class Wrapping:
 
 
 class ModuleEngine:
-    """Runs forward and backward through `wrapping.model`; `module` is what holds the weights: the
+    """Runs forward and backward through `wrapping.model`; `module` holds the weights: the
     workload's model, under its own names."""
 
-    # The clock is told of all waiting for other ranks; False: a library waits where it likes.
+    # True: the clock sees all waiting for other ranks; False: a library waits where it likes.
     knows_blocked = True
 
     def __init__(
@@ -156,7 +156,7 @@ class ModuleEngine:
 
     @property
     def norm_is_shared(self) -> bool:
-        """Tell whether ranks sum the norm together, and so wait for each other."""
+        """Say whether ranks sum the norm together, and so wait for each other."""
         return self.wrapping.shards is not None
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -166,7 +166,7 @@ class ModuleEngine:
     def _update(
         self, lr: float, gradients: list[Tensor], norm: Tensor, divisor: Tensor | None
     ) -> Tensor:
-        """Step unless the norm is not finite; return 1 where it was not."""
+        """Step unless the norm is not finite; return 1 if it was not."""
         set_rate(self.optimizer, lr)
         if self.veto_on_device:
             skipped = (norm - norm).isnan().float()  # 1 where the norm is inf or NaN
@@ -210,7 +210,7 @@ class ModuleEngine:
         return self.average.in_place()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return whole tensors, whatever is sharded. A collective."""
+        """Return whole tensors, even of what is sharded. A collective."""
         return {name: whole(value) for name, value in self.module.state_dict().items()}
 
     def pieces(self) -> list[Piece]:
@@ -244,7 +244,7 @@ class ModuleEngine:
         self.load_updates(source)
 
     def load_updates(self, source: Source) -> None:
-        """Load what the updates to come depend on, beside the weights, which are there already."""
+        """Load what later updates depend on, beside the weights, which are loaded already."""
         load_optimizer(source, self.module, self.inner, self.wanted_slots())
         if self.scaler is not None:
             load_scale(self.scaler, source)
@@ -255,7 +255,7 @@ class ModuleEngine:
 
     def wanted_slots(self) -> Slots | None:
         """Return what `optim.name` keeps for each parameter; None: whatever the workload's own
-        does."""
+        optimizer keeps."""
         if self.own is not None:
             return None
         optim = self.parts.config.optim

@@ -18,7 +18,7 @@ from paceline.data.extras import require_extra
 from paceline.records import Fp8Plan, Plan, Proof
 
 EXTRA = "fp8"
-# Our names are torchao's, but for one.
+# Our names are torchao's, except one.
 RECIPES = {"rowwise_gw_hp": "rowwise_with_gw_hp"}
 
 
@@ -61,9 +61,9 @@ def build_config(float8: Any, plan: Fp8Plan, device: torch.device) -> Any:
 
 
 def scale_after_updates(plan: Plan, optimizer: Optimizer, module: nn.Module) -> Callable[[], None]:
-    """Find the scales of all weights that are gathered in fp8 by one collective after each update,
-    not one for each weight when it is gathered. Return what finds them, for whoever else changes
-    weights."""
+    """Compute the scales of all weights that are gathered in fp8 by one collective after each
+    update, not one for each weight when it is gathered. Return the function that does it, for
+    other code that changes weights."""
     if plan.fp8 is None or not plan.fp8.gathers_fp8:
         return lambda: None
     float8 = load_torchao("float8")
@@ -76,7 +76,7 @@ def scale_after_updates(plan: Plan, optimizer: Optimizer, module: nn.Module) -> 
 
 
 def fp8_proofs(plan: Plan, module: nn.Module) -> Iterable[Proof]:
-    """Show how many layers really are torchao's, of those that this rank has."""
+    """Show how many of this rank's layers really are torchao's."""
     if plan.fp8 is None:
         return []
     wanted = plan.fp8.layers

@@ -84,9 +84,9 @@ def shard_model(
     reshards: bool,
     apart: Collection[nn.Parameter] = (),
 ) -> None:
-    """Cut every weight below `root`, whose forward pass begins and ends a microbatch's, over the
+    """Shard every weight below `root`, whose forward pass begins and ends a microbatch's, over the
     last axis of `mesh`, in place; `reshards`: free what a block has gathered after its forward;
-    `apart` are weights that others cut and gather."""
+    `apart` are weights that are sharded and gathered elsewhere."""
     asked = Gathering.of(parts.config)
     settings: dict[str, Any] = {
         "mesh": mesh,
@@ -116,9 +116,8 @@ def _offloads(parts: EngineParts) -> bool:
 
 
 def count_waits(root: nn.Module, waits: Waits, device: torch.device) -> None:
-    """Count where FSDP waits for other ranks: the host inside a collective of gloo, which it waits
-    for at once; the stream of a GPU where it needs what NCCL has gathered, or what an earlier block
-    has scattered."""
+    """Count where FSDP waits for other ranks: with gloo the host, inside a collective; on a GPU the
+    stream, when it needs what NCCL has gathered, or what an earlier block has scattered."""
     methods = ["unshard", "post_backward"]
     methods += ["wait_for_unshard"] if device.type == "cuda" else []
     for module in root.modules():
@@ -129,8 +128,8 @@ def count_waits(root: nn.Module, waits: Waits, device: torch.device) -> None:
 
 
 def _groups(module: FSDPModule) -> list[Any]:
-    """Return what gathers the weights of one module: nothing if it has none of its own; several
-    where a script has put them on several meshes (torch 2.12 on)."""
+    """Return the groups that gather the weights of one module: none if it has no weights of its
+    own; several if a script has put them on several meshes (torch 2.12 on)."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -159,7 +158,7 @@ def _fsdp(modules: Sequence[nn.Module]) -> list[FSDPModule]:
 
 @contextmanager
 def _deferred(module: nn.Module) -> Iterator[None]:
-    """Keep whole gradients here until the last microbatch; without it each one's are scattered."""
+    """Keep whole gradients here until the last microbatch, instead of scattering each one's."""
     assert isinstance(module, FSDPModule), "fully_shard has been applied"
     module.set_requires_gradient_sync(False)
     try:

@@ -1,16 +1,16 @@
 """zero2 and zero3 whose products do not wait for whole weights: `strategy.exchange=fused`.
 
-FSDP gathers all weights of a block and then computes with them. Here a matrix of a block moves in
+FSDP gathers all weights of a block and then computes with them. Here a matrix of a block is sent in
 the parts that ranks hold, beside the products that need them:
 
     forward    y[:, p] = x @ W[p].T     for each part p as it arrives, this rank's own first
     backward   dW[p] = g[:, p].T @ x    for each part, which leaves for its owner at once, while
                                         the parts of W arrive for dx = g @ W
 
-What is moved is what FSDP moves: weights in the compute type, gradients summed in fp32. Parts move
-through symmetric memory where NVLink joins the ranks, on a stream of their own, so that copy
-engines work beside the products; elsewhere as one broadcast and one reduction for each part.
-Norms, biases and all outside of blocks stay with FSDP.
+The data is the same that FSDP moves: weights in the compute type, gradients summed in fp32. Parts
+move through symmetric memory if NVLink joins the ranks, on a stream of their own, so that copy
+engines work beside the products; otherwise as one broadcast and one reduction for each part.
+Norms, biases and everything outside of blocks stay with FSDP.
 
 Shape letters: N rows, F columns of the result and rows of the weight, D columns of both.
 """
@@ -50,7 +50,7 @@ class Mover(Protocol):
 
 
 class Arriving:
-    """A matrix on its way. `marks` has what to wait for, by the rank that a part comes from."""
+    """A matrix being gathered. `marks` has what to wait for, by the rank that a part comes from."""
 
     def __init__(self, mover: Mover, parts_WfD: Tensor, marks: dict[int, Any]) -> None:
         self.mover, self.parts, self.marks = mover, parts_WfD, marks
@@ -163,7 +163,7 @@ class BySymmetricMemory:
         torch.cuda.current_stream().wait_event(mark)
 
     def _beside(self, *used: Tensor) -> Any:
-        """Return the context of the own stream, after what the current one was given so far."""
+        """Return the context of our own stream, after the work queued on the current one so far."""
         self.stream.wait_stream(torch.cuda.current_stream())
         for tensor in used:
             tensor.record_stream(self.stream)
@@ -177,7 +177,7 @@ MOVERS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 @torch.library.custom_op("paceline::fused_linear", mutates_args=())
 def fused_linear(x_ND: Tensor, shard_fD: Tensor, group: str, keeps: bool) -> tuple[Tensor, Tensor]:
-    """Return x @ W.T, and W itself in the type of `x` where `keeps` asks for it."""
+    """Return x @ W.T, and W itself in the type of `x` if `keeps` is set."""
     mover = MOVERS[group]
     arriving = mover.gather(shard_fD.to(x_ND.dtype))
     each = len(shard_fD)
@@ -247,8 +247,8 @@ fused_linear.register_autograd(_back, setup_context=_save)
 
 
 class FusedLinear(nn.Linear):
-    """A linear layer of whose weight this rank holds some rows. `keeps`: what forward has gathered
-    is there in backward (zero2); `compute` is what is multiplied in."""
+    """A linear layer; this rank holds some rows of its weight. `keeps`: what forward has gathered
+    stays for backward (zero2); `compute` is the type of the products."""
 
     takes_parts = True  # for models with kernels of their own
     group: str
@@ -266,8 +266,8 @@ class FusedLinear(nn.Linear):
 
 
 class FusedLayers:
-    """The layers of a model that compute so, and who moves their parts: `fused` by symmetric
-    memory, `pipelined` by collectives."""
+    """The layers of a model that compute this way, and how their parts are moved: `fused` through
+    symmetric memory, `pipelined` by collectives."""
 
     def __init__(self, mesh: DeviceMesh, by: str) -> None:
         group = mesh.get_group(0)
@@ -278,8 +278,8 @@ class FusedLayers:
         self.layers: list[nn.Linear] = []
 
     def convert(self, root: nn.Module, keeps: bool, compute: torch.dtype) -> set[nn.Parameter]:
-        """Cut the matrices of blocks over the ranks, in place, where that gives equal parts; return
-        them: they are no business of FSDP's."""
+        """Shard the matrices of blocks over the ranks, in place, if that gives equal parts; return
+        them, so that FSDP leaves them alone."""
         self.found = list(_iter_matrices(root))
         self.layers = [each for each in self.found if each.out_features % self.mover.world == 0]
         for layer in self.layers:
@@ -310,8 +310,8 @@ class FusedLayers:
 
 
 def _iter_matrices(root: nn.Module) -> Iterator[nn.Linear]:
-    """Yield the plain linear layers of blocks whose weight nobody else has, and that are called as
-    such: torch's encoder layer reads the weights of its own."""
+    """Yield the plain linear layers of blocks that share their weight with no other module and are
+    really called: torch's encoder layer reads its layers' weights itself."""
     names: dict[int, int] = {}
     for _, parameter in root.named_parameters(remove_duplicate=False):
         names[id(parameter)] = names.get(id(parameter), 0) + 1

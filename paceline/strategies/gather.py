@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 
 
 def plain(value: Tensor) -> Tensor:
-    """Return the numbers behind a weight that torchao gathers in fp8; anything else as it is."""
+    """Return the plain tensor inside a weight that torchao gathers in fp8; others as they are."""
     inner = getattr(value, "_tensor", None)
     return inner if isinstance(inner, Tensor) else value
 
@@ -47,7 +47,7 @@ def first_row(value: Tensor) -> int:
 
 
 def cut_like(value: Tensor, rows: Tensor) -> Tensor:
-    """Return a tensor that is cut as `value` is, of which this rank has `rows`."""
+    """Return a tensor that is sharded like `value`, of which this rank has `rows`."""
     if not isinstance(value, DTensor):
         return rows
     return DTensor.from_local(
@@ -57,8 +57,8 @@ def cut_like(value: Tensor, rows: Tensor) -> Tensor:
 
 
 def cut_rows_like(value: Tensor, rows: Tensor) -> Tensor:
-    """Return a tensor with as many rows as `value`, cut over ranks as its are, of which this rank
-    has `rows`: they may have another width."""
+    """Return a tensor with as many rows as `value`, sharded over ranks like those, of which this
+    rank has `rows`; they may have another width."""
     if not isinstance(value, DTensor):
         return rows
     shape = torch.Size((value.shape[0], *rows.shape[1:]))

@@ -31,8 +31,8 @@ class Objective(nn.Module):
 
 
 def ask_workload(workload: Workload, model: nn.Module, batch: Any, evaluates: bool) -> Any:
-    """Return what the workload's `evaluate` says of a batch, or its `loss`; of a request for text
-    what it generates, a row of ids per prompt."""
+    """Return the result of the workload's `evaluate` for a batch, or of its `loss`; for a request
+    for text what it generates, a row of ids per prompt."""
     if isinstance(batch, Request):
         return {"texts": Items(workload.generate(model, batch))}
     if evaluates:
@@ -51,7 +51,7 @@ def compute_loss(
 
 
 def require_graph(workload: Workload, loss: Tensor) -> None:
-    """Refuse a loss to train by that nothing leads back from to a weight."""
+    """Refuse to train by a loss from which no gradient reaches a weight."""
     if not loss.requires_grad:
         raise ConfigError(
             f"{type(workload).__name__}.loss returned a loss without a gradient: it does not depend"

@@ -2,8 +2,8 @@
 memory while the next block computes, and come back while the one behind it does.
 
 Copies run on two streams of their own. When backward asks for the first tensor of a block, those of
-the block before it start on their way too, so that only the last block's are waited for. What
-autograd saves twice is sent once. Weights and small tensors stay."""
+the block before it start to come back too, so that only the last block's are waited for. A tensor
+that autograd saves twice is sent once. Weights and small tensors stay."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,12 +20,12 @@ from paceline.strategies.base import EngineParts
 MIN_BYTES = 2**20
 Strides = tuple[int, ...]
 Shapes = set[tuple[int, ...]]
-# What autograd calls the ways in which a weight comes to a product.
+# Autograd's names for the operations through which a weight reaches a product.
 AS_IT_COMES = ("AccumulateGrad", "TBackward0", "TransposeBackward0", "ToCopyBackward0")
 
 
 def is_offloading(parts: EngineParts) -> bool:
-    """Say whether activations leave the device: on a CPU they are where they would go."""
+    """Say whether activations leave the device: on a CPU they are on the host already."""
     return parts.config.train.activation_offload and parts.device.type != "cpu"
 
 
@@ -47,8 +47,8 @@ def offload_proofs(model: nn.Module) -> list[Proof]:
 
 
 class Parked:
-    """A tensor on the host. `back` holds it on the device again once that was asked for, with the
-    strides that it is to have there."""
+    """A tensor on the host. `back` is its copy on the device once that was requested; the strides
+    are those that it must have there."""
 
     def __init__(self, host: Tensor, strides: Strides, block: int) -> None:
         self.host, self.strides, self.block = host, strides, block
@@ -83,8 +83,8 @@ class Offloader:
     def _saving(
         self, forward: Callable[..., Any], number: int, weights: Shapes | None
     ) -> Callable[..., Any]:
-        """Return `forward` with all that it saves sent away. `weights` are the shapes of what a
-        graph takes for them; None: it is no graph."""
+        """Return `forward` so that all it saves is sent to the host. `weights` are the shapes that
+        count as weights in a graph; None: it is not a graph."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -142,7 +142,7 @@ class Offloader:
         if isinstance(kept, Tensor):
             return kept
         self._fetch(kept)
-        self.parked.pop(kept.block, None)  # the last block's, for which nobody asked ahead
+        self.parked.pop(kept.block, None)  # the last block's, which were not requested ahead
         # Those before it, while this block computes: backward goes from the last to the first.
         for earlier in self.parked.pop(kept.block - 1, ()):
             self._fetch(earlier)
@@ -168,17 +168,17 @@ class Offloader:
 
 
 def _without(weights: Shapes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """Leave out shapes that activations have, too, where there are as many tokens as a weight has
-    rows, or columns, for fp8 keeps them turned: a weight sent for nothing costs time, an activation
-    that stays the memory that was asked for."""
+    """Leave out shapes that activations have too: there may be as many tokens as a weight has rows,
+    or columns, as fp8 keeps them transposed. A weight that is sent needlessly costs time; an
+    activation that stays costs the memory that offloading should save."""
     given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 1)
     rows = {x.numel() // x.shape[-1] for x in given if x.numel()}
     return {shape for shape in weights if not rows & set(shape)}
 
 
 def _is_weight(value: Tensor) -> bool:
-    """Say whether it is a weight, turned or cast: by where it comes from, not by its shape, which
-    activations of as many tokens as the model is wide have, too."""
+    """Say whether it is a weight, transposed or cast: by where it comes from, not by its shape,
+    which activations have too if there are as many tokens as the model is wide."""
     if isinstance(value, nn.Parameter):
         return True
     node = value.grad_fn

@@ -43,8 +43,8 @@ def freeze(model: nn.Module, optim: OptimConfig) -> None:
 
 
 def build_optimizer(parts: EngineParts, module: nn.Module) -> Optimizer:
-    """Build the optimizer of what this rank holds of the model: the workload's own, or
-    `optim.name`. Each group has `lr_scale`, the multiple of a step's rate that it takes."""
+    """Build the optimizer for this rank's part of the model: the workload's own, or `optim.name`.
+    Each group has `lr_scale`, the multiple of a step's rate that it uses."""
     if builds_own(parts.workload):
         config = counted(parts.config, parts.plan.steps)
         return _build_own(parts.workload, module, config)
@@ -56,7 +56,7 @@ def build_optimizer(parts: EngineParts, module: nn.Module) -> Optimizer:
 
 
 def by_kernel(parts: EngineParts, module: nn.Module) -> bool:
-    """Say whether AdamW is by our own kernel: as planned, where the weights lie on a GPU, and stay
+    """Say whether AdamW uses our own kernel: as planned, if the weights are on a GPU and stay
     there: DeepSpeed moves what it updates on the host only after this."""
     strategy = find_strategy(parts.plan.strategy.value)
     is_ours = parts.plan.kernels.value == "triton" and next(module.parameters()).is_cuda
@@ -134,14 +134,14 @@ def _build_own(workload: Workload, module: nn.Module, config: RunConfig) -> Opti
             " computes the loss again\nhint: use an optimizer with one gradient per step"
         )
     for group in optimizer.param_groups:
-        # Our schedule says which share of optim.lr a step takes; each group takes that of its own.
+        # Our schedule says which share of optim.lr a step uses; each group uses that of its own.
         group["lr_scale"] = float(group.get("lr", config.optim.lr)) / config.optim.lr
     return optimizer
 
 
 def describe_own_rates(optimizer: Optimizer, workload: Workload, config: RunConfig) -> list[str]:
     """Return a note if no group of a workload's own optimizer has the rate that training.csv shows:
-    that is the step's rate, of which each group takes its own multiple."""
+    that is the step's rate, of which each group uses its own multiple."""
     if not builds_own(workload):
         return []
     scales = sorted({float(group["lr_scale"]) for group in optimizer.param_groups})
@@ -157,8 +157,8 @@ def describe_own_rates(optimizer: Optimizer, workload: Workload, config: RunConf
 
 
 def counted(config: RunConfig, num_steps: int) -> RunConfig:
-    """Return the config as a job's own optimizer and schedule read it: `train.steps` is how many
-    there are, also where it is auto, or train.epochs decides."""
+    """Return the config as a job's own optimizer and schedule read it: `train.steps` is the number
+    of steps, even if it is auto, or train.epochs decides."""
     train = config.train.model_copy(update={"steps": num_steps})
     return config.model_copy(update={"train": train})
 

@@ -1,6 +1,6 @@
 """The optimizers as data: what each reads, what it keeps, and where it cannot be used.
 
-`KINDS` is the list; `optim.build_optimizer` builds what stands here. Nothing here loads torch.
+`KINDS` is the list; `optim.build_optimizer` builds from it. Nothing here loads torch.
 """
 
 from collections import defaultdict
@@ -31,7 +31,7 @@ CODES, SCALES = "_codes", "_scales"  # ends of names
 
 
 class Shaped(Protocol):
-    """A parameter, or what stands for one."""
+    """A parameter, or a description of one."""
 
     @property
     def name(self) -> str: ...
@@ -47,10 +47,10 @@ P = TypeVar("P", bound=Shaped)
 @dataclass(frozen=True)
 class Kind:
     """An optimizer. `place` is its class, as MODULE:NAME, which is built with `settings` beside its
-    groups; `reads` are the keys of `optim` that not every optimizer reads. `keeps` is its state of
+    groups; `reads` are the keys of `optim` that not every optimizer reads. `keeps` is its state for
     one parameter: the shape of each tensor by its name. `needs_whole` says why it cannot update
-    some rows of a matrix by themselves; empty: it takes each number by itself; `gathers`: it
-    gathers the others where matrices are sharded by rows. `is_fused`: torch has one kernel for the
+    some rows of a matrix by themselves; empty: it treats each number by itself; `gathers`: it
+    gathers the other rows if matrices are sharded by rows. `is_fused`: torch has one kernel for the
     whole update, which can veto it on the device."""
 
     place: str
@@ -185,7 +185,7 @@ def _slot_bytes(slot: str, shape: Shape, itemsize: int) -> int:
 
 
 def ema_bytes(config: RunConfig, parameters: Iterable[ParameterShape]) -> int:
-    """Return the bytes of the average of these weights, where one is kept."""
+    """Return the bytes of the average of these weights, if one is kept."""
     return 0 if config.optim.ema == "off" else sum_bytes(parameters)
 
 
@@ -202,8 +202,8 @@ class Group(Generic[P]):
 def split_groups(parameters: Iterable[P], optim: OptimConfig) -> list[Group[P]]:
     """Split parameters into the optimizer's groups: by the first of `optim.groups` that names
     them, and each of those, and the rest, into matrices and all else, which is not decayed unless
-    its group says so: that shrinks norms and biases for nothing. zero1 deals state out group by
-    group, DeepSpeed flattens each; both on paper too, so the order is part of it."""
+    its group says so: decay would only shrink norms and biases. zero1 deals state out group by
+    group, DeepSpeed flattens each; the plan predicts both, so the order matters."""
     found: dict[tuple[int, bool, bool], list[P]] = defaultdict(list)
     for parameter in parameters:
         is_hidden = optim.name == "muon" and parameter.is_hidden
@@ -258,7 +258,7 @@ def choose_fused(config: RunConfig, strategy: Strategy, workload: Workload) -> C
     elif optim.name == "sgd" and _sgd_momentum(optim):
         because = "torch's fused SGD leaves its momentum undefined if update 1 is vetoed"
     if because:
-        # Whether the workload's own is fused is its own business, and nothing to audit.
+        # Whether the workload's own is fused is up to the workload, and not audited.
         matters = not builds_own(workload)
         return Choice(requested=asked, value=False, because=because, matters=matters)
     if asked == "auto":
@@ -275,7 +275,7 @@ def has_kernel(config: RunConfig, strategy: Strategy, workload: Workload) -> boo
 def check_optimizer(
     config: RunConfig, strategy: Strategy, workload: Workload, model: ModelShape
 ) -> Iterator[Finding]:
-    """Yield what stands against this optimizer, its groups and its average here."""
+    """Yield the problems of this optimizer, its groups and its average here."""
     yield from _check_groups(config.optim, model)
     if not callable(workload.learning_rate):
         yield Finding.error(
@@ -332,7 +332,7 @@ def _check_kind(config: RunConfig, strategy: Strategy, model: ModelShape) -> Ite
 
 
 def _tell_8_bits(model: ModelShape) -> Finding:
-    """Say of how many weights the moments are in 8 bits, and which matrices have others."""
+    """Say for how many weights the moments are in 8 bits, and for which matrices they are not."""
     low = [p for p in model.trainable if takes_8_bits(p.shape)]
     others = [p.name for p in model.trainable if len(p.shape) > 1 and p not in low]
     why = f"; not of {few(others)} (few numbers, or rows of no multiple of {EIGHT_BIT_BLOCK})"

@@ -1,4 +1,4 @@
-"""Number formats: weights and optimizer state are fp32, `precision.mode` is what is computed in."""
+"""Number formats: weights and optimizer state are fp32; `precision.mode` is the compute type."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,7 +10,7 @@ COMPUTE_TYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    "fp8": torch.bfloat16,  # all but the products of layers that cast for themselves
+    "fp8": torch.bfloat16,  # everything except products of layers that cast for themselves
 }
 START_SCALE = 65536.0
 OVERFLOWED = 2  # a step skipped while fp16 looks for its scale; 1 is one whose gradient is bad
@@ -28,8 +28,8 @@ class LossScale:
     """What fp16 needs: the loss is scaled up so that small gradients do not vanish, and the scale
     is halved when a gradient overflows. It lives on the device; the host never looks at it.
 
-    Unlike torch's GradScaler it asks the gradient's norm, which all ranks know, and so agrees on
-    every rank whatever the sharding.
+    Unlike torch's GradScaler it uses the gradient's norm, which all ranks know, so it is the same
+    on every rank whatever the sharding.
     """
 
     def __init__(self, start: float, device: torch.device) -> None:
@@ -42,8 +42,8 @@ class LossScale:
         self.value.clamp_(min=1.0)
 
     def judge(self, skipped: Tensor) -> Tensor:
-        """Update by a step's `skipped`, 0 or 1, and return OVERFLOWED where that is not a fault. At
-        a scale of 1 there is nothing left to halve: then it is the gradient that is bad."""
+        """Update with a step's `skipped`, 0 or 1, and return OVERFLOWED if that is not a fault. At
+        a scale of 1 there is nothing left to halve: the gradient itself is then bad."""
         is_searching = (self.value > 1.0).float()
         self.update(skipped)
         return skipped * (1 + (OVERFLOWED - 1) * is_searching)

@@ -1,6 +1,6 @@
 """A model as sizes: enough to say, without weights, how many bytes each rank holds.
 
-`blocks.measure_shape` makes one of a model; this file loads no torch.
+`blocks.measure_shape` makes one from a model; this file loads no torch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,10 +13,10 @@ from paceline.records import ModelSize
 @dataclass(frozen=True)
 class ParameterShape:
     """`unit` numbers the block it is gathered with; the last unit is the rest of the model.
-    `places`: the blocks it stands with, where the rest of the model is cut up too; `is_matrix`:
-    samples are multiplied with it; `is_hidden`: such a matrix, of two axes, inside a block;
-    `is_linear`: the weight of an nn.Linear that is called, which another layer can stand for;
-    `is_tied`: several modules have it."""
+    `places`: the blocks it belongs to, if the rest of the model is cut up too; `is_matrix`: samples
+    are multiplied with it; `is_hidden`: such a matrix, of two axes, inside a block; `is_linear`:
+    the weight of an nn.Linear that is called, which another layer can replace; `is_tied`: several
+    modules have it."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -41,8 +41,8 @@ class ParameterShape:
 @dataclass(frozen=True)
 class ModelShape:
     """Every parameter once, tied ones too. `positions`: how many of a sample go through each block,
-    where they differ. `num_batchnorms`: layers that normalise by what one rank has of a batch.
-    `no_sharding`: why its weights cannot be cut; empty: they can."""
+    if they differ. `num_batchnorms`: layers that normalise by one rank's part of a batch.
+    `no_sharding`: why its weights cannot be sharded; empty: they can."""
 
     parameters: Sequence[ParameterShape]
     num_units: int
@@ -65,8 +65,8 @@ class ModelShape:
 
     @property
     def block_costs(self) -> list[float]:
-        """Count multiplications with each block's matrices and with what stands there, for a sample
-        where positions differ, else for one position."""
+        """Count multiplications with the matrices of each block and of what belongs to it, for a
+        sample if positions differ, else for one position."""
         costs = [0.0] * max(1, self.num_blocks)
         for parameter in self.parameters:
             if parameter.is_matrix:  # a table that is tied to the head multiplies there only
@@ -78,7 +78,7 @@ class ModelShape:
         return self.positions[block] if self.positions else 1
 
     def of_blocks(self, held: Sequence[range]) -> "ModelShape":
-        """Return what a rank holds that has these blocks."""
+        """Return the shape of the part that a rank with these blocks holds."""
         kept = [
             p for p in self.parameters if any(place in part for part in held for place in p.places)
         ]

@@ -30,7 +30,7 @@ LOG = logging.getLogger("paceline")
 NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 SCALER = ":loss_scale"  # no parameter has this name
 GROUP = ":group"  # nor this
-# Numbers of python in an optimizer's state, as tensors without axes whose slot is SLOT:KIND.
+# Python numbers in an optimizer's state, as tensors without axes whose slot is SLOT:KIND.
 NUMBERS: dict[str, tuple[type, torch.dtype]] = {
     "bool": (bool, torch.bool),
     "int": (int, torch.int64),
@@ -50,8 +50,8 @@ def module_pieces(module: nn.Module, trained_only: bool = False) -> list[Piece]:
 
 
 def untrained(module: nn.Module) -> frozenset[str]:
-    """Return the names of what never changes: weights that are not trained, and what stands beside
-    them in a state dict, as tables of packed numbers do."""
+    """Return the names of what never changes: weights that are not trained, and their companions in
+    a state dict, such as tables of packed numbers."""
     buffers = dict(module.named_buffers())
     return frozenset(
         name
@@ -63,7 +63,7 @@ def untrained(module: nn.Module) -> frozenset[str]:
 def moment_pieces(
     module: nn.Module, optimizer: Optimizer, holders: tuple[int, ...] | None = None
 ) -> list[Piece]:
-    """Return what the optimizer keeps on this rank; `holders` as for `piece_of`."""
+    """Return the optimizer's state on this rank; `holders` as for `piece_of`."""
     return _not_empty(
         piece_of("optimizer", moment_name(name, slot), value, holders)
         for name, parameter in module.named_parameters()
@@ -80,8 +80,8 @@ def _not_empty(pieces: Iterable[Piece]) -> list[Piece]:
 def load_module(
     source: Source, module: nn.Module, elsewhere: Mapping[str, tuple[int, ...]] = NOTHING
 ) -> None:
-    """Load weights and buffers, as far as this rank holds them; `elsewhere` are others of the
-    model. What is not trained may be absent (`checkpoint.weights=trained`): the model has it."""
+    """Load weights and buffers, as far as this rank holds them; `elsewhere` names the rest of the
+    model's. What is not trained may be absent (`checkpoint.weights=trained`): the model has it."""
     absent = untrained(module) - source.shapes("model").keys()
     held = {name: value for name, value in named_tensors(module) if name not in absent}
     own = {name: tuple(value.shape) for name, value in held.items()}
@@ -93,7 +93,7 @@ def load_module(
 def load_optimizer(
     source: Source, module: nn.Module, optimizer: Optimizer, wanted: Slots | None
 ) -> None:
-    """Load what was kept for the parameters that this rank updates; for others nothing is read.
+    """Load the state of the parameters that this rank updates; for others nothing is read.
     `wanted`: what the optimizer keeps; None: whatever there is."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     slots = fitting_slots(source, wanted)
@@ -110,7 +110,7 @@ def load_optimizer(
 
 
 def fitting_slots(source: Source, wanted: Slots | None) -> dict[str, list[str]]:
-    """Return what is kept for each parameter, of those for which that is what is `wanted`: the
+    """Return the slots of each parameter, but only of those that have exactly what is `wanted`: the
     state of another optimizer means nothing to this one."""
     found = slots_of(source)
     if wanted is None:
@@ -137,8 +137,8 @@ def _moment(source: Source, name: str, slot: str, parameter: Tensor) -> tuple[st
 def piece_of(
     section: Section, name: str, value: Tensor, holders: tuple[int, ...] | None = None
 ) -> Piece:
-    """Return what this rank holds of a tensor. `holders`: where that cannot be seen from the
-    tensor."""
+    """Return this rank's part of a tensor. `holders`: the ranks with it, if the tensor itself does
+    not tell."""
     held = holders if holders is not None else _holders(value)
     return Piece(section, name, tuple(value.shape), first_row(value), local_part(value), held)
 
@@ -148,8 +148,8 @@ def local_part(value: Tensor) -> Tensor:
 
 
 def moment_like(source: Source, name: str, parameter: Tensor) -> Tensor:
-    """Read a moment. One of its parameter's shape, or of its rows, is cut as it is; a step count is
-    one number, and what else there is, is whole on every rank."""
+    """Read a moment. One with its parameter's shape, or number of rows, is sharded like it; a step
+    count is one number, and anything else is whole on every rank."""
     shape = source.shapes("optimizer")[name]
     if shape == tuple(parameter.shape):
         rows = torch.empty_like(local_part(parameter))
@@ -163,7 +163,7 @@ def moment_like(source: Source, name: str, parameter: Tensor) -> Tensor:
 
 
 def fill_like(source: Source, name: str, value: Tensor) -> None:
-    """Read into a tensor what this rank holds of it."""
+    """Read this rank's part of a tensor into it."""
     source.fill("optimizer", name, first_row(value), local_part(value))
 
 
@@ -186,15 +186,15 @@ def scale_pieces(scale: LossScale) -> list[Piece]:
 
 
 def load_scale(scale: LossScale, source: Source) -> None:
-    """Load the loss scale; leave it as it is where the checkpoint was not made in fp16."""
+    """Load the loss scale; leave it as it is if the checkpoint was not made in fp16."""
     names = {slot: moment_name(SCALER, slot) for slot in scale.state()}
     if set(names.values()) <= source.shapes("optimizer").keys():
         scale.load_state({s: source.rows("optimizer", name, 0, 1) for s, name in names.items()})
 
 
 class OwnState:
-    """What an optimizer that the workload built keeps beside tensors: numbers of a parameter, and
-    those of a group that have changed since it was built."""
+    """State of a workload's own optimizer that is not tensors: numbers of a parameter, and those of
+    a group that have changed since it was built."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
         self.module, self.optimizer = module, optimizer
@@ -202,7 +202,7 @@ class OwnState:
         self.is_checked = False
 
     def require_storable(self) -> None:
-        """Refuse, after the first update, what no checkpoint could hold: not hours later."""
+        """Refuse, after the first update and not hours later, what no checkpoint could hold."""
         state = self.optimizer.state
         if self.is_checked or not state:
             return
@@ -246,7 +246,7 @@ class OwnState:
 
 
 def _numbers(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers of python in a state or a group. The rate is the schedule's."""
+    """Yield the Python numbers in a state or a group. The rate is the schedule's."""
     for key, value in entry.items():
         if type(value).__name__ in NUMBERS and key not in ("lr", "lr_scale"):
             yield key, value
@@ -264,8 +264,8 @@ def _not_storable(value: Any, parameter: Tensor) -> str:
 
 
 def _holders(value: Tensor) -> tuple[int, ...]:
-    """Return the ranks with this very part: all of them for a plain tensor, for a sharded one those
-    at the same place of other copies."""
+    """Return the ranks that hold the same part: all of them for a plain tensor, for a sharded one
+    those at the same place of other copies."""
     if not isinstance(value, DTensor):
         return tuple(range(dist.get_world_size()))
     mesh, here = value.device_mesh, value.device_mesh.get_coordinate()

@@ -1,10 +1,10 @@
 """Gradients summed and weights gathered through symmetric memory: every rank maps the others'
-buffers and reads them itself, over NVLink, in place of a collective of NCCL.
+buffers and reads them itself, over NVLink, instead of calling a collective of NCCL.
 
 A collective starts, agrees and copies through buffers of its own; for small gradients that is most
 of its time. Here a rank writes its part into its buffer, meets the others at a barrier on the
-device, and reads theirs. One shot: everybody reads everything, for what is small. Two shots:
-everybody sums its share and the shares are gathered: each number crosses the links twice, whatever
+device, and reads theirs. One shot, for small tensors: every rank reads everything. Two shots:
+every rank sums its share and the shares are gathered: each number crosses the links twice, whatever
 the number of ranks."""
 
 from typing import Any
@@ -21,8 +21,8 @@ ALIGNMENT = 128  # bytes that the two-shot kernel takes at a time, for each rank
 
 
 class Exchange:
-    """Buffers of a group of ranks that each can read the others' of, one for each number type; they
-    grow as they are asked for more."""
+    """Buffers that all ranks of a group can read, one for each number type; they grow when more
+    numbers are needed."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.name: Any = group.group_name
@@ -31,11 +31,11 @@ class Exchange:
         self._buffers: dict[torch.dtype, tuple[Any, Tensor]] = {}
 
     def open(self, like: Tensor, numel: int) -> tuple[Any, Tensor]:
-        """Return the handle, and this rank's buffer of `numel` numbers. A collective where the
-        buffer has to grow, so all ranks ask for the same sizes in the same order."""
+        """Return the handle, and this rank's buffer of `numel` numbers. A collective if the buffer
+        has to grow, so all ranks must request the same sizes in the same order."""
         if like.dtype not in self._buffers or len(self._buffers[like.dtype][1]) < numel:
             whole = symm_mem.empty(numel, dtype=like.dtype, device=like.device)
-            # It is zeroed on the stream, its signals too: before a peer may write any of both.
+            # The buffer and its signals are zeroed on the stream, before a peer may write to them.
             torch.cuda.synchronize(like.device)
             self._buffers[like.dtype] = symm_mem.rendezvous(whole, group=self.name), whole
         handle, whole = self._buffers[like.dtype]
@@ -69,8 +69,8 @@ class Exchange:
         handle.barrier(channel=1)
 
     def reduce_scatter(self, output: Tensor, values: Tensor, divides: bool) -> None:
-        """Sum this rank's share of all ranks' `values` into `output`, in the order of the ranks: so
-        the sum is the same wherever it is computed."""
+        """Sum this rank's share of all ranks' `values` into `output`, in the order of the ranks, so
+        that the sum is the same wherever it is computed."""
         self.num_bytes += values.nbytes
         handle, buffer = self.open(values, values.numel())
         buffer.copy_(values.view(-1))
@@ -120,8 +120,8 @@ class Scatter(_Allocates):
 
 
 def use_in_fsdp(module: nn.Module, group: dist.ProcessGroup) -> Exchange:
-    """Make every unit below `module` exchange through symmetric memory. Gathers and sums run beside
-    each other, on streams of their own, so each has buffers and barriers of its own."""
+    """Make every unit below `module` exchange through symmetric memory. Gathers and sums run at the
+    same time, on streams of their own, so each has buffers and barriers of its own."""
     gathers, sums = Exchange(group), Exchange(group)
     for part in module.modules():
         if isinstance(part, FSDPModule):

@@ -1,5 +1,5 @@
-"""Optimizers that torch lacks: Lion; Muon, with AdamW for what Muon is not made for; and AdamW
-that reads each gradient once."""
+"""Optimizers that torch lacks: Lion; Muon, with AdamW for the parameters that Muon is not for; and
+AdamW that reads each gradient once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -90,8 +90,8 @@ class MuonAndAdamW(Optimizer):
                 part.step()
 
     def _step_sharded(self, group: dict[str, Any]) -> None:
-        """Gather what becomes of each gradient by its momentum, one matrix at a time, and let every
-        rank orthogonalise the whole: it keeps its own rows. A collective."""
+        """Gather each gradient after its momentum was applied, one matrix at a time, and let every
+        rank orthogonalise the whole and keep its own rows. A collective."""
         lr, momentum = group["lr"], group["momentum"]
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -112,9 +112,9 @@ class MuonAndAdamW(Optimizer):
 
 
 class OneReadAdamW(AdamW):
-    """torch's AdamW, with its settings and its state, by a kernel of ours that reads each gradient
-    once and writes it never. `found_inf` vetoes an update and `grad_scale` divides the gradient:
-    scalars on the device, as torch's fused kernel takes them; without them it does neither."""
+    """torch's AdamW, with its settings and its state, using our own kernel, which reads each
+    gradient once and never writes it. `found_inf` vetoes an update and `grad_scale` divides the
+    gradient: scalars on the device, as for torch's fused kernel; without them it does neither."""
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
@@ -163,8 +163,8 @@ class OneReadAdamW(AdamW):
 
 
 def _laid_alike(tensors: list[Tensor]) -> list[Tensor]:
-    """Return them as they are where all lie in memory as the first one does, without gaps: the
-    kernel pairs what is at one place. Of others, copies that do."""
+    """Return them as they are if all have the first one's layout in memory, without gaps, because
+    the kernel pairs numbers by place. Otherwise return copies with that layout."""
     if all(value.is_contiguous() for value in tensors):
         return tensors
     first = tensors[0]

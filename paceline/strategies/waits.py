@@ -1,8 +1,9 @@
 """Counts where this rank waits for others, from inside the modules that an engine is made of.
 
-Libraries (DDP, FSDP) exchange in hooks and callbacks of their own. `Waits` is put around what waits
-in them, or asks autograd for a callback before theirs. What exchanges inside a forward pass gets
-`counted`: layers by strategies/batchnorm.py, a workload as `self.waiting_for_ranks`.
+Libraries (DDP, FSDP) exchange in hooks and callbacks of their own. `Waits` wraps the calls that
+wait in them, or registers a callback with autograd before theirs. Code that exchanges inside a
+forward pass gets `counted`: layers from strategies/batchnorm.py, a workload as
+`self.waiting_for_ranks`.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from paceline.strategies.clock import Clock
 
 
 class Waits:
-    """Tells the clock of the step that this rank waits, from inside what an engine is made of: it
-    is built before there is a clock."""
+    """Tells the clock of the step that this rank waits, from inside the parts of an engine, which
+    are built before there is a clock."""
 
     def __init__(self) -> None:
         self.clock: Clock | None = None
@@ -28,7 +29,7 @@ class Waits:
 
     def counted(self) -> AbstractContextManager[None]:
         """Count what is inside as waiting for other ranks. A stream beside that of the step holds
-        nobody up by its waiting, until the step waits for that stream."""
+        nothing up by waiting, until the step waits for that stream."""
         if self.clock is None or not self.clock.is_here:
             return nullcontext()
         return self.clock.blocked()
@@ -60,8 +61,8 @@ class Waits:
         layer.register_forward_hook(end, always_call=True)
 
     def around_collective(self, owner: Any, name: str) -> None:
-        """Count a method of one object that is a collective: as long as it takes; one that is only
-        started (`async_op`) as long as somebody waits for what it returned."""
+        """Count a method of one object that is a collective: for as long as it takes; if it is only
+        started (`async_op`), for as long as its result is waited for."""
         method = getattr(owner, name)
 
         @wraps(method)
@@ -75,16 +76,16 @@ class Waits:
         setattr(owner, name, waiting)
 
     def until_returned(self, objective: Tensor) -> None:
-        """Count what a backward pass does once all gradients are computed as waiting: there DDP
-        waits for its buckets, and FSDP for what it has scattered. The callback is asked for by the
-        first node of the graph, and so it runs before those of their own. Whoever called backward
-        unblocks the clock."""
+        """Count the time of a backward pass after all gradients are computed as waiting: DDP then
+        waits for its buckets, and FSDP for what it has scattered. The first node of the graph
+        registers the callback, so it runs before theirs. The caller of backward unblocks the
+        clock."""
         if self.clock is not None:
             self._at_end(objective, self.clock.block)
 
     def until_done(self, output: Tensor) -> None:
-        """Count the same where nobody can say that backward has returned: a callback that is asked
-        for by a callback runs after all others."""
+        """Count the same if nothing can tell that backward has returned: a callback that a callback
+        registers runs after all others."""
         if self.clock is None:
             return
         block, unblock = self.clock.block, self.clock.unblock

@@ -1,8 +1,8 @@
-"""Values for a model that was built on meta: module by module, the same whatever its sharding.
+"""Values for a model built on the meta device: module by module, the same whatever its sharding.
 
-Each module is seeded by its own name, so that a weight depends on nothing but the seed and where
-it stands: not on the number of ranks, nor on which of the other modules this rank has. A sharded
-rank holds one module whole at a time, and keeps its part.
+Each module is seeded by its own name, so that a weight depends only on the seed and its place in
+the model: not on the number of ranks, nor on which other modules this rank has. A sharded rank
+holds one module whole at a time, and keeps its part.
 """
 
 import zlib
@@ -46,8 +46,8 @@ def seed_of(seed: int, name: str) -> int:
 
 @contextmanager
 def _whole(module: nn.Module, done: set[int], device: torch.device) -> Iterator[None]:
-    """While inside, `module` has whole tensors in place of shards, and spare ones in place of
-    tied weights that another module has filled already."""
+    """While inside, `module` has whole tensors instead of shards, and spare ones instead of tied
+    weights that another module has filled already."""
     own = {name: p for name, p in module._parameters.items() if p is not None}
     swapped = {name: p for name, p in own.items() if isinstance(p, DTensor) or id(p) in done}
     for name, parameter in swapped.items():
@@ -78,7 +78,7 @@ def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the names that stand for one parameter, where there is more than one."""
+    """Return the names of one parameter, if it has more than one."""
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -86,7 +86,7 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _tie(model: nn.Module, groups: list[list[str]]) -> None:
-    """Make one parameter again of tied ones: moving off meta makes one of every name."""
+    """Join tied parameters into one again: moving off the meta device makes one for every name."""
     for first, *others in groups:
         parameter = model.get_parameter(first)
         for name in others:

@@ -2,7 +2,7 @@
 
 zero1 is DistributedDataParallel with an optimizer that deals its state out by whole parameters.
 zero2 and zero3 are FSDP2; zero2 keeps the gathered weights from forward to backward. A hybrid
-shards inside a node and replicates across nodes. `fsdp` builds what is planned here.
+shards inside a node and replicates across nodes. `fsdp.py` builds what is planned here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ class Offloading(StrategyConfig):
 
 
 class Gathering(Offloading, Exchanging):
-    """What every use of FSDP2 reads, that of a pipeline's stages too."""
+    """The keys that every use of FSDP2 reads, including a pipeline's stages."""
 
     reshard_after_forward: Literal["auto"] | bool = Field(
         "auto", description="Free gathered weights after forward. auto: zero3 does."
@@ -104,7 +104,7 @@ def deal(
     parameters: Sequence[ParameterShape], num_ranks: int, optim: OptimConfig
 ) -> list[list[ParameterShape]]:
     """Deal the state out by the rule of torch's ZeroRedundancyOptimizer, so that the plan is right
-    to the byte: group by group, the largest first, to the rank that has least."""
+    to the byte: group by group, the largest first, to the rank that has the least."""
     hands: list[list[ParameterShape]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for group in split_groups(parameters, optim):
@@ -179,8 +179,8 @@ class Sharded(Strategy):
         )
 
     def _gathered(self, model: ModelShape, config: RunConfig, share: Share) -> int:
-        """Return the bytes gathered at once: the rest of the model all the time, and all blocks, or
-        this one and the next."""
+        """Return the bytes gathered at once: always the rest of the model, and either all blocks or
+        the current one and the next."""
         *blocks, rest = _gathered_numels(model, share)
         if self.reshards(config):
             settings = Gathering.of(config)
@@ -245,7 +245,7 @@ class Hybrid(Sharded):
 
 def wire(plan: Plan) -> list[Collective]:
     """Return what FSDP sends: weights gathered to compute with, gradients summed in fp32. Nothing
-    where the last axis of the mesh has one rank, which holds every piece, or where ranks read each
+    if the last axis of the mesh has one rank, which holds every piece, or if ranks read each
     other's memory."""
     if list(plan.mesh.values())[-1] == 1 or plan.exchange_by.value in ("symmetric", "fused"):
         return []
@@ -260,7 +260,7 @@ def wire(plan: Plan) -> list[Collective]:
 
 
 def shard_problems(name: str, model: ModelShape) -> list[Finding]:
-    """Return what stands against cutting up every weight, for strategy `name`."""
+    """Return the reasons why strategy `name` cannot shard every weight."""
     found = []
     if not all(parameter.shape for parameter in model.parameters):
         found.append(
@@ -292,7 +292,7 @@ def shard_problems(name: str, model: ModelShape) -> list[Finding]:
 
 
 def _fused_problems(config: RunConfig, world: int, model: ModelShape) -> Iterator[Finding]:
-    """Yield what products in parts cannot be joined with."""
+    """Yield the settings that products in parts cannot be combined with."""
     asked = ShardedSettings.of(config)
     if asked.exchange != "fused":
         return

@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One row of the table: a case, what it is said with, why it cannot be tried here."""
+    """One row of the table: a case, its overrides, why it cannot be tried here."""
 
     label: str
     settings: tuple[str, ...]
@@ -41,7 +41,7 @@ class Candidate:
 def run_verify(
     names: Sequence[str], overrides: Sequence[str], out: Path | None, say: Say
 ) -> VerifyReport:
-    """Prove the named strategies, on our own model or, if the names include a job, on that."""
+    """Prove the named strategies, on our own model or, if a job is among the names, on that."""
     started_at = wall_time()
     source, names = _find_job(names)
     subject: Subject = OwnJob(source, tuple(overrides)) if source else MadeModel()
@@ -66,7 +66,7 @@ def run_verify(
         passed = all(one.ok for one in proofs) and any(one.checks for one in proofs)
         outcome = Outcome.OK if passed else Outcome.CHECK_FAILED
     except KeyboardInterrupt:
-        outcome = Outcome.INTERRUPTED  # what was proven until now is kept
+        outcome = Outcome.INTERRUPTED  # what was proven so far is kept
     report = VerifyReport(
         run_dir=str(run.root),
         world_size=world,
@@ -122,7 +122,7 @@ class Proof:
         return StrategyProof(strategy=label, checks=checks)
 
     def _reference(self, candidate: Candidate, trials: Trials) -> Trials:
-        """Return the run of one process on the same samples, which everything is judged by."""
+        """Return the run of one process on the same samples, the reference for everything."""
         batch = self.subject.alone(trials.jobs[EQUAL], trials.plans[EQUAL])
         if batch in self.references:
             return self.references[batch]
@@ -184,8 +184,8 @@ def _require_known(subject: Subject, names: Sequence[str], overrides: Sequence[s
 def _choose_ranks(
     subject: Subject, env: Env, overrides: Sequence[str]
 ) -> tuple[list[str], int, str]:
-    """Return the ranks that were asked for; where that is one, two: alone there is nothing to
-    prove."""
+    """Return the number of ranks that was asked for, but two instead of one: with one rank there is
+    nothing to prove."""
     chosen = list(overrides)
     plan = make_plan(subject.build(chosen), env)
     if plan.world_size == 1:
@@ -212,7 +212,7 @@ def _all_cases(config: RunConfig, world: int) -> list[tuple[str, Case]]:
 def _choose_cases(
     names: Sequence[str], config: RunConfig, overrides: Sequence[str], world: int
 ) -> list[tuple[str, Case]]:
-    """Return the cases that are named, by strategy or one by one, or all. Where a strategy has
+    """Return the cases that are named, by strategy or one by one, or all. If a strategy has
     several, an override that chooses among them leaves only those."""
     every = _all_cases(config, world)
     said = dict(text.lstrip("+").partition("=")[::2] for text in overrides)

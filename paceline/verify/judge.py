@@ -1,4 +1,4 @@
-"""What the ranks left behind, held against one process, against each other, against the plan."""
+"""Compares what the ranks left behind with one process, with each other, and with the plan."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ ExpectedBytes = Callable[[int], StateBytes]
 
 
 def judge(run: RunDir, reference: RunDir, num_ranks: int, expected: ExpectedBytes) -> list[Check]:
-    """Run every check of one strategy; `expected` gives the bytes that the plan has for a rank."""
+    """Run every check of one strategy; `expected` returns the bytes planned for a rank."""
     equal, one = trial_dir(run, EQUAL), trial_dir(reference, EQUAL)
     return [
         *_same_curve(read_training(one.training), read_training(equal.training)),
@@ -61,7 +61,7 @@ def judge(run: RunDir, reference: RunDir, num_ranks: int, expected: ExpectedByte
 def judge_job(
     run: RunDir, reference: RunDir, num_ranks: int, expected: ExpectedBytes
 ) -> list[Check]:
-    """Run every check of one strategy on a user's job: all but what needs samples of ours."""
+    """Run every check of one strategy on a user's job: all except those that need our samples."""
     equal, one = trial_dir(run, EQUAL), trial_dir(reference, EQUAL)
     rows, wanted = read_training(equal.training), read_training(one.training)
     curve = _same_curve(wanted, rows, OWN_TOLERANCE)
@@ -79,7 +79,7 @@ def judge_job(
 
 
 def depends_on_split(reference: RunDir, batch: Batch) -> list[str]:
-    """Return a note on the number that changes most if one process takes each batch in one piece;
+    """Return a note on the number that changes most if one process runs each batch in one piece;
     none if all stay the same."""
     cut, whole = (
         _numbers(read_training(trial_dir(reference, name).training)) for name in (EQUAL, WHOLE)
@@ -137,7 +137,7 @@ def _same_metrics(expected: Sequence[TrainingRow], found: Sequence[TrainingRow])
 
 
 def _apart(a: float, b: float | None) -> float:
-    """Return the difference of two metrics relative to the larger one, or to 1e-3 where both are
+    """Return the difference of two metrics relative to the larger one, or to 1e-3 if both are
     smaller: close to zero few digits are left."""
     if b is None or math.isnan(a) != math.isnan(b):
         return math.inf
@@ -190,8 +190,8 @@ def _replicas_agree(equal: RunDir, num_ranks: int) -> Check:
 
 
 def _weights_moved(equal: RunDir, num_ranks: int) -> Check:
-    """Check that every tensor moved, on every rank: an optimizer that steps nothing passes all
-    other checks that a reference which steps nothing would."""
+    """Check that every tensor moved, on every rank: an optimizer that updates nothing would pass
+    all other checks against a reference that updates nothing either."""
     still = sorted(
         {
             name
@@ -205,7 +205,7 @@ def _weights_moved(equal: RunDir, num_ranks: int) -> Check:
 
 def _veto_held(run: RunDir, num_ranks: int) -> Check:
     """Check the veto. Step 2 has a NaN on the last rank: the weights stay those after step 1, and
-    step 3 is taken as if nothing had been."""
+    step 3 is taken as if nothing had happened."""
     before, poisoned, after = (trial_dir(run, name) for name in (BEFORE, POISONED, AFTER))
     skipped = [row.step for row in read_training(after.training) if row.skipped]
     touched = [
@@ -237,7 +237,7 @@ def _is_restored(trial: RunDir, num_ranks: int) -> Check:
 
 
 def _can_fail(one: RunDir, broken: RunDir) -> Check:
-    """Check that a gradient one percent too large is seen by the very checks above."""
+    """Check that the checks above do notice a gradient one percent too large."""
     curve = _same_curve(read_training(one.training), read_training(broken.training))
     norms = next(check for check in curve if check.name == "norm")
     return _caught(not norms.ok and not _same_weights(one, broken).ok)

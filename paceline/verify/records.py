@@ -1,4 +1,4 @@
-"""What `paceline verify` says: one proof per strategy, verify.json."""
+"""The result of `paceline verify`: one proof per strategy, verify.json."""
 
 from pydantic import Field
 

@@ -1,7 +1,7 @@
 """What strategies are proven on: a small model of ours that shows their mistakes, or a user's job.
 
-A subject names the trials and builds the job of each, on paper. Every strategy is held against one
-process that takes the same samples in each step.
+A subject names the trials and builds the job of each, without running it. Every strategy is
+compared with one process that takes the same samples in each step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ class Subject(Protocol):
         ...
 
     def refusals(self, overrides: Words) -> Iterator[str]:
-        """Yield the reasons to refuse these overrides."""
+        """Yield the reasons for refusing these overrides."""
         ...
 
     def overruled(self, overrides: Words) -> list[str]:
@@ -146,7 +146,7 @@ class MadeModel:
         }
 
     def alone(self, job: Job, plan: Plan) -> Batch:
-        """Return one pass over all samples of a step: a mean of means would differ."""
+        """Return a batch of one pass over all samples of a step: a mean of means would differ."""
         return Batch(MICRO * ACCUM * plan.world_size, 1)
 
     def reference(self, settings: Words, batch: Batch, world: int) -> Jobs:
@@ -161,7 +161,7 @@ class MadeModel:
         return self.build([*COMMON, *cut, *settings])
 
     def _sample_of(self, rank: int, step: int, world: int) -> int:
-        """Return a sample that `rank` meets in `step`."""
+        """Return a sample that `rank` trains on in `step`."""
         config: Any = self.build(COMMON).config
         order = Order(config.data.num_samples, config.train.seed)
         positions = StepSlice(MICRO, ACCUM, world, rank).positions((step - 1) * ACCUM)
@@ -169,8 +169,8 @@ class MadeModel:
 
 
 OWN_STEPS, OWN_ACCUM, CLIP = 4, 2, 1.0
-# Keys of the user's that a proof sets itself. SGD, because adaptive optimizers hide a gradient that
-# is wrong by a factor; fp32, because there a difference is an error and not rounding.
+# The user's keys that a proof sets itself. SGD, because adaptive optimizers hide a gradient that is
+# wrong by a factor; fp32, because a difference is then an error and not rounding.
 FIXED: dict[str, dict[str, Any]] = {
     "precision": {"mode": "fp32", "matmul": "highest"},
     "optim": {"name": "sgd", "lr": 0.1, "weight_decay": 0.01, "momentum": "auto", "ema": "off"},

@@ -1,4 +1,4 @@
-"""The trials of one strategy on paper, and their run: plans in, files of every rank out."""
+"""The trials of one strategy, planned and then run: plans in, files of every rank out."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from paceline.verify.trial import EQUAL, VERIFY, trial_dir, try_rank
 
 @dataclass
 class Trials:
-    """What one strategy, or one process, runs: a job for each trial, and the plans of them."""
+    """What one strategy, or one process, runs: a job for each trial, and their plans."""
 
     root: Path
     env: Env
@@ -69,7 +69,7 @@ class Trials:
         plan.save(run.plan)
 
     def _failure(self, ending: Ending) -> str:
-        """Return what went wrong, or "". A trial's verdicts say more than those of the strategy."""
+        """Return what went wrong, or "". A trial's verdicts say more than the strategy's."""
         if (untold := untold_cause(self.run_dir, ending.seen)) is not None:
             rank, why = untold
             return why if rank is None else f"rank {rank}: {why}"

@@ -1,5 +1,5 @@
-"""The live view of runs: what their files say now, followed as they grow. Nothing here writes into
-a run directory but the watchdog, which may ask for a stop.
+"""The live view of runs: what their files say now, followed as they grow. Only the watchdog writes
+into a run directory: it may request a stop.
 
     files of a run --RunReader--> RunView --+--> cli/watch_screen.py   a terminal
     runs/, sweeps  --find_runs--> many      +--> page.py               a page, live

@@ -1,7 +1,7 @@
-"""All runs below a folder: single ones, those of sweeps and of benches, found again and again.
+"""All runs below a folder: single ones, those of sweeps and of benches, searched for repeatedly.
 
 A run that is over is read once, from its result alone; a live one is followed (reader.py). So a
-folder of a thousand old runs costs a look at each name, and nothing more.
+folder of a thousand old runs only costs a check of each name.
 """
 
 import os
@@ -21,7 +21,7 @@ from paceline.watch.state import judge_state
 from paceline.watch.view import RunView, State
 
 MAX_DEPTH, MAX_RUNS = 4, 2000
-SCAN_S = 5.0  # between two looks for new runs: a shared folder may be slow
+SCAN_S = 5.0  # between two searches for new runs: a shared folder may be slow
 CONFIG, SWEEP = "run.yaml", "sweep.json"
 Marks = tuple[int | None, ...]
 
@@ -71,14 +71,14 @@ class Fleet:
         return [text for root in found if (text := describe_sweep(SweepDir(root)))]
 
     def follow(self, name: str) -> RunView | None:
-        """Return one run in whole, with its series; None where there is no run of that name. Only
+        """Return one complete run, with its series; None if there is no run of that name. Only
         names that were found are looked up: no path comes from outside."""
         reader = self.readers.get(name)
         return reader.read() if reader is not None else None
 
     def scan(self) -> None:
-        """Look for runs that are new, now and then. They make a new map: other threads may be going
-        through the one that there is."""
+        """Search for new runs, now and then. The result is a new map, as other threads may be
+        iterating over the old one."""
         if self._scanned_at is not None and self._now() - self._scanned_at < SCAN_S:
             return
         self._scanned_at = self._now()
@@ -104,7 +104,7 @@ class Fleet:
 
 
 def describe_sweep(folder: SweepDir) -> str:
-    """Say how many runs of a sweep are done; empty where its files do not tell."""
+    """Say how many runs of a sweep are done; empty if its files do not tell."""
     try:
         record = SweepRecord.load(folder.record)
         rows = load_manifest(folder.manifest)
@@ -144,8 +144,8 @@ def _order(view: RunView) -> tuple[bool, float]:
 
 
 def _mark(run: RunDir, num_ranks: int) -> Marks:
-    """Return when files were written by which a run is over: its result, or the heartbeats of one
-    that has none, which may only have been silent for a while."""
+    """Return the times of the files that show that a run is over: its result or, without one, its
+    heartbeats, as it may only have been silent for a while."""
     ended_at = _mtime(run.result)
     beats = [run.heartbeat(rank) for rank in range(num_ranks)] if ended_at is None else []
     return ended_at, *(_mtime(path) for path in (run.attempt, *beats))

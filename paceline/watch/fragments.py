@@ -1,5 +1,5 @@
 """A view as pieces of a page, by the id of the place where each belongs. They are drawn by the same
-code as a report's charts; a page that is open is sent those that have changed."""
+code as a report's charts; an open page is sent the pieces that have changed."""
 
 import os
 from collections.abc import Mapping
@@ -141,8 +141,8 @@ def _loss(view: RunView) -> str:
 
 
 def _phases(view: RunView) -> str:
-    """Draw the step of each rank; of many, those that work most and least themselves: all take as
-    long for a step, waiting included."""
+    """Draw the step of each rank; of many, those with the most and the least work of their own,
+    since with waiting all take equally long for a step."""
     ranks = [rank for rank in view.ranks if rank.phases_s]
     note = ""
     if len(ranks) > MAX_BARS:
@@ -217,7 +217,7 @@ def _gpus(view: RunView) -> str:
 
 
 def _ranks(view: RunView, most: int = MAX_ROWS) -> str:
-    """Return a table of ranks: of many, those that one would look at first."""
+    """Return a table of ranks; of many, those that need attention first."""
     shown = sorted(view.ranks, key=lambda r: r.worry, reverse=True)[:most]
     shown.sort(key=lambda r: r.rank)
     names = ("rank", "host", "step", "in", "heard", "step time", "own work", "memory")

@@ -5,7 +5,7 @@
     /events[/NAME]    server-sent events: the pieces of the page that have changed, and new lines
 
 On localhost anybody on this machine may look, but no page of another site (the Host header must be
-ours). On any other address a token is asked for, which stands in the link that is printed.
+ours). On any other address a token is required, which is part of the printed link.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from paceline.watch.fragments import Pieces, draw_list, draw_run
 from paceline.watch.view import RunView
 
 TICK_S = 1.0
-PING_TICKS = 15  # a comment now and then, by which a client that has gone is noticed
+PING_TICKS = 15  # a comment now and then, to notice that a client has gone
 COOKIE = "paceline_token"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1")
 POLICY = (
@@ -53,7 +53,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> "Address":
-        """Read `HOST:PORT`, `:PORT` or `HOST`; an IPv6 address stands in brackets, since its own
+        """Read `HOST:PORT`, `:PORT` or `HOST`; an IPv6 address must be in brackets, since its own
         colons cannot be told from that of a port."""
         found = WRITTEN.fullmatch(text)
         if found is None or (found["six"] is not None and not _is_ipv6(found["six"])):
@@ -83,15 +83,15 @@ def _is_ipv6(text: str) -> bool:
 
 
 class Drawn(NamedTuple):
-    """The pieces of a page; of one run, that too, for its log is sent by lines."""
+    """The pieces of a page; for one run, the run too, because its log is sent by lines."""
 
     pieces: Pieces
     view: RunView | None
 
 
 class Channel:
-    """What all who look at one page share: its pieces are drawn once a second, however many look.
-    `draw` reads files, so it runs in a thread."""
+    """What all viewers of one page share: its pieces are drawn once a second, however many there
+    are. `draw` reads files, so it runs in a thread."""
 
     def __init__(self, draw: "Callable[[], Drawn]") -> None:
         self._draw, self._lock = draw, asyncio.Lock()
@@ -128,7 +128,7 @@ async def stream(channel: Channel, is_gone: Callable[[], Awaitable[bool]]) -> As
 
 
 def build_app(fleet: Fleet, token: str) -> Any:
-    """Return the application; an empty token asks for none, and takes only local names as Host."""
+    """Return the application; with an empty token it needs none, and accepts only local Hosts."""
     require_extra("starlette", "watch")
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
@@ -149,7 +149,7 @@ def build_app(fleet: Fleet, token: str) -> Any:
         return Drawn(draw_list(fleet.read(), fleet.names(), fleet.sweeps()), None)
 
     async def name_of(request: Request, prefix: str) -> str | None:
-        """Return the run that is meant; empty for the list, None where there is no such run."""
+        """Return the run of this page; empty for the list, None if there is no such run."""
         await asyncio.to_thread(fleet.scan)
         name = name_in(request.scope, prefix) if request.path_params else ""
         if not name and fleet.is_single:
@@ -193,7 +193,7 @@ def build_app(fleet: Fleet, token: str) -> Any:
 
 
 class TokenGate:
-    """Lets in who knows the token: in the link once, then by a cookie that scripts cannot read."""
+    """Admits requests with the token: once in the link, then in a cookie hidden from scripts."""
 
     def __init__(self, app: Any, token: str) -> None:
         self._app, self._token = app, token
@@ -235,8 +235,8 @@ def render_page(name: str, root: str, is_single: bool) -> str:
 
 
 def name_in(scope: Mapping[str, Any], prefix: str) -> str:
-    """Return the run that a path names behind its prefix. It is read from the bytes that were sent:
-    names of folders need not be UTF-8, which the decoded path takes them for."""
+    """Return the run that a path names after its prefix. It is read from the bytes that were sent:
+    names of folders need not be UTF-8, which the decoded path assumes."""
     sent = bytes(scope.get("raw_path") or quote(scope["path"]).encode())
     _, _, name = sent.partition(b"?")[0].partition(prefix.encode())
     return os.fsdecode(unquote_to_bytes(name))
@@ -260,7 +260,7 @@ def serve(fleet: Fleet, address: Address, say: Callable[[str], None]) -> None:
 
 
 def _open(address: Address) -> socket.socket:
-    """Take the address before anything is said of it."""
+    """Bind the address before it is announced."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         address.host.encode("idna")  # as `bind` does, which calls a bad name a TypeError

@@ -4,8 +4,8 @@
     ranks/*/steps.csv     the last 16 KiB and on           heartbeats       their last lines
     events.jsonl          as it grows                      train.log        its last lines and on
 
-Memory and time of a call do not grow with the length of a run, but for the first call, which reads
-training.csv (10 MB for 100,000 steps). Files are read where they lie: a run on other machines is
+Memory and time of a call do not grow with the length of a run, except for the first call, which
+reads training.csv (10 MB for 100,000 steps). Files are read in place: a run on other machines is
 followed through the folder that it shares with this one.
 """
 
@@ -46,8 +46,8 @@ PARTS = (*(str(phase) for phase in STEP_PHASES), WAITING, "unaccounted")
 
 
 class RunReader:
-    """Keeps a `RunView` up to date. `now` is the watcher's own clock, by which silence is told:
-    that of another machine may be wrong. Threads may share it: the pages of a list and of a run do.
+    """Keeps a `RunView` up to date. `now` is the watcher's own clock, which measures silence: that
+    of another machine may be wrong. Threads may share it: the pages of a list and of a run do.
     """
 
     def __init__(self, run: RunDir, now: Callable[[], float] = time.monotonic) -> None:
@@ -62,8 +62,8 @@ class RunReader:
         self._result_seen: int | None = None
 
     def read(self) -> RunView:
-        """Take in what is new; return a view that later calls do not change: others may draw this
-        one while they read."""
+        """Read what is new; return a view that later calls do not change, as others may be drawing
+        it during those calls."""
         with self._lock:
             self._read()
             return self.view.copy()
@@ -145,7 +145,7 @@ class RunReader:
         view.left_s = ahead * median(self._recent) if self._recent and view.num_steps else None
 
     def _read_gpus(self) -> None:
-        """Give each rank the samples of its GPU, which the first rank of its machine has taken."""
+        """Give each rank the samples of its GPU, which the first rank of its machine recorded."""
         for each in self._ranks:
             found = self._ranks[each.first_of_machine].gpu_samples.get(each.view.gpu, [])
             for at, percent, used in found:
@@ -219,7 +219,7 @@ class _RankReader:
         if beat == Beat():
             return
         if self._beat == Beat():
-            # It was there before this watcher: only its own clock says how old it is.
+            # It was there before this watcher: only its writer's clock says how old it is.
             age = max(0.0, wall_time() - beat.time)
             self._beaten_at = self._moved_at = now - age
         elif beat.time != self._beat.time:

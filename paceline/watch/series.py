@@ -26,7 +26,7 @@ class Series:
     last: float | None = None
 
     def copy(self) -> "Series":
-        """Return the same, which does not grow with this one."""
+        """Return a copy that does not grow with this one."""
         return replace(
             self, x=[*self.x], count=[*self.count], total=[*self.total], low=[*self.low],
             high=[*self.high],
@@ -93,5 +93,5 @@ class Series:
 
     @property
     def band(self) -> list[tuple[float, float, float]]:
-        """Return least and largest of each bin; nothing where each bin is one value."""
+        """Return least and largest of each bin; nothing if each bin is one value."""
         return list(zip(self.x, self.low, self.high, strict=True)) if self.width > 1 else []

@@ -23,7 +23,7 @@ PROCESS = re.compile("[0-9]{1,10}")  # and below 2**31: the kernel is asked for 
 
 
 def judge_state(run: RunDir, view: RunView, now: float) -> State:
-    """Say in one word how a run is, and beside it what makes one think so."""
+    """Say in one word how a run is doing, with the evidence for it."""
     if view.result is not None:
         outcome = view.result.outcome
         if outcome is Outcome.OK:
@@ -53,7 +53,7 @@ def judge_state(run: RunDir, view: RunView, now: float) -> State:
 
 
 def _without_beats(run: RunDir, now: float) -> State:
-    """Judge a run whose ranks have not spoken: they start, or died before they could."""
+    """Judge a run without heartbeats: its ranks are starting, or died before they could write."""
     try:
         age = now - run.config.stat().st_mtime
     except OSError:
@@ -65,10 +65,10 @@ def _without_beats(run: RunDir, now: float) -> State:
 
 def _sure_after_s(path: Path) -> float:
     """Return after how many silent seconds the process that the lock names has surely ended: few if
-    it was one of this machine and is not there any more, but not none, for the same name and other
-    numbers may be those of a container; more if the lock names nobody, for it said that it left or
-    its disk is full. The lock itself is not touched, not even for a moment: a run that starts just
-    then must get it."""
+    it was on this machine and is gone, but not none, because a container may have the same host
+    name and other process ids; more if the lock names nobody, because the process cleared it as it
+    left, or its disk is full. The lock itself is not touched, not even for a moment: a run that
+    starts just then must get it."""
     try:
         said = read_regular(path, MAX_LOCK_BYTES).decode(errors="replace")
     except (OSError, DataError):

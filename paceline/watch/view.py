@@ -12,7 +12,7 @@ from paceline.records.words import elapsed
 from paceline.watch.series import Series
 
 MAX_EVENTS, MAX_LINES = 200, 400
-# Of one GPU beside another of the same run, in percent: as the sweeps of speech models count it.
+# Use of one GPU compared with another of the same run, in percent, as in sweeps of speech models.
 BUSY, IDLE = 90.0, 10.0
 WAITING = "waiting"  # for other ranks, inside collectives
 Kind = Literal["starting", "running", "silent", "died", "ok", "stopped", "failed", "foreign"]
@@ -20,8 +20,8 @@ Kind = Literal["starting", "running", "silent", "died", "ok", "stopped", "failed
 
 @dataclass(frozen=True)
 class State:
-    """Whether a run lives, in one word, and what a person should know beside it. One that died is
-    not `is_sure` where it may be frozen: nothing says that its supervisor has ended."""
+    """Whether a run lives, in one word, and what else a person should know. A dead run is not
+    `is_sure` if it may be frozen: nothing shows that its supervisor has ended."""
 
     kind: Kind
     said: str = ""
@@ -39,7 +39,7 @@ class State:
 @dataclass
 class RankView:
     """One rank now. `silent_s` is since its last heartbeat, `still_s` since it last entered a
-    phase, both by the clock of whoever looks."""
+    phase, both by the watcher's clock."""
 
     rank: int
     host: str = ""
@@ -60,13 +60,13 @@ class RankView:
 
     @property
     def own_s(self) -> float:
-        """Return what of a step is its own work: all ranks take as long for a step, the slow one
-        works, and the others wait for it."""
+        """Return the part of a step that is its own work: all ranks take equally long for a step;
+        the slow one works, and the others wait for it."""
         return sum(s for part, s in self.phases_s.items() if part not in (WAITING, "unaccounted"))
 
     @property
     def worry(self) -> tuple[float, float]:
-        """Return by what ranks are sorted where not all are shown: silence, then own work."""
+        """Return the sort key for ranks when not all are shown: silence, then own work."""
         return round((self.silent_s or 0.0) + self.still_s, -1), self.own_s
 
 
@@ -83,7 +83,7 @@ class Balance:
     num_rejected: int = 0  # samples outside 0 to 100 %, which NVML gives now and then
 
     def note(self, percents: dict[int, float]) -> None:
-        """Take in one sample of each GPU, by rank."""
+        """Add one sample of each GPU, by rank."""
         sound = {rank: value for rank, value in percents.items() if 0 <= value <= 100}
         self.num_rejected += len(percents) - len(sound)
         if not sound:
@@ -106,7 +106,7 @@ class Balance:
 
 @dataclass
 class RunView:
-    """A run as its files tell it. `series` are by column of training.csv."""
+    """A run according to its files. `series` are by column of training.csv."""
 
     path: Path
     name: str
@@ -131,7 +131,7 @@ class RunView:
     result: Result | None = None
 
     def copy(self) -> "RunView":
-        """Return the same, which stays so while the run goes on."""
+        """Return a copy that does not change while the run goes on."""
         return replace(
             self,
             series={name: series.copy() for name, series in self.series.items()},

@@ -3,11 +3,11 @@ asks the run to stop when a rule is broken.
 
     paceline watch RUN_DIR --halt --interval 30
 
-It may be started before the run is: it waits for the directory. What an earlier attempt has left is
-not judged. A run of which nothing is heard may be dead or frozen: unless its supervisor is known to
-have ended it has stalled, once the rule says so. An old .HALT is not cleared: a run
-ignores one that was there before it. Ranks that hang cannot read .HALT; their supervisor ends them
-at launch.progress_s.
+It may be started before the run is: it waits for the directory. What an earlier attempt left is not
+judged. A silent run may be dead or frozen: unless its supervisor is known to have ended, it counts
+as stalled once the rule's time is over. An old .HALT is not cleared: a run ignores one that was
+there before it. Ranks that hang cannot read .HALT; their supervisor ends them at
+launch.progress_s.
 """
 
 import time
@@ -28,7 +28,7 @@ from paceline.records.rundir import RunDir
 from paceline.watch.reader import RunReader
 from paceline.watch.view import RunView
 
-# What stops a run: it is stuck, or what it does is worth nothing. All else is told.
+# Findings that stop a run: it is stuck, or its results are worthless. Others are only reported.
 HALTING = frozenset(
     {"heartbeat_stall", "throughput_flatline", "zero_grad", "nan_loss", "gate_collapse", "desync"}
 )
@@ -40,7 +40,7 @@ Seen = tuple[str, int | None, str, str]
 
 
 class Watchdog:
-    """Call `tick` every so often until `is_over`; `anomaly` is the name of the rule that was broken
+    """Call `tick` regularly until `is_over`; `anomaly` is the name of the rule that was broken
     first."""
 
     def __init__(self, run: RunDir, say: Say) -> None:
@@ -52,7 +52,7 @@ class Watchdog:
         self._moved: tuple[int, float] | None = None  # the furthest step, and since when
 
     def tick(self) -> RunView:
-        """Look once; tell what is new, and ask for the end where that is needed."""
+        """Check once; report what is new, and request a stop if necessary."""
         view = self._reader.read()
         if view.attempt != self._attempt:
             self._attempt, self._moved = view.attempt, None
@@ -69,9 +69,9 @@ class Watchdog:
         return view
 
     def _evidence(self, view: RunView) -> Evidence:
-        """Return what is known now of the attempt that lives. Heartbeats count by this process's
-        own clock. A run of which nothing is heard is judged by its silence: whether steps end there
-        cannot be seen."""
+        """Return what is known now about the live attempt. Heartbeats are timed by this process's
+        own clock. A silent run is judged by its silence: whether its steps still end cannot be
+        seen."""
         now, step = wall_time(), min(each.step for each in view.ranks)
         if self._moved is None or step != self._moved[0]:
             self._moved = (step, time.monotonic())
@@ -90,9 +90,9 @@ class Watchdog:
         return found if attempt is None else self._since(found, attempt)
 
     def _since(self, found: Evidence, attempt: Attempt) -> Evidence:
-        """Leave out what earlier attempts have written, lest this one is halted for a fault of
-        then. Their rows behind the checkpoint are cut off when ranks open their tables, so none
-        counts before all ranks have begun a step."""
+        """Leave out what earlier attempts wrote, so that this one is not halted for an old fault.
+        Their rows after the checkpoint are cut off when ranks open their tables, so none counts
+        before all ranks have begun a step."""
         since, first = attempt.started_at, max(1, attempt.first_step)
         begun = [heart.beat.step for heart in found.hearts.values()]
         is_waiting = attempt.resume and (len(begun) < found.num_ranks or min(begun) < first)
@@ -139,14 +139,14 @@ class Watchdog:
 
 
 def _seen(finding: RunFinding) -> Seen:
-    """Return what makes a finding one that was told: a graver one is new."""
+    """Return the key by which a finding counts as already reported; a graver one is new."""
     is_again = finding.kind in OF_STEPS and finding.severity != "error"
     steps = f"{finding.step} {finding.evidence.get('num_steps')}" if is_again else ""
     return *finding.key, finding.severity, steps
 
 
 def _has_waited(view: RunView, rules: RulesConfig) -> bool:
-    """Tell whether nothing was heard of a run for as long as the rule about silence allows."""
+    """Say whether a run has been silent for as long as the rule about silence allows."""
     silent = [each.silent_s for each in view.ranks if each.silent_s is not None]
     return rules.heartbeat_stall == "off" or min(silent, default=0.0) > rules.heartbeat_stall_s
 
