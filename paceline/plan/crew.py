@@ -65,7 +65,7 @@ def choose_crew(launch: LaunchConfig, env: Env, topology: Topology) -> Crew:
 def choose_device(launch: LaunchConfig, env: Env) -> Choice[Device]:
     asked = launch.device
     if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked")
+        return Choice.as_asked(asked)
     if env.gpus and (env.cuda or env.hip):
         return Choice(requested=asked, value="cuda", because=f"{len(env.gpus)} GPUs are visible")
     why = "no GPU is visible" if not env.gpus else "this torch is built without CUDA and ROCm"
@@ -288,7 +288,7 @@ def _choose_launcher(launch: LaunchConfig, topology: Topology) -> Choice[str]:
         return Choice(requested=asked, value=topology.launcher, because=why)
     if asked == "auto":
         return Choice(requested=asked, value=DEFAULT, because="no launcher started this process")
-    return Choice(requested=asked, value=asked, because="as asked")
+    return Choice.as_asked(asked)
 
 
 def _ranks_per_node(launch: LaunchConfig, env: Env, device: Choice[Device]) -> int:
@@ -315,7 +315,7 @@ def _choose_backend(
 ) -> Choice[Backend]:
     asked = launch.backend
     if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked")
+        return Choice.as_asked(asked)
     if device.value == "cpu":
         return Choice(requested=asked, value="gloo", because="the ranks are on CPU")
     if is_shared:

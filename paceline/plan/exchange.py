@@ -21,7 +21,7 @@ def choose_exchange(
     if "exchange" not in strategy.Settings.model_fields:  # said of every key that is not read
         asked = "collectives"
     if asked == "collectives":
-        return Choice(requested=asked, value="collectives", because="as asked", matters=False)
+        return Choice.as_asked(asked, matters=False)
     if asked == "fused" and not strategy.fuses:
         because = "only zero2 and zero3 take weights in parts"
         return Choice(requested=asked, value="collectives", because=because)
@@ -32,7 +32,7 @@ def choose_exchange(
         )
     if lacking:
         return Choice(requested=asked, value="collectives", because=lacking)
-    return Choice(requested=asked, value=asked, because="as asked")
+    return Choice.as_asked(asked)
 
 
 def _lacking(config: RunConfig, env: Env, crew: Crew) -> str:

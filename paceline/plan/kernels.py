@@ -28,7 +28,7 @@ def choose_kernels(
     asked = config.train.kernels
     what = _served(config, workload, strategy)
     if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked", matters=asked != "torch")
+        return Choice.as_asked(asked, matters=asked != "torch")
     value: Kernels = "torch"
     capability = capability_of(env)
     if device.value == "cpu":

@@ -32,7 +32,7 @@ def choose_bucket(
     asked = getattr(config.strategy, "bucket_mb", "auto")
     matters = "bucket_mb" in strategy.Settings.model_fields
     if asked != "auto":
-        return Choice(requested=asked, value=float(asked), because="as asked", matters=matters)
+        return Choice.as_asked(float(asked), matters=matters)
     link = load_link(env, crew.device.value, crew.num_nodes)
     if link is None or not matters or crew.world_size == 1:
         because = "torch's own: no link was measured here (paceline check)"

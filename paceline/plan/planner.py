@@ -5,7 +5,6 @@ Needs no GPU and no process group: `paceline plan lm_tiny launch.nproc=64` runs 
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
@@ -58,14 +57,13 @@ from paceline.workloads.meta import on_meta
 from paceline.workloads.methods import check_methods
 from paceline.workloads.returns import model_failed, read_model
 
-T = TypeVar("T")
 MAX_LOADER_WORKERS = 4
 
 
 def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     """Decide everything that can be decided before a device is held. Problems are findings."""
-    config, workload = job.config, job.workload
-    topology = topology or Topology()
+    config, workload, topology = job.config, job.workload, topology or Topology()
+    recompute = config.train.activation_checkpointing
     crew = choose_crew(config.launch, env, topology)
     device, world = crew.device, crew.world_size
     strategy = _choose_strategy(config, world)
@@ -99,9 +97,9 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         matmul=matmul,
         attention=attention,
         kernels=kernels,
-        compile=_as_asked(config.train.compile),
+        compile=Choice.as_asked(config.train.compile),
         compile_scope=_choose_scope(config, sharing, crew.on_gpu),
-        recompute=_as_asked(config.train.activation_checkpointing, idle="none"),
+        recompute=Choice.as_asked(recompute, matters=recompute != "none"),
         optimizer=choose_optimizer(config, workload),
         fused_optimizer=choose_fused(config, sharing, workload),
         deterministic=config.train.deterministic,
@@ -259,10 +257,6 @@ def _choose_strategy(config: RunConfig, world: int) -> Choice[str]:
     return Choice(requested=asked, value=meant.name, because=because)
 
 
-def _as_asked(value: T, idle: str = "") -> Choice[T]:
-    return Choice(requested=value, value=value, because="as asked", matters=value != idle)
-
-
 def _choose_scope(config: RunConfig, strategy: Strategy, on_gpu: bool) -> Choice[CompileScope]:
     asked, compiles = config.train.compile_scope, config.train.compile != "off"
     value, because = asked, "as asked"
@@ -278,7 +272,7 @@ def _choose_scope(config: RunConfig, strategy: Strategy, on_gpu: bool) -> Choice
 def _choose_workers(config: RunConfig, env: Env, crew: Crew) -> Choice[int]:
     asked = config.data.num_workers
     if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked")
+        return Choice.as_asked(asked)
     # A GPU rank needs one core to launch kernels; a CPU rank computes on its cores.
     share, on_gpu = env.cores // crew.per_node, crew.on_gpu
     value = min(MAX_LOADER_WORKERS, share - 1 if on_gpu else share // 4)

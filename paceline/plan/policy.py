@@ -22,7 +22,7 @@ FLASH3_HEADS, FLASH3_LENGTH = (64, 128), 2048
 def choose_precision(config: RunConfig, env: Env, device: Choice[Device]) -> Choice[Precision]:
     asked = config.precision.mode
     if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked")
+        return Choice.as_asked(asked)
     if device.value == "cpu":
         return Choice(requested=asked, value="fp32", because="every CPU computes it")
     capability = capability_of(env)
@@ -39,7 +39,7 @@ def choose_attention(
     if asked == "nsa":
         return _route_nsa(config, env, crew.device, workload)
     if asked != "auto":
-        return Choice(requested=asked, value=asked, because="as asked")
+        return Choice.as_asked(asked)
     capability = capability_of(env) if crew.on_gpu else None
     value: Attention = "sdpa"
     because = "torch chooses the kernel"
@@ -95,7 +95,7 @@ def _route_nsa(
     config: RunConfig, env: Env, device: Choice[Device], workload: Workload
 ) -> Choice[Attention]:
     """Choose dense attention where it was measured to be faster: nsa is for long contexts."""
-    as_asked: Choice[Attention] = Choice(requested="nsa", value="nsa", because="as asked")
+    as_asked: Choice[Attention] = Choice.as_asked("nsa")
     if config.attention.nsa.route == "sparse" or device.value == "cpu" or not env.gpus:
         return as_asked
     if "nsa" not in workload.own_attention:

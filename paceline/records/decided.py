@@ -39,6 +39,10 @@ class Choice(Part, Generic[T]):
     because: str
     matters: bool = Field(True, description="Whether it can change anything in this job.")
 
+    @classmethod
+    def as_asked(cls, value: T, matters: bool = True) -> "Choice[T]":
+        return cls(requested=value, value=value, because="as asked", matters=matters)
+
 
 class Finding(Part):
     """Something that the user should know. An `error` stops the run before any rank starts."""

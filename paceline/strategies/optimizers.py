@@ -241,7 +241,7 @@ def builds_own(workload: Workload) -> bool:
 def choose_optimizer(config: RunConfig, workload: Workload) -> Choice[str]:
     asked = config.optim.name
     if not builds_own(workload):
-        return Choice(requested=asked, value=asked, because="as asked", matters=asked != "adamw")
+        return Choice.as_asked(asked, matters=asked != "adamw")
     own = f"{type(workload).__name__}.build_optimizer"
     return Choice(requested=asked, value=own, because="the workload builds its own")
 
