@@ -27,7 +27,7 @@ REGISTRY: tuple[str, ...] = (
     "paceline.strategies.zero:ZERO2_HYBRID",
     "paceline.strategies.zero:ZERO3_HYBRID",
     "paceline.strategies.pipeline.strategy:PIPELINE",
-    "paceline.strategies.deepspeed:DEEPSPEED",
+    "paceline.strategies.deepspeed.strategy:DEEPSPEED",
 )
 GROUP = "paceline.strategies"
 

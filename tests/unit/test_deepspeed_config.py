@@ -11,8 +11,8 @@ from paceline.job import load_job
 from paceline.machine.facts import probe
 from paceline.plan.planner import make_plan
 from paceline.records import Finding, Plan
-from paceline.strategies.deepspeed_config import FIXED, OURS, merge
-from paceline.strategies.deepspeed_engine import tell_device
+from paceline.strategies.deepspeed.config import FIXED, OURS, merge
+from paceline.strategies.deepspeed.engine import tell_device
 from tests.machines import box
 
 

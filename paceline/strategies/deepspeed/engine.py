@@ -25,15 +25,15 @@ from paceline.records.phases import Phase
 from paceline.strategies.base import Engine, EngineParts, StepInfo
 from paceline.strategies.clock import Clock
 from paceline.strategies.compose import compose
-from paceline.strategies.deepspeed_config import ZERO, DeepSpeedSettings
-from paceline.strategies.deepspeed_state import (
+from paceline.strategies.deepspeed.config import ZERO, DeepSpeedSettings
+from paceline.strategies.deepspeed.state import (
     collect_pieces,
     flat_parts,
     is_cut,
     load_moments,
     load_weights,
 )
-from paceline.strategies.deepspeed_waits import CollectiveWaits, count_waits
+from paceline.strategies.deepspeed.waits import CollectiveWaits, count_waits
 from paceline.strategies.engine import ModuleEngine, Wrapping
 from paceline.strategies.gather import storage_bytes
 from paceline.strategies.objective import Objective
