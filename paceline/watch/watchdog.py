@@ -33,7 +33,7 @@ HALTING = frozenset(
     {"heartbeat_stall", "throughput_flatline", "zero_grad", "nan_loss", "gate_collapse", "desync"}
 )
 NEEDS_STACKS = frozenset({"heartbeat_stall", "throughput_flatline", "desync"})
-# What is found in single steps: one more of them is told again, as long as it is no error.
+# Findings about single steps: one more is reported again, as long as it is not an error.
 OF_STEPS = frozenset({"nan_loss", "zero_grad", "loss_spike", "gradient_explosion"})
 Say = Callable[[str], None]
 Seen = tuple[str, int | None, str, str]

@@ -80,8 +80,8 @@ def _build_stage(parts: EngineParts, inner: Sharded | None, index: int, mesh: De
     def shard(objective: Objective) -> None:
         if inner is None:
             return
-        # The backward of the weights, where it runs apart, looks for those that the forward has
-        # used: once freed, their pieces stand in their place, and get no gradient.
+        # The backward of the weights, if it runs apart, looks for those that the forward has
+        # used: once freed, they are replaced by their pieces, and get no gradient.
         keeps = plan.schedule in SPLIT_BACKWARDS
         shard_model(made[0], parts, mesh, not keeps and inner.reshards(parts.config))
 
@@ -122,7 +122,7 @@ def cut_model(model: nn.Module, held: range, region: Region, device: torch.devic
 
 
 def enter_at(block: nn.Module, region: Region) -> None:
-    """Call this block with what was received in place of what ghosts have made. To be set up last:
+    """Call this block with the received tensor instead of what ghosts have made. To be set up last:
     it must run before the hooks of any wrapper."""
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -139,8 +139,8 @@ def enter_at(block: nn.Module, region: Region) -> None:
 def _forget(
     model: nn.Module, name: str, module: nn.Module, region: Region, device: torch.device
 ) -> None:
-    """Make a ghost of a module without children. Any other loses only its own weights: its code may
-    compute what later stages need, such as which patches are masked."""
+    """Turn a module without children into a ghost. Any other loses only its own weights: its code
+    may compute what later stages need, such as which patches are masked."""
     if name and not any(True for _ in module.children()):
         _replace(model, name, Ghost(name, module, region))
         return

@@ -1,6 +1,6 @@
 """The schedules that torch has, run by torch.
 
-Our stages read their batch by themselves, so torch is given numbers in place of inputs and targets.
+Our stages read their batch themselves, so torch gets numbers instead of inputs and targets.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ Objective = Callable[[Tensor], Tensor]
 
 
 class TimedStage(PipelineStage):
-    """A stage of torch's that hands its module the microbatch, and says when it ran."""
+    """A torch stage that passes the microbatch to its module, and records when it ran."""
 
     microbatches: Sequence[Any] = ()
 
@@ -65,7 +65,7 @@ class TimedStage(PipelineStage):
             try:
                 return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
             except RuntimeError as error:
-                # torch wraps whatever happened in words of its own.
+                # torch wraps any error in one of its own.
                 raise error.__cause__ or error from None
 
     def backward_one_chunk(

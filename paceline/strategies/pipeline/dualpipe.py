@@ -105,7 +105,7 @@ class DualPipeRunner:
         return made[0] if made else None
 
     def _backward_input(self, action: Action, flying: _Flying) -> tuple[Tensor | None, _Flying]:
-        """Run the half that a neighbour waits for. The first stage has none: all is left for
+        """Run the half that a neighbour waits for. The first stage has none: all of it runs
         later."""
         if flying.received is None:
             return None, flying
@@ -113,7 +113,7 @@ class DualPipeRunner:
         return made[0], flying._replace(groups=groups)
 
     def _run_backward(self, action: Action, kind: str, flying: _Flying, **more: Any) -> Any:
-        """Run a backward by torch's own stage: it knows what to do where a stage is sharded."""
+        """Run a backward through torch's own stage: it knows what to do if a stage is sharded."""
         # Without a gradient the output is the loss, which torch takes bare and not in a tuple.
         is_loss = flying.gradient is None and kind == "full"
         values = {

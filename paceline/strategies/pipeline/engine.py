@@ -141,8 +141,8 @@ class PipelineEngine(ModuleEngine):
             self._relay(piece)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the whole model on every rank, for proofs. A rank's own copies are taken as they
-        are, so that copies which drift apart show; others come from a holder."""
+        """Return the whole model on every rank, for proofs. A rank's own copies are used as they
+        are, so that copies which drift apart are noticed; others come from a holder."""
         own = {name: whole(value) for name, value in self.module.state_dict().items()}
         holdings, group = self.line.holdings, self.line.group
         found = {}
@@ -158,7 +158,7 @@ class PipelineEngine(ModuleEngine):
         return [self._with_holders(piece) for piece in super().pieces()]
 
     def _with_holders(self, piece: Piece) -> Piece:
-        """Name all ranks with the same rows of it: of every stage that reads it, of every
+        """Add all ranks that hold the same rows: of every stage that reads it, in every
         pipeline."""
         name = piece.name if piece.section == "model" else piece.name.partition("/")[2]
         ranks = self.line.holdings.holders.get(name)
@@ -210,8 +210,8 @@ class PipelineEngine(ModuleEngine):
         return self.runners[key]
 
     def _learn_shapes(self, microbatch: Any) -> None:
-        """Learn what stages send by sending a microbatch through: nothing of it stays, no random
-        number is drawn by it."""
+        """Learn what stages send by sending a microbatch through: none of it is kept, and it draws
+        no random number."""
         on_gpu = [self.parts.device] if self.parts.device.type == "cuda" else []
         self.recorder.clock = None
         with torch.random.fork_rng(devices=on_gpu):

@@ -3,9 +3,8 @@
 A stage runs the model's own forward pass from the start, so that masks, positions and whatever else
 the code around the blocks computes are there. But modules of other stages are ghosts: they have no
 weights, and what they return has the right shape and holds NaN. The pass becomes real where the
-stage's first block is entered with what was received, and ends where the next stage's first block
-would be. Should a ghost's result find its way into what is real, the loss is NaN: never silently
-wrong.
+stage's first block is called with the received tensor, and ends where the next stage's first block
+would be. If a ghost's result reaches the real part, the loss is NaN: never silently wrong.
 """
 
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ class Region:
     def __init__(self) -> None:
         self.received: Tensor | None = None
         self.is_real = False
-        self.learns = False  # the first pass, which looks for what cannot work
+        self.learns = False  # True in the first pass, which checks for what cannot work
         self._drawn: dict[str, Tensor] = {}
         self._fillings: list[Tensor] = []  # the one number that a stand-in is made of
         self._lent: list[tuple[Ghost, Any, Any]] = []
@@ -65,7 +64,7 @@ class Region:
         self._lent.clear()
 
     def _require_no_draws(self, device: torch.device) -> None:
-        """Refuse random numbers before the first block: each stage would draw its own, where the
+        """Refuse random numbers before the first block: each stage would draw its own, but the
         model means the same ones."""
         now = capture_rng(device)
         if any(not torch.equal(now[name], before) for name, before in self._drawn.items()):
@@ -94,8 +93,8 @@ class Region:
 
 
 class Ghost(nn.Module):
-    """Another stage's module. It stays on meta, where a call costs no memory and little time, and
-    is asked once for each shape of its inputs what it would return."""
+    """Another stage's module. It stays on the meta device, where a call costs no memory and little
+    time, and is called once for each shape of its inputs, to learn what it would return."""
 
     is_elsewhere = True
 
@@ -148,7 +147,7 @@ class Ghost(nn.Module):
 
 
 class Exit(nn.Module):
-    """Takes the place of the next stage's first block, and ends the forward pass there."""
+    """Replaces the next stage's first block, and ends the forward pass there."""
 
     is_elsewhere = True
 
@@ -182,7 +181,7 @@ def _alias(value: Any) -> Any:
 
 
 def _is_written(copy: Any) -> bool:
-    """Say whether something was written into a tensor: torch counts that, through whatever view."""
+    """Say whether something was written into a tensor: torch counts that, through any view."""
     return any(leaf._version > 0 for leaf in tree_leaves(copy) if torch.is_tensor(leaf))
 
 
@@ -191,8 +190,8 @@ def _on_meta(value: Any) -> Any:
 
 
 def _shapes_of(value: Any) -> Any:
-    """Return all that the shape of a result can depend on. By hand where it can be: torch's walk
-    over a tree takes ten times as long, and every ghost is called for every microbatch."""
+    """Return all that the shape of a result can depend on. By hand if possible: torch's walk over a
+    tree takes ten times as long, and every ghost is called for every microbatch."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, PLAIN):

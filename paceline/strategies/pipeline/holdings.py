@@ -1,4 +1,4 @@
-"""Who holds which weights: names and ranks, gathered once, and the gradients that holders sum."""
+"""Which ranks hold which weights, gathered once, and the gradients that holders sum."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -72,14 +72,14 @@ class Holdings:
     buffers: list[tuple[dist.ProcessGroup, Tensor]]
 
     def sum_copies(self) -> None:
-        """Sum gradients over holders: each has seen some of the microbatches, or has used the
-        weight elsewhere."""
+        """Sum gradients over holders: each has seen some of the microbatches, or uses the weight
+        elsewhere in the model."""
         for group, parameters in self.sums.items():
             all_reduce_gradients(parameters, group, bucket_mb=64.0)
 
     def spread_buffers(self) -> None:
-        """Broadcast what a forward pass changes, such as BatchNorm's statistics: the first holder's
-        are those of all, as in DistributedDataParallel."""
+        """Broadcast what a forward pass changes, such as BatchNorm's statistics: all get the first
+        holder's, as in DistributedDataParallel."""
         for group, buffer in self.buffers:
             dist.broadcast(buffer, group_src=0, group=group)
 

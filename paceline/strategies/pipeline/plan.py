@@ -60,7 +60,7 @@ class PipelineSettings(Buckets, Gathering):
 
 @dataclass(frozen=True)
 class PipelineNumbers:
-    """What was asked for, in numbers."""
+    """The requested pipeline, in numbers."""
 
     schedule: str
     num_ranks: int
@@ -77,7 +77,7 @@ class PipelineNumbers:
 def choose_pipeline(
     config: RunConfig, world: int, model: ModelShape
 ) -> tuple[PipelinePlan | None, list[Finding]]:
-    """Return the pipeline, or everything that stands against it."""
+    """Return the pipeline, or every reason against it."""
     asked = _read(config, world)
     problems = [*_rank_problems(asked, world, model)]
     problems += [*_shape_problems(asked, config, world), *_split_problems(asked, config, model)]
@@ -104,8 +104,8 @@ def ranks_of_pipeline(config: RunConfig, world: int) -> int:
 
 
 def count_microbatches(config: RunConfig, num_ranks: int) -> int:
-    """Return the parts that a batch is cut into on `num_ranks` ranks, as asked or chosen: a divisor
-    of the batch that the schedule takes, with four per rank, or else the largest. Where there is no
+    """Return the parts that a batch is cut into on `num_ranks` ranks, as set or chosen: a divisor
+    of the batch that the schedule accepts, with four per rank, or else the largest. If there is no
     such divisor, the number that a larger batch should have."""
     strategy = PipelineSettings.of(config)
     asked, schedule = strategy.microbatches, strategy.schedule
@@ -178,8 +178,8 @@ def _rank_problems(asked: PipelineNumbers, world: int, model: ModelShape) -> Ite
 
 
 def _shape_problems(asked: PipelineNumbers, config: RunConfig, world: int) -> Iterator[Finding]:
-    """Yield what the schedule cannot do with these numbers, on the ranks that it would have were
-    they right; the nearest number of microbatches is one that cuts the batch, too."""
+    """Yield what the schedule cannot do with these numbers, on the ranks that it would have if they
+    were right; the nearest number of microbatches divides the batch, too."""
     ranks = _nearest(asked, _fitting(asked, world)) // asked.distinct
     ranks = nearest_ranks(asked.schedule, max(1, ranks))
     micro, parts = config.train.micro_batch_size, asked.num_microbatches

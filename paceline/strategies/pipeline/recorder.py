@@ -44,7 +44,7 @@ class Recorder:
     def timed(self, action: Action) -> Iterator[None]:
         """Time the work of an action. An error inside says where it was."""
         clock = self.clock
-        if clock is None:  # shapes are learnt, or the model is evaluated
+        if clock is None:  # shapes are being learnt, or the model is evaluated
             yield
             return
         clock.enter(Phase.FORWARD if action.kind is Kind.FORWARD else Phase.BACKWARD)
@@ -64,8 +64,8 @@ class Recorder:
         return [action for action, _, _ in self._passes[-1].marks] if self._passes else []
 
     def passes(self) -> list[Pass]:
-        """Return all that is kept; on a GPU, wait for it. The device lags behind the host: moments
-        on it are counted back from one that both know."""
+        """Return all kept passes; on a GPU, wait for them. The device lags behind the host: times
+        on it are counted back from a moment that both know."""
         anchor = self._mark()
         if self.on_gpu:
             anchor.synchronize()

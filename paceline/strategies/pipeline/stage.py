@@ -1,7 +1,7 @@
 """One stage, and a batch relayed through all of them.
 
-A stage is a part of the workload's own forward pass, as a module: it takes what the stage before
-sends, and returns what the next one needs, or the loss.
+A stage is a part of the workload's own forward pass, as a module: its input is what the stage
+before sends, and it returns what the next one needs, or the loss.
 """
 
 from collections.abc import Sequence
@@ -42,9 +42,9 @@ class Stage(nn.Module):
     """`batch` is the microbatch to run; `done` collects the losses, where this stage has one, and
     `measured` what `evaluate` found while it `evaluates`.
 
-    `wire` is where tensors lie that travel between ranks. gloo cannot read a GPU's memory from
-    peer to peer ("writev: Bad address"), so under it they pass through the host: the two copies are
-    part of the graph, and gradients take the same way back.
+    `wire` is the device of tensors that travel between ranks. gloo cannot read a GPU's memory from
+    peer to peer ("writev: Bad address"), so with it they pass through the host: the two copies are
+    part of the graph, and gradients go back the same way.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class Stage(nn.Module):
 
 
 def _ownable(hidden: Tensor) -> Tensor:
-    """Return a tensor that torch can send, which wants it dense, and cut off from its graph in
-    place, which it cannot do to a view: what a Linear or a transpose returns."""
+    """Return a tensor that torch can send. It must be dense, and torch detaches it from its graph
+    in place, which is not possible for a view: what a Linear or a transpose returns."""
     if hidden._is_view() or not hidden.is_contiguous():
         return hidden.clone(memory_format=torch.contiguous_format)
     return hidden
@@ -139,8 +139,8 @@ class Relay:
 
     @torch.no_grad()
     def run(self, batch: Any, learns: bool = False) -> None:
-        """Hand a batch through; the last stage notes its loss. `learns`: each notes what it takes
-        and gives, which for a batch to evaluate may be another size."""
+        """Relay a batch; the last stage notes its loss. `learns`: each stage notes what it receives
+        and sends, whose size may differ for a batch to evaluate."""
         handed: Tensor | None = None
         for index, stage in sorted(self.stages.items()):
             if index > 0 and self.homes[index - 1] != self.here:
@@ -192,8 +192,8 @@ def _require_no_ghosts(stage: Stage, handed: Tensor | None, device: torch.device
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:
-    """Compare as a whole: a kernel that sums in another order may change the last bit of some
-    numbers."""
+    """Compare the tensors as a whole: a kernel that sums in another order may change the last bit
+    of some numbers."""
     if not torch.equal(a.isnan(), b.isnan()):
         return True
     a, b = a.double().nan_to_num(), b.double().nan_to_num()

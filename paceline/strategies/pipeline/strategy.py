@@ -40,7 +40,7 @@ class Pipeline(Strategy):
         return list(_problems(config, model))
 
     def lay_out(self, config: RunConfig, crew: Crew, model: ModelShape) -> Layout:
-        """Lay stages across, and ranks with the same stages inside, for they exchange more."""
+        """Lay stages across, and ranks with the same stages inside, because they exchange more."""
         world = crew.world_size
         pipeline, problems = choose_pipeline(config, world, model)
         if pipeline is None:
