@@ -56,7 +56,12 @@ from paceline.strategies.shape import ModelShape
 from paceline.workloads.base import Workload
 from paceline.workloads.meta import on_meta
 from paceline.workloads.methods import check_methods
-from paceline.workloads.returns import model_failed, read_model
+from paceline.workloads.returns import (
+    model_failed,
+    read_model,
+    read_problems,
+    require_answers,
+)
 
 T = TypeVar("T")
 MAX_LOADER_WORKERS = 4
@@ -65,6 +70,7 @@ MAX_LOADER_WORKERS = 4
 def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     """Decide everything that can be decided before a device is held. Problems are findings."""
     config, workload = job.config, job.workload
+    require_answers(workload, config)
     topology = topology or Topology()
     crew = choose_crew(config.launch, env, topology)
     device, world = crew.device, crew.world_size
@@ -130,7 +136,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *check_pipeline(workload, layout.pipeline is not None),
         *check_samples(config, workload, layout.pipeline is not None),
         *check_frozen(config, workload, sharing, model),
-        *workload.problems(_computed_in(config, precision.value)),
+        *read_problems(workload, workload.problems(_computed_in(config, precision.value))),
         *check_policy(config, env, plan, workload),
         *check_limits(config, env, plan, workload, sharing),
         *sharing.problems(config, crew, model),
