@@ -121,11 +121,12 @@ def _write_decisions(
 ) -> RunDir:
     if missing := [str(each) for each in check_installed(asked.trackers)]:
         raise ConfigError(missing)
-    run = RunDir.create(asked.name, asked.out)
+    RunDir.require_place(asked.out)
     env = probe()
     job = Job(_config(asked, model, optimizer), ScriptLoop(model))
     # What a plan finds wrong is about a loop of ours.
     plan = _as_it_is(make_plan(job, env, topology), asked, model, optimizer)
+    run = RunDir.create(asked.name, asked.out)
     write_atomic(run.config, f"# asked: paceline.attach in {asked.name}\n{dump_config(job.config)}")
     env.save(run.env)
     plan.save(run.plan)

@@ -152,12 +152,14 @@ def sweep(
     from paceline.cli.together import require_alone
     from paceline.machine.fork_server import start_early
     from paceline.sweep.flow import open_folder, plan_sweep, run_planned
+    from paceline.sweep.folder import SweepDir
     from paceline.sweep.spec import SweepSpec, read_spec, shown_value
 
     require_alone("sweep")
     own = {key: settings.pop(key) for key in list(settings) if key in SweepSpec.model_fields}
     drawn = [f"{key}={','.join(map(shown_value, values))}" for key, values in (axes or {}).items()]
     spec = read_spec(name_of(job), as_words(words, settings), drawn, own)
+    SweepDir.require_place(_path(out))
     start_early()
     talk = SweepConsole(quiet)
     record = plan_sweep(spec)

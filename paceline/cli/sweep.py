@@ -115,8 +115,10 @@ def _to_the_end(
 
     with refusals_on_stdout(as_json), redirect_stdout(sys.stderr):  # what the user's job prints
         from paceline.machine.fork_server import start_early
+        from paceline.sweep.folder import SweepDir
 
         if not dry_run:
+            SweepDir.require_place(out)
             start_early()
         # These import torch.
         from paceline.cli.sweep_talk import SweepConsole

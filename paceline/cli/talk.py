@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from paceline.records import Audit, Plan, Result, words
 from paceline.records.findings import Findings, RunFinding
 from paceline.records.rundir import RunDir
 from paceline.records.words import count, duration, elapsed, number, typed, visible
+from paceline.workloads.given import resuming
 
 PLAIN_INTERVAL_S = 5.0
 TAIL_LINES = 12
@@ -161,7 +161,7 @@ def _way_on(result: Result, run: RunDir) -> str:
     has_any = result.checkpoints is not None and result.checkpoints.num_written > 0
     if result.outcome is not Outcome.PREEMPTED and not has_any:
         return ""
-    return f": resume it with: paceline train --resume {shlex.quote(typed(run.root))}"
+    return f": resume it with: {resuming(typed(run.root), Plan.load(run.plan).workload)}"
 
 
 def say_failure(talk: ConsoleTalk, result: Result, tail_lines: int = TAIL_LINES) -> None:

@@ -85,10 +85,12 @@ def finish(source: str, overrides: list[str], out: Path | None, as_json: bool) -
     """Run a job to its report, say how it ended, and leave with its exit code."""
     from paceline.job import load_job, remember_asked
     from paceline.machine.fork_server import start_early
+    from paceline.records.rundir import RunDir
 
     remember_asked(source, overrides)
 
     def run(talk: ConsoleTalk, rendezvous: Rendezvous | None) -> Result:
+        RunDir.require_place(out)  # at once, and not after seconds of importing and planning
         if Path(source.partition(":")[0]).suffix == ".py":  # it will load torch, and who knows what
             start_early(_launcher_in(overrides))
         job = load_job(source, overrides)

@@ -124,12 +124,15 @@ class TrainConfig(Section):
 
 
 class ScheduleConfig(Section):
-    name: Literal["cosine", "linear", "wsd", "constant"] = Field(
+    name: Literal["cosine", "linear", "wsd", "onecycle", "constant"] = Field(
         "cosine",
-        description="Shape after the warm-up. wsd: the top, then linearly down at the end.",
+        description="Shape after the warm-up. wsd: the top, then linearly down at the end."
+        " onecycle: torch's OneCycleLR, up from lr / 25 and down, both by a cosine.",
     )
     warmup_steps: Count = Field(
-        0, description="Steps of linear warm-up; step 1 uses lr / warmup_steps."
+        0,
+        description="Steps of linear warm-up; step 1 uses lr / warmup_steps. onecycle: the step of"
+        " the highest rate; 0: three tenths of them.",
     )
     total_steps: Literal["auto"] | Positive = Field(
         "auto",

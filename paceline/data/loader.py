@@ -25,7 +25,7 @@ from paceline.data.buckets import length_of, padding
 from paceline.data.collate import Collate, make_batch
 from paceline.data.cursor import Indices, Picks
 from paceline.data.rng import seed_rng
-from paceline.errors import DataError, LoaderError
+from paceline.errors import ConfigError, DataError, LoaderError
 from paceline.machine.process import die_with_parent
 
 MAX_NAMED = 8
@@ -75,7 +75,14 @@ class Rules:
     def units(self, batch: Any, num_samples: int) -> float:
         if self.units_per_sample is not None:
             return num_samples * self.units_per_sample
-        return float(self.workload.units(batch))
+        counted: Any = self.workload.units(batch)
+        try:
+            return float(counted)
+        except (TypeError, ValueError) as error:
+            name = type(self.workload).__name__
+            raise ConfigError(
+                f"{name}.units must return a number; it returned {counted!r:.40}"
+            ) from error
 
 
 class Source(Protocol):

@@ -23,6 +23,7 @@ from paceline.traces.flow import read_profile_facts, write_profile_facts
 from paceline.watch.fleet import is_run
 from paceline.watch.reader import RunReader
 from paceline.watch.view import RunView
+from paceline.workloads.given import resuming
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ def _unconcluded(run: RunDir, view: RunView, evidence: Evidence) -> Iterator[Run
         words=f"the run ended without a result after step {view.step}: its supervisor was killed,"
         f" or its machine went down{blamed or where}",
         evidence=finite({"last_step": last, "silent_s": behind.silent_s if behind else None}),
-        to_try=f"paceline train --resume {evidence.path} goes on from its last checkpoint;"
-        " dmesg and the scheduler know who killed it",
+        to_try=f"{resuming(evidence.path, evidence.plan.workload)} goes on from its last"
+        " checkpoint; dmesg and the scheduler know who killed it",
     )
 
 

@@ -48,6 +48,7 @@ from paceline.strategies.pipeline.plan import (
     count_microbatches,
     ranks_of_pipeline,
 )
+from paceline.workloads.returns import require_sound
 
 MAX_DRAWN_RANKS, MAX_DRAWN_MICROBATCHES = 8, 16
 SLOW = 2048  # ranks times microbatches from which simulating takes a person's time
@@ -91,7 +92,7 @@ def compare_for(
             f"--bubble {question.bubble:g} is not a share of a step\nhint: --bubble 0.1 is 10 %"
         )
     config = job.config
-    _require_sound(job)
+    require_sound(job.workload, config)
     crew = choose_crew(config.launch, env, topology)
     num_ranks = _count_ranks(config, crew.world_size)
     cut, findings = cut_batch(config, num_ranks)
@@ -133,13 +134,6 @@ def _compiled(config: RunConfig, names: Sequence[str]) -> Iterator[Finding]:
             f"{', '.join(split)} cannot run compiled blocks: their times are without it",
             hint="set train.compile=off for them",
         )
-
-
-def _require_sound(job: Job) -> None:
-    """Refuse a model that is wrong for every schedule."""
-    problems = [str(f) for f in job.workload.problems(job.config) if f.severity == "error"]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _count_ranks(config: RunConfig, world: int) -> int:

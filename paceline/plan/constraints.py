@@ -127,7 +127,7 @@ def _schedule_problems(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield Finding.note(
             "optim.schedule.total_steps",
             f"the schedule ends at step {total}, and the run at {steps}: the learning rate"
-            " does not reach its floor",
+            " does not reach its end",
         )
 
 

@@ -78,18 +78,17 @@ def _rules(config: RunConfig, plan: Plan) -> tuple[Idle, ...]:
         Idle("observe", ("nvtx",), not plan.on_gpu, "the ranks are on CPU"),
         Idle("observe", ("memory_every",), config.observe.memory == "off", "observe.memory is off"),
         *_optimizer_rules(optim, plan),
-        Idle(
-            "optim.schedule",
-            ("floor", "total_steps"),
-            optim.schedule.name == "constant",
-            "a constant schedule never falls",
-        ),
-        Idle(
-            "optim.schedule",
-            ("decay",),
-            optim.schedule.name != "wsd",
-            f"optim.schedule.name is {optim.schedule.name}",
-        ),
+        *_curve_rules(optim.schedule.name),
+    )
+
+
+def _curve_rules(name: str) -> tuple[Idle, ...]:
+    where, low = "optim.schedule", "optim.schedule.name is onecycle, which ends at lr / 250,000"
+    never = "a constant schedule never falls"
+    return (
+        Idle(where, ("floor", "total_steps"), name == "constant", never),
+        Idle(where, ("floor",), name == "onecycle", low),
+        Idle(where, ("decay",), name != "wsd", f"optim.schedule.name is {name}"),
     )
 
 

@@ -55,7 +55,12 @@ from paceline.strategies.shape import ModelShape
 from paceline.workloads.base import Workload
 from paceline.workloads.meta import on_meta
 from paceline.workloads.methods import check_methods
-from paceline.workloads.returns import model_failed, read_model
+from paceline.workloads.returns import (
+    model_failed,
+    read_model,
+    read_problems,
+    require_answers,
+)
 
 MAX_LOADER_WORKERS = 4
 
@@ -64,6 +69,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
     """Decide everything that can be decided before a device is held. Problems are findings."""
     config, workload, topology = job.config, job.workload, topology or Topology()
     recompute = config.train.activation_checkpointing
+    require_answers(workload, config)
     crew = choose_crew(config.launch, env, topology)
     device, world = crew.device, crew.world_size
     strategy = _choose_strategy(config, world)
@@ -128,7 +134,7 @@ def make_plan(job: Job, env: Env, topology: Topology | None = None) -> Plan:
         *check_pipeline(workload, layout.pipeline is not None),
         *check_samples(config, workload, layout.pipeline is not None),
         *check_frozen(config, workload, sharing, model),
-        *workload.problems(_computed_in(config, precision.value)),
+        *read_problems(workload, workload.problems(_computed_in(config, precision.value))),
         *check_policy(config, env, plan, workload),
         *check_limits(config, env, plan, workload, sharing),
         *sharing.problems(config, crew, model),

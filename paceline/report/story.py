@@ -1,7 +1,6 @@
 """Everything a report shows, read from a run directory; what does not exist yet is None or
 empty."""
 
-import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from paceline.stats.balance import LEAST_PERCENT, MOST_PERCENT, balance_of
 from paceline.stats.figures import RunFigures, last_loss, last_metrics, measure_run
 from paceline.stats.stability import explain_drift, explain_spread
 from paceline.traces.flow import read_profile_facts
+from paceline.workloads.given import resuming
 
 # The parts of a bar in the report, and their columns in steps.csv.
 PHASES = {str(phase): phase.column for phase in STEP_PHASES} | {"unaccounted": "unaccounted_s"}
@@ -276,7 +276,7 @@ def _way_on(story: Story) -> list[Figure]:
         return []
     step = story.so_far.kept_step
     begins = "step 1, as it has no checkpoint" if step is None else f"its checkpoint of step {step}"
-    command = f"paceline train --resume {shlex.quote(str(story.so_far.path))}"
+    command = resuming(story.so_far.path, story.plan.workload)
     return [Figure("to resume it", command, beside=f"if it runs no more; from {begins}")]
 
 

@@ -2,7 +2,6 @@
 standings, their runs), the answer as sentences, and remarks: what did not run, what cannot be
 trusted, where metrics disagree, what the sweep was asked to compare."""
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from paceline.stats.figures import RunFigures
 from paceline.stats.stability import GATES as RUN_GATES
 from paceline.stats.stability import explain_drift, explain_spread
 from paceline.stats.standings import Standing, Standings
+from paceline.workloads.given import training
 
 UNITS = {
     "samples_per_s": "samples/s",
@@ -233,19 +233,19 @@ def winners(story: SweepStory) -> list[CellLine]:
     return [line for line in story.cells if line.is_winner]
 
 
-def pasteable(record: SweepRecord, cell: SweptCell) -> str:
+def words_of(record: SweepRecord, cell: SweptCell) -> list[str]:
     """Return what to type behind `paceline train RECIPE`: what all cells got and what this one
     got, but nothing of how the sweep ran it. Where a key is set twice, only the last one."""
     words = {word.partition("=")[0]: word for word in [*record.overrides, *cell.overrides]}
-    return shlex.join(words.values())
+    return list(words.values())
 
 
 def command(story: SweepStory) -> str:
-    """Return the command that trains the winner; empty if there is none."""
+    """Return the command, or the Python call, that trains the winner; empty if there is none."""
     if story.winner is None:
         return ""
-    recipe, cell = shlex.quote(story.record.recipe), story.line(story.winner).cell
-    return f"paceline train {recipe} {pasteable(story.record, cell)}".rstrip()
+    record = story.record
+    return training(record.recipe, words_of(record, story.line(story.winner).cell))
 
 
 def rate_text(standing: Standing, unit: str) -> str:

@@ -165,7 +165,7 @@ def explain_schedule(resumption: Resumption, last_step: int) -> str:
     return (
         f"the {name} of the learning rate now ends at step {after}, not {before}:"
         f" step {last_step} took {then:.3g}, step {last_step + 1} takes {now:.3g}, and the last one"
-        f" {optim.lr * optim.schedule.floor:.3g}"
+        f" {learning_rate(after, after, optim):.3g}"
     )
 
 

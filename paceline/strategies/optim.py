@@ -20,6 +20,8 @@ from paceline.strategies.optimizers import KINDS, builds_own, has_kernel, is_fro
 from paceline.workloads.base import Workload
 
 ONE_READ_ADAMW = "paceline.strategies.update_rules:OneReadAdamW"
+# OneCycleLR's pct_start, 1 / div_factor, and that over final_div_factor.
+ONE_CYCLE_TOP, ONE_CYCLE_START, ONE_CYCLE_END = 0.3, 1 / 25, 1 / 25 / 1e4
 
 
 @dataclass(frozen=True)
@@ -180,9 +182,12 @@ def learning_rate(step: int, num_steps: int, optim: OptimConfig) -> float:
     """Return the rate of step 1, 2, ..., num_steps: linear warm-up, then by the schedule.
 
     Step 1 uses lr / warmup_steps, not 0; the last step, of the run or of
-    `optim.schedule.total_steps`, uses exactly floor x lr, and so do those after it.
+    `optim.schedule.total_steps`, uses exactly floor x lr, and so do those after it. `onecycle` has
+    both ends of its own.
     """
     schedule = optim.schedule
+    if schedule.name == "onecycle":
+        return optim.lr * _one_cycle(step, last_step(num_steps, schedule), schedule.warmup_steps)
     if step <= schedule.warmup_steps:
         return optim.lr * step / schedule.warmup_steps
     return optim.lr * _after_warmup(step, last_step(num_steps, schedule), schedule)
@@ -200,5 +205,20 @@ def _after_warmup(step: int, total: int, schedule: ScheduleConfig) -> float:
     if schedule.name == "wsd":
         start = max(start, total - max(1, round(schedule.decay * total)))
     done = min(1.0, max(0, step - start) / max(1, total - start))
-    left = 0.5 * (1 + math.cos(math.pi * done)) if schedule.name == "cosine" else 1 - done
+    left = _cosine(done) if schedule.name == "cosine" else 1 - done
     return schedule.floor + (1 - schedule.floor) * left
+
+
+def _one_cycle(step: int, total: int, warmup_steps: int) -> float:
+    """Return what torch.optim.lr_scheduler.OneCycleLR multiplies max_lr with, by its defaults."""
+    top = warmup_steps or ONE_CYCLE_TOP * total  # a step; it may lie between two
+    if step <= top:
+        up = 1 - _cosine((step - 1) / (top - 1)) if top > 1 else 1.0
+        return ONE_CYCLE_START + (1 - ONE_CYCLE_START) * up
+    done = min(1.0, (step - top) / (total - top)) if total > top else 1.0
+    return ONE_CYCLE_END + (1 - ONE_CYCLE_END) * _cosine(done)
+
+
+def _cosine(done: float) -> float:
+    """Return what is left of 1 on its way to 0."""
+    return 0.5 * (1 + math.cos(math.pi * done))

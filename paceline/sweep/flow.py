@@ -162,9 +162,12 @@ def _next(spec: SweepSpec, runner: SweepRunner, name: str, cells: list[SweptCell
 
 
 def open_folder(record: SweepRecord, name: str, out: Path | None) -> SweepDir:
-    """Return a new directory, or that of this very sweep, so that it is resumed."""
-    if out is not None and (out / SweepDir(out).record.name).is_file():
-        _require_same(SweepRecord.load(SweepDir(out).record), record, out)
+    """Return a new directory, or that of this very sweep, so that it is resumed. One of which
+    nothing has run, because a cell was refused, is as good as new."""
+    if out is not None and SweepDir(out).record.is_file():
+        begun = SweepRecord.load(SweepDir(out).record)
+        if any(SweepDir(out).runs.glob("*")):
+            _require_same(begun, record, out)
         return SweepDir(out.resolve())
     root = RunDir.create(f"{record.mode}-{name}", out, is_run=False).root
     folder = SweepDir(root)

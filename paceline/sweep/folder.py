@@ -57,6 +57,12 @@ class SweepDir:
         self.report = root / "report.html"
         self.runs = root / "runs"
 
+    @classmethod
+    def require_place(cls, out: Path | None) -> None:
+        """Refuse a directory that can be that of no sweep, before work is spent on it."""
+        if out is None or not cls(out).record.is_file():
+            RunDir.require_place(out)
+
     def unused_run(self, cell: str, repeat: int) -> Path:
         """Return where this repeat runs; with a counter behind it where one was run before."""
         stem = f"{slug(cell)}_r{repeat}"

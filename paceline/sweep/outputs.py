@@ -3,6 +3,7 @@ was stopped in the middle or nothing succeeded."""
 
 import json
 import math
+import shlex
 from statistics import fmean
 from typing import Any
 from urllib.parse import quote
@@ -10,7 +11,7 @@ from urllib.parse import quote
 from paceline.records.files import write_atomic
 from paceline.records.swept import SweepRecord, SweptCell
 from paceline.report.sweep import render_sweep_page, render_sweep_summary
-from paceline.report.sweep_story import CellLine, RunLine, SweepStory, pasteable, winners
+from paceline.report.sweep_story import CellLine, RunLine, SweepStory, winners, words_of
 from paceline.stats.figures import RunFigures
 from paceline.stats.standings import Standing
 from paceline.sweep.folder import FINGERPRINTS, SUCCESS, Row, SweepDir
@@ -146,7 +147,7 @@ def _best_overrides(story: SweepStory) -> str:
     """Return one line for behind `paceline train RECIPE`; empty where nothing won."""
     if story.winner is None:
         return ""
-    return pasteable(story.record, story.line(story.winner).cell) + "\n"
+    return shlex.join(words_of(story.record, story.line(story.winner).cell)) + "\n"
 
 
 def _best_json(story: SweepStory, rows: list[Row], judgement: SweepJudgement) -> str:

@@ -29,7 +29,7 @@ from paceline.strategies.base import Engine
 from paceline.strategies.clock import Clock
 from paceline.train.readback import on_device
 from paceline.workloads.base import Workload, own_collate
-from paceline.workloads.returns import Pair, join_rows, read_numbers
+from paceline.workloads.returns import Pair, join_rows, read_numbers, read_shown
 
 LOG = logging.getLogger("paceline")
 MAX_NAMED = 8
@@ -129,7 +129,7 @@ class Evaluation:
         return Tried([f"{VAL}{k}" for k in (*names, *made)])
 
     def _show(self, found: Mapping[str, Any]) -> None:
-        self.shown = self.workload.shown(found, self.config)
+        self.shown = read_shown(self.workload, self.workload.shown(found, self.config))
 
 
 def _judge_for_all(judge: Callable[[list["Share"]], Any], shares: "list[Share]") -> Any:

@@ -33,6 +33,7 @@ from paceline.records import Part
 from paceline.records.words import duration
 from paceline.train.feed import build_split, prepare_data
 from paceline.workloads.base import own_collate
+from paceline.workloads.returns import require_sound
 
 MOST_BATCHES, MOST_S = 2048, 10.0
 BLOCK = 128  # batches whose samples are computed together, as in the loader
@@ -66,9 +67,7 @@ class Smoke(Part):
 def smoke_data(job: Job, timeout_s: float) -> Smoke:
     """Read the job's training data in another process. `DataError` names the file that was being
     read when nothing came for `timeout_s`."""
-    problems = [str(f) for f in job.workload.problems(job.config) if f.severity == "error"]
-    if problems:
-        raise ConfigError(problems)
+    require_sound(job.workload, job.config)
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     reader = context.Process(target=_read, args=(job, there), daemon=True)

@@ -7,6 +7,9 @@ no file of a run can bring code, and a run that is resumed needs the class again
 """
 
 import pickle
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
@@ -43,6 +46,21 @@ def find_given(name: str) -> type[Any]:
             f" paceline.train({short}); from a file, FILE.py:{short}, the command line finds it too"
         )
     return _GIVEN[name]
+
+
+def training(name: str, words: Sequence[str]) -> str:
+    """Return what trains this job: a command or, of a class that only its program has, a call from
+    Python."""
+    if is_given(name):
+        return f"paceline.train({', '.join([name.removeprefix(PREFIX), *map(repr, words)])})"
+    return shlex.join(["paceline", "train", name, *words])
+
+
+def resuming(run_dir: Path | str, name: str) -> str:
+    """Return what resumes a run of this workload, in the same way."""
+    if is_given(name) and name != ATTACHED:
+        return f"paceline.resume({str(run_dir)!r}, {name.removeprefix(PREFIX)})"
+    return f"paceline train --resume {shlex.quote(str(run_dir))}"
 
 
 def pack(name: str) -> bytes:

@@ -7,12 +7,14 @@ stands alone is divided by what the loss is divided by; a pair brings its own co
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, DataError, users_line
 from paceline.metrics import LOSS, NAME, Items
+from paceline.records import Finding
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -152,6 +154,74 @@ def read_prepared(workload: Workload, returned: object) -> dict[str, Any]:
     return dict(returned)
 
 
+def require_answers(workload: Workload, config: Any) -> None:
+    """Refuse answers of a user's own methods that are of no use, all at once: what the methods of
+    `ANSWERS` return of this config."""
+    kind = type(workload)
+    problems = []
+    for method, (is_meant, wanted) in ANSWERS.items():
+        if getattr(kind, method).__module__.startswith("paceline."):
+            continue
+        returned = getattr(workload, method)(config)
+        if not is_meant(returned):
+            problems.append(
+                f"{kind.__name__}.{method} must return {wanted}; it returned {_describe(returned)}"
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (type(value) is int and value > 0)
+
+
+def _is_amount(value: Any) -> bool:
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    return value is None or (is_real and 0 < value < math.inf)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(_is_amount(each) for each in value)
+
+
+COUNT = "an int of 1 or more, or None where it {}"
+# What methods return that are asked before anything starts, and how that is said.
+ANSWERS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "units_per_sample": (_is_count, COUNT.format("varies, and units(self, batch) counts")),
+    "positions_per_sample": (_is_count, COUNT.format("varies")),
+    "head_dim": (_is_count, COUNT.format("is not known")),
+    "flops": (_is_amount, "a number above 0, or None: they are then counted on the first batch"),
+    "block_positions": (_are_counts, "a list with a number for each block, or an empty one"),
+}
+
+
+def read_problems(workload: Workload, returned: object) -> list[Finding]:
+    """Return what `problems` found."""
+    name = f"{type(workload).__name__}.problems"
+    hint = (
+        '\nhint: paceline.records.Finding(severity="error", where="model.dim", what="is odd",'
+        ' hint="make it even") for each; () where there is none'
+    )
+    if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping):
+        raise ConfigError(
+            f"{name} must return a list of findings; it returned {_describe(returned)}{hint}"
+        )
+    found = list(returned)
+    if odd := [each for each in found if not isinstance(each, Finding)]:
+        raise ConfigError(
+            f"{name} must return a list of findings; it has {_describe(odd[0])} in it{hint}"
+        )
+    return found
+
+
+def require_sound(workload: Workload, config: Any) -> None:
+    """Refuse a config in which this workload finds errors, without a plan."""
+    require_answers(workload, config)
+    found = read_problems(workload, workload.problems(config))
+    if problems := [str(each) for each in found if each.severity == "error"]:
+        raise ConfigError(problems)
+
+
 def read_numbers(workload: Workload, returned: object) -> dict[str, float]:
     """Return the numbers that `metrics` gave, by name."""
     name = f"{type(workload).__name__}.metrics"
@@ -167,6 +237,19 @@ def read_numbers(workload: Workload, returned: object) -> dict[str, float]:
     if problems:
         raise ConfigError([f"{name}: {problem}" for problem in problems])
     return {key: float(value) for key, value in returned.items()}
+
+
+def read_shown(workload: Workload, returned: object) -> list[tuple[str, str]]:
+    """Return the examples that `shown` gave: pairs of texts."""
+    is_list = isinstance(returned, Iterable) and not isinstance(returned, str | Mapping)
+    rows: list[Any] = list(returned) if is_list else [returned]  # type: ignore[call-overload]
+    odd = [row for row in rows if not _is_pair_of(row, lambda text: isinstance(text, str))]
+    if odd:
+        raise ConfigError(
+            f"{type(workload).__name__}.shown must return a list of pairs of texts, (reference,"
+            f" output); it has {_describe(odd[0])} in it"
+        )
+    return [(said, written) for said, written in rows]
 
 
 def add_pairs(totals: dict[str, Pair], more: Mapping[str, Pair]) -> None:
@@ -237,7 +320,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_number, value))
+    return _is_pair_of(value, _is_number)
+
+
+def _is_pair_of(value: Any, is_meant: Callable[[Any], bool]) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(map(is_meant, value))
 
 
 def _bad_names(found: Mapping[Any, Any], taken: set[str]) -> Iterator[str]:
@@ -261,6 +348,8 @@ def _describe(value: Any) -> str:
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, tuple):
         return f"a tuple of ({', '.join(_describe(item) for item in value)})"
+    if isinstance(value, str):
+        return f"the text {value!r:.40}"
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, type):

@@ -17,7 +17,7 @@ from paceline.job import load_job
 from paceline.launch.process import _without_main
 from paceline.sweep.flow import plan_sweep
 from paceline.sweep.spec import read_spec
-from paceline.workloads.given import _GIVEN, find_given, give, pack, unpack
+from paceline.workloads.given import _GIVEN, find_given, give, pack, resuming, unpack
 from tests.reported import finish, write_run
 
 
@@ -88,6 +88,11 @@ def test_a_class_is_a_job_and_goes_to_ranks() -> None:
 def test_a_class_can_be_swept() -> None:
     spec = read_spec(give(Job), ["launch.device=cpu"], ["train.micro_batch_size=1,2"], {})
     assert [cell.refusal for cell in plan_sweep(spec).cells] == ["", ""]
+
+
+def test_a_run_of_a_class_is_resumed_from_python() -> None:
+    assert resuming(Path("runs/a b"), "python:Job") == "paceline.resume('runs/a b', Job)"
+    assert resuming("runs/a b", "lm") == "paceline train --resume 'runs/a b'"
 
 
 def test_a_class_that_holds_a_lock_is_refused_before_anything_starts() -> None:

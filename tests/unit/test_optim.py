@@ -71,6 +71,35 @@ def test_a_schedule_may_end_before_or_after_the_run(name: str) -> None:
     assert learning_rate(100, 100, late) == learning_rate(100, 400, optim(name=name))
 
 
+@pytest.mark.parametrize(("total", "warmup"), [(100, 0), (40, 10), (7, 0), (5, 0), (4, 3), (1, 0)])
+def test_one_cycle_is_torchs(total: int, warmup: int) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=1.0, total_steps=total, pct_start=warmup / total if warmup else 0.3,
+        cycle_momentum=False,
+    )  # fmt: skip
+    expected = []
+    for step in range(total):
+        expected.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        if step + 1 < total:
+            theirs.step()
+    ours = optim(name="onecycle", warmup_steps=warmup)
+    rates = [learning_rate(step, total, ours) for step in range(1, total + 1)]
+    assert rates == pytest.approx(expected, rel=1e-9)
+    assert learning_rate(total + 5, total, optim(name="onecycle", total_steps=total)) == (
+        pytest.approx(1 / 250_000)
+    )
+
+
+def test_one_cycle_begins_at_its_top_where_that_is_step_one_or_comes_after_the_run() -> None:
+    one = optim(name="onecycle", warmup_steps=1)
+    assert learning_rate(1, 10, one) == 1.0 and learning_rate(10, 10, one) < 1e-5
+    long = optim(name="onecycle", warmup_steps=20)
+    rates = [learning_rate(step, 10, long) for step in range(1, 11)]
+    assert rates == sorted(rates) and rates[0] == pytest.approx(0.04) and rates[-1] < 1.0
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -289,6 +318,7 @@ def test_deepspeed_keeps_no_average() -> None:
         (["optim.name=lion", "optim.eps=1e-6"], "optim.eps"),
         (["optim.name=adafactor", "optim.beta2=0.8"], "optim.beta2"),
         (["optim.schedule.decay=0.5"], "optim.schedule.decay"),
+        (["optim.schedule.name=onecycle", "optim.schedule.floor=0.5"], "optim.schedule.floor"),
         (["train.eval_ema=true", "train.eval_every=5"], "train.eval_ema"),
     ],
 )

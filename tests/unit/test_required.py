@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from paceline.data.loader import Rules
 from paceline.errors import ConfigError, DataError
 from paceline.job import Job, load_job
 from paceline.plan.planner import make_plan
 from paceline.train.feed import build_split, open_data, prepare_data
 from paceline.workloads.base import REGISTRY, find_workload
+from paceline.workloads.returns import read_shown
 from tests.machines import MACHINE, plan
 
 JOB = """
@@ -172,3 +174,55 @@ def test_what_was_prepared_is_refused_before_ranks_start(
 def test_prepare_need_not_return_anything(tmp_path: Path) -> None:
     job = find(tmp_path, more="def prepare(self, config, say): say('done')")
     assert prepare_data(job, print) == {}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("def units_per_sample(self, config): return 'many'", "units_per_sample must return"),
+        ("def units_per_sample(self, config): return 0", "it returned 0"),
+        ("def flops(self, config): return '2e9'", "flops must return a number above 0, or None"),
+        ("def flops(self, config): return float('nan')", "it returned nan"),
+        ("def head_dim(self, config): return 64.0", "head_dim must return an int of 1 or more"),
+        ("def block_positions(self, config): return 3", "block_positions must return a list"),
+        ("def positions_per_sample(self, config): return []", "it returned a list"),
+        ("def problems(self, config): return None", "problems must return a list of findings"),
+        ("def problems(self, config): return ['odd']", "it has the text 'odd' in it"),
+        ("def problems(self, config): return 'odd'", "it returned the text 'odd'"),
+    ],
+)
+def test_an_answer_that_is_of_no_use_is_refused(more: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_plan(find(tmp_path, more=more), MACHINE)
+    assert says in str(refused.value)
+
+
+def test_answers_that_are_meant_are_taken(tmp_path: Path) -> None:
+    """Whole numbers of numpy and floats of 2e9 FLOPs are numbers too; None is an answer."""
+    more = """def units_per_sample(self, config): return None
+    def flops(self, config):
+        import numpy as np
+        return np.float32(2e9)
+    def head_dim(self, config): return None
+    def problems(self, config):
+        from paceline.records import Finding
+        yield Finding(severity="warning", where="model", what="is odd")
+"""
+    made = make_plan(find(tmp_path, more=more), MACHINE)
+    assert made.flops_per_sample.value == 2e9 and made.units_per_sample is None
+    assert "model: is odd" in [str(each) for each in made.findings]
+
+
+def test_units_that_are_no_number_are_refused(tmp_path: Path) -> None:
+    more = "def units(self, batch): return 'many'"
+    with pytest.raises(ConfigError, match="Job.units must return a number; it returned 'many'"):
+        Rules(find(tmp_path, more=more).workload, None).units([1, 2], 2)
+
+
+def test_examples_that_are_no_pairs_are_refused(tmp_path: Path) -> None:
+    workload = find(tmp_path).workload
+    for odd in ("text", [("one",)], [("a", 1)], None):
+        with pytest.raises(ConfigError, match="Job.shown must return a list of pairs of texts"):
+            read_shown(workload, odd)
+    assert read_shown(workload, zip("ab", "cd", strict=True)) == [("a", "c"), ("b", "d")]
+    assert read_shown(workload, ()) == []

@@ -58,6 +58,12 @@ def test_more_steps_stretch_the_cosine() -> None:
     assert f"step 60 took 0.1, step 61 takes {now:.3g}, and the last one 0.1" in told
 
 
+def test_the_end_of_a_one_cycle_is_its_own() -> None:
+    told = explain_schedule(longer(60, 70, "optim.schedule.name=onecycle"), last_step=60)
+    assert "the onecycle of the learning rate now ends at step 70" in told
+    assert told.endswith("and the last one 4e-06")  # 1 / 25 / 10,000
+
+
 def test_a_constant_rate_stays_and_nothing_is_said_without_a_change() -> None:
     assert "constant" in explain_schedule(longer(60, 70, "optim.schedule.name=constant"), 60)
     epochs = [Change("train.steps", 60, "auto"), Change("train.epochs", "off", 2.0)]

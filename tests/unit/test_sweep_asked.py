@@ -11,7 +11,8 @@ import pytest
 
 from paceline.errors import ConfigError, DataError
 from paceline.records.swept import SweepRecord, SweptCell, SweptPhase
-from paceline.sweep.folder import COLUMNS, load_manifest, save_manifest
+from paceline.sweep.flow import open_folder
+from paceline.sweep.folder import COLUMNS, SweepDir, load_manifest, save_manifest
 from paceline.sweep.matrix import Ground, load_cell, needs_evaluation
 from paceline.sweep.phases import choose_extras, describe_schedule, first_phase, plain_name
 from paceline.sweep.runner import turns_of
@@ -286,3 +287,18 @@ def test_a_phase_keeps_only_what_can_run() -> None:
     assert first_phase(spec_of(), cells) == SweptPhase(
         name="", cells=[cell.name for cell in cells[1:]], repeats=3, steps=60
     )
+
+
+def test_a_sweep_of_which_nothing_has_run_may_be_asked_anew(tmp_path: Path) -> None:
+    first = record_of(spec_of())
+    other = first.model_copy(update={"axes": {"optim.lr": ["1", "2"]}})
+    folder = open_folder(first, "lm_tiny", tmp_path / "out")
+    first.save(folder.record)
+    assert open_folder(other, "lm_tiny", tmp_path / "out").root == folder.root
+    folder.unused_run("a", 1).mkdir()
+    with pytest.raises(ConfigError, match="holds another sweep"):
+        open_folder(other, "lm_tiny", tmp_path / "out")
+    SweepDir.require_place(tmp_path / "out")
+    folder.record.unlink()
+    with pytest.raises(ConfigError, match="already holds files"):
+        SweepDir.require_place(tmp_path / "out")

@@ -150,6 +150,17 @@ def test_the_best_is_pasteable(sweep: Sweep) -> None:
     assert f"paceline train lm_tiny {line.strip()}" in folder.summary.read_text()
 
 
+def test_what_won_of_a_class_is_a_call_from_python(tmp_path: Path) -> None:
+    folder, record, rows, judgement = draw_sweep(tmp_path / "sweep")
+    record = record.model_copy(update={"recipe": "python:Cell"})
+    write_outputs(folder, record, rows, judgement)
+    told = folder.summary.read_text()
+    words = shlex.split(folder.best_overrides.read_text())
+    assert f"paceline.train(Cell, {', '.join(map(repr, words))})" in told
+    assert "paceline train" not in told
+    assert "paceline.train(Cell, " in folder.report.read_text()
+
+
 def test_hostile_names_stay_text(folder: SweepDir) -> None:
     evil = "<script>alert('1')</script>|`x`\t$(rm -rf .) \"q\", [z](http://x)"
     cell = draw_cell({"name": evil})
