@@ -103,11 +103,12 @@ def verify(
     """Prove strategies against one process and return the table; a failed proof is part of it, not
     an exception. `words` are strategies, key=value and, to prove a job, that job."""
     from paceline.cli.talk import ConsoleTalk
+    from paceline.cli.verify import is_setting
     from paceline.verify.flow import run_verify
 
     named = [name_of(word) for word in words]
-    names = [word for word in named if "=" not in word]
-    keys = as_words([word for word in named if "=" in word], settings)
+    names = [word for word in named if not is_setting(word)]
+    keys = as_words([word for word in named if is_setting(word)], settings)
     return run_verify(names, keys, _path(out), ConsoleTalk(quiet).say)
 
 

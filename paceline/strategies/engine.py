@@ -176,7 +176,8 @@ class ModuleEngine:
                 self.average.update(skipped)
             return skipped
         if math.isfinite(norm.item()):
-            if divisor is not None and (divisor := divisor.to(gradients[0].device)).item() != 1.0:
+            if gradients and divisor is not None and divisor.item() != 1.0:
+                divisor = divisor.to(gradients[0].device)
                 torch._foreach_div_(locals_of(gradients), divisor)
             self.optimizer.step()
             if self.average is not None:

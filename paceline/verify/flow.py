@@ -25,6 +25,10 @@ from paceline.workloads.given import is_given
 
 VERIFY_FILE = "verify.json"
 APART = "the stages of a pipeline draw their own random numbers: prove it without dropout"
+TOO_LARGE = (
+    "one process cannot take {} samples at once, so whether the job depends on what else is in a"
+    " microbatch is not known: {}"
+)
 
 Say = Callable[[str], None]
 
@@ -43,6 +47,7 @@ def run_verify(
 ) -> VerifyReport:
     """Prove the named strategies, on our own model or, if a job is among the names, on that."""
     started_at = wall_time()
+    RunDir.require_place(out)
     source, names = _find_job(names)
     subject: Subject = OwnJob(source, tuple(overrides)) if source else MadeModel()
     _require_known(subject, names, overrides)
@@ -54,9 +59,9 @@ def run_verify(
     if num_blocks and not source:  # of all models, as all are held against one reference
         overrides = [*overrides, f"model.num_layers={num_blocks}"]
     candidates = [_candidate(name, case, overrides) for name, case in cases]
-    run = RunDir.create("verify", out, is_run=False)
     tried = [candidate.label for candidate in candidates if not candidate.skipped]
     subject.prepare(subject.build(overrides), say)
+    run = RunDir.create("verify", out, is_run=False)  # last: what is refused leaves none
     say(f"on {world} ranks: {', '.join(tried)}; 10 s or so each, in {run.root}")
     proof = Proof(subject, run, env, world, say)
     try:
@@ -67,6 +72,7 @@ def run_verify(
         outcome = Outcome.OK if passed else Outcome.CHECK_FAILED
     except KeyboardInterrupt:
         outcome = Outcome.INTERRUPTED  # what was proven so far is kept
+        proof.leave_out(candidates[len(proof.found) :])
     report = VerifyReport(
         run_dir=str(run.root),
         world_size=world,
@@ -98,6 +104,11 @@ class Proof:
     def prove(self, candidate: Candidate) -> None:
         self.found.append(self._prove(candidate))
         self.say(f"{candidate.label}: {_word(self.found[-1])}")
+
+    def leave_out(self, candidates: Sequence[Candidate]) -> None:
+        for candidate in candidates:
+            skipped = candidate.skipped or "interrupted"
+            self.found.append(StrategyProof(strategy=candidate.label, skipped=skipped))
 
     def _prove(self, candidate: Candidate) -> StrategyProof:
         label, subject = candidate.label, self.subject
@@ -133,7 +144,9 @@ class Proof:
         if failure := reference.run(self.subject.prepared, self.subject.total_s):
             raise LaunchError(f"the run on one process, the reference, did not finish: {failure}")
         self.references[batch] = reference
-        if WHOLE in jobs and RANDOM not in reference.notes():
+        if WHOLE in jobs and (failure := reference.failure_of(WHOLE)):
+            self.notes.append(TOO_LARGE.format(batch.micro * batch.accum, failure))
+        elif WHOLE in jobs and RANDOM not in reference.notes():
             self.notes += depends_on_split(reference.run_dir, batch)
         return reference
 
@@ -167,15 +180,18 @@ def _require_known(subject: Subject, names: Sequence[str], overrides: Sequence[s
         for name in names
         if name not in known
     ]
+    source = subject.source if isinstance(subject, OwnJob) else ""
     for text in overrides:
         key, value = key_of(text), text.partition("=")[2]
-        if key == "workload":
+        if key == "workload" and not source:  # that of a recipe may be another one
             problems.append(f"{text}: a job is named\nhint: paceline verify {value}")
         elif key == "strategy.name":
-            problems.append(f"{text}: strategies are named\nhint: paceline verify {value}")
+            hint = f"paceline verify {source} {value}".replace("  ", " ")
+            problems.append(f"{text}: strategies are named\nhint: {hint}")
         elif (key, value) == ("launch.nproc", "1"):
             problems.append(f"{text}: one rank proves nothing\nhint: launch.nproc=2 or more")
-    named = [text for text in overrides if key_of(text) not in ("workload", "strategy.name")]
+    refused = ("strategy.name",) if source else ("workload", "strategy.name")
+    named = [text for text in overrides if key_of(text) not in refused]
     problems += subject.refusals(named)
     if problems:
         raise ConfigError(problems)

@@ -230,7 +230,9 @@ class OwnJob:
                 "data.batch_length=auto: a proof does not look for what fits\n"
                 "hint: set it to a number"
             )
-        return replace(job, workload=without_own_updates(type(job.workload))())
+        workload = without_own_updates(type(job.workload))()
+        workload.prepared = self.prepared  # a model may have a class for each label that was found
+        return replace(job, workload=workload)
 
     def prepare(self, job: Job, say: Say) -> None:
         job.workload.prepared = self.prepared = prepare_data(job, say)

@@ -78,7 +78,11 @@ def try_rank(context: RankContext, packed: bytes = b"") -> None:
             proven = without_own_updates(type(job.workload))()
             proven.prepared = job.workload.prepared
             job = replace(job, workload=proven)
-            verdict = TrialRun(job, Plan.load(trial.plan), trial, place, first).execute()
+            try:
+                verdict = TrialRun(job, Plan.load(trial.plan), trial, place, first).execute()
+            except Exception:
+                if name != WHOLE:  # which may be too large; its own verdict says so
+                    raise
             first = None
     # The supervisor looks for a word in the strategy's own directory.
     verdict.save(run.verdict(place.rank))

@@ -14,11 +14,12 @@ from paceline.launch.base import with_short_limits
 from paceline.launch.ending import Ending, load_verdicts, said_by, untold_cause
 from paceline.plan.planner import estimate_rank, make_plan, measure_model
 from paceline.plan.policy import effective_config
-from paceline.records import Env, Finding, Plan, StateBytes
+from paceline.records import Env, Finding, Plan, RankVerdict, StateBytes
 from paceline.records.files import write_atomic
 from paceline.records.rundir import RunDir
+from paceline.records.words import few
 from paceline.run.flow import order_for, require_feasible, run_short_task
-from paceline.verify.trial import EQUAL, VERIFY, trial_dir, try_rank
+from paceline.verify.trial import EQUAL, VERIFY, WHOLE, trial_dir, try_rank
 
 
 @dataclass
@@ -43,15 +44,21 @@ class Trials:
     def run(self, prepared: Mapping[str, Any], total_s: float) -> str:
         """Launch once for all trials; return what went wrong, or ""."""
         job, plan = self.jobs[EQUAL], self.plans[EQUAL]
-        for name in self.jobs:
-            self._save(trial_dir(self.run_dir, name), self.jobs[name], self.plans[name], prepared)
         launcher = find_launcher(plan.crew.launcher.value)
         task = replace(VERIFY, work=partial(try_rank, packed=job.packed)) if job.packed else VERIFY
         order = replace(order_for(job, self.env, plan, str(self.root)), task=task)
         launcher.require_ready(order)
         launch = with_short_limits(launcher.plan(order), total_s)
+        for name in self.jobs:
+            self._save(trial_dir(self.run_dir, name), self.jobs[name], self.plans[name], prepared)
         self._save(self.run_dir, job, plan, prepared)
         return self._failure(run_short_task(launcher, launch, self.run_dir, task))
+
+    def failure_of(self, name: str) -> str:
+        """Return what a rank said that failed in this trial, or ""."""
+        found = load_verdicts(trial_dir(self.run_dir, name), self.plans[name].world_size)
+        told = ((rank, said_by(verdict) or _not_finite(verdict)) for rank, verdict in found.items())
+        return next((f"rank {rank}: {said}" for rank, said in told if said), "")
 
     def notes(self) -> list[str]:
         """Return what the first rank noticed about the job while it ran."""
@@ -73,10 +80,9 @@ class Trials:
         if (untold := untold_cause(self.run_dir, ending.seen)) is not None:
             rank, why = untold
             return why if rank is None else f"rank {rank}: {why}"
-        for trial in sorted((self.root / "trials").iterdir()):
-            for rank, verdict in load_verdicts(RunDir(trial), ending.num_ranks).items():
-                if said := said_by(verdict):
-                    return f"{trial.name}, rank {rank}: {said}"
+        for name in sorted(self.jobs.keys() - {WHOLE}):
+            if said := self.failure_of(name):
+                return f"{name}, {said}"
         failed = [rank for rank, ended in ending.seen.ends.items() if ended.failed]
         log = self.run_dir.rank_log(failed[0]) if failed else ""
         return f"rank {failed[0]} left no verdict; its log: {log}" if failed else ""
@@ -87,3 +93,11 @@ def expected_bytes(job: Job, plan: Plan) -> Callable[[int], StateBytes]:
     config = effective_config(job.config, plan.attention.value, plan.kernels.value)
     model = measure_model(job.workload, config)
     return lambda rank: estimate_rank(plan, config, model, rank)
+
+
+def _not_finite(verdict: RankVerdict) -> str:
+    if verdict.bad_step is None:
+        return ""
+    what = "gradient" if verdict.loss_was_finite else "loss"
+    samples = few(map(str, verdict.bad_sample_ids))
+    return f"the {what} of step {verdict.bad_step} is not finite (samples {samples})"

@@ -92,6 +92,22 @@ class Normed(Plain):
         return nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
 
 
+class Eights(Plain):
+    """Takes batches of one size only."""
+
+    def build_data(self, config, split):
+        return Points(256) if split == "train" else None
+
+    def loss(self, model, batch):
+        return super().loss(model, {"x": batch["x"].view(8, 2), "y": batch["y"]})
+
+
+class Diverges(Plain):
+    def loss(self, model, batch):
+        loss, count, more = super().loss(model, batch)
+        return loss * float("nan"), count, more
+
+
 class Raises(Plain):
     def loss(self, model, batch):
         raise ValueError("planted")
@@ -260,6 +276,13 @@ def test_a_metric_that_is_a_mean_of_means_is_noticed(jobs: Path, tmp_path: Path)
     assert note.startswith("val/accuracy of step 4 is ")
 
 
+def test_a_job_for_one_size_of_batches_is_proven(jobs: Path, tmp_path: Path) -> None:
+    report = prove(jobs, "Eights", tmp_path / "v", "train.micro_batch_size=8")
+    assert report.exit_code == 0
+    (note,) = report.notes
+    assert note.startswith("one process cannot take 32 samples at once") and "jobs.py:" in note
+
+
 def test_what_a_proof_of_a_job_takes(jobs: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a proof is of one job"):
         verify(["lm_tiny", f"{jobs}:Plain"], [], tmp_path / "two")
@@ -274,6 +297,12 @@ def test_what_a_job_raises_is_named_with_its_line(jobs: Path, tmp_path: Path) ->
     line = JOBS.splitlines().index('        raise ValueError("planted")') + 1
     with pytest.raises(LaunchError, match=rf"rank 0: ValueError: planted \(.*jobs.py:{line}"):
         prove(jobs, "Raises", tmp_path / "v")
+
+
+def test_a_loss_that_is_not_finite_is_named(jobs: Path, tmp_path: Path) -> None:
+    said = r"equal, rank 0: the loss of step 1 is not finite \(samples \d+"
+    with pytest.raises(LaunchError, match=said):
+        prove(jobs, "Diverges", tmp_path / "v")
 
 
 def test_the_users_own_checkpoint_folder_is_left_alone(jobs: Path, tmp_path: Path) -> None:

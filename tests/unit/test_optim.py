@@ -1,6 +1,7 @@
 """The learning rate of every step; groups of parameters; what each optimizer keeps and moves."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -15,6 +16,7 @@ from paceline.records import Plan
 from paceline.strategies.average import Average
 from paceline.strategies.base import EngineParts
 from paceline.strategies.blocks import measure_shape
+from paceline.strategies.engine import ModuleEngine
 from paceline.strategies.optim import (
     build_optimizer,
     describe_own_rates,
@@ -425,3 +427,13 @@ def test_the_page_shows_an_optimizer_that_works() -> None:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 7
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
     assert [job.learning_rate(step, config) for step in (5, 10, 30)] == [0.05, 0.1, 0.1]
+
+
+def test_a_step_in_which_nothing_has_a_gradient_is_no_crash() -> None:
+    """A loss may have a gradient, and reach no parameter: a note of the run names them."""
+    engine: Any = SimpleNamespace(
+        optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0),
+        veto_on_device=False, average=None, zero=torch.tensor(0.0),
+    )  # fmt: skip
+    skipped = ModuleEngine._update(engine, 0.1, [], torch.tensor(0.0), torch.tensor(1.0))
+    assert skipped == 0
