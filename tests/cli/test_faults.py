@@ -303,5 +303,6 @@ def test_f46e_secrets_stay_out_of_every_file(bench: Bench) -> None:
     files = [path for path in bench.folder.rglob("*") if path.is_file()]
     text = "".join(path.read_text(errors="replace") for path in files) + ran.out + ran.err
     assert not any(value in text for value in secrets.values())
+    shutil.rmtree(bench.folder / "run")
     refused = bench.train("pass", "launch.env.HF_TOKEN=hf_typed")
     assert refused.code == 2 and "looks like a secret" in refused.err

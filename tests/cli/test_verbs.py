@@ -114,6 +114,7 @@ def test_odd_surroundings_are_one_clear_message(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     ran = paceline("train", "lm_tiny", "data.source=synthetic", cwd=tmp_path)
     assert ran.code == 2 and "cannot make a run directory" in ran.err
+    (tmp_path / "runs").unlink()
     (tmp_path / "x.yaml").write_text("workload: ${missing}\n")
     ran = paceline("train", "x.yaml", cwd=tmp_path)
     assert ran.code == 2 and "must set workload to a plain name" in ran.err
