@@ -249,7 +249,7 @@ def test_hooks_are_told_of_all_on_the_ranks_that_ask(
 
 def test_a_sum_that_comes_late_is_refused(job: str, tmp_path: Path) -> None:
     """Ranks agree on names once, in the first window of 2 steps."""
-    with pytest.raises(ConfigError, match=r"returned late beside it, .* in the first 2 steps"):
+    with pytest.raises(ConfigError, match=r"also returned late, .* in the first 2 steps"):
         run_here(tmp_path, f"{job}:Late", [*SETTINGS, "train.micro_batch_size=12"])
 
 
