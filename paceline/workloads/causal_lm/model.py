@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.data.packing import Rows
+from paceline.kernels.cross_entropy import chunked_loss  # and how its FLOPs are counted
 from paceline.records import Finding
 from paceline.workloads.generation import Request, Writing
 from paceline.workloads.hf.model import WHERE, build_from_config, require_extra
@@ -55,8 +56,6 @@ def loss_sum(model: Any, rows: Rows) -> Tensor:
 
 
 def _chunked_loss(model: Any, hidden_BTD: Tensor, targets: Tensor) -> Tensor:
-    from paceline.kernels.cross_entropy import chunked_loss
-
     device = hidden_BTD.device.type
     if torch.is_autocast_enabled(device):  # as the head, which is a Linear, would
         hidden_BTD = hidden_BTD.to(torch.get_autocast_dtype(device))
