@@ -106,7 +106,7 @@ def test_items_are_one_per_sample() -> None:
     ("given", "says"),
     [
         (3.0, "Job.metrics must return a dict of numbers by name; it returned 3.0"),
-        ({"wer": "low"}, "Job.metrics: 'wer' is a str, not a number"),
+        ({"wer": "low"}, "Job.metrics: 'wer' is the text 'low', not a number"),
         ({"w er": 1.0}, "'w er' is not a name"),
     ],
 )

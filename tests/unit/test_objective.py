@@ -34,7 +34,7 @@ def parts() -> EngineParts:
         (({"loss": ONE}, 8), "a tuple of (a dict, 8)"),
         ((1.5, 8), "a tuple of (1.5, 8)"),
         ((ONE, torch.ones(8)), "a tuple of (a tensor of shape [], a tensor of shape [8])"),
-        ((ONE, "8"), "a tuple of (a tensor of shape [], a str)"),
+        ((ONE, "8"), "a tuple of (a tensor of shape [], the text '8')"),
     ],
 )
 def test_what_is_no_sum_and_count_is_refused(parts: EngineParts, returned: Any, says: str) -> None:
